@@ -1,21 +1,49 @@
 """Tensor parallelism in 1, 2 and 2.5 dimensions: layers and whole models on a grid of ranks.
 
-Start with :func:`parallelize`. Its sums of gradients need :func:`sync_gradients`, or the pipeline engine.
+Start with :func:`parallelize`. Its sums of gradients need :func:`sync_gradients`, or the pipeline engine. Prices and
+choices of grids work without torch.
 """
 
-from reshard.parallel.choice import GridChoice, GridPrice, choose_grid
-from reshard.parallel.conversion import Conversion, parallelize, register
-from reshard.parallel.gradients import sync_gradients
-from reshard.parallel.grid import Grid
-from reshard.parallel.layers.attention import Heads
-from reshard.parallel.layers.dropout import Dropout
-from reshard.parallel.layers.embedding import Embedding, PositionEmbedding
-from reshard.parallel.layers.linear import Linear, multiply
-from reshard.parallel.layers.loss import CrossEntropy
-from reshard.parallel.layers.norms import LayerNorm, RMSNorm
-from reshard.parallel.relayout import relayout
-from reshard.parallel.state import plain_state_dict
-from reshard.parallel.transformer import TransformerSizes
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .choice import GridChoice, GridPrice, choose_grid
+from .transformer import TransformerSizes
+
+if TYPE_CHECKING:
+    from .conversion import Conversion, parallelize, register
+    from .gradients import sync_gradients
+    from .grid import Grid
+    from .layers.attention import Heads
+    from .layers.dropout import Dropout
+    from .layers.embedding import Embedding, PositionEmbedding
+    from .layers.linear import Linear, multiply
+    from .layers.loss import CrossEntropy
+    from .layers.norms import LayerNorm, RMSNorm
+    from .live_conversion import relayout
+    from .state import plain_state_dict
+
+#: Public names whose modules import torch. These modules are imported on first use.
+_WITH_TORCH = {
+    "Conversion": "conversion",
+    "CrossEntropy": "layers.loss",
+    "Dropout": "layers.dropout",
+    "Embedding": "layers.embedding",
+    "Grid": "grid",
+    "Heads": "layers.attention",
+    "LayerNorm": "layers.norms",
+    "Linear": "layers.linear",
+    "PositionEmbedding": "layers.embedding",
+    "RMSNorm": "layers.norms",
+    "multiply": "layers.linear",
+    "parallelize": "conversion",
+    "plain_state_dict": "state",
+    "register": "conversion",
+    "relayout": "live_conversion",
+    "sync_gradients": "gradients",
+}
 
 __all__ = [
     "Conversion",
@@ -39,3 +67,9 @@ __all__ = [
     "relayout",
     "sync_gradients",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WITH_TORCH:
+        raise AttributeError(f"module 'reshard.parallel' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"reshard.parallel.{_WITH_TORCH[name]}"), name)

@@ -14,14 +14,12 @@ from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes
 from reshard.topology import Topology
 
-from .costs import find_product_seconds, find_traffic
-from .grid import AXES
-from .grid.cuts import chunk_spans, size_of
-from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
+from .costs import find_traffic
+from .grid.cuts import AXES, chunk_spans, size_of
+from .layer_price import GridLoad, price_layer
+from .products.dataflow import PANEL_WIDTH
 from .transformer import TransformerSizes
 
-#: Collectives of the two norms of a layer, forward and backward. Each moves a few bytes per token.
-_NORM_COLLECTIVES = 6
 #: Elements that a layer saves for its backward, per token and hidden feature: inputs of products and norms,
 #: projections, and tensors that attention and the MLP save.
 _SAVED_PER_FEATURE = 20
@@ -230,30 +228,18 @@ class _Job:
         traffic = {axis: find_traffic(self.topology, arranged, number) for number, axis in enumerate(AXES)}
         layer_rows = size_of(chunk_spans(self.rows, depth)[0])
         tokens = tuple(size_of(span) * sizes.sequence for span in chunk_spans(layer_rows, rows))
-        attention = 3 * _attention_flops(sizes, tokens[0], cols) / self.flops_per_second
-        compute, exposed, sums, parameters, stationary = sizes.num_layers * attention, 0.0, 0.0, 0.0, 0
-        products = [(each, sizes.num_layers) for each in sizes.layer_products] + [(sizes.output_product, 1)]
-        for (k, n), count in products:
-            large = tuple(map(size_of, chunk_spans(max(k, n), cols)))
-            product = ProductShape(min(k, n), large, rows, self.panel)
-            multiply = 2.0 * tokens[0] * product.p * product.q[0] / self.flops_per_second
-            for kind in ProductKind:
-                keeps = is_weight_stationary(kind, product, tokens)
-                moved = sum(find_product_seconds(kind, product, tokens, traffic, self.itemsize, keeps_weight=keeps))
-                steps = 1 if keeps else product.panels.num_panels
-                stationary += count * keeps
-                compute += count * multiply
-                exposed += count * max(moved - multiply * (steps - 1) / steps, moved / steps)
-            weight = size_of(product.p_rows[0]) * product.q[0]
-            parameters += count * weight
-            sums += count * 2 * traffic["depth"].seconds(weight * self.itemsize / depth)
-        norms = sizes.num_layers * _NORM_COLLECTIVES * traffic["col"].seconds(tokens[0] * 8.0)
+        load = GridLoad(rows, cols, depth, tokens, traffic, self.itemsize, self.itemsize, self.panel)
+        compute = exposed = sums = norms = 0.0
+        parameters = stationary = 0
+        for layer, count in ((sizes.layer, sizes.num_layers), (sizes.output, 1)):
+            price = price_layer(layer, load, self.flops_per_second)
+            compute += count * sum(each.compute for each in price.passes)
+            exposed += count * sum(each.exposed for each in price.passes)
+            sums += count * price.depth_seconds
+            norms += count * (price.norm_forward_seconds + price.norm_backward_seconds)
+            parameters += count * price.parameters
+            stationary += count * price.num_stationary
         saved = sizes.num_layers * _SAVED_PER_FEATURE * tokens[0] * math.ceil(sizes.hidden / cols)
         logits = 3 * tokens[0] * math.ceil(sizes.vocabulary / cols)
         memory = parameters * self.state_bytes + (saved + logits) * self.itemsize
         return GridPrice(rows, cols, depth, order, compute, exposed, sums, norms, memory, stationary)
-
-
-def _attention_flops(sizes: TransformerSizes, tokens: int, cols: int) -> float:
-    """Operations of attention in a forward: scores, and scores times values. A causal mask does not reduce them."""
-    return 4.0 * tokens * sizes.sequence * sizes.head_size * math.ceil(sizes.num_heads / cols)

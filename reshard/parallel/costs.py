@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -58,7 +59,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
     most_inside, has_levels, crosses = 0.0, False, False
     for group in groups.tolist():
         hosts = [topology.host_of_rank[rank] for rank in group]
-        counts = {host: hosts.count(host) for host in hosts}
+        counts = Counter(hosts)
         has_levels = 1 < len(counts) < size and len(set(counts.values())) == 1
         crosses |= len(counts) > 1
         for rank, host in zip(group, hosts, strict=True):
@@ -111,10 +112,25 @@ def find_product_seconds(
         )
     y_part = m * q * itemsize
     rest = max(0, busiest_elements(kind, product, tokens, keeps_weight=True) * itemsize - (product.rows - 1) * y_part)
-    nic = max(each.nic_seconds / max(1, each.parts) for each in (row, col))
-    inside = max(each.inside_seconds / max(1, each.parts) for each in (row, col))
+    nic, inside = _seconds_per_byte(traffic)
     return ProductSeconds(
         row.nic_seconds * y_part + nic * rest,
         row.inside_seconds * y_part + inside * rest,
         row.latency_seconds + max(row.latency_seconds, col.latency_seconds),
+    )
+
+
+def find_exchange_seconds(nbytes: float, traffic: Mapping[str, AxisTraffic]) -> float:
+    """Seconds of an exchange between all ranks of a layer, of which the busiest receives ``nbytes``."""
+    if not nbytes:
+        return 0.0
+    return nbytes * sum(_seconds_per_byte(traffic)) + max(traffic[axis].latency_seconds for axis in ("row", "col"))
+
+
+def _seconds_per_byte(traffic: Mapping[str, AxisTraffic]) -> tuple[float, float]:
+    """Of a part that goes to some rank of a layer: on NICs and inside hosts, along the slower axis."""
+    parts = [traffic[axis] for axis in ("row", "col")]
+    return (
+        max(each.nic_seconds / max(1, each.parts) for each in parts),
+        max(each.inside_seconds / max(1, each.parts) for each in parts),
     )

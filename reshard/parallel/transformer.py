@@ -7,6 +7,8 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 
+from .layer_price import LayerSizes
+
 
 @dataclass(frozen=True)
 class TransformerSizes:
@@ -70,17 +72,18 @@ class TransformerSizes:
         )
 
     @property
-    def layer_products(self) -> list[tuple[int, int]]:
-        """``(in, out)`` of the products of one layer; projections that share an input are one."""
+    def layer(self) -> LayerSizes:
+        """One of the equal layers."""
         attended = self.num_heads * self.head_size
-        return [
+        products = (
             (self.hidden, attended + 2 * self.num_kv_heads * self.head_size),
             (attended, self.hidden),
             (self.hidden, self.num_mlp_inputs * self.mlp_hidden),
             (self.mlp_hidden, self.hidden),
-        ]
+        )
+        return LayerSizes(self.hidden, self.sequence, products, self.num_heads, self.head_size, num_norms=2)
 
     @property
-    def output_product(self) -> tuple[int, int]:
-        """``(in, out)`` of the output layer."""
-        return self.hidden, self.vocabulary
+    def output(self) -> LayerSizes:
+        """The output layer."""
+        return LayerSizes(self.hidden, self.sequence, ((self.hidden, self.vocabulary),))

@@ -12,6 +12,8 @@ import numpy as np
 from reshard.sharding.dim_cuts import chunk_rule
 
 Span = tuple[int, int]
+#: Axes of a grid, in the order of its mesh.
+AXES = ("depth", "row", "col")
 
 
 @lru_cache(maxsize=4096)

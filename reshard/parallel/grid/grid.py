@@ -22,10 +22,8 @@ from reshard.sharding import Mesh
 
 from .coded_axis import CodedAxis
 from .collectives import Axis
-from .cuts import Span, batch_spans, chunk_spans, size_of
+from .cuts import AXES, Span, batch_spans, chunk_spans, size_of
 from .watch import Watch
-
-AXES = ("depth", "row", "col")
 
 
 class Grid:

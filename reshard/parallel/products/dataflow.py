@@ -88,11 +88,10 @@ def received_elements(
         if kind is ProductKind.CONTRACT_Q:
             return w + (shape.cols - 1) * own_p_col * m
         return x + (shape.rows - 1) * own_p_row * q
-    others = [(i, j) for i in range(shape.rows) for j in range(shape.cols) if (i, j) != (row, col)]
+    overlap = size_of(intersect(shape.p_rows[row], shape.p_cols[col]))  # what the rank itself has of what it needs
     if kind is ProductKind.CONTRACT_Q:
-        sums = sum(size_of(intersect(shape.p_rows[i], shape.p_cols[col])) for i, _ in others) * m
-        return (sum(tokens) - m) * q + sums
-    x = sum(size_of(intersect(shape.p_cols[j], shape.p_rows[row])) * tokens[i] for i, j in others)
+        return (sum(tokens) - m) * q + (shape.cols * own_p_col - overlap) * m
+    x = own_p_row * sum(tokens) - overlap * m
     if kind is ProductKind.CONTRACT_P:
         return x + (shape.rows - 1) * m * q
     return x + (sum(tokens) - m) * q
