@@ -2,11 +2,13 @@
 // tests/reference/pace.py, with the same floating point operations in the same order.
 //
 // A state is (first layer, devices left, class of the first stage) of a suffix of the model, and the end of its first
-// stage if the model has skip connections. It keeps the Pareto front of round trip and excess of gradient sums.
+// stage if the model has skip connections. It keeps the Pareto front of the round trip, and of that with the excess of
+// gradient sums: what the excess of another suffix saves, its round trip must not lose.
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <stdexcept>
 #include <tuple>
@@ -32,17 +34,27 @@ struct Point {
     double trip, excess;
     int32_t end, option, next_class;
     int64_t next;
+
+    double total() const { return trip + excess; }
 };
 
 using Front = std::vector<Point>;
 
-// Adds a point unless another is as good. Earlier points win ties.
+// Adds a point unless another is as good. Earlier points win ties. A front ascends by trip and descends by total.
 void add(Front &front, const Point &point) {
-    for (const Point &other : front)
-        if (other.trip <= point.trip && other.excess <= point.excess)
-            return;
-    std::erase_if(front, [&](const Point &other) { return point.trip <= other.trip && point.excess <= other.excess; });
-    front.push_back(point);
+    auto at = std::upper_bound(front.begin(), front.end(), point.trip,
+                               [](double trip, const Point &other) { return trip < other.trip; });
+    if (at != front.begin() && std::prev(at)->total() <= point.total())
+        return;
+    if (at != front.begin() && std::prev(at)->trip == point.trip)
+        --at;
+    const auto stop = std::find_if(at, front.end(), [&](const Point &other) { return other.total() < point.total(); });
+    if (at == stop) {
+        front.insert(at, point);
+    } else {
+        *at = point;
+        front.erase(std::next(at), stop);
+    }
 }
 
 struct Search {
@@ -134,6 +146,8 @@ struct Search {
                     continue;
                 add(front, {trip, std::max(sync[entry], tail.excess - backward[entry]), static_cast<int32_t>(end),
                             static_cast<int32_t>(o), tail.next_class, tail.next});
+                if (tail.excess - backward[entry] <= sync[entry])
+                    break; // longer tails gain nothing
             }
         }
         return is_fast;

@@ -182,7 +182,7 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
 
 
 def attention_flops(layer: LayerSizes, tokens: int, cols: int) -> float:
-    """Scores and their product with the values, without the half that a causal mask drops."""
+    """Operations of attention in a forward: scores, and scores times values. A causal mask does not reduce them."""
     return 4.0 * tokens * layer.sequence * layer.head_size * math.ceil(layer.num_heads / cols)
 
 

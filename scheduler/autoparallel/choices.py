@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
 
 from .graph import Layer
+
+#: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`; empty: no grid.
+GridShape = tuple[int, ...]
+#: Most ranks of a layer of a grid, if it is larger than a host.
+MOST_GRID_RANKS = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -20,16 +26,59 @@ class Choice:
         zero: stage of ZeRO over the replicas: 0 keeps all states, 1 shards those of the optimizer, 2 gradients too, and
             3 parameters too.
         recompute: whether the backward computes the forward again instead of keeping activations.
-        kind: name of the tensor parallelism, a key of :data:`SHARDINGS`.
+        grid: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`, which then divides the layer over
+            ``tp = rows * cols`` ranks, in ``depth`` replicas; empty: torch divides it.
+
+    Raises:
+        ArgumentError: the grid is malformed, or has another number of ranks in a layer.
     """
 
     tp: int = 1
     zero: int = 0
     recompute: bool = False
-    kind: str = "1d"
+    grid: GridShape = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grid", tuple(self.grid))
+        if not self.grid:
+            return
+        if len(self.grid) != 3 or not all(type(size) is int and size >= 1 for size in self.grid):
+            raise ArgumentError(f"grid {self.grid} must be (rows, cols, depth), three positive integers")
+        if self.tp != self.grid[0] * self.grid[1] or self.zero:
+            raise ArgumentError(
+                f"a layer on a grid of {self.grid[0]} x {self.grid[1]} x {self.grid[2]} has tp = rows * cols = "
+                f"{self.grid[0] * self.grid[1]} and zero=0, not tp={self.tp} and zero={self.zero}"
+            )
+
+    @classmethod
+    def on_grid(cls, rows: int, cols: int, depth: int = 1, *, recompute: bool = False) -> Choice:
+        """A layer on a grid of ``rows * cols * depth`` ranks."""
+        return cls(rows * cols, recompute=recompute, grid=(rows, cols, depth))
+
+    @property
+    def way(self) -> tuple[int, int, GridShape]:
+        """What all layers of a stage that ``Pipe`` runs have in common."""
+        return self.tp, self.zero, self.grid
+
+    @property
+    def cols(self) -> int:
+        """Parts that features between layers are divided into."""
+        return self.grid[1] if self.grid else 1
+
+    def row_shards(self, num_ranks: int) -> int:
+        """Parts that the rows of a microbatch are divided into, on a stage of some ranks."""
+        return num_ranks // (self.grid[1] if self.grid else self.tp)
+
+    def fits(self, num_ranks: int) -> bool:
+        """Whether a stage of some ranks can have it."""
+        return num_ranks == math.prod(self.grid) if self.grid else num_ranks % self.tp == 0
+
+    def describe(self, num_ranks: int) -> str:
+        """A text, for a stage of some ranks."""
+        return str(self) if self.grid else f"dp={num_ranks // self.tp} {self}"
 
     def __str__(self) -> str:
-        text = f"tp={self.tp}" + (f" ({self.kind})" if self.kind != "1d" else "")
+        text = f"grid={'x'.join(map(str, self.grid))}" if self.grid else f"tp={self.tp}"
         return text + (f" zero={self.zero}" if self.zero else "") + (" recompute" if self.recompute else "")
 
 
@@ -64,11 +113,6 @@ def shard_1d(layer: Layer, degree: int) -> Sharding:
     )
 
 
-#: ``sharding(layer, degree)`` of each kind of tensor parallelism. Other grids, or sums that are compressed, are further
-#: entries.
-SHARDINGS: dict[str, Callable[[Layer, int], Sharding]] = {"1d": shard_1d}
-
-
 @dataclass(frozen=True)
 class ChoiceRules:
     """Which choices a search may use.
@@ -76,7 +120,8 @@ class ChoiceRules:
     Attributes:
         zero: stages of ZeRO. recompute: whether layers are recomputed.
         max_tp, least_tp: largest and smallest tensor-parallel degree.
-        kinds: keys of :data:`SHARDINGS`.
+        grids: whether stages may be on grids of :mod:`reshard.parallel`, where it can cut all their layers.
+        only_grid: the grid of every stage of more than one rank; empty: any, or none.
         executable: only what ``Pipe`` runs: ZeRO 0 or 3, one tp and one ZeRO inside a stage, and ZeRO 3 wherever a
             stage has both replicas and tensor parallelism.
     """
@@ -85,16 +130,16 @@ class ChoiceRules:
     recompute: tuple[bool, ...] = (False, True)
     max_tp: int = 1 << 30
     least_tp: int = 1
-    kinds: tuple[str, ...] = ("1d",)
+    grids: bool = True
+    only_grid: GridShape = ()
     executable: bool = True
 
     def __post_init__(self) -> None:
         for zero in self.zero:
             if zero not in (0, 1, 2, 3):
                 raise ArgumentError(f"a stage of ZeRO is {zero!r}; it must be from 0 to 3")
-        for kind in self.kinds:
-            if kind not in SHARDINGS:
-                raise ArgumentError(f"no tensor parallelism {kind!r}; there is {', '.join(SHARDINGS)}")
+        if self.only_grid:
+            Choice.on_grid(*self.only_grid)
 
     def choices(self, num_devices: int, host_devices: int) -> tuple[Choice, ...]:
         """The leaves of the decision tree of a stage: all choices for its layers, in a fixed order.
@@ -105,23 +150,35 @@ class ChoiceRules:
         in one layer, since sharding alone is as good.
         """
         found = []
-        for tp, kind in itertools.product(_divisors(num_devices), self.kinds):
-            if not self.least_tp <= tp <= min(self.max_tp, host_devices) or (tp == 1 and kind != self.kinds[0]):
+        for tp in _divisors(num_devices):
+            if not self.least_tp <= tp <= min(self.max_tp, host_devices) or (self.only_grid and num_devices > 1):
                 continue
             replicas = num_devices // tp
             for zero in self.zero if replicas > 1 else (0,):
                 if self.executable and (zero in (1, 2) or (zero == 0 and tp > 1 and replicas > 1)):
                     continue
-                found += [Choice(tp, zero, recompute, kind) for recompute in self.recompute]
+                found += [Choice(tp, zero, recompute) for recompute in self.recompute]
         return tuple(found)
 
+    def grid_shapes(self, num_devices: int, host_devices: int) -> tuple[GridShape, ...]:
+        """``(rows, cols, depth)`` of all grids of a stage, in a fixed order. Grids of replicas alone are none."""
+        if self.only_grid:
+            return (self.only_grid,) if math.prod(self.only_grid) == num_devices > 1 else ()
+        if not self.grids or 0 not in self.zero:
+            return ()
+        most = min(self.max_tp, max(host_devices, MOST_GRID_RANKS))
+        sizes = [size for size in range(1, min(most, num_devices) + 1) if num_devices % size == 0]
+        return tuple(
+            (rows, cols, num_devices // (rows * cols))
+            for rows, cols in itertools.product(sizes, sizes)
+            if num_devices % (rows * cols) == 0 and max(2, self.least_tp) <= rows * cols <= most
+        )
+
     def uniform(self, choices: Sequence[Choice]) -> tuple[tuple[Choice, ...], ...]:
-        """Choices in groups that the layers of one stage may mix."""
-        if not self.executable:
-            return (tuple(choices),) if choices else ()
-        groups: dict[tuple[int, int, str], list[Choice]] = {}
+        """Choices in groups that the layers of one stage may mix. Layers on a grid are never mixed with others."""
+        groups: dict[object, list[Choice]] = {}
         for choice in choices:
-            groups.setdefault((choice.tp, choice.zero, choice.kind), []).append(choice)
+            groups.setdefault(choice.way if self.executable or choice.grid else (), []).append(choice)
         return tuple(tuple(group) for group in groups.values())
 
 

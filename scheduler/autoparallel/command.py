@@ -53,7 +53,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--efficiency", type=float, default=0.5, help="part of the peak that layers reach (default: 0.5)")
     add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
     add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
-    add("--keep", action="append", default=[], metavar="NAME=VALUE", help="fix microbatches, tp, zero or recompute")
+    add(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="fix microbatches, tp, zero, recompute, or grid=2x2x1",
+    )
     add("--svg", metavar="FILE", help="draw the stages on their hosts")
     add("--output", metavar="FILE", help="write the strategy here")
 
@@ -136,16 +142,19 @@ def _read_graph(text: str) -> LayerGraph:
     return LayerGraph.transformer(**values)
 
 
-def parse_keep(parts: Sequence[str]) -> dict[str, int]:
-    """The parts that ``--keep NAME=NUMBER`` fixes.
+def parse_keep(parts: Sequence[str]) -> dict[str, Any]:
+    """The parts that ``--keep NAME=NUMBER`` fixes, and ``grid=ROWSxCOLSxDEPTH`` or ``grid=none``.
 
     Raises:
         ArgumentError: a part is malformed.
     """
-    kept = {}
+    kept: dict[str, Any] = {}
     for text in parts:
-        name, separator, value = text.partition("=")
-        if not separator or not value.isdecimal():
-            raise ArgumentError(f"--keep {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1")
-        kept[name] = int(value)
+        name, _, value = text.partition("=")
+        if name == "grid" and (value == "none" or re.fullmatch(r"\d+x\d+x\d+", value)):
+            kept[name] = None if value == "none" else tuple(map(int, value.split("x")))
+        elif name != "grid" and value.isdecimal():
+            kept[name] = int(value)
+        else:
+            raise ArgumentError(f"--keep {text!r} must be NAME=NUMBER, such as tp=8 or recompute=1, or grid=2x2x1")
     return kept

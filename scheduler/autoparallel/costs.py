@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
 
-from .choices import SHARDINGS, Choice
+from .choices import Choice, shard_1d
 from .cluster import Cluster, ring_seconds
 from .graph import Layer
 from .profile import Profile
@@ -47,6 +47,7 @@ class LayerCost:
         state_bytes: parameters, gradients and optimizer. activation_bytes: kept for each microbatch in flight.
         recompute_bytes: more while it is computed again. gathered_bytes: parameters while they are gathered.
         sync_seconds: sum of the gradients, once in a step.
+        panel_bytes: panels of the largest product on a grid, while it runs.
     """
 
     forward_seconds: float
@@ -60,6 +61,7 @@ class LayerCost:
     recompute_bytes: float
     gathered_bytes: float
     sync_seconds: float
+    panel_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def layer_cost(
     """
     replicas = place.num_ranks // choice.tp
     own = rows / replicas
-    sharding = SHARDINGS[choice.kind](layer, choice.tp)
+    sharding = shard_1d(layer, choice.tp)
     times, is_measured = profile.times(layer.key, choice.tp)
     sample = times.at(own)
     scale = 1.0 if is_measured else sharding.compute

@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.sharding import Mesh, TensorSpec
 
 from ..costs import price_edge
 from ..graph import Edge
+from ..pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
+from .choices import GridShape
 from .cluster import Cluster, uniform_positions
 from .graph import LayerGraph, Tensor
 
-#: ``(first rank, end rank, tp)`` of one end of an edge.
-End = tuple[int, int, int]
+#: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.
+End = tuple[int, int, int | GridShape]
 
 
 class EdgePrices:
@@ -95,17 +97,24 @@ class EdgePrices:
 
 
 def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> Edge:
-    """An edge without costs: rows are divided over the replicas of both stages, as ``Pipe`` divides them."""
-    layouts = []
-    for first, end, tp in (src, dst):
-        mesh = Mesh(tuple(range(first, end)), {"dp": (end - first) // tp, "tp": tp})
-        layouts.append(Layout(mesh, ("dp",)))
-    specs = tuple(
-        TensorSpec((tensor.shape[0] * rows, *tensor.shape[1:]), tensor.dtype, layouts[0], layouts[1], tensor.name)
-        for tensor in tensors
-    )
+    """An edge without costs: rows and features are divided over both stages as ``Pipe`` divides them."""
+    meshes = [_mesh(*end) for end in (src, dst)]
+    specs = []
+    for tensor in tensors:
+        shape = (tensor.shape[0] * rows, *tensor.shape[1:])
+        one, other = (layout_of_tensor(mesh, len(shape), 0, has_features=tensor.has_gradient) for mesh in meshes)
+        specs.append(TensorSpec(shape, tensor.dtype, one, other, tensor.name))
     without = frozenset(tensor.name for tensor in tensors if not tensor.has_gradient)
-    return Edge(*numbers, tensors=specs, without_gradient=without)
+    return Edge(*numbers, tensors=tuple(specs), without_gradient=without)
+
+
+def _mesh(first: int, end: int, shape: int | GridShape) -> Mesh:
+    """The mesh of a stage."""
+    ranks = tuple(range(first, end))
+    if isinstance(shape, int):
+        return Mesh(ranks, dict(zip(STAGE_AXES, ((end - first) // shape, shape), strict=True)))
+    rows, cols, depth = shape
+    return Mesh(ranks, dict(zip(GRID_AXES, (depth, rows, cols), strict=True)))
 
 
 def _shifted(loads: tuple[tuple[str, float], ...], hosts: int) -> tuple[tuple[str, float], ...]:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
+from reshard.parallel.layer_price import LayerSizes
 
 #: Largest size, count or amount of work of a layer.
 MOST = 1e21
@@ -32,6 +33,8 @@ class Layer:
         tp_saved_bytes: the part of ``saved_bytes`` that tensor parallelism divides.
         tp_sums: all-reduces over tensor-parallel ranks in a forward. A backward has as many.
         tp_sum_bytes: bytes of one such all-reduce for one row.
+        grid_sizes: its products, heads and norms, if :mod:`reshard.parallel` can cut it over a grid.
+        grid_refusal: why it cannot.
 
     Raises:
         ArgumentError: a number is negative or not finite, or a part is larger than the whole.
@@ -48,13 +51,17 @@ class Layer:
     tp_saved_bytes: float = 0.0
     tp_sums: int = 0
     tp_sum_bytes: float = 0.0
+    grid_sizes: LayerSizes | None = None
+    grid_refusal: str = ""
 
     def __post_init__(self) -> None:
+        if isinstance(self.grid_sizes, Mapping):
+            object.__setattr__(self, "grid_sizes", LayerSizes(**self.grid_sizes))
         for name in ("name", "key"):
             if not isinstance(getattr(self, name), str):
                 raise ArgumentError(f"the {name} of a layer must be a string, not {getattr(self, name)!r}")
-        for name, value in asdict(self).items():
-            if name not in ("name", "key"):
+        for name, value in vars(self).items():
+            if name not in ("name", "key", "grid_sizes", "grid_refusal"):
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 if not is_number or not 0 <= value <= MOST:
                     raise ArgumentError(f"{name} of layer {self.name!r} is {value!r}; it must be from 0 to {MOST:g}")
@@ -199,17 +206,28 @@ class LayerGraph:
             12.0 * stream,
             2,
             float(stream),
+            LayerSizes(
+                hidden,
+                sequence,
+                ((hidden, 3 * hidden), (hidden, hidden), (hidden, 4 * hidden), (4 * hidden, hidden)),
+                heads,
+                hidden // heads,
+                num_norms=2,
+            ),
         )
         made = [replace(block, name=f"blocks.{number}") for number in range(layers)]
         if vocabulary:
             sizes = f"hidden={hidden} sequence={sequence} vocabulary={vocabulary}"
-            first = Layer("embed", f"embedding {sizes}", 0.0, (vocabulary + sequence) * hidden, 8.0 * sequence)
+            table = LayerSizes(hidden, sequence, num_entries=vocabulary)
+            first = Layer(
+                "embed", f"embedding {sizes}", 0.0, (vocabulary + sequence) * hidden, 8.0 * sequence, grid_sizes=table
+            )
             logits = 6.0 * sequence * vocabulary + stream
             work = 2.0 * sequence * hidden * vocabulary
             shared = vocabulary * hidden
             last = Layer(
                 "norm", f"head {sizes}", work, shared, logits, float(stream), block.tp_limit, shared, logits - stream,
-                1, float(stream),
+                1, float(stream), LayerSizes(hidden, sequence, ((hidden, vocabulary),), num_norms=1),
             )  # fmt: skip
             made = [first, *made, last]
         return cls.chain(made, [(1, sequence, hidden)] * (len(made) - 1), dtype=dtype, name=name)

@@ -14,8 +14,9 @@ from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, ChoiceRules
 from .cluster import Cluster
 from .costs import LayerCost, Place, StateBytes, layer_cost
-from .edges import EdgePrices
+from .edges import EdgePrices, End
 from .graph import Layer, LayerGraph, Tensor
+from .grids import best_grids, grid_cost, why_no_grid
 from .profile import Profile
 from .result.stages import StagePlan
 
@@ -96,7 +97,8 @@ class Problem:
     rules: ChoiceRules = field(default_factory=ChoiceRules)
     microbatches: tuple[int, ...] = ()
     prices: EdgePrices = field(init=False, compare=False)
-    _layer_costs: dict[tuple[Layer, Choice, Place, int, int], LayerCost] = field(init=False, compare=False)
+    _layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = field(init=False, compare=False)
+    _choices: dict[tuple[int, int], tuple[Choice, ...]] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
@@ -112,6 +114,7 @@ class Problem:
         prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds)
         object.__setattr__(self, "prices", prices)
         object.__setattr__(self, "_layer_costs", {})
+        object.__setattr__(self, "_choices", {})
 
     @cached_property
     def host_devices(self) -> int:
@@ -123,18 +126,48 @@ class Problem:
         return [n for n in self.cluster.mesh_sizes if n <= end and self.cluster.is_mesh(end - n, end)]
 
     def choices(self, num_ranks: int, rows: int) -> tuple[Choice, ...]:
-        """Choices for the layers of a stage, for microbatches of ``rows`` rows that its replicas divide evenly."""
-        found = self.rules.choices(num_ranks, self.host_devices)
-        limit = max(layer.tp_limit for layer in self.graph.layers)
-        return tuple(each for each in found if rows % (num_ranks // each.tp) == 0 and each.tp <= limit)
+        """Choices for the layers of a stage, for microbatches of ``rows`` rows that its replicas divide evenly.
+
+        Of all grids, those come first in :func:`best_grids`. :meth:`can_have` says which layers may have them.
+        """
+        if (num_ranks, rows) not in self._choices:
+            found = self.rules.choices(num_ranks, self.host_devices)
+            limit = max(layer.tp_limit for layer in self.graph.layers)
+            plain = tuple(each for each in found if each.row_shards(num_ranks) and each.tp <= limit)
+            plain = tuple(each for each in plain if rows % each.row_shards(num_ranks) == 0)
+            self._choices[num_ranks, rows] = plain + best_grids(self, num_ranks, rows, plain)
+        return self._choices[num_ranks, rows]
+
+    def can_have(self, choice: Choice, first: int, end: int) -> bool:
+        """Whether layers ``first`` to ``end - 1`` may have a choice: not every layer can be on a grid."""
+        if not choice.grid:
+            return True
+        return all(
+            why_no_grid(self.layer_classes[number], choice.grid) is None for number in set(self.class_of[first:end])
+        )
+
+    @cached_property
+    def layer_classes(self) -> tuple[Layer, ...]:
+        """One layer of each class, without its name."""
+        return tuple(dict.fromkeys(replace(layer, name="") for layer in self.graph.layers))
+
+    @cached_property
+    def class_of(self) -> tuple[int, ...]:
+        """For each layer, the index of its class."""
+        return tuple(self.layer_classes.index(replace(layer, name="")) for layer in self.graph.layers)
 
     def layer_cost(self, layer: int, choice: Choice, place: Place, microbatches: int) -> LayerCost:
         """The cost of a layer, which is the same for all layers of its class."""
-        plain = replace(self.graph.layers[layer], name="")
-        key = (plain, choice, place, self.rows // microbatches, microbatches)
+        key = (self.class_of[layer], choice, place, microbatches)
         if key not in self._layer_costs:
-            self._layer_costs[key] = layer_cost(
-                plain, choice, place, self.profile, self.states, self.rows // microbatches, microbatches
+            self._layer_costs[key] = (grid_cost if choice.grid else layer_cost)(
+                self.layer_classes[key[0]],
+                choice,
+                place,
+                self.profile,
+                self.states,
+                self.rows // microbatches,
+                microbatches,
             )
         return self._layer_costs[key]
 
@@ -162,7 +195,7 @@ class Problem:
             sum(cost.sync_seconds for cost in costs),
             sum(cost.state_bytes for cost in costs),
             sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, microbatches),
-            recompute_bytes(costs) + sum(gathered[:2]) + gathered[0],
+            recompute_bytes(costs) + sum(gathered[:2]) + gathered[0] + max(cost.panel_bytes for cost in costs),
             self.buffer_bytes(stage, microbatches),
             self.cluster.memory_of(stage.first_rank, stage.end_rank),
         )
@@ -191,15 +224,16 @@ class Problem:
     def buffer_bytes(self, stage: StagePlan, microbatches: int) -> float:
         """Bytes of the receives that a rank posts ahead, of tensors and of gradients."""
         rows = self.rows // microbatches
-        received = sum(tensor.row_bytes for tensor in self.received(stage.first_layer, stage.end_layer))
+        received = self.received(stage.first_layer, stage.end_layer)
         returned = self.returned_row_bytes(stage.first_layer, stage.end_layer)
-        first, last = stage.replicas(stage.first_layer), stage.replicas(stage.end_layer - 1)
-        return min(RECVS_AHEAD, microbatches) * rows * (received / first + returned / last)
+        first, last = stage.row_shards(stage.first_layer), stage.row_shards(stage.end_layer - 1)
+        cols = stage.choices[0].cols
+        return min(RECVS_AHEAD, microbatches) * rows * (cut_row_bytes(received, cols) / first + returned / cols / last)
 
     def kept_bytes(self, stage: StagePlan, microbatches: int) -> float:
         """Bytes of the outputs of a microbatch, which a rank keeps until their gradients return."""
-        sent = sum(tensor.row_bytes for tensor in self.sent(stage.first_layer, stage.end_layer))
-        return self.rows // microbatches * sent / stage.replicas(stage.end_layer - 1)
+        sent = cut_row_bytes(self.sent(stage.first_layer, stage.end_layer), stage.choices[-1].cols)
+        return self.rows // microbatches * sent / stage.row_shards(stage.end_layer - 1)
 
     def returned_row_bytes(self, first: int, end: int) -> int:
         """Bytes of a row of the gradients that a stage of layers ``first`` to ``end - 1`` receives in a backward."""
@@ -253,15 +287,18 @@ class Problem:
         """Seconds of a step that no plan of the model beats: its least work, spread evenly over all devices."""
         best = float("inf")
         for count in self.microbatches:
-            work = 0.0
             places = {self.place(end - n, end) for end in self._ends for n in self.meshes(end)}
-            for layer in range(len(self.graph.layers)):
-                work += min(
+            least = [
+                min(
                     place.num_ranks * (cost.forward_seconds + cost.backward_seconds)
                     for place in places
                     for choice in self.choices(place.num_ranks, self.rows // count)
+                    if self.can_have(choice, layer, layer + 1)
                     for cost in [self.layer_cost(layer, choice, place, count)]
                 )
+                for layer in map(self.class_of.index, range(len(self.layer_classes)))
+            ]
+            work = sum(least[number] for number in self.class_of)
             best = min(best, count * work / self.cluster.num_ranks)
         return best
 
@@ -286,9 +323,14 @@ def recompute_bytes(costs: Sequence[LayerCost]) -> float:
 SCALED_LIMIT = 1 << 40
 
 
-def end_of(stage: StagePlan, layer: int) -> tuple[int, int, int]:
+def cut_row_bytes(tensors: Sequence[Tensor], cols: int) -> float:
+    """Bytes of a row of tensors on a rank of a stage that divides features over some columns."""
+    return sum(tensor.row_bytes / (cols if tensor.has_gradient else 1) for tensor in tensors)
+
+
+def end_of(stage: StagePlan, layer: int) -> End:
     """The end of an edge at the first (0) or last (-1) layer of a stage."""
-    return (stage.first_rank, stage.end_rank, stage.choices[layer].tp)
+    return (stage.first_rank, stage.end_rank, stage.choices[layer].grid or stage.choices[layer].tp)
 
 
 def stage_edges(graph: LayerGraph, stages: Sequence[StagePlan]) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:

@@ -25,7 +25,7 @@ from .result.strategy import Strategy
 #: Candidates that a strategy lists beside its own.
 NUM_ALTERNATIVES = 8
 #: Parts of a strategy that ``keep=`` fixes.
-KEPT = ("microbatches", "tp", "zero", "recompute")
+KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
 
 
 def search(
@@ -44,7 +44,8 @@ def search(
     Args:
         graph, cluster, profile: the model, its devices and the times of its layers.
         rows: rows of a step.
-        keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``.
+        keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
+            ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids.
         method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`Problem` to candidates.
             All but ``auto`` are taken as they are, without moves.
         states: bytes of states of a parameter; default: float32 with Adam.
@@ -111,6 +112,9 @@ def make_problem(
         if type(tp) is not int or tp < 1 or tp & (tp - 1):
             raise ArgumentError(f"keep fixes tp at {tp!r}; it must be a power of two")
         rules = replace(rules, least_tp=tp, max_tp=tp)
+    if "grid" in keep:
+        shape = tuple(keep["grid"] or ())
+        rules = replace(rules, grids=bool(shape), only_grid=shape)
     counts = (keep["microbatches"],) if "microbatches" in keep else ()
     return Problem(graph, cluster, profile, rows, states, rules, counts)
 

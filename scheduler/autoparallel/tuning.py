@@ -12,14 +12,15 @@ from dataclasses import dataclass, replace
 
 from ..ir.schedule import Kind
 from ..simulation.replay import PipelineTimeline
-from .choices import SHARDINGS
+from .choices import shard_1d
+from .grids import compute_share
 from .problem import Problem
 from .profile import ClassTimes, Profile, Sample
 from .result.stages import StagePlan
 from .result.strategy import Strategy
 
-#: A layer class, its degree of tensor parallelism, and the kind of that.
-_Entry = tuple[str, int, str]
+#: A layer class, and the degree of tensor parallelism that its times are of: 1 on a grid.
+_Entry = tuple[str, int]
 #: Groups of kinds of actions.
 _Kinds = Sequence[Sequence[Kind]]
 #: Most rounds of measurement and search.
@@ -123,10 +124,10 @@ def correct_profile(problem: Problem, strategy: Strategy, timelines: Sequence[Pi
     weight = _fit(problem, strategy, timelines, _WEIGHT) or backward
     classes = {key: dict(degrees) for key, degrees in profile.classes.items()}
     for entry in forward | backward:
-        key, tp, kind = entry
+        key, tp = entry
         times, is_measured = profile.times(key, tp)
         layer = next(layer for layer in problem.graph.layers if layer.key == key)
-        share = 1.0 if is_measured else SHARDINGS[kind](layer, tp).compute
+        share = 1.0 if is_measured else shard_1d(layer, tp).compute
         changes = [share * each.get(entry, 1.0) for each in (forward, backward, weight)]
         samples = tuple(_scaled(sample, *changes) for sample in times.samples)
         classes[key][tp] = ClassTimes(samples, times.failed)
@@ -198,16 +199,19 @@ def _work(problem: Problem, stage: StagePlan, count: int, kinds: _Kinds) -> tupl
     whole = 0.0
     for at, choice in enumerate(stage.choices, stage.first_layer):
         layer, cost = problem.graph.layers[at], problem.layer_cost(at, choice, place, count)
-        times, is_measured = problem.profile.times(layer.key, choice.tp)
-        sample = times.at(rows * choice.tp / place.num_ranks)
+        degree = 1 if choice.grid else choice.tp
+        times, is_measured = problem.profile.times(layer.key, degree)
+        sample = times.at(rows / choice.row_shards(place.num_ranks))
         if kinds is _FORWARD:
             seconds, total = sample.forward_seconds, cost.forward_seconds
         elif kinds is _BACKWARD:
             seconds, total = sample.backward_seconds, cost.backward_seconds
         else:
             seconds = total = cost.weight_grad_seconds and sample.weight_grad_seconds
-        share = 1.0 if is_measured else SHARDINGS[choice.kind](layer, choice.tp).compute
-        entry = (layer.key, choice.tp, choice.kind)
+        share = 1.0 if is_measured else shard_1d(layer, choice.tp).compute
+        if choice.grid:
+            share = compute_share(layer, choice.grid)
+        entry = (layer.key, degree)
         work[entry] = work.get(entry, 0.0) + seconds * share
         whole += total
     return work, max(0.0, whole - sum(work.values()))

@@ -19,12 +19,20 @@ class Point:
 
 
 def add(front, point):
-    """Add a point to a Pareto front unless another is as good. Earlier points win ties."""
-    for other in front:
-        if other.trip <= point.trip and other.excess <= point.excess:
-            return
-    front[:] = [other for other in front if not (point.trip <= other.trip and point.excess <= other.excess)]
+    """Add a point to a front, which ascends by trip, unless another is as good. Earlier points win ties.
+
+    A point is as good if neither its trip nor its trip with the excess is longer: the excess at the end of a whole plan
+    differs by no more than that of a suffix.
+    """
+
+    def beats(one, other):
+        return one.trip <= other.trip and one.trip + one.excess <= other.trip + other.excess
+
+    if any(beats(other, point) for other in front):
+        return
+    front[:] = [other for other in front if not beats(point, other)]
     front.append(point)
+    front.sort(key=lambda other: other.trip)
 
 
 def best_stages(

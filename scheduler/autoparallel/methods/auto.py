@@ -102,10 +102,12 @@ def _nothing_fits(problem: Problem) -> str:
     least: tuple[float, str] | None = None
     for counts in problem.microbatches:
         for choice in problem.choices(total, problem.rows // counts) if total in problem.meshes(total) else ():
+            if not problem.can_have(choice, 0, len(problem.graph.layers)):
+                continue
             stage = StagePlan(0, len(problem.graph.layers), 0, total, (choice,) * len(problem.graph.layers))
             needed = problem.stage_cost(stage, counts).memory_bytes(1)
             if least is None or needed < least[0]:
-                least = (needed, f"with {counts} microbatches, dp={total // choice.tp} {choice}")
+                least = (needed, f"with {counts} microbatches, {choice.describe(total)}")
     limit = problem.cluster.memory_of(0, total)
     if least is None:
         return (

@@ -112,7 +112,7 @@ def _pack(problem: Problem, cuts: Cuts, count: int) -> list[PackedStage] | None:
 
 
 def _weights(problem: Problem, degree: int, count: int, what: str) -> list[list[float]]:
-    """``[stage][layer]``: time or memory of a layer under the first choice, with 1F1B's microbatches in flight."""
+    """``[stage][layer]``: time or memory of a layer under its first choice, with 1F1B's microbatches in flight."""
     size = problem.cluster.num_ranks // degree
     weights = []
     for stage in range(degree):
@@ -121,7 +121,8 @@ def _weights(problem: Problem, degree: int, count: int, what: str) -> list[list[
         held = min(count, degree - stage)
         row = []
         for layer in range(len(problem.graph.layers)):
-            cost = problem.layer_cost(layer, choices[0], place, count) if choices else None
+            able = next((choice for choice in choices if problem.can_have(choice, layer, layer + 1)), None)
+            cost = problem.layer_cost(layer, able, place, count) if able else None
             seconds = cost.forward_seconds + cost.backward_seconds if cost else 1.0
             nbytes = cost.state_bytes + held * cost.activation_bytes if cost else 1.0
             row.append(seconds if what == "time" else nbytes)

@@ -105,7 +105,7 @@ def pace_grid(tables: Tables) -> list[float]:
     devices = np.array([tables.classes[c].num_ranks for c in tables.option_class])
     work = float((total[:, first, first + 1] * devices[:, None]).min(axis=0).sum())
     least = max(slowest, work / tables.problem.cluster.num_ranks) * (1 - 1e-9)
-    most = float(total[:, 0, num].max())
+    most = float(total[:, 0, num].max(where=np.isfinite(total[:, 0, num]), initial=slowest))
     if least <= 0:
         return [max(most, 1e-9)]
     steps = math.ceil(math.log(max(most / least, 1.0)) / math.log(PACE_STEP)) + 1

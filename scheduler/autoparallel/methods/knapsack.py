@@ -44,6 +44,8 @@ def pack_stage(
     """
     best: PackedStage | None = None
     for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.rows // count)):
+        if not all(problem.can_have(choice, first, end) for choice in choices):
+            continue
         found = _pack(problem, first, end, ranks, count, in_flight, choices)
         if found is not None and (best is None or found.seconds < best.seconds):
             best = found
@@ -112,7 +114,8 @@ def held_back(
     """Bytes of a device that no layer's states or activations may use, whatever the choices."""
     place = problem.place(*ranks)
     costs = [problem.layer_cost(layer, s, place, count) for layer in range(first, end) for s in choices]
-    working = max(cost.recompute_bytes for cost in costs) + 3 * max(cost.gathered_bytes for cost in costs)
+    working = max(cost.recompute_bytes + cost.panel_bytes for cost in costs)
+    working += 3 * max(cost.gathered_bytes for cost in costs)
     stages = [StagePlan(first, end, *ranks, (s,) * (end - first)) for s in choices]
     return working + max(
         problem.buffer_bytes(stage, count) + in_flight * problem.kept_bytes(stage, count) for stage in stages

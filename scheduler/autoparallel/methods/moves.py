@@ -64,7 +64,7 @@ def _merged(problem: Problem, stages: Stages) -> Iterator[Stages]:
         if not problem.cluster.is_mesh(left.first_rank, right.end_rank):
             continue
         choice = left.choices[0]
-        if (right.end_rank - left.first_rank) % choice.tp:
+        if not choice.fits(right.end_rank - left.first_rank):
             continue
         layers = right.end_layer - left.first_layer
         merged = StagePlan(left.first_layer, right.end_layer, left.first_rank, right.end_rank, (choice,) * layers)
@@ -81,6 +81,8 @@ def _is_valid(problem: Problem, stages: Stages, count: int) -> bool:
         allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.rows // count))
         if not allowed.issuperset(stage.choices):
             return False
-        if problem.rules.executable and len({(choice.tp, choice.zero, choice.kind) for choice in stage.choices}) > 1:
+        if problem.rules.executable and len({choice.way for choice in stage.choices}) > 1:
+            return False
+        if not problem.can_have(stage.choices[0], stage.first_layer, stage.end_layer):
             return False
     return True

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -25,8 +25,8 @@ import numpy as np
 from reshard import _native
 
 from ...ir.communication import RECVS_AHEAD
-from ..choices import Choice
-from ..problem import Problem, Stages
+from ..choices import Choice, GridShape
+from ..problem import Problem, Stages, cut_row_bytes
 from ..result.stages import StagePlan
 
 #: Parts of a stage's layers that are recomputed, from its first layer on.
@@ -37,10 +37,16 @@ SHARED_PORT = 0.5
 
 @dataclass(frozen=True)
 class StageClass:
-    """Devices of a stage and the degree of its tensor parallelism: what its edges depend on."""
+    """Devices of a stage, and the degree of its tensor parallelism or its grid: what its edges depend on."""
 
     num_ranks: int
     tp: int
+    grid: GridShape = ()
+
+    @classmethod
+    def of(cls, num_ranks: int, choice: Choice) -> StageClass:
+        """The class of stages of some ranks whose layers have a choice."""
+        return cls(num_ranks, choice.tp, choice.grid)
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ class Tables:
         size = len(self.problem.graph.layers) + 1
         first, end = (0, 0) if self.problem.graph.is_chain else (src.first_layer, dst.end_layer)
         at = self.ends.index(self.problem.cluster.num_ranks - src.first_rank)
-        c, d = (self.classes.index(StageClass(each.num_ranks, each.choices[0].tp)) for each in (src, dst))
+        c, d = (self.classes.index(StageClass.of(each.num_ranks, each.choices[0])) for each in (src, dst))
         return ((((first * size + src.end_layer) * size + end) * num_classes + c) * num_ends + at) * num_classes + d
 
     @cached_property
@@ -131,8 +137,7 @@ class Tables:
         begin = self.problem.cluster.num_ranks - self.ends[at]
         count = end - first
         recomputed = num_recomputed(chosen.recomputed, count)
-        plain = Choice(chosen.choice.tp, chosen.choice.zero, False, chosen.choice.kind)
-        again = Choice(chosen.choice.tp, chosen.choice.zero, True, chosen.choice.kind)
+        plain, again = (replace(chosen.choice, recompute=flag) for flag in (False, True))
         choices = (again,) * recomputed + (plain,) * (count - recomputed)
         return StagePlan(first, end, begin, begin + self.classes[chosen.stage_class].num_ranks, choices)
 
@@ -167,17 +172,23 @@ def make_tables(problem: Problem, microbatches: int) -> Tables | None:
         for o, option in enumerate(options):
             allowed[o, at] |= option.stage_class == c and option.place == place
     costs = [_option_tables(problem, option, places, microbatches) for option in options]
-    received, sent, ahead = (np.zeros((num + 1, num + 1)) for _ in range(3))
+    received, sent = (np.zeros((num + 1, num + 1)) for _ in range(2))
+    cut = {option.choice.cols: (np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))) for option in options}
     for first in range(num):
         for end in range(first + 1, num + 1):
-            received[first, end] = rows * sum(tensor.row_bytes for tensor in problem.received(first, end))
-            sent[first, end] = rows * sum(tensor.row_bytes for tensor in problem.sent(first, end))
-            ahead[first, end] = received[first, end] + rows * problem.returned_row_bytes(first, end)
+            reads, writes = problem.received(first, end), problem.sent(first, end)
+            received[first, end] = rows * cut_row_bytes(reads, 1)
+            sent[first, end] = rows * cut_row_bytes(writes, 1)
+            returned = problem.returned_row_bytes(first, end)
+            for cols, (ahead, kept) in cut.items():
+                ahead[first, end] = rows * (cut_row_bytes(reads, cols) + returned / cols)
+                kept[first, end] = rows * cut_row_bytes(writes, cols)
     forward, backward, activation, fixed, sync = (np.stack(each) for each in zip(*costs, strict=True))
     for o, option in enumerate(options):
-        replicas = classes[option.stage_class].num_ranks // option.choice.tp
-        fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / replicas  # as Problem.buffer_bytes
-        activation[o] += sent / replicas  # as Problem.kept_bytes
+        shards = option.choice.row_shards(classes[option.stage_class].num_ranks)
+        ahead, kept = cut[option.choice.cols]
+        fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / shards  # as Problem.buffer_bytes
+        activation[o] += kept / shards  # as Problem.kept_bytes
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
         problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync, allowed, next_at,
@@ -236,7 +247,7 @@ def _find_options(
         for choice in problem.choices(size, rows):
             if choice.recompute and False in problem.rules.recompute:
                 continue
-            stage_class = StageClass(size, choice.tp)
+            stage_class = StageClass.of(size, choice)
             if stage_class not in classes:
                 classes.append(stage_class)
             parts = RECOMPUTED_PARTS if True in problem.rules.recompute else (0.0,)
@@ -270,9 +281,10 @@ def _port_seconds(problem: Problem, begin: int, end: int) -> tuple[float, float]
 def _option_tables(problem: Problem, option: Option, places: list, count: int) -> tuple[np.ndarray, ...]:
     """Forward, backward, activation, fixed bytes and sync of an option, each over ``[first, end]``."""
     num, place, choice = len(problem.graph.layers), places[option.place], option.choice
+    is_able = [problem.can_have(choice, layer, layer + 1) for layer in range(num)]
     plain, again = (
         [
-            problem.layer_cost(layer, Choice(choice.tp, choice.zero, flag, choice.kind), place, count)
+            problem.layer_cost(layer, replace(choice, recompute=flag) if is_able[layer] else Choice(), place, count)
             for layer in range(num)
         ]
         for flag in (False, True)
@@ -295,7 +307,10 @@ def _option_tables(problem: Problem, option: Option, places: list, count: int) -
     peaks = running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)])[first, middle]
     recompute = np.maximum(0.0, peaks - kept[first] - activation)  # as Problem's recompute_bytes
     fixed = total("state_bytes") + recompute + _gathered_bytes([cost.gathered_bytes for cost in plain])
-    return total("forward_seconds"), total("backward_seconds"), activation, fixed, total("sync_seconds")
+    fixed += running_max([cost.panel_bytes for cost in plain])
+    unable = np.cumsum([0] + [not each for each in is_able])
+    forward = np.where(unable[end] > unable[first], np.inf, total("forward_seconds"))
+    return forward, total("backward_seconds"), activation, fixed, total("sync_seconds")
 
 
 def _gathered_bytes(values: Sequence[float]) -> np.ndarray:

@@ -40,7 +40,8 @@ def even_stages(problem: Problem, degree: int, count: int) -> Iterator[Stages]:
         return
     cuts = even_cuts(len(problem.graph.layers), degree)
     for choice in problem.choices(size, problem.rows // count):
-        yield uniform_stages(cuts, firsts, size, choice)
+        if problem.can_have(choice, 0, len(problem.graph.layers)):
+            yield uniform_stages(cuts, firsts, size, choice)
 
 
 def uniform_stages(cuts: Sequence[int], firsts: Sequence[int], size: int, choice: Choice) -> Stages:

@@ -31,26 +31,30 @@ def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[
 
 
 def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Placement:
-    kinds = {(choice.tp, choice.zero, choice.kind) for choice in stage.choices}
-    if len(kinds) > 1:
+    ways = {choice.way for choice in stage.choices}
+    if len(ways) > 1:
         raise ArgumentError(
-            f"stage {number} mixes {len(kinds)} kinds of parallelism ({stage}); Pipe needs one tp degree and one ZeRO "
+            f"stage {number} mixes {len(ways)} kinds of parallelism ({stage}); Pipe needs one tp degree and one ZeRO "
             "stage for all of its layers: search with ChoiceRules(executable=True)"
         )
-    tp, zero, kind = next(iter(kinds))
+    tp, zero, grid = next(iter(ways))
+    recomputed = [name for name, choice in zip(names, stage.choices, strict=True) if choice.recompute]
+    prepare = functools.partial(_recompute, names=tuple(recomputed)) if recomputed else None
+    ranks = tuple(range(stage.first_rank, stage.end_rank))
+    if grid:
+        return Placement(grid=grid, ranks=ranks, prepare=prepare)  # type: ignore[arg-type]
     replicas = stage.num_ranks // tp
-    if zero in (1, 2) or kind != "1d" or (zero == 0 and tp > 1 and replicas > 1):
+    if zero in (1, 2) or (zero == 0 and tp > 1 and replicas > 1):
         raise ArgumentError(
             f"stage {number} has dp={replicas} {stage.choices[0]}, which Pipe does not run; it runs ZeRO 3, and "
             "ZeRO 0 with either replicas or tensor parallelism: search with ChoiceRules(executable=True)"
         )
-    recomputed = [name for name, choice in zip(names, stage.choices, strict=True) if choice.recompute]
     return Placement(
         dp=replicas,
         tp=tp,
-        ranks=tuple(range(stage.first_rank, stage.end_rank)),
+        ranks=ranks,
         wrap=functools.partial(_shard, names=tuple(names)) if zero == 3 else ddp,
-        prepare=functools.partial(_recompute, names=tuple(recomputed)) if recomputed else None,
+        prepare=prepare,
     )
 
 

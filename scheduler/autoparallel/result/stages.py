@@ -30,8 +30,10 @@ class StagePlan:
                 "needs one for each layer"
             )
         for choice in self.choices:
-            if self.num_ranks % choice.tp:
+            if not choice.fits(self.num_ranks):
                 raise ArgumentError(f"{choice} does not divide the {self.num_ranks} ranks of a stage")
+        if len({choice.grid for choice in self.choices}) > 1:
+            raise ArgumentError(f"a stage has one grid for all its layers, or none, but {self} mixes them")
 
     @property
     def num_ranks(self) -> int:
@@ -43,14 +45,14 @@ class StagePlan:
         """Layers of the stage."""
         return self.end_layer - self.first_layer
 
-    def replicas(self, layer: int) -> int:
-        """Data-parallel replicas of a layer, counted over the whole model."""
-        return self.num_ranks // self.choices[layer - self.first_layer].tp
+    def row_shards(self, layer: int) -> int:
+        """Parts that the rows of a microbatch are divided into at a layer, counted over the whole model."""
+        return self.choices[layer - self.first_layer].row_shards(self.num_ranks)
 
     def __str__(self) -> str:
         counts: dict[Choice, int] = {}
         for choice in self.choices:
             counts[choice] = counts.get(choice, 0) + 1
-        parts = [f"dp={self.num_ranks // c.tp} {c}" + (f" x{n}" if len(counts) > 1 else "") for c, n in counts.items()]
+        parts = [c.describe(self.num_ranks) + (f" x{n}" if len(counts) > 1 else "") for c, n in counts.items()]
         last = f"-{self.end_layer - 1}" if self.num_layers > 1 else ""
         return f"layers {self.first_layer}{last} on {self.num_ranks} ranks ({'; '.join(parts)})"

@@ -37,7 +37,7 @@ def make_case():
     )
 
 
-def find_strategy(hosts, keep=None, memory_bytes=1e9, **options):
+def find_strategy(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
     graph = LayerGraph.transformer(
         layers=CONFIG.num_layers,
         hidden=CONFIG.hidden,
@@ -46,7 +46,7 @@ def find_strategy(hosts, keep=None, memory_bytes=1e9, **options):
         vocabulary=32,
         dtype="float32",
     )
-    profile = Profile.estimate(graph, flops_per_second=1e9, efficiency=1.0)
+    profile = Profile.estimate(graph, flops_per_second=flops, efficiency=1.0)
     cluster = Cluster(Topology.uniform(hosts, 1e8), memory_bytes)
     return search(graph, cluster, profile, rows=8, keep={"tp": 1, **(keep or {})}, **options)
 
@@ -66,6 +66,12 @@ def test_a_strategy_trains_as_one_process():
     check_trains(strategy)
 
 
+def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
+    strategy = find_strategy((0,) * 5, {"grid": (2, 2, 1), "microbatches": 1}, flops=1e7)
+    assert sorted(str(stage.choices[0]) for stage in strategy.stages) == ["grid=2x2x1", "tp=1"]
+    check_trains(strategy)
+
+
 def made_by_hand(stages):
     """A strategy with these stages, the 1F1B schedule and four microbatches."""
     plain = find_strategy((0,) * stages[-1].end_rank, {"microbatches": 4})
@@ -78,6 +84,7 @@ def made_by_hand(stages):
 
 PLAIN, RECOMPUTED = Choice(), Choice(recompute=True)
 SHARDED, SHARDED_RECOMPUTED = Choice(zero=3), Choice(zero=3, recompute=True)
+GRID, GRID_RECOMPUTED = Choice.on_grid(2, 1, 2), Choice.on_grid(2, 1, 2, recompute=True)
 
 
 @pytest.mark.slow
@@ -88,8 +95,12 @@ SHARDED, SHARDED_RECOMPUTED = Choice(zero=3), Choice(zero=3, recompute=True)
         (StagePlan(0, 2, 0, 1, (PLAIN, RECOMPUTED)), StagePlan(2, 6, 1, 3, (SHARDED_RECOMPUTED,) * 2 + (SHARDED,) * 2)),
         (StagePlan(0, 3, 0, 2, (Choice(2),) * 3), StagePlan(3, 6, 2, 3, (RECOMPUTED,) * 3)),
         (StagePlan(0, 3, 0, 4, (Choice(2, 3), Choice(2, 3, True), Choice(2, 3))), StagePlan(3, 6, 4, 6, (PLAIN,) * 3)),
+        (
+            StagePlan(0, 3, 0, 2, (SHARDED, SHARDED_RECOMPUTED, SHARDED)),
+            StagePlan(3, 6, 2, 6, (GRID_RECOMPUTED, GRID, GRID)),
+        ),
     ],
-    ids=["zero 3", "uneven, mixed", "tensor parallel, recompute", "both and zero 3"],
+    ids=["zero 3", "uneven, mixed", "tensor parallel, recompute", "both and zero 3", "zero 3 and a grid, recompute"],
 )
 def test_every_choice_trains_as_one_process(stages):
     check_trains(made_by_hand(stages))
