@@ -95,25 +95,60 @@ class Conversion:
         return made
 
     def _convert(self, module: Any, path: str) -> nn.Module:
-        converter = _CONVERTERS.get(type(module)) or _find_adapter(module)
-        if converter is not None:
-            return converter(module, self, path)
-        if hasattr(module, "to_grid"):
-            made: nn.Module = module.to_grid(self, path)
-            return made
-        if isinstance(module, torch.fx.GraphModule):
-            check_graph(module, path)
-            return self.convert_children(module, path)
-        if type(module) in _CONTAINERS:
-            return self.convert_children(module, path)
-        if type(module) in _ELEMENTWISE:
-            return module
-        if type(module).__module__ == "transformers.activations" and not list(module.parameters()):
-            return module
-        raise ArgumentError(
-            f"parallelize cannot cut {path or 'the model'!r}, a {type(module).__module__}.{type(module).__qualname__}, "
-            "over a grid; see reshard.parallel.register"
-        )
+        return _find_converter(module, path)(module, self, path)
+
+
+def find_refusal(module: Any, path: str = "") -> str | None:
+    """Why :func:`parallelize` cannot cut a module; None if it knows all classes in it.
+
+    It needs no grid. What converters of a class refuse, such as a norm over several dims, is not found.
+    """
+    try:
+        converter = _find_converter(module, path)
+    except ArgumentError as error:
+        return str(error)
+    if converter is not _convert_children:
+        return None
+    parts = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
+    return next((found for name, child in parts if (found := find_refusal(child, name)) is not None), None)
+
+
+def _find_converter(module: Any, path: str) -> Converter:
+    """The converter of a module.
+
+    Raises:
+        ArgumentError: there is none.
+    """
+    converter = _CONVERTERS.get(type(module)) or _find_adapter(module)
+    if converter is not None:
+        return converter
+    if hasattr(module, "to_grid"):
+        return _convert_itself
+    if isinstance(module, torch.fx.GraphModule):
+        check_graph(module, path)
+        return _convert_children
+    if type(module) in _CONTAINERS:
+        return _convert_children
+    is_activation = type(module).__module__ == "transformers.activations" and not list(module.parameters())
+    if type(module) in _ELEMENTWISE or is_activation:
+        return _keep
+    raise ArgumentError(
+        f"parallelize cannot cut {path or 'the model'!r}, a {type(module).__module__}.{type(module).__qualname__}, "
+        "over a grid; see reshard.parallel.register"
+    )
+
+
+def _convert_itself(module: Any, conversion: Conversion, path: str) -> nn.Module:
+    made: nn.Module = module.to_grid(conversion, path)
+    return made
+
+
+def _convert_children(module: nn.Module, conversion: Conversion, path: str) -> nn.Module:
+    return conversion.convert_children(module, path)
+
+
+def _keep(module: nn.Module, conversion: Conversion, path: str) -> nn.Module:
+    return module
 
 
 def _convert_linear(module: nn.Linear, conversion: Conversion, path: str) -> nn.Module:

@@ -158,6 +158,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         edges.append(EdgeReport(edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds))
     wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule)
     layers = problem.graph.layers
+    refused = {layer.grid_refusal: layer for layer in reversed(layers)} if problem.rules.grids else {}
     return Strategy(
         candidate.method,
         candidate.stages,
@@ -176,6 +177,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         tuple(_alternative(each) for each in others[:NUM_ALTERNATIVES]),
         wider.seconds,
         problem.cluster.hosts,
+        tuple((layer.name, reason) for reason, layer in refused.items() if reason),
     )
 
 

@@ -25,6 +25,7 @@ from ...pipe.profile import SavedBytes, count_saved_bytes
 from ...pipe.tensor_parallel import find_plan
 from ...runtime import torch_compat
 from ..graph import Layer, LayerGraph, Tensor
+from .grid_sizes import SizeRecorder, refuse_grid
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -107,8 +108,9 @@ def trace_module(
     layers = []
     for number, (stage, path) in enumerate(zip(stages, ["", *paths], strict=True)):
         received = [tensor for tensor in tensors if number in tensor.readers]
-        work = _measure_work(stage, outline, stage_graph, number, autocast, plan, path)
-        layers.append(_make_layer(path, stage, received, outline, stage_graph, number, work, plan, max_tp))
+        work, recorder = _measure_work(stage, outline, stage_graph, number, autocast, plan, path)
+        layer = _make_layer(path, stage, received, outline, stage_graph, number, work, plan, max_tp)
+        layers.append(_with_grid(layer, stage, stage_graph, number, recorder))
     dtype = dtype_name(autocast or next((p.dtype for p in model.parameters()), torch.float32))
     graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__)
     return TracedModel(graph, pipe, outline, stage_graph, autocast)
@@ -184,7 +186,7 @@ def _measure_work(
     autocast: torch.dtype | None,
     plan: Mapping[str, Any],
     path: str,
-) -> tuple[float, ...]:
+) -> tuple[tuple[float, ...], SizeRecorder]:
     """Operations and saved bytes of the forward of one row, and the saved bytes that tensor parallelism divides.
 
     Counted on tensors without data. What is saved behind a column-wise module and before the end of the next row-wise
@@ -202,6 +204,7 @@ def _measure_work(
             inputs = layer_inputs(outline, graph, number, rows, "cpu")
             with (
                 FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
+                SizeRecorder(rows).on(fake) as recorder,
                 count_saved_bytes(lambda each: each._cdata) as counted,
             ):
                 hooks = list(_mark_divided(fake, plan, counted))
@@ -217,7 +220,17 @@ def _measure_work(
                 for hook in hooks:
                     hook.remove()
             counts.append((counter.get_total_flops(), counted.nbytes, counted.marked_bytes, within.marked_bytes))
-    return tuple(max(0.0, float(two - one)) for one, two in zip(*counts, strict=True))
+    return tuple(max(0.0, float(two - one)) for one, two in zip(*counts, strict=True)), recorder
+
+
+def _with_grid(layer: Layer, module: Any, graph: StageGraph, number: int, recorder: SizeRecorder) -> Layer:
+    """The layer with what a grid of :mod:`reshard.parallel` would divide, or the reason why it cannot."""
+    values = [value for value in graph.values if number in (value.writer, *value.readers)]
+    refusal = refuse_grid(module, values)
+    if refusal is not None:
+        return replace(layer, grid_refusal=refusal)
+    widths = [value.shape[-1] for value in values if value.has_gradient]
+    return replace(layer, grid_sizes=recorder.sizes(min(widths, default=1)))
 
 
 def _count_within(module: Any, counted: SavedBytes) -> Iterator[Any]:

@@ -42,6 +42,8 @@ def explain_strategy(strategy: StrategyRecord) -> str:
             f"edge {edge.src} -> {edge.dst}: {format_bytes(edge.nbytes)}, {edge.forward_seconds:.3g} s forward, "
             f"{edge.backward_seconds:.3g} s backward{port}"
         )
+    for name, reason in strategy.grid_refusals:
+        lines.append(f"layer {name!r} cannot be on a grid: {reason}")
     gain = strategy.seconds - strategy.wider_links_seconds
     lines.append(f"links 10 % faster would gain {max(0.0, gain):.3g} s")
     short = [other for other in strategy.alternatives if other.short_bytes and other.seconds < strategy.seconds]

@@ -41,6 +41,7 @@ class StrategyRecord:
     alternatives: tuple[Alternative, ...] = ()
     wider_links_seconds: float = 0.0
     hosts: tuple[tuple[int, int, int], ...] = ()
+    grid_refusals: tuple[tuple[str, str], ...] = ()
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -110,7 +111,7 @@ class StrategyRecord:
             lists: dict[str, Any] = {
                 name: tuple(kind(**each) for each in data.pop(name)) for name, kind in kinds.items()
             }
-            pairs = {name: tuple(map(tuple, data[name])) for name in ("layer_names", "hosts")}
+            pairs = {name: tuple(map(tuple, data[name])) for name in ("layer_names", "hosts", "grid_refusals")}
             return cls(stages=stages, **lists, **{**data, **pairs})
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):

@@ -76,13 +76,19 @@ class BlockStage(torch.nn.Module):
         self.outputs: tuple[str, ...] = ()  # names of the values that other stages read
         self.training = root.training
 
+    @property
+    def view(self) -> torch.nn.Module:
+        """The copy of the model that the blocks run on, which has the modules that they use."""
+        found: torch.nn.Module = self.__dict__["_view"]
+        return found
+
     def rebind(self) -> None:
         """Make the blocks again, after children have been replaced."""
         self._blocks = list(self._bind())
 
     def to_grid(self, conversion: Any, path: str) -> BlockStage:
         """Cut the modules that the blocks use over a grid of :mod:`reshard.parallel`, in place."""
-        view = self.__dict__["_view"]
+        view = self.view
         if conversion.convert(view, path) is not view:
             raise ArgumentError(f"a converter replaces the whole {type(view).__name__}, whose parts are in stages")
         self.rebind()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Cluster, Profile, profile_layers, search, trace_module
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, Profile, profile_layers, search, trace_module
 from reshard.scheduler.autoparallel.modules import profiling
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
@@ -41,6 +41,39 @@ def test_work_is_that_of_the_products(traced):
     assert block.input_bytes < block.saved_bytes
     # only the normalization is recomputed, which saves two numbers for each token: the loss is outside the module
     assert head.saved_bytes - head.input_bytes == 8 * 2 * 4
+
+
+def test_sizes_on_a_grid_are_those_of_the_products(traced):
+    described = LayerGraph.transformer(layers=1, hidden=16, heads=2, sequence=8, vocabulary=32)
+    sizes = [layer.grid_sizes for layer in traced.graph.layers]
+    assert sizes == [described.layers[at].grid_sizes for at in (0, 1, 1, 1, 2)]
+    # what is left are positions, biases and norms
+    assert [layer.num_params - layer.grid_sizes.num_params for layer in traced.graph.layers[:2]] == [8 * 16, 13 * 16]
+
+
+def test_layers_that_no_grid_can_cut_say_why():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mixed, self.plain, self.last = nn.Conv1d(2, 2, 1), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.last(self.plain(self.mixed(x))).square().mean()
+
+    graph = trace_module(Net(), torch.zeros(2, 2, 4), ["plain", "last"]).graph
+    assert graph.layers[1].grid_sizes is not None
+    found = search(
+        graph,
+        Cluster(Topology.uniform((0, 0), 1e9), 1e9),
+        Profile.estimate(graph, flops_per_second=1e6),
+        rows=4,
+        keep={"grid": (1, 2, 1)},
+    )
+    assert all(not choice.grid for stage in found.stages for choice in stage.choices if stage.first_layer != 1)
+    assert "layer 'first' cannot be on a grid: parallelize cannot cut 'mixed', a torch.nn.modules.conv.Conv1d" in (
+        found.explain()
+    )
+    assert "layer 'last' cannot be on a grid: 'the model' calls square between its modules" in found.explain()
 
 
 def test_skips_are_tensors_with_several_readers():
