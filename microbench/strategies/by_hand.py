@@ -19,8 +19,8 @@ U_TRANSFORMER = Preset(UTransformerConfig(16, side=16, num_heads=4, groups=4), 1
 def parse_stages(text: str) -> tuple[StagePlan, ...]:
     """Stages from a text such as ``"3:1 recompute, 5:2 zero"``: layers, a colon, ranks and words.
 
-    ``tp`` divides the layers over all ranks of a stage, ``zero`` shards states, ``recompute`` recomputes all layers,
-    and ``half`` the first half of them.
+    ``tp`` divides the layers over all ranks of a stage, ``2x2x1`` puts them on a grid, ``zero`` shards states,
+    ``recompute`` recomputes all layers, and ``half`` the first half of them.
     """
     stages: list[StagePlan] = []
     layer, rank = 0, 0
@@ -29,6 +29,9 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
         count, ranks = map(int, sizes.split(":"))
         again = count if "recompute" in words else (count + 1) // 2 if "half" in words else 0
         plain = Choice(ranks if "tp" in words else 1, 3 if "zero" in words else 0)
+        for word in words:
+            if "x" in word:
+                plain = Choice.on_grid(*map(int, word.split("x")))
         choices = (replace(plain, recompute=True),) * again + (plain,) * (count - again)
         stages.append(StagePlan(layer, layer + count, rank, rank + ranks, choices))
         layer, rank = layer + count, rank + ranks

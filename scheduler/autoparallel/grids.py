@@ -44,7 +44,7 @@ def grid_cost(
 
     Computation is the busiest rank's part of what the profile says of one rank. Communication is what
     :func:`~reshard.parallel.layer_price.price_layer` says for a rank of that speed. Gradients are summed over the depth
-    once in a step.
+    once in a step; such sums leave a copy of them.
     """
     del microbatches  # gradients and parameters stay where they are
     sizes = layer.grid_sizes
@@ -75,7 +75,7 @@ def grid_cost(
         compute,
         forward + backward - compute,
         0.0,
-        params * (states.weight + states.gradient + states.optimizer),
+        params * (states.weight + states.gradient * (2 if choice.grid[2] > 1 else 1) + states.optimizer),
         kept,
         saved - kept,
         0.0,

@@ -134,7 +134,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         if value is not None and value < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must not be negative")
     strategy = _read_strategy(options)
-    num_stages = stages.count(",") + 1 if strategy is None else len(strategy.stages)
+    num_stages = stages.count(",") + 1 if strategy is None else 1  # as it was searched for
     preset = preset.shrunk(options.shrink, num_stages)
     changes: dict[str, Any] = {"rows": options.batch, "microbatches": options.microbatches}
     changes["learning_rate"] = options.learning_rate

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch._subclasses import FakeTensor
@@ -70,7 +73,7 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
     """Train a few steps, and return the peak bytes of the tensors that this rank keeps in the last step.
 
     The batch is not counted. Samples are taken after each forward of a stage, after each gather of parameters by FSDP,
-    and before each module that a backward recomputes.
+    when a product on a grid has its first panels, and before each module that a backward recomputes.
 
     Args:
         rank: not used; ``run_processes`` passes it.
@@ -80,7 +83,7 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
     assert isinstance(job.strategy, Strategy)
     batch = make_loaders(job)[0].batch(0)
     counter = StorageCounter(batch)
-    with counter, make_pipe(job).compile(batch) as engine:
+    with counter, _sampled_products(counter), make_pipe(job).compile(batch) as engine:
         optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
         for module in engine.modules.values():
             module.register_forward_hook(counter.sample)
@@ -94,6 +97,21 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
             optimizer.step()
             optimizer.zero_grad()
     return counter.peak_bytes
+
+
+@contextlib.contextmanager
+def _sampled_products(counter: StorageCounter) -> Iterator[None]:
+    """Sum what is alive whenever a product on a grid begins."""
+    from reshard.parallel.products.multiply import Product
+
+    plain = Product.multiply
+
+    def multiply(product: Product, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        counter.sample()
+        return plain(product, a, b)
+
+    with mock.patch.object(Product, "multiply", multiply):
+        yield
 
 
 def predicted_bytes(strategy: Strategy) -> list[float]:

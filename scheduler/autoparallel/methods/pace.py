@@ -2,13 +2,13 @@
 first.
 
 For a number of microbatches m and a pace P (seconds per microbatch in the steady state), the state is the first layer l
-of a suffix of the model, the devices u that the suffix uses, and the class c (devices and tp) of its first stage::
+of a suffix of the model, the devices u that the suffix uses, and the class c (devices, tp, grid) of its first stage::
 
     R(l, u + n, c) = min over k > l, option o of class c, next class c':  t_o(l..k) + x(l, k, c, c') + R(k, u, c')
 
 subject to t <= P, ports <= P, x <= P one way, and states + min(m, ceil(R / P)) * activations <= memory. A second value
 is the time e by which gradient sums end after the first stage's last backward: e = max(sync, e' - b - x_b). The
-iteration takes R + (m - 1) P + e. Smaller R and smaller e are never worse, so a state keeps its Pareto front.
+iteration takes R + (m - 1) P + e. Smaller R and smaller R + e are never worse, so a state keeps their Pareto front.
 
 ``native/autoparallel/pace.cpp`` is the loop; ``tests/reference/pace.py`` is its twin.
 """

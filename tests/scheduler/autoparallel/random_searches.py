@@ -7,8 +7,11 @@ import functools
 import itertools
 import math
 import random
+from dataclasses import replace
 
+from reshard.parallel.layer_price import LayerSizes
 from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, Problem, Profile, Tensor
+from reshard.scheduler.autoparallel.problem import StageCost
 from reshard.topology import Host, Port, Topology
 
 
@@ -34,9 +37,24 @@ def make_cluster(rng, sizes, memory_bytes):
     return Cluster(Topology(host_of_rank, hosts, inside_bytes_per_second=1e10), memory_bytes)
 
 
-def make_problem(seed, *, most_layers=3, executable=True):
+def put_on_grids(rng, graph):
+    """The graph, most of whose layers can be on a grid."""
+    layers = []
+    for layer in graph.layers:
+        hidden = rng.choice([64, 96])
+        products = ((hidden, 3 * hidden), (4 * hidden, hidden))
+        sizes = LayerSizes(hidden, rng.choice([16, 128]), products, rng.choice([1, 2, 4]), 8, 2)
+        able = rng.random() < 0.8 and sizes.num_params <= layer.num_params
+        refusal = "" if able else "no converter"
+        layers.append(replace(layer, grid_sizes=sizes if able else None, grid_refusal=refusal))
+    return replace(graph, layers=tuple(layers))
+
+
+def make_problem(seed, *, most_layers=3, executable=True, grids=False):
     rng = random.Random(seed)
     graph = make_graph(rng, rng.randint(2, most_layers))
+    if grids:
+        graph = put_on_grids(rng, graph)
     sizes = rng.choice([(1, 1), (2,), (2, 1), (2, 2), (1, 1, 1)])
     profile = Profile.estimate(graph, flops_per_second=1e11)
     memory = rng.choice([1e9, 2e8, 1e8])
@@ -64,10 +82,16 @@ def all_plans(tables):
     return extend(0, len(tables.ends) - 1)
 
 
+#: The cost of a stage whose layers cannot have its choice.
+NEVER = StageCost(*[math.inf] * 12)
+
+
 @functools.cache
 def _stage(tables, first, end, left, option):
     """A stage, its cost, and the seconds of its ports."""
     stage = tables.stage(first, end, left, option)
+    if not tables.problem.can_have(stage.choices[0], first, end):
+        return stage, NEVER, 0.0
     c = tables.option_class[option]
     ports = tables.received[first, end] * tables.port_in[c, left] + tables.sent[first, end] * tables.port_out[c, left]
     return stage, tables.problem.stage_cost(stage, tables.microbatches), ports
@@ -79,7 +103,7 @@ def _price(tables, src, dst, true_prices):
     problem = tables.problem
     a, b = _stage(tables, *src)[0], _stage(tables, *dst)[0]
     tensors = problem.graph.between(a.first_layer, a.end_layer, b.end_layer)
-    ends = ((a.first_rank, a.end_rank, a.choices[0].tp), (b.first_rank, b.end_rank, b.choices[0].tp))
+    ends = tuple((s.first_rank, s.end_rank, s.choices[0].grid or s.choices[0].tp) for s in (a, b))
     rows = problem.rows // tables.microbatches
     if not tensors:
         return 0.0, 0.0

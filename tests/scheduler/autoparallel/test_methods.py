@@ -18,9 +18,9 @@ from tests.reference.pace import best_stages as reference_stages
 from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
 
 
-def check_joint(seed):
+def check_joint(seed, *, grids=False):
     """For some paces, the recurrence finds the least of all plans; with lazy prices, the least over all paces."""
-    problem = make_problem(seed)
+    problem = make_problem(seed, grids=grids)
     tables = pace.make_tables(problem, problem.microbatches[0])
     plans, grid = list(all_plans(tables)), joint.pace_grid(tables)
     assert plans
@@ -40,8 +40,16 @@ def test_joint_finds_the_best_of_all_plans(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
+def test_joint_finds_the_best_of_all_plans_with_grids(seed):
+    problem = make_problem(seed, grids=True)
+    tables = pace.make_tables(problem, problem.microbatches[0])
+    assert any(option.choice.grid for option in tables.options)
+    check_joint(seed, grids=True)
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_native_recurrence_equals_its_reference(seed):
-    problem = make_problem(100 + seed)
+    problem = make_problem(100 + seed, grids=seed % 2 == 1)
     tables = pace.make_tables(problem, problem.microbatches[0])
     rng = random.Random(seed)
     prices = {}
@@ -132,9 +140,9 @@ def test_bmw_moves_layers_only_where_they_help():
         assert 0 <= time <= 1 - 1 / len(times) + 1e-9
 
 
-@pytest.mark.parametrize("seed", [0, 1, 3, 4])  # with seed 2, nothing fits the memory
-def test_auto_is_never_behind_a_candidate(seed):
-    problem = make_problem(500 + seed)
+@pytest.mark.parametrize(("seed", "grids"), [(0, False), (1, False), (3, False), (4, False), (3, True), (4, True)])
+def test_auto_is_never_behind_a_candidate(seed, grids):  # with seed 2, nothing fits the memory
+    problem = make_problem(500 + seed, grids=grids)
     candidates = auto(problem)
     best = decide(problem, candidates, moves=True)[0]
     for method in METHODS.values():
