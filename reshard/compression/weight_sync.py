@@ -177,10 +177,11 @@ class WeightSync:
         """Move the streams; returns those that this rank receives, followed by unused bytes."""
         failure = None
         try:
-            mover = self._find_mover(sizes)
-            for name, stream in data.items():
-                self._sent[name][: len(stream)] = torch.from_numpy(stream)
-            mover({name: self._sent.get(name) for name in sizes}, out=self._received)
+            if any(self._group.rank in (*each.holders, *each.receivers) for each in self._streams.values()):
+                mover = self._find_mover(sizes)
+                for name, stream in data.items():
+                    self._sent[name][: len(stream)] = torch.from_numpy(stream)
+                mover({name: self._sent.get(name) for name in sizes}, out=self._received)
         except Exception as error:
             failure = describe_error(error)
         try:

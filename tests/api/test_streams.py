@@ -167,6 +167,10 @@ def _lossless(rank):
         reshard.make_plan(src, dst, whole.shape, "bfloat16", compression="bf16-lossless")
     empty = reshard.reshard(take_shard(src, rank, whole[:0]), src, dst, **{**options, "shape": (0, 640)})
     assert empty is None or empty.numel() == 0
+    thin = reshard.reshard(
+        take_shard(src, rank, whole[:1]), src, dst, **{**options, "shape": (1, 640)}
+    )  # rank 1: empty
+    assert thin is None or same_bytes(thin, take_shard(dst, rank, whole[:1]))
     handles = [reshard.reshard_async(take_shard(src, rank, whole), src, dst, **options) for _ in range(2)]
     with pytest.raises(DisagreementError, match=r"must wait for transfers with lossless codecs, in the same order"):
         handles[rank == 0].wait()

@@ -86,6 +86,12 @@ def _feedback(rank):
                 gradients = dict(reversed(gradients.items()))
             summed(gradients)
             totals[feedback] += _flat({name: gradients[name] for name in SHAPES}) / 16
+        gradients = _gradients(rank)
+        gradients["c"][0, 0] = float("nan") if rank == 0 else 1.0  # a step that a loss scaler skips
+        summed(gradients)
+        assert gradients["c"].isnan().any()
+        summed(gradients := _gradients(rank))
+        assert all(gradient.isfinite().all() for gradient in gradients.values())
     return [float((total - wanted).norm() / wanted.norm()) for total in totals.values()]
 
 

@@ -81,3 +81,19 @@ def _sync(rank):
 
 def test_versions_arrive_bit_for_bit_and_failures_leave_or_name_a_version():
     run_processes(_sync, 5)
+
+
+def _sync_with_an_empty_shard(rank):
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
+    sync = WeightSync(src, dst, {"w": (1, 64)}, "bfloat16", timeout_seconds=20)
+    shard = {"w": torch.ones(1 - rank, 64, dtype=torch.bfloat16)} if rank < 2 else None
+    out = {"w": torch.zeros(1, 32, dtype=torch.bfloat16)} if rank >= 2 else None
+    for version in (1, 2):
+        if rank == 0:
+            shard["w"] += 1
+        sync(shard, out, version=version)
+        assert out is None or (out["w"] == 1 + version).all()
+
+
+def test_ranks_with_empty_shards_take_part():
+    run_processes(_sync_with_an_empty_shard, 4)
