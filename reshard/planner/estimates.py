@@ -12,7 +12,7 @@ from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.direct import global_cuts
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, Problem
-from reshard.ragged import NO_RANK, ranges
+from reshard.ragged import NO_RANK, number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
 #: Relative error of sums that are added in another order.
@@ -49,10 +49,9 @@ class Floors:
         host, size = topology.host_by_rank, topology.num_hosts * MAX_NICS
         crosses = host[sender] != host[receiver]
         sender, receiver, nbytes = sender[crosses], receiver[crosses], problem.nbytes[task[crosses]]
-        pairs = np.zeros((len(host), len(host)), dtype=bool)  # small regions of one pair may share a message
-        pairs[sender, receiver] = True
         port = host * MAX_NICS + topology.nic_by_rank
-        held = np.bincount(port, weights=pairs.sum(axis=1), minlength=size) * topology.latency_seconds
+        pairs = number_values(sender * len(host) + receiver)[0]  # small regions of one pair may share a message
+        held = np.bincount(port[pairs // len(host)], minlength=size) * topology.latency_seconds
         seconds = 0.0
         for ends, rates, extra in ((sender, topology.nic_rates[0], held), (receiver, topology.nic_rates[1], 0.0)):
             passed = np.bincount(port[ends], weights=nbytes, minlength=size)
