@@ -24,7 +24,7 @@ from reshard.planner.multicast.strategy import (
 )
 from reshard.planner.multicast.workload import Workload
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.branch_and_bound import broadcast_earliest
+from reshard.planner.strategies.branch_and_bound import broadcast_search_briefly
 from reshard.planner.strategies.direct import local_cuts
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.ragged import NO_RANK
@@ -194,8 +194,8 @@ class _Choice:
 
     def choose(self, name: str) -> Routes | Transfers:
         """Run the strategy with this name; variants of multicast share one workload."""
-        if name == "broadcast_search":  # its first order is nearly always as good, without the search
-            return broadcast_earliest(self.problem)
+        if name == "broadcast_search":  # the full search is rarely better, and takes much longer
+            return broadcast_search_briefly(self.problem)
         if name not in _VARIANTS or has_many_hosts(self.problem):
             return CANDIDATES[name](self.problem)
         if name == "multicast" and self.takes_near_chunks:

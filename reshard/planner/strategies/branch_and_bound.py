@@ -11,6 +11,8 @@ from reshard.planner.strategies.trees import along_trees
 
 #: Limit on search steps. A time limit would give different orders on different ranks.
 SEARCH_STEPS = 20_000
+#: The same for a brief search, which always finds one order.
+BRIEF_STEPS = 100
 #: With more classes of regions each step is so slow that the greedy order is better.
 MAX_CLASSES = 400
 
@@ -27,9 +29,9 @@ def broadcast_search(problem: Problem) -> Routes:
     return _search(problem, SEARCH_STEPS)
 
 
-def broadcast_earliest(problem: Problem) -> Routes:
-    """Like :func:`broadcast_search`, but take the first order: always the region that can start earliest."""
-    return _search(problem, 0)
+def broadcast_search_briefly(problem: Problem) -> Routes:
+    """Like :func:`broadcast_search`, but end after 100 steps, or after the first order if that takes more."""
+    return _search(problem, BRIEF_STEPS)
 
 
 def _search(problem: Problem, num_steps: int) -> Routes:
