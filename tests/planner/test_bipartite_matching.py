@@ -74,11 +74,13 @@ def test_staged_messages_that_do_not_fit_are_forwarded_at_once():
         piece_bytes=np.full(3, 2**16),
         piece_class=np.zeros(3, dtype=np.int64),
         class_receivers=(np.array([0, 1]), np.array([6])),
+        num_messages=3,
     )
     assert num_recv_slots(2**19, 2**16) == 4 and limit_relay_staging(schedule, workload, 7, 2**19) is schedule
     made = limit_relay_staging(schedule, workload, 7, 2**17)
     assert made.piece.tolist() == [0, 0, 1, 1, 2, 2] and made.receiver.tolist() == [5, 6] * 3
     assert made.source.tolist() == [-1, 0, -1, 2, -1, 4]
     assert [made.after[a:b].tolist() for a, b in itertools.pairwise(made.after_at)] == [[], [0], [0], [2], [2], [4]]
-    needed = SimpleNamespace(**{**vars(workload), "class_receivers": (np.array([0, 2]), np.array([5, 6]))})
+    both = (np.array([0, 2]), np.array([5, 6]))
+    needed = SimpleNamespace(**{**vars(workload), "class_receivers": both, "num_messages": 6})
     assert limit_relay_staging(schedule, needed, 7, 2**17) is schedule  # rank 5 needs the pieces, so it stages none
