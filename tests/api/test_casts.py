@@ -152,8 +152,10 @@ def _growth(rank):
             refs.write("5")  # resets VmHWM, the peak
         begun = _peak_bytes()
         reshard.reshard(source, src, dst, dst_dtype=after, out=out, staging_bytes=2**22)
-        channel = next(iter(find_group(None).channels.values()))
-        found += [_peak_bytes() - begun, channel.idle_staging[1].allocated_bytes]
+        grown, channel = _peak_bytes() - begun, next(iter(find_group(None).channels.values()))
+        while channel.idle_staging is None:  # the thread of the transfer returns the buffers when it ends
+            time.sleep(0.01)
+        found += [grown, channel.idle_staging[1].allocated_bytes]
         assert out is None or same_bytes(out, take_shard(dst, rank, whole.to(getattr(torch, after))))
     return found
 
