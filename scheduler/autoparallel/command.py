@@ -60,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="fix microbatches, tp, zero, recompute, or grid=2x2x1",
     )
+    add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
     add("--svg", metavar="FILE", help="draw the stages on their hosts")
     add("--output", metavar="FILE", help="write the strategy here")
 
@@ -85,6 +86,7 @@ def run(options: argparse.Namespace) -> int:
         keep=parse_keep(options.keep),
         method=options.method,
         states=MIXED_PRECISION if options.mixed else StateBytes(),
+        compression=None if options.compression is None else _read_policy(options.compression),
     )
     print(strategy.explain())
     if options.svg:
@@ -117,6 +119,12 @@ def parse_bytes(text: str) -> float:
     if found is None or found[2].upper() not in _UNITS:
         raise ArgumentError(f"--memory {text!r} must be a number of bytes with a unit, such as 80GB")
     return float(found[1]) * _UNITS[found[2].upper()]
+
+
+def _read_policy(text: str) -> Any:
+    from reshard.compression import parse_policy  # imports torch
+
+    return parse_policy(text)
 
 
 def _read_graph(text: str) -> LayerGraph:

@@ -108,6 +108,38 @@ class Place:
         return seconds
 
 
+@dataclass(frozen=True)
+class CodedSum:
+    """How sums of gradients over replicas are coded.
+
+    Attributes:
+        ratio: coded bytes of each byte of a gradient.
+        encode_bytes_per_second, decode_bytes_per_second: of plain values, on one rank.
+    """
+
+    ratio: float
+    encode_bytes_per_second: float
+    decode_bytes_per_second: float
+
+    def seconds(self, place: Place, nbytes: float) -> float:
+        """Seconds of a sum over all ranks of a place: raw inside hosts and coded between them, or coded on one host.
+
+        A rank encodes its part of each host's, adds the parts that it receives, encodes their sum, and decodes all.
+        """
+        if place.num_ranks == 1 or nbytes == 0:
+            return 0.0
+        hosts = place.num_hosts if place.num_hosts > 1 else place.num_ranks
+        inside = place.num_ranks // hosts
+        encoded, decoded = nbytes / inside * (1 + 1 / hosts), nbytes / inside + nbytes
+        coding = encoded / self.encode_bytes_per_second + decoded / self.decode_bytes_per_second
+        if place.num_hosts == 1:
+            rate, latency = place.inside_bytes_per_second, place.inside_latency_seconds
+            return coding + ring_seconds(nbytes * self.ratio, hosts, rate, latency)
+        raw = ring_seconds(nbytes, inside, place.inside_bytes_per_second, place.inside_latency_seconds)
+        coded = ring_seconds(nbytes * self.ratio, hosts, place.nic_bytes_per_second, place.latency_seconds)
+        return coding + raw + coded
+
+
 def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> float:
     """Seconds of computation and a transfer that run together: both are slowed while the other runs."""
     return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
@@ -121,6 +153,7 @@ def layer_cost(
     states: StateBytes,
     rows: int,
     microbatches: int,
+    coded_sum: CodedSum | None = None,
 ) -> LayerCost:
     """The cost of a layer for microbatches of ``rows`` rows, which the replicas divide evenly.
 
@@ -146,6 +179,8 @@ def layer_cost(
     if choice.zero == 0 and replicas > 1:
         gradients *= 2  # DDP has buckets beside the gradients
     sync = place.replica_seconds(params * states.gradient, choice.tp, 2.0)
+    if choice.zero == 0 and choice.tp == 1 and coded_sum is not None:
+        sync = coded_sum.seconds(place, params * states.gradient)
     if choice.zero >= 1:
         optimizer /= replicas
     if choice.zero == 2:

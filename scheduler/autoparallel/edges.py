@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from reshard.codecs import parse_codec
+from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.sharding import Mesh, TensorSpec
 
 from ..costs import price_edge
@@ -17,6 +19,16 @@ from .graph import LayerGraph, Tensor
 #: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.
 End = tuple[int, int, int | GridShape]
 
+#: Codecs forward and backward.
+EdgeCodecs = tuple[str | None, str | None]
+#: Values for which the bytes of a codec are counted.
+_NUM_VALUES = 1 << 20
+
+
+def coded_ratio(codec: str, dtype: str) -> float:
+    """Bytes that a block codec makes of each byte of a large array."""
+    return parse_codec(codec).nbytes((_NUM_VALUES,)) / (_NUM_VALUES * ITEMSIZE[dtype_name(dtype)])
+
 
 class EdgePrices:
     """Prices edges by plans of the planner. Each price is computed once.
@@ -24,9 +36,15 @@ class EdgePrices:
     Args:
         graph, cluster: the model and its devices.
         message_seconds: what a message takes beside its bytes.
+        codecs: of activations and of their gradients; each direction of an edge is coded where that is faster.
     """
 
-    def __init__(self, graph: LayerGraph, cluster: Cluster, message_seconds: float) -> None:
+    def __init__(
+        self, graph: LayerGraph, cluster: Cluster, message_seconds: float, codecs: EdgeCodecs = (None, None)
+    ) -> None:
+        self._codecs = codecs
+        #: A lower bound of the bytes on the wire of each byte of a tensor.
+        self.least_ratio = min([1.0, *(coded_ratio(name, graph.dtype) for name in codecs if name is not None)])
         self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
         self._is_uniform = uniform_positions(cluster)
         self._prices: dict[tuple[tuple[Tensor, ...], int, End, End], Edge] = {}
@@ -49,7 +67,7 @@ class EdgePrices:
         key = self._key(tensors, rows, src, dst)
         if key not in self._prices:
             _, _, a, b = key
-            priced = price_edge(make_edge((0, 1), tensors, rows, a, b), self.cluster.topology)
+            priced = self._price(make_edge((0, 1), tensors, rows, a, b))
             self._prices[key] = replace(
                 priced,
                 forward_seconds=priced.forward_seconds + self.message_seconds,
@@ -63,7 +81,23 @@ class EdgePrices:
             backward_seconds=priced.backward_seconds,
             forward_loads=_shifted(priced.forward_loads, shift),
             backward_loads=_shifted(priced.backward_loads, shift),
+            forward_codec=priced.forward_codec,
+            backward_codec=priced.backward_codec,
         )
+
+    def _price(self, edge: Edge) -> Edge:
+        """The edge with its costs, in each direction with the codec if that is faster."""
+        priced = price_edge(edge, self.cluster.topology)
+        forward_codec, backward_codec = self._codecs
+        if forward_codec is None and backward_codec is None:
+            return priced
+        coded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
+        coded = price_edge(coded, self.cluster.topology)
+        for way in ("forward", "backward"):
+            if getattr(coded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
+                names = [f"{way}_{what}" for what in ("seconds", "loads", "codec")]
+                priced = replace(priced, **{name: getattr(coded, name) for name in names})
+        return priced
 
     def bound_seconds(self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> tuple[float, float]:
         """Seconds forward and backward that no plan beats: unique bytes into hosts over the rate of their NICs."""
@@ -82,7 +116,7 @@ class EdgePrices:
         hosts = topology.host
         leave = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in senders)
         enter = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in receivers)
-        return 1.0 / min(leave, enter)
+        return self.least_ratio / min(leave, enter)
 
     def _shift(self, src: End) -> int:
         """Number of hosts by which equal hosts may be renumbered so that ``src`` begins on host 0."""

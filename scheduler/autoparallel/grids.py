@@ -37,16 +37,13 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     return None
 
 
-def grid_cost(
-    layer: Layer, choice: Choice, place: Place, profile: Profile, states: StateBytes, rows: int, microbatches: int
-) -> LayerCost:
+def grid_cost(layer: Layer, choice: Choice, place: Place, profile: Profile, states: StateBytes, rows: int) -> LayerCost:
     """The cost of a layer on a grid for microbatches of ``rows`` rows. See :func:`~.costs.layer_cost`.
 
     Computation is the busiest rank's part of what the profile says of one rank. Communication is what
     :func:`~reshard.parallel.layer_price.price_layer` says for a rank of that speed. Gradients are summed over the depth
     once in a step; such sums leave a copy of them.
     """
-    del microbatches  # gradients and parameters stay where they are
     sizes = layer.grid_sizes
     assert sizes is not None
     own = rows / (choice.grid[0] * choice.grid[2])

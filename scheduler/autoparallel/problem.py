@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 
@@ -13,12 +14,15 @@ from ..graph import Edge, Pipeline, Stage
 from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, ChoiceRules
 from .cluster import Cluster
-from .costs import LayerCost, Place, StateBytes, layer_cost
-from .edges import EdgePrices, End
+from .costs import CodedSum, LayerCost, Place, StateBytes, layer_cost
+from .edges import EdgeCodecs, EdgePrices, End, coded_ratio
 from .graph import Layer, LayerGraph, Tensor
 from .grids import best_grids, grid_cost, why_no_grid
 from .profile import Profile
 from .result.stages import StagePlan
+
+if TYPE_CHECKING:
+    from reshard.compression import Policy
 
 Stages = tuple[StagePlan, ...]
 
@@ -84,9 +88,11 @@ class Problem:
         graph, cluster, profile: the model, its devices and the times of its layers.
         rows: rows of a step. states: bytes of states of a parameter. rules: choices of a layer.
         microbatches: numbers of microbatches to try; default: divisors of ``rows``, at most 4 x the devices and 256.
+        compression: codecs of edges (``pp``) and of sums of gradients over replicas (``dp``).
 
     Raises:
-        ArgumentError: the profile is of another model, or no number of microbatches divides the rows.
+        ArgumentError: the profile is of another model, no number of microbatches divides the rows, or the policy has
+            other dimensions, or codecs whose rates the topology lacks.
     """
 
     graph: LayerGraph
@@ -96,6 +102,7 @@ class Problem:
     states: StateBytes = field(default_factory=StateBytes)
     rules: ChoiceRules = field(default_factory=ChoiceRules)
     microbatches: tuple[int, ...] = ()
+    compression: Policy | None = None
     prices: EdgePrices = field(init=False, compare=False)
     _layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = field(init=False, compare=False)
     _choices: dict[tuple[int, int], tuple[Choice, ...]] = field(init=False, compare=False)
@@ -111,7 +118,11 @@ class Problem:
             most = min(256, 4 * self.cluster.num_ranks, self.rows)
             found = tuple(count for count in range(1, most + 1) if self.rows % count == 0)
             object.__setattr__(self, "microbatches", found)
-        prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds)
+        codecs: EdgeCodecs = (None, None)
+        if self.compression is not None:
+            check_policy(self.compression, self.cluster)
+            codecs = self.compression.pair("pp")
+        prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds, codecs)
         object.__setattr__(self, "prices", prices)
         object.__setattr__(self, "_layer_costs", {})
         object.__setattr__(self, "_choices", {})
@@ -147,6 +158,15 @@ class Problem:
         )
 
     @cached_property
+    def coded_sum(self) -> CodedSum | None:
+        """How sums of gradients over replicas are coded; None if they are not."""
+        if self.compression is None or self.compression.dp is None:
+            return None
+        rate = next(each for each in self.cluster.topology.codec_rates if each.codec == self.compression.dp)
+        ratio = coded_ratio(rate.codec, "float32") * 4 / self.states.gradient if self.states.gradient else 1.0
+        return CodedSum(ratio, rate.encode_bytes_per_second, rate.decode_bytes_per_second)
+
+    @cached_property
     def layer_classes(self) -> tuple[Layer, ...]:
         """One layer of each class, without its name."""
         return tuple(dict.fromkeys(replace(layer, name="") for layer in self.graph.layers))
@@ -160,14 +180,10 @@ class Problem:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, microbatches)
         if key not in self._layer_costs:
-            self._layer_costs[key] = (grid_cost if choice.grid else layer_cost)(
-                self.layer_classes[key[0]],
-                choice,
-                place,
-                self.profile,
-                self.states,
-                self.rows // microbatches,
-                microbatches,
+            rows = self.rows // microbatches
+            given = (self.layer_classes[key[0]], choice, place, self.profile, self.states, rows)
+            self._layer_costs[key] = (
+                grid_cost(*given) if choice.grid else layer_cost(*given, microbatches, self.coded_sum)
             )
         return self._layer_costs[key]
 
@@ -275,7 +291,13 @@ class Problem:
                     whole_backward_seconds=cost.backward_seconds,
                 )
             )
-        edges = [replace(edge, tensors=(), without_gradient=frozenset()) for edge in self.edges(stages, microbatches)]
+        bare: dict[str, Any] = {
+            "tensors": (),
+            "without_gradient": frozenset(),
+            "forward_codec": None,
+            "backward_codec": None,
+        }
+        edges = [replace(edge, **bare) for edge in self.edges(stages, microbatches)]
         return Pipeline(tuple(made), tuple(edges))
 
     def can_split(self, stages: Stages, microbatches: int) -> bool:
@@ -321,6 +343,20 @@ def recompute_bytes(costs: Sequence[LayerCost]) -> float:
 
 #: Limit of the scaled activations of :meth:`Problem.pipeline`.
 SCALED_LIMIT = 1 << 40
+
+
+def check_policy(policy: Policy, cluster: Cluster) -> None:
+    """Raise ArgumentError if a search cannot price a policy."""
+    others = sorted(set(policy.dimensions) - {"dp", "pp"})
+    if others:
+        raise ArgumentError(f"a search prices dp= and pp= of a policy; compression={policy} has {others[0]}= too")
+    known = {rate.codec for rate in cluster.topology.codec_rates}
+    wanted = [codec for codec in (policy.dp, *policy.pair("pp")) if codec is not None]
+    for codec in [each for each in wanted if each not in known]:
+        raise ArgumentError(
+            f"compression={policy} has the codec {codec}, whose rates the topology of the cluster lacks; give it "
+            "codec_rates, as find_topology(codecs=[...]) measures them"
+        )
 
 
 def cut_row_bytes(tensors: Sequence[Tensor], cols: int) -> float:

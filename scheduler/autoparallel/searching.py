@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
@@ -20,10 +20,16 @@ from .methods.auto import METHODS, Method, auto, decide
 from .problem import Problem
 from .profile import Profile
 from .result.reports import Alternative, EdgeReport, StageReport
+from .result.stages import StagePlan
 from .result.strategy import Strategy
+
+if TYPE_CHECKING:
+    from reshard.compression import Policy
 
 #: Candidates that a strategy lists beside its own.
 NUM_ALTERNATIVES = 8
+#: Codecs must make a step shorter by at least this part.
+MIN_GAIN = 0.01
 #: Parts of a strategy that ``keep=`` fixes.
 KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
 
@@ -38,6 +44,7 @@ def search(
     method: str | Method = "auto",
     states: StateBytes | None = None,
     rules: ChoiceRules | None = None,
+    compression: Policy | None = None,
 ) -> Strategy:
     """Find the fastest strategy that fits the memory, as the simulator of whole steps predicts it.
 
@@ -50,9 +57,12 @@ def search(
             All but ``auto`` are taken as they are, without moves.
         states: bytes of states of a parameter; default: float32 with Adam.
         rules: choices that are allowed; default: all that ``Pipe`` runs.
+        compression: codecs that edges (``pp``) and sums of gradients over replicas under DDP (``dp``) may use; default:
+            none. The topology must have their rates.
 
     Returns:
-        The strategy, the same on every rank and from run to run.
+        The strategy, the same on every rank and from run to run. It has codecs only if its step is then shorter than
+        that of the best strategy without them.
 
     Raises:
         ArgumentError: the profile is of another model, an argument is out of range, or nothing fits the memory.
@@ -65,7 +75,15 @@ def search(
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
     problem = make_problem(graph, cluster, profile, rows, keep or {}, states or StateBytes(), rules or ChoiceRules())
-    return choose_strategy(problem, method)
+    if compression is None:
+        return choose_strategy(problem, method)
+    from reshard.compression import Policy  # imports torch
+
+    if not isinstance(compression, Policy):
+        raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
+    coded_problem = replace(problem, compression=compression)
+    plain, coded = choose_strategy(problem, method), choose_strategy(coded_problem, method)
+    return coded if coded.seconds < (1 - MIN_GAIN) * plain.seconds else plain
 
 
 def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy:
@@ -155,7 +173,8 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
     for edge in problem.edges(candidate.stages, count):
         port, seconds = max(edge.forward_loads, key=lambda load: (load[1], load[0]), default=("", 0.0))
         nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
-        edges.append(EdgeReport(edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds))
+        found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
+        edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
     wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule)
     layers = problem.graph.layers
     refused = {layer.grid_refusal: layer for layer in reversed(layers)} if problem.rules.grids else {}
@@ -178,7 +197,19 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         wider.seconds,
         problem.cluster.hosts,
         tuple((layer.name, reason) for reason, layer in refused.items() if reason),
+        _used_policy(problem.compression, candidate.stages, edges),
     )
+
+
+def _used_policy(policy: Policy | None, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
+    """The text of a policy with those of its codecs that stages and edges use."""
+    if policy is None:
+        return ""
+    ways = (any(edge.forward_codec for edge in edges), any(edge.backward_codec for edge in edges))
+    pair = tuple(codec if is_used else None for codec, is_used in zip(policy.pair("pp"), ways, strict=True))
+    has_ddp = any(s.num_ranks > 1 and s.choices[0].zero == 0 and s.choices[0].tp == 1 for s in stages)
+    pp: Any = pair if any(pair) else None
+    return str(replace(policy, dp=policy.dp if has_ddp else None, pp=pp, force_pp=policy.force_pp and any(pair)))
 
 
 def _alternative(found: Evaluation) -> Alternative:

@@ -186,8 +186,8 @@ class Pipe:
             group: process group whose ranks the placements name; default: the world.
             topology: hosts and links; default: hosts are found by host name.
             memory_limit_bytes: limit on the activations of a device. Only a ``schedule`` that is a function gets it.
-            compression: codecs of each parallel dimension. Transfers between stages are coded where this shortens the
-                simulated iteration; ``engine.compression`` lists them.
+            compression: codecs of each parallel dimension; default: those of the strategy, or none. Transfers between
+                stages are coded where this shortens the simulated iteration; ``engine.compression`` lists them.
             timeout_seconds: see :class:`Engine`.
 
         Raises:
@@ -197,6 +197,7 @@ class Pipe:
         if self._strategy is not None:
             microbatches = self._strategy.microbatches if microbatches is None else microbatches
             schedule = schedule or _schedule_of(self._strategy)
+            compression = compression or self._strategy.compression
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
         check_world(self.meshes, torch.distributed.get_world_size(group))

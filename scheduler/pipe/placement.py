@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from reshard.sharding import Mesh
 
 from ..ir.schedule import Schedule
 from .partition.stage_mesh import GRID_AXES, STAGE_AXES
+
+if TYPE_CHECKING:
+    from reshard.compression import Policy
 
 #: Wraps the module of a stage for data parallelism: ``wrap(module, device_mesh)`` with a one-dimensional mesh.
 Wrap = Callable[[Any, Any], Any]
@@ -163,6 +166,10 @@ class Strategy(Protocol):
     @property
     def schedule(self) -> Schedule:
         """The schedule of ``microbatches`` microbatches."""
+
+    @property
+    def compression(self) -> Policy | None:
+        """Codecs of edges and of sums of gradients; None: nothing is coded."""
 
     def placements(self) -> Sequence[Placement]:
         """The placement of each stage."""

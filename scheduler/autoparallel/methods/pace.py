@@ -76,7 +76,7 @@ class Tables:
         next_at: ``[class, u]``: index into ``ends`` of what is left behind the stage, -1 if it cannot stand there.
         port_in, port_out: ``[class, u]``: seconds per byte of the ports towards the stages before and behind it.
         memory: ``[class, u]``: bytes of a device.
-        received, sent: ``[first, end]``: bytes of a microbatch that a stage receives and sends forward.
+        received, sent: ``[first, end]``: bytes of a microbatch that a stage receives and sends forward, on the wire.
         cut_bytes: ``[first, cut, end]``: bytes between two stages next to each other; chains use ``[0, cut, 0]`` only.
         factor: ``[class, u, next class]``: seconds per byte of such an edge that no plan beats.
     """
@@ -177,8 +177,8 @@ def make_tables(problem: Problem, microbatches: int) -> Tables | None:
     for first in range(num):
         for end in range(first + 1, num + 1):
             reads, writes = problem.received(first, end), problem.sent(first, end)
-            received[first, end] = rows * cut_row_bytes(reads, 1)
-            sent[first, end] = rows * cut_row_bytes(writes, 1)
+            received[first, end] = rows * cut_row_bytes(reads, 1) * problem.prices.least_ratio
+            sent[first, end] = rows * cut_row_bytes(writes, 1) * problem.prices.least_ratio
             returned = problem.returned_row_bytes(first, end)
             for cols, (ahead, kept) in cut.items():
                 ahead[first, end] = rows * (cut_row_bytes(reads, cols) + returned / cols)

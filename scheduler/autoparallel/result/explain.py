@@ -5,6 +5,7 @@ from __future__ import annotations
 from reshard.formatting import format_bytes
 
 from .record import StrategyRecord
+from .reports import EdgeReport
 
 
 def explain_strategy(strategy: StrategyRecord) -> str:
@@ -40,8 +41,10 @@ def explain_strategy(strategy: StrategyRecord) -> str:
         port = f", busiest {edge.busiest_port} ({edge.port_seconds:.3g} s)" if edge.busiest_port else ""
         lines.append(
             f"edge {edge.src} -> {edge.dst}: {format_bytes(edge.nbytes)}, {edge.forward_seconds:.3g} s forward, "
-            f"{edge.backward_seconds:.3g} s backward{port}"
+            f"{edge.backward_seconds:.3g} s backward{port}{_codecs_of(edge)}"
         )
+    if strategy.compression_text:
+        lines.append(f"codecs: {strategy.compression_text}; values that they code are rounded")
     for name, reason in strategy.grid_refusals:
         lines.append(f"layer {name!r} cannot be on a grid: {reason}")
     gain = strategy.seconds - strategy.wider_links_seconds
@@ -61,3 +64,8 @@ def explain_strategy(strategy: StrategyRecord) -> str:
             f"{other.text}"
         )
     return "\n".join(lines)
+
+
+def _codecs_of(edge: EdgeReport) -> str:
+    codecs = (edge.forward_codec, edge.backward_codec)
+    return f", coded as {' and '.join(each or 'raw' for each in codecs)}" if any(codecs) else ""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from reshard.errors import ArgumentError
 
@@ -16,6 +16,9 @@ from ...ir.text import parse_schedule
 from ..choices import Choice
 from .reports import Alternative, EdgeReport, StageReport, balance_degrees
 from .stages import StagePlan
+
+if TYPE_CHECKING:
+    from reshard.compression import Policy
 
 VERSION = 1
 
@@ -42,11 +45,19 @@ class StrategyRecord:
     wider_links_seconds: float = 0.0
     hosts: tuple[tuple[int, int, int], ...] = ()
     grid_refusals: tuple[tuple[str, str], ...] = ()
+    compression_text: str = ""
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule."""
         return parse_schedule(self.schedule_text)
+
+    @property
+    def compression(self) -> Policy | None:
+        """Codecs of edges and of sums of gradients; None: nothing is coded."""
+        from reshard.compression import parse_policy  # imports torch
+
+        return parse_policy(self.compression_text) if self.compression_text else None
 
     @cached_property
     def hash(self) -> str:

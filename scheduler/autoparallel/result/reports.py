@@ -31,7 +31,10 @@ class StageReport:
 
 @dataclass(frozen=True)
 class EdgeReport:
-    """Price of an edge for one microbatch: bytes and seconds forward, and seconds backward and its busiest port."""
+    """Price of an edge for one microbatch: bytes and seconds forward, and seconds backward and its busiest port.
+
+    ``nbytes`` are those of the tensors; a codec sends fewer.
+    """
 
     src: int
     dst: int
@@ -40,6 +43,8 @@ class EdgeReport:
     backward_seconds: float
     busiest_port: str = ""
     port_seconds: float = 0.0
+    forward_codec: str | None = None
+    backward_codec: str | None = None
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from reshard.compression import Policy
 from reshard.errors import ArgumentError, TopologyError
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
@@ -29,7 +30,7 @@ from reshard.scheduler.autoparallel import (
     Tensor,
     search,
 )
-from reshard.topology import Topology
+from reshard.topology import CodecRate, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
 
@@ -125,6 +126,32 @@ def test_keep_fixes_parts():
     assert all(choice.recompute for stage in kept.stages for choice in stage.choices)
     with pytest.raises(ArgumentError, match="keep names 'pp'"):
         search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"pp": 2})
+
+
+def test_codecs_are_chosen_where_they_make_a_step_shorter():
+    graph = make_graph(dtype="float32")
+    profile = Profile.estimate(graph, flops_per_second=1e12)
+    policy = Policy(dp="int8x128", pp="int8x128")
+    slow = Topology.uniform((0, 1, 2), 1e7)
+    kept = {"microbatches": 4, "tp": 1}
+
+    def find(rate):
+        cluster = Cluster(replace(slow, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
+        return search(graph, cluster, profile, rows=12, keep=kept, compression=policy)
+
+    plain = search(graph, Cluster(slow, 1e9), profile, rows=12, keep=kept)
+    assert plain.compression is None
+    coded = find(1e10)
+    assert coded.seconds < 0.5 * plain.seconds
+    assert coded.compression is not None
+    assert set(coded.compression.dimensions) <= {"dp", "pp"}
+    assert Strategy.from_json(coded.to_json()) == coded
+    assert f"codecs: {coded.compression}" in coded.explain()
+    assert replace(find(1e3), cluster_hash="") == replace(plain, cluster_hash="")  # coding takes too long
+    with pytest.raises(ArgumentError, match="has the codec int8x128, whose rates the topology of the cluster lacks"):
+        search(graph, Cluster(slow, 1e9), profile, rows=12, compression=policy)
+    with pytest.raises(ArgumentError, match="a search prices dp= and pp= of a policy"):
+        search(graph, Cluster(slow, 1e9), profile, rows=12, compression=Policy(tp="int8x128"))
 
 
 def test_methods_are_functions_that_may_be_passed_in():

@@ -9,12 +9,13 @@ import pytest
 import torch
 
 import reshard.scheduler as rs
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler import format_schedule
 from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, Profile, StagePlan, Strategy, search
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
-from reshard.topology import Topology
+from reshard.topology import CodecRate, Topology
 from tests.support.whole_models import Case, check_equal
 
 CONFIG = GPTConfig(4, 2, 8, sequence=8, vocabulary=32, is_tied=False)
@@ -47,7 +48,8 @@ def find_strategy(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
         dtype="float32",
     )
     profile = Profile.estimate(graph, flops_per_second=flops, efficiency=1.0)
-    cluster = Cluster(Topology.uniform(hosts, 1e8), memory_bytes)
+    topology = hosts if isinstance(hosts, Topology) else Topology.uniform(hosts, 1e8)
+    cluster = Cluster(topology, memory_bytes)
     return search(graph, cluster, profile, rows=8, keep={"tp": 1, **(keep or {})}, **options)
 
 
@@ -70,6 +72,19 @@ def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
     strategy = find_strategy((0,) * 5, {"grid": (2, 2, 1), "microbatches": 1}, flops=1e7)
     assert sorted(str(stage.choices[0]) for stage in strategy.stages) == ["grid=2x2x1", "tp=1"]
     check_trains(strategy)
+
+
+@pytest.mark.slow
+def test_a_strategy_trains_with_its_codecs():
+    topology = replace(Topology.uniform((0, 1, 2), 1e6), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))
+    policy = Policy(dp="int8x128", pp="int8x128")
+    strategy = find_strategy(topology, {"microbatches": 4}, compression=policy)
+    assert strategy.compression is not None
+    case = replace(make_case(), tolerance=0.02)
+    make_pipe = functools.partial(pipe_of_strategy, text=strategy.to_json())
+    with pytest.raises(AssertionError):  # values are rounded
+        check_equal(make_case(), make_pipe, strategy.num_ranks)
+    check_equal(case, make_pipe, strategy.num_ranks)
 
 
 def made_by_hand(stages):
