@@ -47,7 +47,7 @@ class ChunkScheduler {
     // Schedules everything; false if some chunk cannot reach a host that needs it.
     bool run() {
         while (true) {
-            interruption_.look();
+            interruption_.poll();
             while (match())
                 may_be_late_ = false;
             if (!flows_.empty())

@@ -6,11 +6,11 @@
 
 #include <nanobind/nanobind.h>
 
-// Runs the Python handlers of pending signals, at most every 100 ms, and throws what they raise. Call look() with the
+// Runs the Python handlers of pending signals, at most every 100 ms, and throws what they raise. Call poll() with the
 // GIL released.
 class Interruption {
   public:
-    void look() {
+    void poll() {
         const auto now = std::chrono::steady_clock::now();
         if (now < next_)
             return;

@@ -65,7 +65,7 @@ class RankAssignment {
         }
         std::vector<int64_t> last(chunk_sends_.size(), -1), after;
         for (size_t chunk_send = 0; chunk_send < chunk_sends_.size(); ++chunk_send) {
-            interruption_.look();
+            interruption_.poll();
             const int64_t chunk = chunk_sends_[chunk_send].chunk;
             const int64_t first = workload_.piece_at[chunk], end = workload_.piece_at[chunk + 1];
             int64_t total = 0, passed = 0;

@@ -192,7 +192,7 @@ struct Greedy {
             if (homes_exclude)
                 limit = best_score();
             for (int64_t round = 0; round < tries; ++round) {
-                interruption.look();
+                interruption.poll();
                 const auto score = choose(rng);
                 if (round == 0 || score > most)
                     most = score, best.swap(chosen);

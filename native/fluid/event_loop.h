@@ -354,7 +354,7 @@ struct EventLoop {
         Interruption interruption;
         const bool has_floor = !bursts && cutoff < std::numeric_limits<double>::infinity();
         for (int64_t steps = 0; !active.empty(); ++steps) {
-            interruption.look();
+            interruption.poll();
             if (has_floor && steps % STEPS_PER_FLOOR == 0 && floor() > cutoff)
                 return false;
             if (changed) {

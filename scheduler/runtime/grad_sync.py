@@ -123,7 +123,7 @@ class ReplicaSync:
         """Fail the collectives of this step on all replicas."""
         self._channel.fail(self._generation, error)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Always False: there is nothing to poll, because the thread of the step waits for its collectives itself."""
         return False
 

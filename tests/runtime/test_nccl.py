@@ -96,12 +96,12 @@ def _absent(rank, port, path):
     with pytest.raises(TimeoutError, match=r"NCCL took longer than 0.5 s creating a communicator"):
         _communicator(path, rank, port, 2, timeout_seconds=0.5)
 
-    def look():
+    def poll():
         raise ValueError("another rank failed")
 
     library = Library(path)
     with pytest.raises(ValueError, match="another rank"):
-        Communicator(library, library.make_unique_id(), 1, 2, timeout_seconds=60.0, look=look)
+        Communicator(library, library.make_unique_id(), 1, 2, timeout_seconds=60.0, poll=poll)
     return time.monotonic() - begun
 
 
@@ -251,13 +251,13 @@ def test_monitor_does_not_wait_for_a_thread_inside_nccl(standin):
 
 
 def _fails_in_close(rank, port, path):
-    """The ranks close a communicator after rank 1 has reported an error, which ``look`` raises."""
-    look = Mock(side_effect=ValueError("rank 1 failed"))
-    comm = _communicator(path, rank, port, 1, look=look)
+    """The ranks close a communicator after rank 1 has reported an error, which ``poll`` raises."""
+    poll = Mock(side_effect=ValueError("rank 1 failed"))
+    comm = _communicator(path, rank, port, 1, poll=poll)
     comm.nccl._library.standin_set_captured(1)
     threading.Timer(0.5, comm.nccl._library.standin_set_captured, (0,)).start()
     comm.close()
-    return look.call_count
+    return poll.call_count
 
 
 def test_error_of_another_rank_does_not_end_a_close(standin):

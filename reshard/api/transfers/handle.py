@@ -134,7 +134,7 @@ class Handle:
         """Like :meth:`wait`, but also block the CPU until a transfer on a GPU has ended."""
         return self.wait(timeout_seconds)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Poll for the end of the transfer. Always False for a CPU transfer, which its progress thread ends."""
         return False
 
@@ -186,7 +186,7 @@ class StreamWatch:
         self.done.set()
         Monitor.of(self._group).forget(self)
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Poll the transfer; returns whether it has ended.
 
         Ends the transfer with an error at its deadline, or if the device or a connection failed.
@@ -212,7 +212,7 @@ class StreamWatch:
     def block(self, timeout_seconds: float | None) -> None:
         """Block until the transfer has ended; raises TransferTimeoutError if the timeout passes first."""
         limit = None if timeout_seconds is None else time.monotonic() + timeout_seconds
-        while not self.look():
+        while not self.poll():
             if limit is not None and time.monotonic() >= limit:
                 raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
             time.sleep(SYNCHRONIZE_SECONDS)
@@ -259,11 +259,11 @@ class StreamHandle(Handle):
 
     def done(self) -> bool:
         """Whether the device has finished the transfer, or the transfer has failed."""
-        return self.look()
+        return self.poll()
 
-    def look(self) -> bool:
-        """See :meth:`StreamWatch.look`."""
-        ended = self.watch.look()
+    def poll(self) -> bool:
+        """See :meth:`StreamWatch.poll`."""
+        ended = self.watch.poll()
         self._error, self.ended_at = self.watch.error, self.watch.ended_at
         return ended
 
@@ -298,7 +298,7 @@ class StreamHandle(Handle):
         """Block until the device has finished the transfer, and return its result. Raises like :meth:`Handle.wait`."""
         self.check_process()
         self.watch.block(check_wait_timeout(timeout_seconds))
-        self.look()
+        self.poll()
         self.check()
         return self.wait()
 

@@ -51,7 +51,7 @@ class Watched(Protocol):
     def stop(self, error: ReshardError) -> None:
         """End the transfer with an error."""
 
-    def look(self) -> bool:
+    def poll(self) -> bool:
         """Whether the transfer is over, for transfers that no other thread polls."""
 
 
@@ -103,7 +103,7 @@ class Monitor:
         """Wait at most ``seconds`` for the thread to end."""
         self._thread.join(seconds)
 
-    def look(self) -> float:
+    def poll(self) -> float:
         """Send a heartbeat if due and check all transfers; returns the seconds until the next check."""
         group = self._group()
         if group is None:
@@ -120,7 +120,7 @@ class Monitor:
                 self._check_heartbeats()
                 read_claim_error(group)
             for transfer in self._list_watched():
-                if transfer.look():
+                if transfer.poll():
                     self.forget(transfer)
                     continue
                 error = transfer.reported_error()
@@ -162,7 +162,7 @@ def _run(monitor: weakref.ref[Monitor], end_requests: queue.SimpleQueue[None]) -
     may_query = False
     while (current := monitor()) is not None:
         may_query = may_query or allow_queries_during_capture()
-        seconds = current.look()
+        seconds = current.poll()
         del current
         with contextlib.suppress(queue.Empty):
             end_requests.get(timeout=seconds)

@@ -44,7 +44,7 @@ SPIN_SECONDS = 0.0005
 #: ``(device address, bytes, rank at the other end)``.
 Message = tuple[int, int, int]
 #: Called now and then during a wait; raises an error if the wait is pointless.
-Look = Callable[[], None]
+Poll = Callable[[], None]
 
 
 class NcclError(RuntimeError):
@@ -177,11 +177,11 @@ class Communicator:
         library: NCCL. unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
         rank, size: this rank within the communicator, and the number of its ranks.
         timeout_seconds: limit for creating the communicator, and for launching a group.
-        look: called every 0.2 s during a wait; raises an error to end the wait.
+        poll: called every 0.2 s during a wait; raises an error to end the wait.
         in_abort: a context of the thread that aborts the communicator.
 
     Raises:
-        NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``look`` raises.
+        NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``poll`` raises.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class Communicator:
         size: int,
         *,
         timeout_seconds: float,
-        look: Look = lambda: None,
+        poll: Poll = lambda: None,
         in_abort: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.nccl, self.rank, self.size = library, rank, size
-        self._timeout_seconds, self._look, self._in_abort = timeout_seconds, look, in_abort
+        self._timeout_seconds, self._poll, self._in_abort = timeout_seconds, poll, in_abort
         self._lock = threading.RLock()  # held during calls of NCCL
         self._posting = threading.RLock()  # held from the start of a group until it is launched
         self._ending = threading.Lock()  # held to decide whether the communicator is aborted or closed
@@ -225,17 +225,17 @@ class Communicator:
             what: the operation, for errors. timeout_seconds: default: that of the communicator.
 
         Raises:
-            NcclError: the operation failed or was aborted. TimeoutError: it took too long. Or what ``look`` raises.
+            NcclError: the operation failed or was aborted. TimeoutError: it took too long. Or what ``poll`` raises.
         """
         limit = self._timeout_seconds if timeout_seconds is None else timeout_seconds
-        begun = looked = time.monotonic()
+        begun = polled_at = time.monotonic()
         while (result := self._async_result()) == IN_PROGRESS:
             now = time.monotonic()
             if now - begun > limit:
                 raise TimeoutError(f"NCCL took longer than {limit:g} s {what}")
-            if now - looked > 0.2:
-                looked = now
-                self._look()
+            if now - polled_at > 0.2:
+                polled_at = now
+                self._poll()
             time.sleep(0 if now - begun < SPIN_SECONDS else min(0.01, 0.05 * (now - begun)))
         if result != SUCCESS:
             raise NcclError(f"NCCL failed {what}: {self.nccl.describe(result)}")
@@ -365,5 +365,5 @@ class Communicator:
                 self._closed = True
             with self._lock:
                 self.nccl.check("ncclCommDestroy", self._comm, also=(IN_PROGRESS,))
-        except Exception:  # also errors of other ranks that ``look`` raises
+        except Exception:  # also errors of other ranks that ``poll`` raises
             self.abort()

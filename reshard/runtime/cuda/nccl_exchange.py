@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.runtime.cuda.nccl import DATA_TYPES, REDUCTIONS, Communicator, Look, Message, find_library
+from reshard.runtime.cuda.nccl import DATA_TYPES, REDUCTIONS, Communicator, Message, Poll, find_library
 from reshard.runtime.cuda.stream import STREAMS, allow_queries_during_capture, current_stream_handle
 from reshard.runtime.rounds.memory import Posted
 from reshard.runtime.rounds.schedule import Round
@@ -27,13 +27,13 @@ _ID_KEY = "id"
 
 
 def make_communicator(
-    store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float, look: Look
+    store: dist.Store, rank: int, size: int, device: torch.device, timeout_seconds: float, poll: Poll
 ) -> Communicator:
     """Create a communicator of ``size`` ranks. Rank 0 creates its unique id and publishes it in the store.
 
     Args:
         store: a store that polls when it waits, so that a wait does not block other users of its connection.
-        look: called repeatedly while NCCL connects the ranks; raises an error to end the wait, for example because
+        poll: called repeatedly while NCCL connects the ranks; raises an error to end the wait, for example because
             a rank failed.
 
     Raises:
@@ -45,11 +45,11 @@ def make_communicator(
     store.wait([_ID_KEY], timedelta(seconds=timeout_seconds))
     unique_id = bytes(store.get(_ID_KEY))
     if device.type != "cuda":
-        return Communicator(library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look)
+        return Communicator(library, unique_id, rank, size, timeout_seconds=timeout_seconds, poll=poll)
     index = torch.cuda.current_device() if device.index is None else device.index
     with torch.cuda.device(index):
         return Communicator(
-            library, unique_id, rank, size, timeout_seconds=timeout_seconds, look=look,
+            library, unique_id, rank, size, timeout_seconds=timeout_seconds, poll=poll,
             in_abort=functools.partial(_in_abort, index),
         )  # fmt: skip
 
@@ -90,7 +90,7 @@ class NcclExchange:
             (buffer.data_ptr(), buffer.numel() * buffer.element_size(), self._position[rank]) for buffer, rank in posted
         ]
 
-    def connect(self, rank: int, rounds: Sequence[Round], timeout_seconds: float, look: Look) -> None:
+    def connect(self, rank: int, rounds: Sequence[Round], timeout_seconds: float, poll: Poll) -> None:
         """Connect this rank to its peers, and wait until the device has done so.
 
         Each pair of ranks exchanges one byte, in the order of ``rounds``. NCCL connects two ranks when both post a
@@ -98,7 +98,7 @@ class NcclExchange:
         and deadlock. Therefore all ranks of a plan call this method right after they agree on the plan.
 
         Raises:
-            RuntimeError, TimeoutError: not all ranks connected in time, or NCCL failed. Or what ``look`` raises.
+            RuntimeError, TimeoutError: not all ranks connected in time, or NCCL failed. Or what ``poll`` raises.
         """
         marks = []
         for messages in rounds:
@@ -120,7 +120,7 @@ class NcclExchange:
                     raise TimeoutError(f"ranks did not connect over NCCL within {timeout_seconds:g} s")
                 if now - last_look > 0.2:
                     last_look = now
-                    look()
+                    poll()
                     self.check()
                 time.sleep(POLL_SECONDS)
 
