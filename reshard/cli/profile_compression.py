@@ -18,9 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the report and the recommended policy."""
+    from reshard.cli.progress import show_elapsed
     from reshard.compression.tensor_profile import profile_tensors, read_dump
 
-    profile = profile_tensors(*read_dump(options.dump))
+    with show_elapsed("measuring codecs"):
+        profile = profile_tensors(*read_dump(options.dump))
     print(profile)
     policy = profile.recommend()
     print(f"recommended: --compression {policy}" if policy.dimensions else "recommended: no codec")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO, TypeVar
@@ -54,6 +55,31 @@ def show_time(seconds: float, *, show: bool = True) -> Iterator[Callable[..., No
             shown = elapsed
 
         yield tick
+
+
+@contextlib.contextmanager
+def show_elapsed(text: str) -> Iterator[None]:
+    """Show ``text`` and the time since the start of the block, whose length is unknown, on a terminal."""
+    ended = threading.Event()
+    with contextlib.ExitStack() as stack:
+        if sys.stderr.isatty():
+            try:
+                from tqdm import tqdm
+            except ImportError:
+                pass
+            else:
+                tqdm.monitor_interval = 0
+                bar = stack.enter_context(tqdm(desc=text, leave=False, bar_format="{desc}: {elapsed}"))
+
+                def refresh() -> None:
+                    while not ended.wait(0.5):
+                        bar.refresh()
+
+                thread = threading.Thread(target=refresh, name="reshard-progress-bar", daemon=True)
+                thread.start()
+                stack.callback(thread.join)
+                stack.callback(ended.set)
+        yield
 
 
 def track(items: Iterable[T], unit: str, total: int | None = None, *, show: bool = True) -> Iterator[T]:

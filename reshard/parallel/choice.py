@@ -157,7 +157,7 @@ def choose_grid(
     for name, value in (("rows", rows), ("flops_per_second", flops_per_second), ("memory_bytes", memory_bytes)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ArgumentError(f"{name} is {value!r}; it must be positive")
-    if not ranks or len(set(ranks)) < len(ranks) or max(ranks) >= len(topology.host_of_rank):
+    if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= len(topology.host_of_rank):
         raise ArgumentError(
             f"ranks must be different ranks of the topology, which has {len(topology.host_of_rank)}, not {list(ranks)}"
         )

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from reshard.cli.progress import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
@@ -78,16 +79,17 @@ def run(options: argparse.Namespace) -> int:
     cluster = Cluster(
         find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
     )
-    strategy = search(
-        graph,
-        cluster,
-        profile,
-        rows=options.rows,
-        keep=parse_keep(options.keep),
-        method=options.method,
-        states=MIXED_PRECISION if options.mixed else StateBytes(),
-        compression=None if options.compression is None else _read_policy(options.compression),
-    )
+    with show_elapsed("searching"):
+        strategy = search(
+            graph,
+            cluster,
+            profile,
+            rows=options.rows,
+            keep=parse_keep(options.keep),
+            method=options.method,
+            states=MIXED_PRECISION if options.mixed else StateBytes(),
+            compression=None if options.compression is None else _read_policy(options.compression),
+        )
     print(strategy.explain())
     if options.svg:
         Path(options.svg).write_text(strategy.to_svg())

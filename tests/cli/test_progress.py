@@ -90,3 +90,15 @@ def test_tqdm_may_be_missing(monkeypatch, capsys):
         tick()
     print_line("a line")
     assert capsys.readouterr().out == "a line\n"
+
+
+@pytest.mark.slow
+def test_a_search_shows_its_time_on_a_terminal_only():
+    search = "reshard search transformer:layers=24,hidden=1024,heads=16,sequence=1024,vocabulary=50257 --rows 64"
+    command = f"{search} --topology dgx_a100 --devices 16 --memory 80GB --flops 1e14"
+    status, text, shown = _run_on_terminal(command)
+    assert status == 0, shown
+    assert "searching: 00:0" in shown
+    assert "searching" not in text
+    piped = _run(command, subprocess.PIPE)
+    assert b"searching" not in piped.stderr + piped.stdout
