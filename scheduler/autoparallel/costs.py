@@ -7,6 +7,7 @@ with a transfer is slowed, as Galvatron-BMW (Wang et al., 2023) charges it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from reshard.errors import ArgumentError
 
@@ -173,7 +174,54 @@ def layer_cost(
         ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
         for nbytes, passes, size in sharding.sums
     )
-    params = sharding.params
+    shared = _share_states(sharding.params, choice, place, states, microbatches, coded_sum)
+    computed_backward = backward + (forward if choice.recompute else 0.0)
+    backward_sums = sums * (2 if choice.recompute else 1)
+    whole_forward = overlapped_seconds(forward + sums, shared.gather_seconds, profile.slowdown)
+    moved = shared.gather_seconds + shared.scatter_seconds
+    whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
+    can_split = not choice.recompute and choice.zero < 2
+    saved = (sample.saved_bytes or layer.saved_bytes * own) * (
+        sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
+    )
+    kept = min(saved, layer.input_bytes * own) if choice.recompute else saved
+    compute = forward + computed_backward
+    return LayerCost(
+        whole_forward,
+        whole_backward,
+        min(weight, whole_backward) if can_split else 0.0,
+        compute,
+        sums + backward_sums,
+        whole_forward + whole_backward - compute - sums - backward_sums,
+        shared.state_bytes,
+        kept,
+        saved - kept,
+        shared.gathered_bytes,
+        shared.sync_seconds,
+    )
+
+
+class _SharedStates(NamedTuple):
+    """States of a layer on one rank, and the seconds of moving them between replicas.
+
+    Attributes:
+        state_bytes: weights, gradients and optimizer. gathered_bytes: weights while they are gathered.
+        gather_seconds, scatter_seconds: in each forward and backward, and in each backward.
+        sync_seconds: once per step.
+    """
+
+    state_bytes: float
+    gathered_bytes: float
+    gather_seconds: float
+    scatter_seconds: float
+    sync_seconds: float
+
+
+def _share_states(
+    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, coded_sum: CodedSum | None
+) -> _SharedStates:
+    """What ZeRO shares of the states of ``params`` parameters."""
+    replicas = place.num_ranks // choice.tp
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     gathered, gather, scatter = 0.0, 0.0, 0.0
     if choice.zero == 0 and replicas > 1:
@@ -192,26 +240,4 @@ def layer_cost(
         weights /= replicas
         gradients = gradients / replicas if microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
-    computed_backward = backward + (forward if choice.recompute else 0.0)
-    backward_sums = sums * (2 if choice.recompute else 1)
-    whole_forward = overlapped_seconds(forward + sums, gather, profile.slowdown)
-    whole_backward = overlapped_seconds(computed_backward + backward_sums, gather + scatter, profile.slowdown)
-    can_split = not choice.recompute and choice.zero < 2
-    saved = (sample.saved_bytes or layer.saved_bytes * own) * (
-        sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
-    )
-    kept = min(saved, layer.input_bytes * own) if choice.recompute else saved
-    compute = forward + computed_backward
-    return LayerCost(
-        whole_forward,
-        whole_backward,
-        min(weight, whole_backward) if can_split else 0.0,
-        compute,
-        sums + backward_sums,
-        whole_forward + whole_backward - compute - sums - backward_sums,
-        weights + gradients + optimizer,
-        kept,
-        saved - kept,
-        gathered,
-        sync,
-    )
+    return _SharedStates(weights + gradients + optimizer, gathered, gather, scatter, sync)

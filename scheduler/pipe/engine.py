@@ -219,10 +219,12 @@ class PipelineEngine:
             keep: number of newest checkpoints to keep; older ones are deleted.
 
         Raises:
-            ArgumentError: the folder cannot be made; on all ranks.
+            ArgumentError: the folder cannot be made, or ``keep`` is not positive; on all ranks.
         """
         folder, failure = checkpoint.folder_of(path, step), None
-        if self._is_first:
+        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+            failure = ArgumentError(f"keep is {keep!r}; it must be a positive integer")
+        elif self._is_first:
             try:
                 checkpoint.begin(folder)
             except OSError as error:

@@ -9,7 +9,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.inputs import Item
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, wrap_results
-from reshard.api.streams.transfer import StreamedHandle, StreamTransfer
+from reshard.api.streams.transfer import CallArrays, StreamedHandle, StreamTransfer
 from reshard.api.transfers import Handle
 from reshard.api.validation import Options
 from reshard.coordination import Channel, Decision
@@ -47,9 +47,11 @@ class StreamedCall:
             channel,
             self._options.compression,
             specs,
-            {item.name: item.tensor for item in self._items},
-            {item.name: item.base for item in self._items},
-            {item.name: item.out for item in self._items},
+            CallArrays(
+                {item.name: item.tensor for item in self._items},
+                {item.name: item.base for item in self._items},
+                {item.name: item.out for item in self._items},
+            ),
             self._timeout_seconds,
             purpose,
             verify=self._options.verify,

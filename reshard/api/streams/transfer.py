@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import xxhash
@@ -43,13 +43,23 @@ class StreamReport:
     plain_bytes: int
 
 
+class CallArrays(NamedTuple):
+    """The arrays of one rank by name, None where the rank has none.
+
+    Attributes:
+        tensors: source shards. bases: those of the last version. outs: destination shards.
+    """
+
+    tensors: Arrays
+    bases: Arrays
+    outs: Arrays
+
+
 class StreamTransfer:
     """One rank's part of a call whose tensors travel as streams.
 
     Args:
-        codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are.
-        tensors, bases: this rank's source shards, and those of the last version. outs: its destination shards. All by
-            name, None where the rank has none.
+        codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are. arrays: those of this rank.
         purpose: of the call's rounds. verify: compare digests of the destination shards with those of the source, too.
     """
 
@@ -58,9 +68,7 @@ class StreamTransfer:
         channel: Channel,
         codec: str,
         specs: Sequence[TensorSpec],
-        tensors: Arrays,
-        bases: Arrays,
-        outs: Arrays,
+        arrays: CallArrays,
         timeout_seconds: float,
         purpose: str,
         *,
@@ -68,7 +76,7 @@ class StreamTransfer:
     ) -> None:
         self._channel, self._codec, self._rank = channel, codec, channel.group.rank
         self._specs = {spec.name or "": spec for spec in specs}
-        self._tensors, self._bases, self._outs = tensors, bases, outs
+        self._tensors, self._bases, self._outs = arrays
         self._timeout_seconds, self._purpose, self._verify = timeout_seconds, purpose, verify
         channel.transfers += 1
         self._name = f"coded transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
