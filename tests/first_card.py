@@ -48,6 +48,8 @@ BUILD_SECONDS = 180.0
 TOTAL_SECONDS = 460.0
 #: How long a process may take to end after each signal: to print where it was, and to leave the GPU.
 END_SECONDS = 3.0
+#: How long children may print where they are.
+CHILD_SECONDS = 2.0
 #: Lines of the output of a failed check that are printed.
 TAIL_LINES = 40
 
@@ -170,9 +172,25 @@ def end_process(process: subprocess.Popen[bytes], deadline: float) -> int:
     with contextlib.suppress(subprocess.TimeoutExpired):
         status = process.wait(max(deadline - time.monotonic(), 0.0))
     if process.returncode is None:
-        end_group(process, signal.SIGABRT)  # faulthandler prints where the process and its children are
+        # faulthandler prints where the process is, and then where its children are.
+        process.send_signal(signal.SIGABRT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(END_SECONDS)
+        end_group(process, signal.SIGABRT)
+        children_end = time.monotonic() + CHILD_SECONDS
+        while time.monotonic() < children_end and has_group(process.pid):
+            time.sleep(0.02)
     end_group(process, signal.SIGKILL)
     return status if process.returncode is not None else 137
+
+
+def has_group(number: int) -> bool:
+    """Whether a process of a group still exists. A dead one exists until its parent has waited for it."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
 
 
 def end_group(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
