@@ -58,7 +58,10 @@ def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Map
     assert spec.codec is not None
     coded, sums = {}, ErrorSums()
     for rank, array in arrays.items():
-        array = np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array.detach().cpu().contiguous()
+        if isinstance(array, np.ndarray):
+            array = np.ascontiguousarray(array, dtype=_native(array.dtype))
+        else:
+            array = array.detach().resolve_neg().cpu().contiguous()
         coded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
         sums = sums.plus(spec.codec.encode_measured(array, coded[rank], spec.ndim - 1))
     return coded, sums.relative_error
@@ -69,9 +72,14 @@ def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array)
     if spec.codec is None:
         return array
     is_numpy = isinstance(like, np.ndarray)
-    decoded: Array = np.empty(shape, dtype=like.dtype) if is_numpy else like.new_empty(shape, device="cpu")
+    decoded: Array = np.empty(shape, dtype=_native(like.dtype)) if is_numpy else like.new_empty(shape, device="cpu")
     spec.codec.decode(array, decoded, spec.ndim - 1)
-    return decoded if is_numpy else decoded.to(like.device)
+    return decoded.astype(like.dtype, copy=False) if is_numpy else decoded.to(like.device)
+
+
+def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype in the byte order of this machine, which codecs need."""
+    return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
 def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:

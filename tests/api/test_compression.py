@@ -241,3 +241,18 @@ def test_coded_plans_print_and_parse_back():
     text = str(plan).replace("of bfloat16 [256, 512]", "of bfloat16 [256, 700]")
     with pytest.raises(reshard.PlanError, match="do not code the rows"):
         reshard.parse_plan(text)
+
+
+@pytest.mark.parametrize("dtype", [">f4", ">f2", "<f4"])
+def test_arrays_of_either_byte_order_are_coded(dtype):
+    whole = _whole().numpy().astype(dtype)
+    out = reshard.reshard_local({0: whole[:128], 1: whole[128:]}, ROWS, ROWS, shape=SHAPE, compression="int8x128")
+    assert out[0].dtype == whole.dtype
+    wanted = _round_trip(torch.from_numpy(whole.astype(whole.dtype.newbyteorder("="))), "int8x128").numpy()
+    assert np.array_equal(np.concatenate([out[0], out[1]]), wanted)
+
+
+def test_negated_views_are_coded_in_one_process():
+    whole = torch._neg_view(-_whole())
+    out = reshard.reshard_local({0: whole[:128], 1: whole[128:]}, ROWS, ROWS, shape=SHAPE, compression="int8x128")
+    assert torch.equal(torch.cat([out[0], out[1]]), _round_trip(_whole(), "int8x128"))
