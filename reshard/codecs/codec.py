@@ -39,7 +39,7 @@ class Codec(Protocol):
         """Encode n elements.
 
         Args:
-            values: float32 of shape (n, values). The end of a row of the tensor is padded by zeros.
+            values: float32 of shape (n, values), a copy. The end of a row of the tensor is padded by zeros.
             out: uint8 of shape (n, bytes); every byte must be written.
         """
 
@@ -47,8 +47,8 @@ class Codec(Protocol):
         """Decode n elements.
 
         Args:
-            data: uint8 of shape (n, bytes). out: float32 of shape (n, values), to be filled. It is rounded to the dtype
-                of the result.
+            data: uint8 of shape (n, bytes), read-only because relays still forward it. out: float32 of shape
+                (n, values), to be filled. It is rounded to the dtype of the result.
         """
 
 

@@ -62,9 +62,10 @@ class CustomCodec(ElementCodec):
     def encode_measured(self, source: Any, out: Any, num_row_dims: int | None = None) -> ErrorSums:
         """See :class:`ElementCodec`."""
         blocks = self._blocks(source, num_row_dims)
-        coded = self._encode(blocks, source, out, num_row_dims)
+        coded = self._encode(blocks.copy(), source, out, num_row_dims)  # the codec may overwrite its values
         decoded = np.zeros_like(blocks)
-        self.implementation.decode(coded, decoded)
+        if len(blocks):
+            self.implementation.decode(_read_only(coded), decoded)
         errors = decoded.astype(np.float64) - blocks
         finite = np.isfinite(errors).all(axis=1)
         return ErrorSums(float((errors[finite] ** 2).sum()), float((blocks[finite].astype(np.float64) ** 2).sum()))
@@ -77,7 +78,8 @@ class CustomCodec(ElementCodec):
         blocks = np.zeros((self.num_elements(target.shape, num_row_dims), self.values), dtype=np.float32)
         if not len(blocks):
             return
-        self.implementation.decode(flat_bytes(data).reshape(len(blocks), -1), blocks)
+        # Relays forward the data while it is decoded.
+        self.implementation.decode(_read_only(flat_bytes(data).reshape(len(blocks), -1)), blocks)
         per_row = -(-columns // self.values) * self.values
         decoded = np.ascontiguousarray(blocks.reshape(-1, per_row)[:, :columns]).reshape(target.shape)
         if isinstance(target, np.ndarray):
@@ -117,6 +119,12 @@ class CustomCodec(ElementCodec):
                 f"the plan was made with codec {self.label} of {self.values} values in {self.element_bytes} bytes, and "
                 "its text has the sizes only; make the plan here with compression= and the codec"
             )
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def find_custom_codec(dtype: str) -> CustomCodec | None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reshard
-from reshard import ArgumentError, DisagreementError, Layout, Mesh, RemoteError, Topology
+from reshard import ArgumentError, CompressionError, DisagreementError, Layout, Mesh, RemoteError, Topology
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard
 
@@ -35,6 +35,23 @@ class Broken(Fixed8):
 
     def encode(self, values, out):
         raise ValueError("cannot encode")
+
+
+class Overwriting(Fixed8):
+    """Overwrites the values with their signs, and perhaps the data that it has decoded."""
+
+    def __init__(self, overwrites_data=False):
+        super().__init__()
+        self.overwrites_data = overwrites_data
+
+    def encode(self, values, out):
+        values[:] = np.sign(values)
+        super().encode(values, out)
+
+    def decode(self, data, out):
+        super().decode(data, out)
+        if self.overwrites_data:
+            data[:] = 0
 
 
 def _wanted(whole):
@@ -108,3 +125,24 @@ def test_one_process_codes_with_a_codec_of_the_caller():
         codec.name, codec.element = name, element
         with pytest.raises(ArgumentError, match=text):
             reshard.make_plan(ROWS, ROWS, SHAPE, "float32", compression=codec)
+
+
+def _overwrite(rank):
+    dst = Layout(Mesh.of("3", first_rank=1))
+    options = {"topology": Topology((0, 1, 2, 3)), "strategy": "broadcast_naive", "shape": SHAPE, "dtype": "float32"}
+    shard = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)) if rank == 0 else None
+    whole = None if shard is None else shard.clone()
+    with pytest.raises(CompressionError, match=r"changes the tensor by 0\.6"):
+        reshard.reshard(
+            shard, Layout(Mesh.of("1")), dst, compression=Overwriting(), max_error=0.1, on_error="raise", **options
+        )
+    assert shard is None or same_bytes(shard, whole)
+    try:
+        reshard.reshard(shard, Layout(Mesh.of("1")), dst, compression=Overwriting(overwrites_data=True), **options)
+        assert rank == 0  # it may have sent everything by then; the next rank of the chain would receive zeros
+    except RemoteError as error:
+        assert "read-only" in str(error)
+
+
+def test_a_codec_may_overwrite_the_values_that_it_encodes_but_not_the_data_that_relays_forward():
+    run_processes(_overwrite, 4)
