@@ -16,6 +16,7 @@ import torch
 
 from reshard.api.tensor_checks import mark_written
 from reshard.codecs import CODED_DTYPES, ErrorSums
+from reshard.codecs.raw_bytes import write_into
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
@@ -142,13 +143,13 @@ def cast_received(received: Sequence[torch.Tensor | None], targets: Sequence[tor
         wide = target.detach()  # the target may be a parameter that requires grad
         if not _is_dense(wide):
             for narrow_piece, wide_piece in zip(_pieces(array), _pieces(wide), strict=True):
-                wide_piece.copy_(narrow_piece.clone())
+                write_into(wide_piece, narrow_piece.clone())
             continue
         # In ascending order, each write ends before the narrow elements that are still to be read.
         narrow_row, wide_row = (one.as_strided((one.numel(),), (1,)) for one in (array, wide))
         step = max(1, CAST_BYTES // wide.element_size())
         for at in range(0, wide.numel(), step):
-            wide_row[at : at + step].copy_(narrow_row[at : at + step].clone())
+            write_into(wide_row[at : at + step], narrow_row[at : at + step].clone())
 
 
 def _is_dense(array: torch.Tensor) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from reshard.codecs.elements import ElementCodec, ErrorSums
-from reshard.codecs.raw_bytes import flat_bytes, format_of, num_columns
+from reshard.codecs.raw_bytes import flat_bytes, format_of, num_columns, write_into
 from reshard.errors import ArgumentError
 
 #: Limit on the values and on the bytes of an element.
@@ -88,7 +88,7 @@ class CustomCodec(ElementCodec):
         import torch
 
         values = torch.from_numpy(decoded)
-        target.copy_(target.float() + values if accumulate else values)
+        write_into(target, target.float() + values if accumulate else values)
 
     def _encode(self, blocks: np.ndarray, source: Any, out: Any, num_row_dims: int | None) -> np.ndarray:
         self.check_size(out, source, num_row_dims)

@@ -32,6 +32,14 @@ def flat_bytes(array: Any) -> np.ndarray:
     return flat.view(torch.uint8).numpy()
 
 
+def write_into(target: Any, values: Any) -> None:
+    """Copy values into a tensor, which may have been made in inference mode, whatever the mode of this thread."""
+    import torch
+
+    with torch.inference_mode(target.is_inference()):
+        target.copy_(values)
+
+
 def format_of(array: Any, codec: str) -> int:
     """The format number of an array's dtype; raises ArgumentError if the codec cannot code it."""
     name = dtype_name(array.dtype)

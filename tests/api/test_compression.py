@@ -256,3 +256,29 @@ def test_negated_views_are_coded_in_one_process():
     whole = torch._neg_view(-_whole())
     out = reshard.reshard_local({0: whole[:128], 1: whole[128:]}, ROWS, ROWS, shape=SHAPE, compression="int8x128")
     assert torch.equal(torch.cat([out[0], out[1]]), _round_trip(_whole(), "int8x128"))
+
+
+def _infer(rank, is_inside):
+    """Move inside inference mode, or into tensors that were made there."""
+    from tests.api.test_custom_codecs import Fixed8
+
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=1), "R S0")
+    whole = _whole()
+    for codec, dst_dtype in (("int8x128", None), ("int8x128", "bfloat16"), (Fixed8(), None), ("delta", None)):
+        for is_strided in (False, True):
+            with torch.inference_mode():
+                dtype = torch.float32 if dst_dtype is None else getattr(torch, dst_dtype)
+                out = torch.zeros(256, 256, dtype=dtype)
+                out = None if rank == 0 else out.t() if is_strided else out
+            with torch.inference_mode(is_inside):
+                handle = reshard.reshard_async(
+                    take_shard(src, rank, whole), src, dst, shape=SHAPE, dtype="float32", dst_dtype=dst_dtype,
+                    compression=codec, out=out,
+                )  # fmt: skip
+            handle.wait()
+            assert out is None or (out.float() - take_shard(dst, rank, whole)).abs().max() < 0.05
+
+
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_coded_transfers_work_in_inference_mode(is_inside):
+    run_processes(_infer, 3, is_inside)

@@ -12,6 +12,7 @@ import xxhash
 from reshard.api.streams.regions import Stream, bytes_of
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, word_width
 from reshard.codecs.exponents import EXPONENTS, decode_exponents, encode_exponents
+from reshard.codecs.raw_bytes import write_into
 
 Shards = Mapping[str, torch.Tensor]
 
@@ -95,7 +96,7 @@ def decode_stream(stream: Stream, data: np.ndarray, out: Shards, *, with_digest:
         if with_digest:
             hasher.update(words.data)
         if not view.is_contiguous():
-            view.copy_(torch.from_numpy(words).view(view.dtype).view(view.shape))
+            write_into(view, torch.from_numpy(words).view(view.dtype).view(view.shape))
     return hasher.intdigest() if with_digest else None
 
 

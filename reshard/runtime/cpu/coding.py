@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from reshard.codecs import ElementCodec
+from reshard.codecs.raw_bytes import write_into
 
 Slices = tuple[slice, ...]
 
@@ -60,7 +61,7 @@ class DecodedTarget:
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int, *, decodes_early: bool) -> None:
         self._plain, self._decodes_early = plain, decodes_early
-        self._decoded = plain if decodes_early else torch.empty(plain.shape, dtype=torch.float32)
+        self._decoded = plain if decodes_early else _empty(plain.shape, torch.float32)
         self._slabs = _Slabs(self._decoded, codec, num_row_dims)
         self.coded = self._slabs.coded
         self._needed = math.prod(self.coded.shape[1:-1])
@@ -82,7 +83,7 @@ class DecodedTarget:
         """Decode what is not decoded yet."""
         self._decode(0, len(self.coded))
         if not self._decodes_early:
-            self._plain.copy_(self._decoded)
+            write_into(self._plain, self._decoded)
 
     def _decode(self, lo: int, hi: int) -> None:
         for first, end in self._slabs.take(lo, hi):
@@ -96,7 +97,7 @@ class _Slabs:
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
         self.codec, self.num_row_dims = codec, num_row_dims
         num_elements = codec.num_elements(plain.shape[num_row_dims:], 0)
-        self.coded = torch.empty((*plain.shape[:num_row_dims], num_elements, codec.element[1]), dtype=torch.uint8)
+        self.coded = _empty((*plain.shape[:num_row_dims], num_elements, codec.element[1]), torch.uint8)
         self._plain = plain if num_row_dims else plain.reshape(-1)
         self._taken = bytearray(len(self.coded))
 
@@ -117,6 +118,12 @@ class _Slabs:
         """Slabs of the shard, and of the coded array."""
         factor = 1 if self.num_row_dims else self.codec.values
         return self._plain[first * factor : end * factor], self.coded[first:end]
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A new array that any thread may write, even if the caller is in inference mode."""
+    with torch.inference_mode(False):
+        return torch.empty(shape, dtype=dtype)
 
 
 def coded_array(array: Any) -> Any:
