@@ -265,6 +265,8 @@ class StreamedHandle(Handle):
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait as :meth:`Handle.wait` does. Then confirm with the other ranks that all data has arrived, and decode it.
 
+        ``timeout_seconds`` limits only the wait for this rank's streams. The timeout of the call limits the rest.
+
         Raises:
             ReshardError: a rank failed; the same on every rank. Unless it failed to decode, every ``out`` is unchanged.
         """
