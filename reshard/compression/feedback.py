@@ -15,6 +15,10 @@ class CodingErrors:
     def __init__(self) -> None:
         self._errors: dict[str, torch.Tensor] = {}
 
+    def size_of(self, name: str) -> int | None:
+        """The number of values of the kept error of a gradient, or None if there is none."""
+        return self._errors[name].numel() if name in self._errors else None
+
     def add_to(self, pieces: Pieces) -> None:
         """Add the kept errors to gradients, given as ``(name, flat gradient)``."""
         for name, piece in pieces:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,9 @@ class GradientSum:
         if levels is None:
             counts = ", ".join(f"{host} has {number}" for host, number in Counter(hosts).items())
             raise ArgumentError(f"a hierarchical sum needs equally many ranks on each host, but {counts}")
-        self._inside, self._across = (GroupLevel(self._new_group(ranks)) for ranks in levels)
+        self._groups = tuple(self._new_group(ranks) for ranks in levels)
+        self._inside, self._across = map(GroupLevel, self._groups)
+        self._compared: set[tuple[Any, ...]] = set()
         self._errors = CodingErrors()
         self._buffers: dict[str, torch.Tensor] = {}
 
@@ -100,16 +103,19 @@ class GradientSum:
 
         Args:
             gradients: ``{parameter name: gradient}``, fp32, bf16 or fp16 CPU tensors; the same names in the same order
-                on all ranks.
+                on all ranks. Ranks compare names, dtypes and shapes the first time that they pass them.
 
         Raises:
-            ArgumentError: a gradient is of another dtype or device, or sparse.
+            ArgumentError: a gradient is no tensor, of another dtype or device, sparse, or overlaps itself in memory; or
+                its kept error has another size.
+            DisagreementError: ranks pass other gradients.
         """
         for name, gradient in gradients.items():
-            if gradient.layout is not torch.strided or gradient.device.type != "cpu":
-                raise ArgumentError(f"the gradient of {name!r} is sparse, or on {gradient.device} instead of the CPU")
-            if dtype_name(gradient.dtype) not in GRADIENT_DTYPES:
-                raise ArgumentError(f"the gradient of {name!r} is {dtype_name(gradient.dtype)}, not floating point")
+            self._check(name, gradient)
+        self._compare([(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()])
+        if not gradients:
+            return
+        gradients = {name: gradient.detach() for name, gradient in gradients.items()}
         sizes = [gradient.numel() for gradient in gradients.values()]
         flat = self._buffer("values", padded_size(sum(sizes), self._size, self.codec))
         flat[sum(sizes) :] = 0
@@ -126,6 +132,49 @@ class GradientSum:
             gradient.copy_(piece.view(gradient.shape))
         if errors is not None:
             self._errors.keep(list(zip(gradients, errors[: sum(sizes)].split(sizes), strict=True)))
+
+    def _check(self, name: str, gradient: Any) -> None:
+        """Raise ArgumentError for a gradient that this rank cannot sum."""
+        if not isinstance(gradient, torch.Tensor):
+            raise ArgumentError(f"the gradient of {name!r} is {type(gradient).__name__}, not a torch tensor")
+        if gradient.layout is not torch.strided or gradient.device.type != "cpu":
+            raise ArgumentError(f"the gradient of {name!r} must be a dense tensor on the CPU")
+        if dtype_name(gradient.dtype) not in GRADIENT_DTYPES:
+            supported = ", ".join(GRADIENT_DTYPES)
+            raise ArgumentError(f"the gradient of {name!r} is {dtype_name(gradient.dtype)}; supported are {supported}")
+        if any(size > 1 and not stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True)):
+            raise ArgumentError(
+                f"the gradient of {name!r} has overlapping elements: its strides are {gradient.stride()}"
+            )
+        kept = self._errors.size_of(name)
+        if kept is not None and kept != gradient.numel():
+            raise ArgumentError(
+                f"the gradient of {name!r} has {gradient.numel()} values, but its kept error has {kept}"
+            )
+
+    def _compare(self, given: list[tuple[str, str, list[int]]]) -> None:
+        """Compare the gradients of all ranks, if this rank has not compared such ones before.
+
+        Collectives of unequal sizes would abort the process. The group of the caller may be in use by another thread.
+        """
+        signature = tuple((name, dtype, *shape) for name, dtype, shape in given)
+        if signature in self._compared:
+            return
+        every: Any = [(self._rank, given)]
+        for group in self._groups:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            dist.all_gather_object(found, every, group=group)
+            every = [entry for entries in found for entry in entries]
+        every.sort(key=lambda entry: entry[0])
+        first = every[0][1]
+        for rank, other in every:
+            if other != first:
+                mine, yours = next(pair for pair in itertools.zip_longest(first, other) if pair[0] != pair[1])
+                raise DisagreementError(
+                    f"ranks disagree on the gradients of a sum: rank 0 passes {_describe(mine)}, rank {rank} "
+                    f"{_describe(yours)}"
+                )
+        self._compared.add(signature)
 
     def _buffer(self, name: str, numel: int) -> torch.Tensor:
         """Scratch memory, which the next sum reuses."""
@@ -146,3 +195,7 @@ class GradientSum:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
         self._errors.load_state_dict(state)
+
+
+def _describe(gradient: tuple[str, str, list[int]] | None) -> str:
+    return "fewer" if gradient is None else f"{gradient[0]!r} of {gradient[1]} {gradient[2]}"

@@ -61,6 +61,32 @@ def _sums(rank):
     return errors
 
 
+def _wrong_gradients(rank):
+    summed = GradientSum("int4x128", host_of_rank=HOSTS, feedback=True)
+    for wrong, text in (
+        ({"a": torch.ones(100 + rank, 40)}, r"rank 0 passes 'a' of float32 \[100, 40\], rank 1 'a' of float32 \[101"),
+        ({"ab"[rank // 2]: torch.ones(100)}, "rank 0 passes 'a' of float32 .*, rank 2 'b' of"),
+        ({"a": torch.ones(100)} if rank == 3 else {}, "rank 0 passes fewer, rank 3 'a' of"),
+    ):
+        with pytest.raises(DisagreementError, match=text):
+            summed(wrong)
+    summed({})
+    summed({"a": torch.ones(8, requires_grad=True)})
+    for wrong, text in (
+        (None, "is NoneType, not a torch tensor"),
+        (torch.ones(8).to_sparse(), "must be a dense tensor on the CPU"),
+        (torch.ones(8, dtype=torch.float64), "is float64; supported are float32, bfloat16, float16"),
+        (torch.ones(1).expand(8), "overlapping"),
+        (torch.ones(9), "has 9 values, but its kept error has 8"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            summed({"a": wrong})
+
+
+def test_wrong_gradients_raise_an_error_on_every_rank():
+    run_processes(_wrong_gradients, 4)
+
+
 def test_all_ranks_get_equal_bits_close_to_the_sum():
     for errors in run_processes(_sums, 4):
         assert errors[None] < 1e-6
