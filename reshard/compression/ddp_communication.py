@@ -13,7 +13,8 @@ def ddp_hook(state: GradientSum, bucket: dist.GradBucket) -> torch.futures.Futur
     The sum runs in a thread, so that the backward continues.
 
     Raises:
-        ArgumentError: error feedback without ``module``, whose parameter names key the errors.
+        ArgumentError: error feedback without ``module``, whose parameter names key the errors; or a gradient that the
+            sum refuses.
     """
     if state.feedback and not state.names:
         raise ArgumentError("a GradientSum with feedback needs module=, whose parameter names key the errors")
@@ -21,6 +22,7 @@ def ddp_hook(state: GradientSum, bucket: dist.GradBucket) -> torch.futures.Futur
     gradients = {
         state.names.get(id(parameter), str(number)): gradient for number, (parameter, gradient) in enumerate(pairs)
     }
+    state.check(gradients)  # an error of the thread would lose its class in torch
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
     def run() -> None:

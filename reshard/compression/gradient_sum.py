@@ -110,8 +110,7 @@ class GradientSum:
                 its kept error has another size.
             DisagreementError: ranks pass other gradients.
         """
-        for name, gradient in gradients.items():
-            self._check(name, gradient)
+        self.check(gradients)
         self._compare([(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()])
         if not gradients:
             return
@@ -133,8 +132,12 @@ class GradientSum:
         if errors is not None:
             self._errors.keep(list(zip(gradients, errors[: sum(sizes)].split(sizes), strict=True)))
 
-    def _check(self, name: str, gradient: Any) -> None:
-        """Raise ArgumentError for a gradient that this rank cannot sum."""
+    def check(self, gradients: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if this rank cannot sum these gradients."""
+        for name, gradient in gradients.items():
+            self._check_one(name, gradient)
+
+    def _check_one(self, name: str, gradient: Any) -> None:
         if not isinstance(gradient, torch.Tensor):
             raise ArgumentError(f"the gradient of {name!r} is {type(gradient).__name__}, not a torch tensor")
         if gradient.layout is not torch.strided or gradient.device.type != "cpu":

@@ -81,6 +81,10 @@ def _wrong_gradients(rank):
     ):
         with pytest.raises(ArgumentError, match=text):
             summed({"a": wrong})
+    model = DistributedDataParallel(torch.nn.Linear(4, 4, dtype=torch.float64))
+    model.register_comm_hook(GradientSum(None, host_of_rank=HOSTS), ddp_hook)
+    with pytest.raises(ArgumentError, match="is float64; supported are"):
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
 
 
 def test_wrong_gradients_raise_an_error_on_every_rank():
