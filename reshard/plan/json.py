@@ -161,9 +161,12 @@ def plan_from_json(data: Any) -> Plan:
         lines = data.get("transfers")
         if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
             raise PlanError("transfers must be a list of lines")
-        empty = Plan(
-            tuple(tensors), topology, str(data.get("strategy")), _no_transfers(), _integer(data, "staging_bytes")
-        )
+        strategy, staging_bytes = str(data.get("strategy")), _integer(data, "staging_bytes")
+        if not 0 <= staging_bytes < 10**19:
+            raise PlanError(f"staging_bytes is {staging_bytes}; it must be at least 0 and less than 10**19")
+        if len(strategy.split()) != 1:
+            raise PlanError(f"strategy is {strategy!r}; it must be a name without spaces")
+        empty = Plan(tuple(tensors), topology, strategy, _no_transfers(), staging_bytes)
         topology.check_covers(empty.ranks)
         plan = parse_plan(str(empty) + "\n".join(lines))
     except ReshardError:

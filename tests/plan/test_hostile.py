@@ -235,3 +235,13 @@ def test_ranks_without_a_host_are_refused():
     data["tensors"][0]["src"]["ranks"][0] = 16
     with pytest.raises(ReshardError, match="rank 16 has no host"):
         plan_from_json(data)
+
+
+@pytest.mark.parametrize(("key", "value"), [("staging_bytes", -1), ("staging_bytes", 2**70), ("strategy", "a b")])
+def test_errors_of_json_name_the_key(key, value):
+    plan = reshard.make_plan(
+        reshard.Layout(reshard.Mesh.of("2"), "S0"), reshard.Layout(reshard.Mesh.of("1")), (8,), "int8"
+    )
+    data = reshard.plan_to_json(plan) | {key: value}
+    with pytest.raises(reshard.PlanError, match=f"^{key} is "):
+        reshard.plan_from_json(data)
