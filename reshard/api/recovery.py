@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from reshard.api.mover import Mover
-from reshard.api.transfers import Handle
+from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.api.validation import Options
 from reshard.coordination import (
     Channel,
@@ -32,13 +32,12 @@ from reshard.coordination import (
     gather_reports,
     rebuild_error,
 )
-from reshard.errors import RankLostError, ReshardError, TransferTimeoutError
+from reshard.errors import RankLostError, ReshardError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
 from reshard.planner.recovery import Arrived, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.runtime.cpu.coding import coded_array
 from reshard.runtime.cpu.progress import Tally
-from reshard.timeouts import check_wait_timeout
 
 #: How long ranks wait for each other's outcome after the time limit of the transfer.
 OUTCOME_SECONDS = 0.5
@@ -184,7 +183,7 @@ def _gather_outcomes(channel: Channel, requests: list[Request]) -> Decision:
     return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
 
 
-class FaultTolerantHandle(Handle):
+class FaultTolerantHandle(ConfirmedHandle):
     """A fault-tolerant transfer. Every rank must call :meth:`wait`, which exchanges outcomes and recovers.
 
     Args:
@@ -193,16 +192,12 @@ class FaultTolerantHandle(Handle):
     """
 
     def __init__(self, inner: Handle, recovery: Recovery, finish: Callable[[], Any]) -> None:
-        super().__init__(inner._channel, inner._generation, finish)
-        self._inner, self._recovery = inner, recovery
+        super().__init__(inner, finish)
+        self._recovery = recovery
         self._deadline = time.monotonic() + recovery.timeout_seconds + OUTCOME_SECONDS
         self._completing = threading.RLock()
         self._final_error: ReshardError | None = None
         self._is_complete = False
-
-    def done(self) -> bool:
-        """Whether this rank's part of the original transfer has ended. Even then, :meth:`wait` may block."""
-        return self._inner.done()
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait as :meth:`Handle.wait` does. Then exchange outcomes with the other ranks and recover if ranks are lost.
@@ -214,9 +209,7 @@ class FaultTolerantHandle(Handle):
             TransferTimeoutError: this rank's part has not ended after ``timeout_seconds``; it continues.
             ReshardError: an attempt failed, and no rank was lost since the attempt before.
         """
-        self.check_process()
-        if not self._inner._done.wait(check_wait_timeout(timeout_seconds)):
-            raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
+        self._wait_for_part(timeout_seconds)
         with self._completing:
             if not self._is_complete:
                 self._final_error, self._is_complete = self._complete(), True
@@ -225,23 +218,10 @@ class FaultTolerantHandle(Handle):
         return self._take_result()
 
     def _complete(self) -> ReshardError | None:
-        error: ReshardError | None = None
-        try:
-            self._inner.check()
-        except ReshardError as failed:
-            error = failed
-        try:
-            self._recovery.complete(error, self._inner.tally, self._deadline)
-        except RankLostError as lost:
-            recover = lost._recover
-            if recover is not None:
-                lost._recover = lambda: self._recover(recover)
-            return lost
-        except ReshardError as failed:
-            if self._inner.describe is not None:
-                failed.add_note(self._inner.describe())
-            return failed
-        return None
+        found = self._confirm(lambda error: self._recovery.complete(error, self._inner.tally, self._deadline))
+        if isinstance(found, RankLostError) and (recover := found._recover) is not None:
+            found._recover = lambda: self._recover(recover)
+        return found
 
     def _recover(self, recover: Callable[[], Any]) -> Any:
         """Run :meth:`RankLostError.recover` and return the result of the transfer."""

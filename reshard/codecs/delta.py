@@ -8,8 +8,6 @@ more than :data:`HEADER_BYTES` bytes in addition to the plain ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from reshard import _native
@@ -23,6 +21,21 @@ PLAIN, STREAM = 0, 1
 def word_width(itemsize: int) -> int:
     """Bytes of the words in which an array of this itemsize is compared."""
     return min(itemsize, 4)
+
+
+def write_plain(words: np.ndarray, out: np.ndarray) -> int:
+    """Copy the plain bytes behind a header. Returns the number of bytes written."""
+    out[0] = PLAIN
+    out[HEADER_BYTES : HEADER_BYTES + len(words)] = words
+    return len(words) + HEADER_BYTES
+
+
+def read_plain(data: np.ndarray, words: np.ndarray) -> bool:
+    """Copy what :func:`write_plain` wrote. Returns False if ``data`` is no such array of this size."""
+    if len(data) != len(words) + HEADER_BYTES or data[0] != PLAIN:
+        return False
+    words[:] = data[HEADER_BYTES:]
+    return True
 
 
 def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, width: int) -> int:
@@ -39,9 +52,7 @@ def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, wi
         if size >= 0:
             out[0] = STREAM
             return size + HEADER_BYTES
-    out[0] = PLAIN
-    out[HEADER_BYTES : HEADER_BYTES + len(words)] = words
-    return len(words) + HEADER_BYTES
+    return write_plain(words, out)
 
 
 def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
@@ -53,10 +64,8 @@ def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
     Raises:
         ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
     """
-    is_known: Any = len(data) >= HEADER_BYTES and data[0] in (PLAIN, STREAM)
-    if is_known and data[0] == STREAM and _native.apply_delta(width, data[HEADER_BYTES:], words):
+    if len(data) >= HEADER_BYTES and data[0] == STREAM and _native.apply_delta(width, data[HEADER_BYTES:], words):
         return
-    if is_known and data[0] == PLAIN and len(data) == len(words) + HEADER_BYTES:
-        words[:] = data[HEADER_BYTES:]
+    if read_plain(data, words):
         return
     raise ArgumentError(f"{len(data)} bytes are no delta of an array of {len(words)} bytes")

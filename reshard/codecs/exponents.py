@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from reshard import _native
-from reshard.codecs.delta import HEADER_BYTES, PLAIN
+from reshard.codecs.delta import HEADER_BYTES, read_plain, write_plain
 from reshard.errors import ArgumentError
 
 #: The first byte of a code.
@@ -32,9 +32,7 @@ def encode_exponents(words: np.ndarray, out: np.ndarray) -> int:
     if size >= 0:
         out[0] = EXPONENTS
         return size + HEADER_BYTES
-    out[0] = PLAIN
-    out[HEADER_BYTES : HEADER_BYTES + len(words)] = words
-    return len(words) + HEADER_BYTES
+    return write_plain(words, out)
 
 
 def decode_exponents(data: np.ndarray, words: np.ndarray) -> None:
@@ -45,7 +43,6 @@ def decode_exponents(data: np.ndarray, words: np.ndarray) -> None:
     """
     if len(data) > HEADER_BYTES and data[0] == EXPONENTS and _native.decode_exponents(data[HEADER_BYTES:], words):
         return
-    if len(data) == len(words) + HEADER_BYTES and data[0] == PLAIN:
-        words[:] = data[HEADER_BYTES:]
+    if read_plain(data, words):
         return
     raise ArgumentError(f"{len(data)} bytes are no code of {len(words)} bytes of bf16 values")

@@ -13,13 +13,12 @@ import xxhash
 from reshard.api.streams.encoding import EncodedStream, capacity_of, decode_stream, digest_regions, encode_stream
 from reshard.api.streams.regions import Stream, find_streams
 from reshard.api.tensor_checks import mark_written
-from reshard.api.transfers import Handle
+from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.codecs.exponents import DTYPE
 from reshard.coordination import Channel, Decision, Request, calling, describe_error, rebuild_error
-from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError, VerificationError
+from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.timeouts import check_wait_timeout
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
 OUTCOME_SECONDS = 0.5
@@ -238,7 +237,7 @@ class StreamTransfer:
                 )
 
 
-class StreamedHandle(Handle):
+class StreamedHandle(ConfirmedHandle):
     """A transfer of streams. Every rank must call :meth:`wait`, which confirms the data and decodes it.
 
     Attributes:
@@ -252,15 +251,11 @@ class StreamedHandle(Handle):
         complete: Callable[[ReshardError | None], None],
         finish: Callable[[], Any],
     ) -> None:
-        super().__init__(inner._channel, inner._generation, finish)
-        self._inner, self._complete = inner, complete
+        super().__init__(inner, finish)
+        self._complete = complete
         self._outcome: ReshardError | None = None
         self._is_complete = False
         self.report = report
-
-    def done(self) -> bool:
-        """Whether this rank's streams have arrived; :meth:`wait` may still block."""
-        return self._inner.done()
 
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait as :meth:`Handle.wait` does. Then confirm with the other ranks that all data has arrived, and decode it.
@@ -270,33 +265,17 @@ class StreamedHandle(Handle):
         Raises:
             ReshardError: a rank failed; the same on every rank. Unless it failed to decode, every ``out`` is unchanged.
         """
-        self.check_process()
-        if not self._inner._done.wait(check_wait_timeout(timeout_seconds)):
-            raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
+        self._wait_for_part(timeout_seconds)
         with self._finishing:
             if not self._is_complete and self._interruption is None:
                 try:
-                    self._outcome, self._is_complete = self._run(), True
+                    self._outcome, self._is_complete = self._confirm(self._complete), True
                 except BaseException as error:
                     self._interruption = type(error).__name__
                     raise
         if self._outcome is not None:
             raise self._outcome
         return self._take_result()
-
-    def _run(self) -> ReshardError | None:
-        error: ReshardError | None = None
-        try:
-            self._inner.check()
-        except ReshardError as failed:
-            error = failed
-        try:
-            self._complete(error)
-        except ReshardError as failed:
-            if self._inner.describe is not None:
-                failed.add_note(self._inner.describe())
-            return failed
-        return None
 
 
 def exchange_reports(

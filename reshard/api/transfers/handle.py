@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.coordination import Channel, Monitor, call_at_exit
-from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
 from reshard.formatting import describe_ranks
 from reshard.runtime.cpu.progress import Tally
@@ -146,6 +146,43 @@ class Handle:
         """Mark the transfer as done."""
         self.ended_at = time.monotonic()
         self._done.set()
+
+
+class ConfirmedHandle(Handle):
+    """A transfer that the ranks confirm together. Every rank must call :meth:`wait`.
+
+    Args:
+        inner: handle of this rank's part. finish: returns the result, once the ranks have confirmed the transfer.
+    """
+
+    def __init__(self, inner: Handle, finish: Callable[[], Any]) -> None:
+        super().__init__(inner._channel, inner._generation, finish)
+        self._inner = inner
+
+    def done(self) -> bool:
+        """Whether this rank's part has ended. Even then, :meth:`wait` may block."""
+        return self._inner.done()
+
+    def _wait_for_part(self, timeout_seconds: float | None) -> None:
+        """Block until this rank's part has ended. Raises as :meth:`Handle.wait`, except for errors of the transfer."""
+        self.check_process()
+        if not self._inner._done.wait(check_wait_timeout(timeout_seconds)):
+            raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
+
+    def _confirm(self, confirm: Callable[[ReshardError | None], None]) -> ReshardError | None:
+        """Call ``confirm`` with the error of this rank's part. Returns the error that it raises, with the progress."""
+        error: ReshardError | None = None
+        try:
+            self._inner.check()
+        except ReshardError as failed:
+            error = failed
+        try:
+            confirm(error)
+        except ReshardError as failed:
+            if self._inner.describe is not None and not isinstance(failed, RankLostError):
+                failed.add_note(self._inner.describe())
+            return failed
+        return None
 
 
 class StreamWatch:
