@@ -39,13 +39,25 @@ CASES = (
 COLUMNS = 4096
 
 
+def case_layouts(number: int, mib: int) -> tuple[reshard.Layout, reshard.Layout, tuple[int, int]]:
+    """Source, destination and shape of a case: ranks 0 to 3 send, ranks 4 to 7 receive."""
+    _, src_mesh, src_spec, dst_mesh, dst_spec = CASES[number]
+    src = reshard.Layout(reshard.Mesh.of(src_mesh), src_spec)
+    dst = reshard.Layout(reshard.Mesh.of(dst_mesh, first_rank=4), dst_spec)
+    return src, dst, (mib * 2**20 // 4 // COLUMNS, COLUMNS)
+
+
+def payload_topology(topology: Topology) -> Topology:
+    """The emulated links at the rates that their payload reaches."""
+    rate = topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
+    return reshard.Topology.uniform(topology.host_of_rank, rate)
+
+
 def _plans(mib: int, codecs: tuple[str, ...], topology: Topology) -> list[dict[str, Plan]]:
-    shape = (mib * 2**20 // 4 // COLUMNS, COLUMNS)
+    options = {"raw": None, **{name: name for name in codecs}}
     plans = []
-    for _, src_mesh, src_spec, dst_mesh, dst_spec in CASES:
-        src = reshard.Layout(reshard.Mesh.of(src_mesh), src_spec)
-        dst = reshard.Layout(reshard.Mesh.of(dst_mesh, first_rank=4), dst_spec)
-        options = {"raw": None, **{name: name for name in codecs}}
+    for number in range(len(CASES)):
+        src, dst, shape = case_layouts(number, mib)
         plans.append(
             {
                 name: reshard.make_plan(src, dst, shape, "float32", topology=topology, compression=codec)
@@ -55,7 +67,7 @@ def _plans(mib: int, codecs: tuple[str, ...], topology: Topology) -> list[dict[s
     return plans
 
 
-def _shard(layout: Any, rank: int, whole: torch.Tensor) -> torch.Tensor | None:
+def cut_shard(layout: Any, rank: int, whole: torch.Tensor) -> torch.Tensor | None:
     """A rank's shard of a whole tensor; the layouts here give each rank one box."""
     if rank not in layout.ranks:
         return None
@@ -72,7 +84,7 @@ def measure(
     for case in track(plans, "cases", show=rank == 0):
         spec = case["raw"].tensors[0]
         whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
-        source, seconds = _shard(spec.src, rank, whole), {name: [] for name in case}  # type: ignore[var-annotated]
+        source, seconds = cut_shard(spec.src, rank, whole), {name: [] for name in case}  # type: ignore[var-annotated]
         movers = {name: reshard.Mover(plan) for name, plan in case.items()}
         out = next(iter(movers.values())).empty_out()
         for turn in range(repeats + 1):
@@ -84,7 +96,7 @@ def measure(
                     seconds[name].append(took)
                 elif out is not None:
                     wanted = whole if name == "raw" else _round_trip(whole, name)
-                    assert torch.equal(out, _shard(spec.dst, rank, wanted)), name  # type: ignore[arg-type]
+                    assert torch.equal(out, cut_shard(spec.dst, rank, wanted)), name  # type: ignore[arg-type]
         for mover in movers.values():
             mover.close()
         results.append(seconds)
@@ -119,10 +131,7 @@ def main() -> int:
     for rate in options.rate or ["0.4 Gbit/s", "1 Gbit/s"]:
         try:
             topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
-            payload = reshard.Topology.uniform(
-                topology.host_of_rank, topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
-            )
-            plans = _plans(options.mib, codecs, payload)
+            plans = _plans(options.mib, codecs, payload_topology(topology))
             with Cluster(topology) as cluster:
                 results = cluster.run(measure, plans, options.repeats, timeout_seconds=900.0)
         except (ClusterError, reshard.ReshardError) as error:
