@@ -242,6 +242,8 @@ def _run_rank(
     torch.set_num_threads(1)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        # torch's store looks up the name of each peer. By default the resolver repeats a lost query after 5 s.
+        os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
     try:
         port = pipe.recv()
         if init_group:
