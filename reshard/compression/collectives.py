@@ -6,10 +6,16 @@ and their size is a multiple of the codec's elements.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec
+
+#: Waits for a collective that was started, and returns what it received.
+Wait = Callable[[], torch.Tensor]
 
 
 def encode_rows(rows: torch.Tensor, codec: BlockCodec | None) -> torch.Tensor:
@@ -31,18 +37,24 @@ def decode_rows(coded: torch.Tensor, out: torch.Tensor, codec: BlockCodec | None
         out.copy_(coded)
 
 
-def exchange(rows: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Send row i to member i; the result has a row from each member. It is written to ``out`` if given."""
+def exchange(rows: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> Wait:
+    """Start to send row i to member i. The result has a row from each member; it is written to ``out`` if given."""
     received = torch.empty_like(rows) if out is None else out
-    dist.all_to_all_single(received, rows, group=group)
-    return received
+    return _wait_for(dist.all_to_all_single(received, rows, group=group, async_op=True), received)
 
 
-def gather(row: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """The rows of all members, in their order."""
+def gather(row: torch.Tensor, group: dist.ProcessGroup) -> Wait:
+    """Start to gather the rows of all members, in their order."""
     received = row.new_empty(dist.get_world_size(group), row.numel())
-    dist.all_gather_single(received, row.reshape(1, -1), group=group)
-    return received
+    return _wait_for(dist.all_gather_single(received, row.reshape(1, -1), group=group, async_op=True), received)
+
+
+def _wait_for(work: Any, received: torch.Tensor) -> Wait:
+    def wait() -> torch.Tensor:
+        work.wait()
+        return received
+
+    return wait
 
 
 def reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup, codec: BlockCodec | None) -> torch.Tensor:
@@ -51,7 +63,7 @@ def reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup, codec: BlockCod
     Its own contribution is not coded.
     """
     me = dist.get_rank(group)
-    received = exchange(encode_rows(rows, codec), group)
+    received = exchange(encode_rows(rows, codec), group)()
     total = torch.zeros_like(rows[0])
     for member in range(len(rows)):
         if member == me:

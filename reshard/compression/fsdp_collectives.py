@@ -56,7 +56,7 @@ class CodedAllGather(_Coded, AllGather):
         """Gather the inputs of all ranks into the output."""
         self._check(input_tensor)
         coded = encode_rows(input_tensor.reshape(1, -1), self.codec)
-        decode_rows(gather(coded, group), output_tensor.view(dist.get_world_size(group), -1), self.codec)
+        decode_rows(gather(coded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
 
 
 class CodedReduceScatter(_Coded, ReduceScatter):

@@ -22,6 +22,9 @@ from reshard.errors import ArgumentError, DisagreementError
 #: Dtypes of gradients. Sums are computed in fp32.
 GRADIENT_DTYPES = ("float32", "bfloat16", "float16")
 
+#: Values of a piece. While a piece travels between hosts, the next one is summed and coded.
+PIECE_VALUES = 2**20
+
 
 class GradientSum:
     """Sums gradients over the ranks of a process group. All ranks get the same bits.
@@ -116,21 +119,32 @@ class GradientSum:
             return
         gradients = {name: gradient.detach() for name, gradient in gradients.items()}
         sizes = [gradient.numel() for gradient in gradients.values()]
-        flat = self._buffer("values", padded_size(sum(sizes), self._size, self.codec))
-        flat[sum(sizes) :] = 0
+        flat = self._flatten(list(gradients.values()))
         pieces = flat[: sum(sizes)].split(sizes)
-        for gradient, piece in zip(gradients.values(), pieces, strict=True):
-            piece.copy_(gradient.reshape(-1))
-            if self._average:
-                piece /= self._size
         self._errors.add_to(list(zip(gradients, pieces, strict=True)))
         errors = torch.zeros_like(flat) if self.feedback and self.codec is not None else None
         received = self._buffer("received", flat.numel())
-        sum_over_hosts(flat, self._inside, self._across, self.codec, errors=errors, received=received)
+        sum_over_hosts(
+            flat, self._inside, self._across, self.codec, errors=errors, received=received, piece_values=PIECE_VALUES
+        )
         for gradient, piece in zip(gradients.values(), pieces, strict=True):
-            gradient.copy_(piece.view(gradient.shape))
+            if gradient.data_ptr() != piece.data_ptr():
+                gradient.copy_(piece.view(gradient.shape))
         if errors is not None:
             self._errors.keep(list(zip(gradients, errors[: sum(sizes)].split(sizes), strict=True)))
+
+    def _flatten(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """The gradients, divided if averaged, then zeros. A single fp32 gradient that needs no zeros is not copied."""
+        numel = sum(gradient.numel() for gradient in gradients)
+        size = padded_size(numel, self._size, self.codec)
+        first = gradients[0]
+        if numel == first.numel() == size and first.dtype == torch.float32 and first.is_contiguous():
+            flat = first.view(-1)
+        else:
+            flat = self._buffer("values", size)
+            torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat[:numel])
+            flat[numel:] = 0
+        return flat.div_(self._size) if self._average else flat
 
     def check(self, gradients: Mapping[str, Any]) -> None:
         """Raise ArgumentError if this rank cannot sum these gradients."""

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec
-from reshard.compression.collectives import decode_rows, encode_rows, exchange, gather
+from reshard.compression.collectives import Wait, decode_rows, encode_rows, exchange, gather
+
+#: A piece of a sum is reduced inside the host, then between hosts, then gathered.
+NUM_PHASES = 3
 
 
 class Level(Protocol):
@@ -24,11 +27,11 @@ class Level(Protocol):
     def index(self) -> int:
         """Position of this rank."""
 
-    def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Send row i to rank i; the result has a row from each rank. It is written to ``out`` if given."""
+    def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Wait:
+        """Start to send row i to rank i. The result has a row from each rank; it is written to ``out`` if given."""
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows of all ranks as one row each, in their order."""
+    def gather(self, rows: torch.Tensor) -> Wait:
+        """Start to gather the rows of all ranks as one row each, in their order."""
 
 
 class GroupLevel:
@@ -37,11 +40,11 @@ class GroupLevel:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group, self.size, self.index = group, dist.get_world_size(group), dist.get_rank(group)
 
-    def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Wait:
         """See :class:`Level`."""
         return exchange(rows, self._group, out)
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: torch.Tensor) -> Wait:
         """See :class:`Level`."""
         return gather(rows, self._group)
 
@@ -78,6 +81,7 @@ def sum_over_hosts(
     *,
     errors: torch.Tensor | None = None,
     received: torch.Tensor | None = None,
+    piece_values: int | None = None,
 ) -> None:
     """Replace ``flat`` by its sum over all ranks. All ranks get the same bits.
 
@@ -86,23 +90,52 @@ def sum_over_hosts(
         inside: the ranks of this host. across: those at the same place of each host.
         errors: receives the errors of this rank's codings; like ``flat``.
         received: scratch memory like ``flat``.
+        piece_values: cut ``flat`` into pieces of at least this many values. While one piece travels between hosts, the
+            next one is summed and coded. The same on all ranks; None: one piece.
     """
+    unit = inside.size * across.size * (1 if codec is None else codec.values)
+    num_units = flat.numel() // unit
+    num_pieces = 1 if piece_values is None else max(1, min(num_units, flat.numel() // piece_values))
+    received = torch.empty_like(flat) if received is None else received
+    started: list[Iterator[None]] = []
+    for index in range(num_pieces + NUM_PHASES - 1):
+        if index < num_pieces:
+            piece = slice(*(unit * (num_units * end // num_pieces) for end in (index, index + 1)))
+            own_errors = None if errors is None else errors[piece]
+            started.append(_sum_piece(flat[piece], inside, across, codec, own_errors, received[piece]))
+        for phases in started[::-1]:
+            next(phases, None)
+        started = started[-(NUM_PHASES - 1) :]
+
+
+def _sum_piece(
+    flat: torch.Tensor,
+    inside: Level,
+    across: Level,
+    codec: BlockCodec | None,
+    errors: torch.Tensor | None,
+    received: torch.Tensor,
+) -> Iterator[None]:
+    """Sum one piece. Yields after each start of a collective between hosts."""
     slices = flat.view(inside.size, -1)
     own_slice = slices[0]
     if inside.size > 1:
-        rows = inside.exchange(slices, None if received is None else received.view_as(slices))
+        rows = inside.exchange(slices, received.view_as(slices))()
         own_slice = rows[0]
         for row in rows[1:]:
             own_slice += row
     parts, host = own_slice.view(across.size, -1), across.index
     sent = encode_rows(parts, codec)
+    wait = across.exchange(sent)
+    yield
     total = torch.zeros_like(parts[0])
-    for other, row in enumerate(across.exchange(sent)):
+    for other, row in enumerate(wait()):
         if other == host:
             total += parts[host]
         else:
             decode_rows(row[None], total[None], codec, accumulate=True)
     coded = encode_rows(total[None], codec)
+    wait = across.gather(coded)
     if errors is not None:
         own = errors.view(len(slices), len(parts), -1)[inside.index]
         own.copy_(parts)
@@ -111,7 +144,8 @@ def sum_over_hosts(
         own -= decoded
         decode_rows(coded, decoded[host : host + 1], codec)
         own[host] = total - decoded[host]
-    every = across.gather(coded)
+    yield
+    every = wait()
     if inside.size > 1:
-        every = inside.gather(every)  # (places, hosts * bytes of a part)
+        every = inside.gather(every)()  # (places, hosts * bytes of a part)
     decode_rows(every.view(-1, coded.shape[1]), flat.view(inside.size * across.size, -1), codec)

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import CODED_DTYPES, measure_rates, parse_codec
 from reshard.compression import CodedAllGather, CodedReduceScatter, Policy
+from reshard.compression.collectives import Wait
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name
@@ -139,12 +140,12 @@ class _Level:
         self._rows = [int(position in members) for position in range(num_replicas)]
         self._exchange = exchange
 
-    def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Wait:
         received = torch.empty_like(rows) if out is None else out
         self._exchange(received, rows, self._rows)
-        return received
+        return lambda: received
 
-    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+    def gather(self, rows: torch.Tensor) -> Wait:
         return self.exchange(rows.reshape(1, -1).repeat(self.size, 1))
 
 

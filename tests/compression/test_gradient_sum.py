@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import parse_codec
-from reshard.compression import CodedAllGather, CodedReduceScatter, GradientSum, ddp_hook
+from reshard.compression import CodedAllGather, CodedReduceScatter, GradientSum, ddp_hook, gradient_sum
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.testing.processes import run_processes
 
@@ -32,7 +32,8 @@ def _all_equal(tensor):
     return all(torch.equal(one.view(torch.int32), every[0].view(torch.int32)) for one in every)
 
 
-def _sums(rank):
+def _sums(rank, piece_values):
+    gradient_sum.PIECE_VALUES = piece_values
     wanted = sum(_flat(_gradients(other)).double() for other in range(4))
     errors = {}
     for codec in (None, "int8x128", "int4x128-bf16"):
@@ -44,6 +45,9 @@ def _sums(rank):
     GradientSum("int8x128", host_of_rank=HOSTS)(means)
     assert _all_equal(_flat(means))
     assert float((_flat(means) - wanted / 4).norm() / wanted.norm() * 4) < 0.02
+    alone = {"c": _gradients(rank)["c"]}  # needs no padding
+    GradientSum(None, host_of_rank=HOSTS)(alone)
+    assert (alone["c"] - sum(_gradients(other)["c"] for other in range(4)) / 4).abs().max() < 1e-6
     spoiled = _gradients(rank)
     if rank == 1:
         spoiled["c"][3, 5] = torch.nan
@@ -91,8 +95,9 @@ def test_wrong_gradients_raise_an_error_on_every_rank():
     run_processes(_wrong_gradients, 4)
 
 
-def test_all_ranks_get_equal_bits_close_to_the_sum():
-    for errors in run_processes(_sums, 4):
+@pytest.mark.parametrize("piece_values", [gradient_sum.PIECE_VALUES, 4096], ids=["one piece", "pieces"])
+def test_all_ranks_get_equal_bits_close_to_the_sum(piece_values):
+    for errors in run_processes(_sums, 4, piece_values):
         assert errors[None] < 1e-6
         assert 1e-4 < errors["int8x128"] < 0.012  # two codings of errors up to 0.0083, of partial sums and of the sum
         assert 1e-2 < errors["int4x128-bf16"] < 0.13
@@ -100,6 +105,7 @@ def test_all_ranks_get_equal_bits_close_to_the_sum():
 
 def _feedback(rank):
     """The same gradients many times: with feedback, the mean of the sums has next to no error."""
+    gradient_sum.PIECE_VALUES = 4096
     wanted, totals = sum(_flat(_gradients(other)) for other in range(4)), {}
     for feedback in (False, True):
         summed = GradientSum("int4x128", host_of_rank=HOSTS, average=False, feedback=feedback)
