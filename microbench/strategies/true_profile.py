@@ -1,0 +1,148 @@
+"""What the placement of transfers and a true profile gain: ``python -m microbench.strategies.true_profile``.
+
+A GPT of XL's proportions (48 layers of width 1600, 1,024 tokens, a head for 50,257 words) on two emulated hosts of two
+devices. Devices sleep for the seconds of their layers; tensors cross rate-limited links. Seconds and bytes are those of
+the model on devices of 60 TFLOPS with links of ``--link``, scaled alike, so the ratio of communication to computation
+is that of the model.
+
+Transfers run in two ways: on the compute stream, where a send blocks the next computation of its producer, as in the
+predecessor; and on streams of their own right behind their producers, as ``overlap_transfers`` places them. A profile
+of the first counts blocked time as computation, as a timer around a stage does; one of the second is computation only.
+Each profile is searched without the price of edges (``alpa``) and with it (``auto``). Every choice runs in both ways
+with 1F1B, and under the schedule that the search chose with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from dataclasses import replace
+from typing import Any
+
+from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.links import nominal
+from microbench.harness.steal_time import merge_laps
+from microbench.strategies.accuracy import make_pipeline
+from microbench.strategies.by_hand import make_by_hand, parse_stages
+from microbench.training.worker import Method, Training, train_in_turns
+from reshard.cli.progress import print_line, track
+from reshard.scheduler import PipelineTimeline, block_transfers, one_f_one_b
+from reshard.scheduler.autoparallel import (
+    ClassTimes,
+    Cluster,
+    Layer,
+    LayerGraph,
+    Problem,
+    Profile,
+    Sample,
+    Strategy,
+    Tensor,
+    choose_strategy,
+)
+from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.topology import Topology, parse_rate, topology_from_json
+
+ROWS, LAYERS = 8, 48
+WIDTH, TOKENS, WORDS = 1600, 1024, 50257
+FLOPS_PER_SECOND = 60e12
+FIRST = "12:1, 12:1, 12:1, 12:1"
+BLOCKING, OVERLAPPED, CHOSEN = "blocking 1F1B", "overlapped 1F1B", "chosen schedule"
+
+
+def layer_seconds() -> list[float]:
+    """Forward seconds of one row in each layer on the modelled device; the last layer has the head."""
+    flops = [24 * TOKENS * WIDTH**2 + 4 * TOKENS**2 * WIDTH] * LAYERS
+    flops[-1] += 2 * TOKENS * WIDTH * WORDS
+    return [each / FLOPS_PER_SECOND for each in flops]
+
+
+def make_problem(topology: Topology, ratio: float, scale: float) -> Problem:
+    """The search for the layers.
+
+    Each layer is a class of its own, so that a profile of a step may give each stage other times.
+
+    Args:
+        ratio: rate of the emulated links over that of the modelled ones. scale: of the seconds of the model.
+    """
+    seconds = [scale * each for each in layer_seconds()]
+    numel = round(scale * ratio * WIDTH * TOKENS * 2 / 4)
+    graph = LayerGraph(
+        tuple(Layer(f"layers.{at}", f"layer {at}", 0.0, 0, 0.0) for at in range(LAYERS)),
+        tuple(Tensor(f"x{at}", (1, numel), "float32", at, (at + 1,)) for at in range(LAYERS - 1)),
+        name="GPT of XL's proportions",
+    )
+    classes = {f"layer {at}": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for at, s in enumerate(seconds)}
+    profile = Profile(graph.key, "timed", graph.dtype, classes)
+    return Problem(graph, Cluster(topology, 1e9), profile, ROWS, microbatches=(ROWS,))
+
+
+def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
+    """The timeline as a timer around each computation sees it: blocked time counts as computation."""
+    spans, waiting = [], dict[int, float]()
+    for span in timeline.spans:
+        if span.action.kind.is_transfer:
+            waiting.setdefault(span.row, span.start)
+        else:
+            spans.append(replace(span, start=waiting.pop(span.row, span.start)))
+    return replace(timeline, spans=tuple(spans))
+
+
+def measure(
+    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, topology: Topology, repeats: int
+) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
+    """Seconds of the steps in each way, and a timeline of each; the ways run in turns."""
+    pipeline = make_pipeline(problem, strategy.stages)
+    plain = one_f_one_b(pipeline, ROWS)
+    schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: strategy.schedule}
+    methods = tuple(Method(name, schedule, None) for name, schedule in schedules.items())
+    training = Training(pipeline, methods, topology, None, repeats)
+    results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
+    laps = {name: merge_laps([result["laps"][name] for result in results]) for name in schedules}
+    return {name: [lap.seconds for lap in each.kept()] for name, each in laps.items()}, results[0]["timelines"]
+
+
+def main() -> None:
+    """Print the seconds of a step for each choice and way, and the gains over the predecessor."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1 Gbit/s", help="of each emulated NIC (default: 1 Gbit/s)")
+    parser.add_argument("--link", default="10 Gbit/s", help="of each modelled NIC (default: 10 Gbit/s)")
+    parser.add_argument("--scale", type=float, default=4.0, help="of the seconds of the model (default: 4)")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each choice and way (default: 5)")
+    options = parser.parse_args()
+    shaped = topology_from_json({"hosts": [{"devices": 2, "nics": [options.rate]}] * 2})
+    plain = nominal(shaped)
+    true = make_problem(plain, parse_rate(options.rate) / parse_rate(options.link), options.scale)
+    measured: dict[str, dict[str, float]] = {}
+    with EmulatedCluster(shaped) as cluster:
+        _, first = make_by_hand(true, true.cluster, parse_stages(FIRST), ROWS)
+        seconds, timelines = measure(cluster, true, first, plain, options.repeats)
+        problems = {
+            "wrong": replace(true, profile=correct_profile(true, first, [merge_waits(timelines[BLOCKING])])),
+            "true": replace(true, profile=correct_profile(true, first, [timelines[OVERLAPPED]])),
+        }
+        choices = {"even division": first}
+        choices |= {
+            f"{name} profile, {method}": choose_strategy(problem, method)
+            for name, problem in problems.items()
+            for method in ("alpa", "auto")
+        }
+        done = {(str(first.stages), first.schedule_text): seconds}
+        for name, strategy in track(choices.items(), "choices", len(choices)):
+            key = str(strategy.stages), strategy.schedule_text
+            if key not in done:
+                done[key] = measure(cluster, true, strategy, plain, options.repeats)[0]
+            measured[name] = {way: statistics.median(each) for way, each in done[key].items()}
+            layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in strategy.stages)
+            cells = ", ".join(
+                f"{way} {each:.3f} s ({min(done[key][way]):.3f} to {max(done[key][way]):.3f})"
+                for way, each in measured[name].items()
+            )
+            print_line(f"{name:22} layers {layers:14} predicted {strategy.seconds:.3f} s: {cells}")
+    base = measured["wrong profile, alpa"][BLOCKING]
+    for name, found in measured.items():
+        gains = ", ".join(f"{way} {100 * (base / each - 1):+.1f} %" for way, each in found.items())
+        print_line(f"{name:22} over the predecessor (wrong profile, alpa, {BLOCKING}): {gains}")
+
+
+if __name__ == "__main__":
+    main()
