@@ -144,7 +144,7 @@ def describe() -> str:
         "for name in ('triton', 'cupy'):\n"
         "    try: print(name, __import__(name).__version__)\n"
         "    except Exception as error: print(name, 'is not available:', error)\n"
-        "from reshard.runtime.cuda.nccl import find_library\n"
+        "from reshard.runtime.cuda.nccl_library import find_library\n"
         "try: library = find_library(); print('nccl', library.version, library.path)\n"
         "except Exception as error: print('nccl is not available:', error)\n"
     )

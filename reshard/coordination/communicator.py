@@ -89,6 +89,11 @@ class Channel:
 
     # Transfers
 
+    def begin_close(self) -> None:
+        """Begin to close what works on a device, without waiting."""
+        if self._connections is not None:
+            self._connections[1].begin_close()
+
     def close(self) -> None:
         """Say goodbye to the other ranks and close all connections; the channel cannot be used afterwards."""
         self.rendezvous.links.close()

@@ -117,13 +117,20 @@ class Connections:
             self._exchanges[number] = NcclExchange(communicator, self._position, device)
         return self._exchanges[number]
 
+    def _on_device(self) -> list[Any]:
+        is_gloo = self._collectives is None or isinstance(self._collectives, dist.ProcessGroupGloo)
+        return [*self._exchanges.values(), *([] if is_gloo else [self._collectives])]
+
+    def begin_close(self) -> None:
+        """Begin to close what works on a device. Whoever closes several sets of ranks begins with all of them."""
+        for one in self._on_device():
+            one.begin_close()
+
     def close(self) -> None:
         """Drop all groups. A group without other references ends its threads and closes its connections."""
-        for exchange in self._exchanges.values():
-            exchange.close()
-        if self._collectives is not None and not isinstance(self._collectives, dist.ProcessGroupGloo):
-            with contextlib.suppress(RuntimeError):
-                self._collectives.shutdown()
+        self.begin_close()
+        for one in self._on_device():
+            one.close()
         self._collectives = None
         self._exchanges.clear()
         self._groups.clear()
@@ -131,16 +138,13 @@ class Connections:
 
     def abort(self) -> None:
         """End all waits on every transport, on this rank and soon on the other ranks."""
-        on_device = list(self._exchanges.values())
         for group in self._groups:
             abort_group(group)
         if isinstance(self._collectives, dist.ProcessGroupGloo):
             abort_group(self._collectives)
-        elif self._collectives is not None:
-            on_device.append(self._collectives)
-        for one in on_device:  # an abort may wait for the kernels of the others
+        for one in self._on_device():  # an abort may wait for the kernels of the others
             one.begin_abort()
-        for one in on_device:
+        for one in self._on_device():
             one.abort()
 
 

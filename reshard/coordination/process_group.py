@@ -77,7 +77,10 @@ class GroupResources:
             user.release()
         if self.monitor is not None:
             self.monitor.end()
-        for channel in list(self.channels.values()):
+        channels = list(self.channels.values())
+        for channel in channels:
+            channel.begin_close()
+        for channel in channels:
             channel.close()
         self.channels.clear()
         self.store.close()

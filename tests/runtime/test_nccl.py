@@ -13,9 +13,15 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from reshard.coordination.communicator import Channel
 from reshard.coordination.connections import Connections
+from reshard.coordination.process_group import GroupResources
+from reshard.errors import RemoteError
 from reshard.runtime.cuda import nccl
-from reshard.runtime.cuda.nccl import DATA_TYPES, Communicator, Library, NcclError, find_library
+from reshard.runtime.cuda.nccl import Communicator
+from reshard.runtime.cuda.nccl_exchange import NcclCollectives, NcclExchange
+from reshard.runtime.cuda.nccl_library import DATA_TYPES, Library, NcclError, find_library
+from reshard.runtime.cuda.stream import STREAMS
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.nccl_standin import build_standin
 
@@ -167,8 +173,9 @@ def test_threads_wait_until_the_group_of_another_is_launched(standin):
     assert run_processes(_exchange_in_threads, 2, standin, init_group=False) == [[], []]
 
 
-def _two_hang(rank, port, path):
+def _two_hang(rank, port, path, monkeypatch):
     """On rank 0 a receive hangs on each of two communicators. NCCL ends the abort of one when both have ended."""
+    monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.6)  # ends before rank 1 does, which would end the receives
     connections = Connections(torch.distributed.HashStore(), 0, (0, 1))
     both = [_communicator(path, rank, port, 2, key=f"id {number}", timeout_seconds=60.0) for number in range(2)]
     got, own = torch.empty(1), torch.ones(1)
@@ -197,10 +204,10 @@ def _two_hang(rank, port, path):
     return len(failures), seconds
 
 
-def test_hanging_communicators_are_aborted_together(standin):
-    (ended, seconds), _ = run_processes(_two_hang, 2, standin, init_group=False)
+def test_hanging_communicators_are_aborted_together(standin, monkeypatch):
+    (ended, seconds), _ = run_processes(_two_hang, 2, standin, monkeypatch, init_group=False)
     assert ended == 2
-    assert seconds < nccl.ABORT_SECONDS
+    assert seconds < 0.6
 
 
 def _close_under_a_graph(rank, port, path, monkeypatch):
@@ -222,6 +229,37 @@ def _close_under_a_graph(rank, port, path, monkeypatch):
 def test_close_returns_while_a_graph_holds_the_communicator(standin, monkeypatch):
     (seconds,) = run_processes(_close_under_a_graph, 1, standin, monkeypatch, init_group=False)
     assert 0.7 <= seconds < 3
+
+
+def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
+    """The communicators of three sets of ranks, two each, of which a graph lets none end."""
+    for name, seconds in (("CLOSE_SECONDS", 0.5), ("ABORT_SECONDS", 0.5), ("LAST_ABORT_SECONDS", 0.01)):
+        monkeypatch.setattr(nccl, name, seconds)
+    library, group = Library(path), GroupResources(Mock())
+    for number in range(3):
+        channel = group.channels[number] = Channel(Mock(), (0,))
+        connections = Connections(torch.distributed.HashStore(), 0, (0,))
+        channel._connections = 0, connections
+        one, other = (Communicator(library, library.make_unique_id(), 0, 1, timeout_seconds=10.0) for _ in range(2))
+        connections._exchanges[0] = NcclExchange(one, {}, torch.device("cpu"))
+        connections._collectives = NcclCollectives(other, torch.device("cpu"))
+    library._library.standin_set_captured(1)
+    begun = time.monotonic()
+    if end == "close":
+        group.release()
+    else:
+        for channel in group.channels.values():
+            channel.record_error(0, RemoteError("rank 1 failed"))
+    seconds = time.monotonic() - begun
+    library._library.standin_set_captured(0)
+    return seconds
+
+
+@pytest.mark.parametrize(("end", "least"), [("abort", 0.5), ("close", 1.0)])
+def test_communicators_that_cannot_end_share_one_deadline(standin, monkeypatch, end, least):
+    monkeypatch.setitem(STREAMS, "cpu", Mock())
+    (seconds,) = run_processes(_end_many_under_a_graph, 1, standin, monkeypatch, end, init_group=False)
+    assert least <= seconds < least + 0.4
 
 
 def _look_while_busy(rank, port, path):
@@ -309,7 +347,8 @@ def _find_header():
 @pytest.mark.skipif(_find_header() is None, reason="nccl.h was not found; set NCCL_HOME to the folder of NCCL")
 def test_standin_has_the_signatures_of_the_real_header(tmp_path):
     """The compiler checks each function of the stand-in against its declaration in nccl.h."""
-    (tmp_path / "cuda_runtime.h").write_text("typedef struct CUstream_st* cudaStream_t;\n#define CUDART_VERSION 0\n")
+    types = "".join(f"typedef struct CU{name}_st* cuda{name.capitalize()}_t;\n" for name in ("stream", "event"))
+    (tmp_path / "cuda_runtime.h").write_text(f"{types}#define CUDART_VERSION 0\n")
     (tmp_path / "cuda_fp16.h").write_text("")
     header = _find_header()
     build_standin(tmp_path, "-DNCCL_STANDIN_HEADER", f"-I{tmp_path}", f"-I{header.parent}")

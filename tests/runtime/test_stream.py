@@ -24,7 +24,7 @@ from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections, find_group
 from reshard.planner import plan_tensors
 from reshard.runtime.cuda import nccl_exchange
-from reshard.runtime.cuda.nccl import Library
+from reshard.runtime.cuda.nccl_library import Library
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b

@@ -1,43 +1,41 @@
-"""A ctypes binding of NCCL with communicators that never block the host without a deadline.
+"""NCCL communicators that never block the host without a deadline.
 
 Communicators are non-blocking (``ncclConfig_t.blocking = 0``). An NCCL thread creates the communicator, and connects
 two ranks when they first exchange messages. :meth:`Communicator.wait` polls until it is done. Since NCCL 2.22 such a
 thread also launches every group; before, only those that connect ranks. Decision 18 explains why this is not
 ``ProcessGroupNCCL``.
-
-Signatures are those of ``nccl.h`` 2.18 and later.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import importlib.util
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-UNIQUE_ID_BYTES = 128
-#: ``ncclResult_t``
-SUCCESS, IN_PROGRESS = 0, 7
-_CONFIG_MAGIC, _CONFIG_VERSION = 0xCAFEBEEF, 21700
-_UNDEFINED = -(2**31)
-MIN_VERSION = 21800
-#: ``ncclDataType_t`` of the dtypes that collectives can reduce. Messages are sent as uint8.
-DATA_TYPES = {
-    "int8": 0, "uint8": 1, "int32": 2, "uint32": 3, "int64": 4, "uint64": 5,
-    "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9,
-}  # fmt: skip
-#: ``ncclRedOp_t``
-REDUCTIONS = {"sum": 0, "product": 1, "max": 2, "min": 3}
+from reshard.forks import call_in_child
+from reshard.runtime.cuda.nccl_library import (
+    DATA_TYPES,
+    IN_PROGRESS,
+    REDUCTIONS,
+    SUCCESS,
+    CommHandle,
+    Library,
+    NcclError,
+    StreamHandle,
+    UniqueId,
+    make_config,
+)
+
 #: How long an abort waits for a call of another thread to return before it aborts anyway.
 ABORT_WAIT_SECONDS = 0.5
 #: How long :meth:`Communicator.abort` and :meth:`Communicator.close` wait for NCCL. It frees device memory, which waits
 #: for all kernels of the device. It also waits until all CUDA graphs that captured the communicator are destroyed.
 ABORT_SECONDS, CLOSE_SECONDS = 2.0, 5.0
+#: How long an abort waits after the common deadline: it may be the last one that the earlier aborts wait for.
+LAST_ABORT_SECONDS = 0.1
 #: A wait polls without pauses for this long, since NCCL launches a group in tens of microseconds.
 SPIN_SECONDS = 0.0005
 
@@ -47,125 +45,9 @@ Message = tuple[int, int, int]
 Poll = Callable[[], None]
 
 
-class NcclError(RuntimeError):
-    """An NCCL call or a communicator failed."""
-
-
-class _UniqueId(ctypes.Structure):
-    _fields_ = [("internal", ctypes.c_char * UNIQUE_ID_BYTES)]
-
-
-class _Config(ctypes.Structure):
-    """``ncclConfig_t`` with the fields of 2.17; newer libraries use defaults for the rest."""
-
-    _fields_ = [
-        ("size", ctypes.c_size_t),
-        ("magic", ctypes.c_uint),
-        ("version", ctypes.c_uint),
-        ("blocking", ctypes.c_int),
-        ("cgaClusterSize", ctypes.c_int),
-        ("minCTAs", ctypes.c_int),
-        ("maxCTAs", ctypes.c_int),
-        ("netName", ctypes.c_char_p),
-    ]
-
-
-_comm, _stream = ctypes.c_void_p, ctypes.c_void_p
-_SIGNATURES: dict[str, tuple[list[type], type]] = {
-    "ncclGetVersion": ([ctypes.POINTER(ctypes.c_int)], ctypes.c_int),
-    "ncclGetUniqueId": ([ctypes.POINTER(_UniqueId)], ctypes.c_int),
-    "ncclGetErrorString": ([ctypes.c_int], ctypes.c_char_p),
-    "ncclGetLastError": ([_comm], ctypes.c_char_p),
-    "ncclCommInitRankConfig": (
-        [ctypes.POINTER(_comm), ctypes.c_int, _UniqueId, ctypes.c_int, ctypes.POINTER(_Config)],
-        ctypes.c_int,
-    ),
-    "ncclCommGetAsyncError": ([_comm, ctypes.POINTER(ctypes.c_int)], ctypes.c_int),
-    "ncclCommFinalize": ([_comm], ctypes.c_int),
-    "ncclCommDestroy": ([_comm], ctypes.c_int),
-    "ncclCommAbort": ([_comm], ctypes.c_int),
-    "ncclGroupStart": ([], ctypes.c_int),
-    "ncclGroupEnd": ([], ctypes.c_int),
-    "ncclSend": ([ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream], ctypes.c_int),
-    "ncclRecv": ([ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream], ctypes.c_int),
-    "ncclBroadcast": (
-        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream],
-        ctypes.c_int,
-    ),
-    "ncclAllReduce": (
-        [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, _comm, _stream],
-        ctypes.c_int,
-    ),
-}
-
-
-class Library:
-    """A loaded ``libnccl``.
-
-    Raises:
-        NcclError: the library lacks a function, or is older than 2.18.
-    """
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-        self._library = ctypes.CDLL(path)
-        for name, (arguments, result) in _SIGNATURES.items():
-            try:
-                function = getattr(self._library, name)
-            except AttributeError:
-                raise NcclError(f"{path} has no {name}; NCCL 2.18 or later is needed") from None
-            function.argtypes, function.restype = arguments, result
-        version = ctypes.c_int()
-        self.check("ncclGetVersion", ctypes.byref(version))
-        #: ``NCCL_VERSION_CODE``: 22705 is 2.27.5.
-        self.version = version.value
-        if self.version < MIN_VERSION:
-            raise NcclError(f"{path} is NCCL version code {self.version}; {MIN_VERSION} or later is needed")
-
-    def call(self, name: str, *arguments: object) -> int:
-        """Call a function; returns its ``ncclResult_t``."""
-        return int(getattr(self._library, name)(*arguments))
-
-    def check(self, name: str, *arguments: object, also: Sequence[int] = ()) -> int:
-        """Like :meth:`call`, but raise NcclError unless the result is success or in ``also``."""
-        result = self.call(name, *arguments)
-        if result != SUCCESS and result not in also:
-            raise NcclError(f"{name}: {self.describe(result)}")
-        return result
-
-    def describe(self, result: int) -> str:
-        """NCCL's text for a result, with its last warning."""
-        text = self._library.ncclGetErrorString(result).decode(errors="replace")
-        last = (self._library.ncclGetLastError(None) or b"").decode(errors="replace").strip()
-        return f"{text}: {last}" if last else text
-
-    def make_unique_id(self) -> bytes:
-        """An id for one communicator. One rank makes it and shares it with the others."""
-        unique_id = _UniqueId()
-        self.check("ncclGetUniqueId", ctypes.byref(unique_id))
-        return bytes(unique_id)
-
-
-@functools.cache
-def find_library() -> Library:
-    """The NCCL library that is already loaded (by torch), or else the system's, or else that of ``nvidia-nccl-*``.
-
-    A loaded library comes first because two versions of NCCL in one process can deadlock.
-
-    Raises:
-        NcclError: no library was found.
-    """
-    candidates = ["libnccl.so.2"]  # dlopen returns the loaded library of that name, if any
-    spec = importlib.util.find_spec("nvidia")
-    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
-        candidates += map(str, sorted(Path(folder).glob("nccl/lib/libnccl.so*")))
-    failures = []
-    for path in candidates:
-        try:
-            return Library(path)
-        except OSError as error:
-            failures.append(str(error))
-    raise NcclError(f"no NCCL library found; install nvidia-nccl-cu12 or -cu13 ({'; '.join(failures)})")
+#: When each abort under way began. They wait for each other, so they share the deadline of the first.
+_aborting: dict[Communicator, float] = {}
+call_in_child(_aborting.clear)
 
 
 class Communicator:
@@ -201,12 +83,10 @@ class Communicator:
         self._posting = threading.RLock()  # held from the start of a group until it is launched
         self._ending = threading.Lock()  # held to decide whether the communicator is aborted or closed
         self._abort_ended = threading.Event()
-        self._comm = _comm()
-        self._aborted = self._closed = False
-        config = _Config(
-            ctypes.sizeof(_Config), _CONFIG_MAGIC, _CONFIG_VERSION, 0, _UNDEFINED, _UNDEFINED, _UNDEFINED, None
-        )
-        shared = _UniqueId.from_buffer_copy(unique_id)
+        self._comm = CommHandle()
+        self._aborted = self._closed = self._finalized = False
+        self._close_by: float | None = None  # ``time.monotonic()``
+        config, shared = make_config(), UniqueId.from_buffer_copy(unique_id)
         library.check(
             "ncclCommInitRankConfig",
             ctypes.byref(self._comm), size, shared, rank, ctypes.byref(config),
@@ -297,7 +177,7 @@ class Communicator:
             self._check("ncclBroadcast", address, address, nbytes, DATA_TYPES["uint8"], root, stream=stream)
 
     def _check(self, name: str, *arguments: int, stream: int) -> None:
-        self.nccl.check(name, *arguments, self._comm, _stream(stream), also=(IN_PROGRESS,))
+        self.nccl.check(name, *arguments, self._comm, StreamHandle(stream), also=(IN_PROGRESS,))
 
     @contextlib.contextmanager
     def _group(self) -> Iterator[None]:
@@ -322,11 +202,14 @@ class Communicator:
     def abort(self) -> None:
         """Cancel operations in progress: on this rank at once, on the others soon after. Later calls fail.
 
-        Returns after :data:`ABORT_SECONDS` at the latest; a thread goes on with an abort that takes longer.
+        Returns at the latest :data:`ABORT_SECONDS` after the first abort of this process that is still under way began,
+        or :data:`LAST_ABORT_SECONDS` later. A thread goes on with an abort that takes longer.
         """
         self.begin_abort()
         if self._aborted:
-            self._abort_ended.wait(ABORT_SECONDS)
+            now = time.monotonic()
+            deadline = min(list(_aborting.values()), default=now) + ABORT_SECONDS
+            self._abort_ended.wait(max(deadline - now, LAST_ABORT_SECONDS))
 
     def begin_abort(self) -> None:
         """As :meth:`abort`, but do not wait.
@@ -338,10 +221,11 @@ class Communicator:
             if self._aborted or self._closed:
                 return
             self._aborted = True
+        _aborting[self] = time.monotonic()
         try:
             threading.Thread(target=self._abort, name="reshard-nccl-abort", daemon=True).start()
         except RuntimeError:  # the interpreter is shutting down
-            self._abort_ended.set()
+            self._end_abort()
 
     def _abort(self) -> None:
         if self._lock.acquire(timeout=ABORT_WAIT_SECONDS):  # another thread may block inside NCCL
@@ -350,16 +234,46 @@ class Communicator:
             with self._in_abort():
                 self.nccl.call("ncclCommAbort", self._comm)
         finally:
-            self._abort_ended.set()
+            self._end_abort()
+
+    def _end_abort(self) -> None:
+        _aborting.pop(self, None)
+        self._abort_ended.set()
+
+    def begin_close(self) -> None:
+        """Let NCCL finish the operations under way, but do not wait for it; :meth:`close` does.
+
+        A program with several communicators begins to close all of them before it waits for one, so that all of them
+        share one deadline.
+        """
+        if self._close_by is None:
+            self._close_by = time.monotonic() + CLOSE_SECONDS
+        with contextlib.suppress(NcclError, TimeoutError):  # close() tries again, and then aborts
+            self._finalize(0.0)
+
+    def _finalize(self, seconds: float) -> None:
+        """Call ``ncclCommFinalize`` once. Raises TimeoutError if another thread is inside NCCL for ``seconds``."""
+        if not self._lock.acquire(timeout=seconds):
+            raise TimeoutError("another thread is inside NCCL")
+        try:
+            if not (self._aborted or self._closed or self._finalized):
+                self.nccl.check("ncclCommFinalize", self._comm, also=(IN_PROGRESS,))
+                self._finalized = True
+        finally:
+            self._lock.release()
 
     def close(self) -> None:
-        """Wait for operations under way, then destroy the communicator. Abort it after an error or a time-out."""
+        """Wait for operations under way, then destroy the communicator. Abort it after an error or a time-out.
+
+        Returns at the latest :data:`CLOSE_SECONDS` after :meth:`begin_close`, plus the time of an abort.
+        """
+        self.begin_close()
+        if self._aborted or self._closed:
+            return
+        assert self._close_by is not None
         try:
-            with self._lock:
-                if self._aborted or self._closed:
-                    return
-                self.nccl.check("ncclCommFinalize", self._comm, also=(IN_PROGRESS,))
-            self.wait("closing a communicator", CLOSE_SECONDS)
+            self._finalize(max(self._close_by - time.monotonic(), 0.0))
+            self.wait("closing a communicator", max(self._close_by - time.monotonic(), 0.0))
             with self._ending:
                 self._check_open()
                 self._closed = True

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.runtime.cuda.nccl import DATA_TYPES, REDUCTIONS, Communicator, Message, Poll, find_library
+from reshard.runtime.cuda.nccl import Communicator, Message, Poll
+from reshard.runtime.cuda.nccl_library import DATA_TYPES, REDUCTIONS, find_library
 from reshard.runtime.cuda.stream import STREAMS, allow_queries_during_capture, current_stream_handle
 from reshard.runtime.rounds.memory import Posted
 from reshard.runtime.rounds.schedule import Round
@@ -142,6 +143,10 @@ class NcclExchange:
         """Cancel all operations in progress. Those on the other ranks end soon after."""
         self._communicator.abort()
 
+    def begin_close(self) -> None:
+        """As :meth:`close`, but do not wait for operations under way."""
+        self._communicator.begin_close()
+
     def close(self) -> None:
         """Destroy the communicator."""
         self._communicator.close()
@@ -158,7 +163,7 @@ class NcclCollectives:
 
         Raises:
             ArgumentError: the array is sparse, not contiguous, or of a dtype that NCCL cannot reduce, or the reduction
-                is not in :data:`~reshard.runtime.cuda.nccl.REDUCTIONS`.
+                is not in :data:`~reshard.runtime.cuda.nccl_library.REDUCTIONS`.
         """
         (array,) = arrays
         if array.layout is not torch.strided:
@@ -206,7 +211,11 @@ class NcclCollectives:
         """Cancel all operations in progress. Those on the other ranks end soon after."""
         self._communicator.abort()
 
-    def shutdown(self) -> None:
+    def begin_close(self) -> None:
+        """As :meth:`close`, but do not wait for operations under way."""
+        self._communicator.begin_close()
+
+    def close(self) -> None:
         """Destroy the communicator."""
         self._communicator.close()
 
