@@ -6,7 +6,8 @@
     mover = reshard.cupy.Mover(plan, comm)
     shard = mover(source)  # ordered with the work on the current stream
 
-There is no failure detection: the only connection is NCCL's. If a rank exits, or raises before it starts its part, the
+If one rank refuses its plan, or its arrays in the first transfer, all ranks raise an error. There is no other failure
+detection: the only connection is NCCL's. If a rank exits, or raises before it starts its part of a later transfer, the
 other ranks block until the program aborts their communicators, as in any NCCL program.
 """
 

@@ -30,16 +30,19 @@ UNSIGNED = {
 class Handle:
     """A transfer on the Mover's stream."""
 
-    def __init__(self, cupy: Any, end: Any, result: Callable[[], Any]) -> None:
-        self._cupy, self._end, self._result = cupy, end, result
+    def __init__(self, cupy: Any, device: int, end: Any, result: Callable[[], Any]) -> None:
+        self._cupy, self._device, self._end, self._result = cupy, device, end, result
 
     def wait(self) -> Any:
-        """Let later work on the current stream wait for the transfer. Does not block the host.
+        """Let later work on the current stream of the communicator's device wait for the transfer.
+
+        Does not block the host.
 
         Returns:
             This rank's destination shard (or ``{name: shard}``), None outside the destination.
         """
-        self._cupy.cuda.get_current_stream().wait_event(self._end)
+        with self._cupy.cuda.Device(self._device):
+            self._cupy.cuda.get_current_stream().wait_event(self._end)
         return self._result()
 
     def done(self) -> bool:
@@ -58,8 +61,9 @@ class Mover:
     Every rank of the communicator must create one, even if the plan does not name it.
 
     Args:
-        plan: its ranks are ranks of the communicator. comm: a ``cupy.cuda.nccl.NcclCommunicator`` on the current
-            device. All ranks must order its other uses the same way relative to the Mover's transfers.
+        plan: its ranks are ranks of the communicator. comm: a ``cupy.cuda.nccl.NcclCommunicator``. The Mover works on
+            its device, whichever is current. All ranks must order its other uses the same way relative to the Mover's
+            transfers.
 
     Raises:
         ArgumentError: the plan names ranks that the communicator lacks. DisagreementError: ranks have different plans.
@@ -77,24 +81,26 @@ class Mover:
             raise ArgumentError("this CuPy was built without NCCL: install cupy-cuda12x or -13x with nvidia-nccl")
         self.plan, self._comm = plan, comm
         self._cupy, self._nccl = cupy, nccl
-        self._rank, size = comm.rank_id(), comm.size()
-        self._stream: Any = cupy.cuda.Stream(non_blocking=True)
+        self._rank, size, self._device = comm.rank_id(), comm.size(), comm.device_id()
         self._runner: RoundRunner | None = None
+        self._has_moved = False
         self._under_way: deque[tuple[Any, Any]] = deque()  # (end of a transfer, its arrays)
-        error: Exception | None = None
-        try:
-            if plan.ranks[-1] >= size:
-                raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
-            for spec in plan.tensors:
-                if spec.codec is not None:
-                    raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is coded")
-            ensure_checked(plan)
-            if self._rank in plan.ranks:
-                with self._stream:  # CuPy reuses memory in the order of the stream that it was allocated on
-                    self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))
-        except Exception as failed:
-            error = failed
-        self._agree(error, size)
+        with cupy.cuda.Device(self._device):  # a stream can be used only while its device is current
+            self._stream: Any = cupy.cuda.Stream(non_blocking=True)
+            error: Exception | None = None
+            try:
+                if plan.ranks[-1] >= size:
+                    raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
+                for spec in plan.tensors:
+                    if spec.codec is not None:
+                        raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is coded")
+                ensure_checked(plan)
+                if self._rank in plan.ranks:
+                    with self._stream:  # CuPy reuses memory in the order of the stream that it was allocated on
+                        self._runner = _make_runner(plan, self._rank, _CupyMemory(cupy))
+            except Exception as failed:
+                error = failed
+            self._agree(error, size)
 
     def _agree(self, error: Exception | None, size: int) -> None:
         """Compare the plans of all ranks. An error on one rank is raised on all."""
@@ -128,14 +134,46 @@ class Mover:
     def start(self, tensor: Any = None, *, out: Any = None) -> Handle:
         """Enqueue one transfer on the Mover's stream, after the work that the current stream already has.
 
+        The first call blocks until all ranks of the plan have made theirs, and compares whether their arrays fit. So it
+        cannot be captured in a CUDA graph.
+
         Args:
             tensor: this rank's source shard, or ``{name: shard}`` for a plan of named tensors; None outside the source.
                 It must not change until the transfer is finished.
             out: the array to receive the destination shard, or ``{name: array}``; allocated if omitted.
 
         Raises:
-            ArgumentError: an array does not fit the plan. The other ranks are not notified and wait for this one.
+            ArgumentError: an array does not fit the plan, or is on another device than the communicator. In the first
+                call, all ranks raise an error if one does. Later, the other ranks are not notified and wait for this
+                one.
         """
+        cupy, plan = self._cupy, self.plan
+        with cupy.cuda.Device(self._device):
+            error: Exception | None = None
+            try:
+                src, dst = self._arrays(tensor, out)
+            except Exception as failed:
+                error = failed
+            if not self._has_moved and self._runner is not None:
+                self._agree_on_arrays(error is not None)
+            if error is not None:
+                raise error
+            self._has_moved = True
+            self._stream.wait_event(cupy.cuda.get_current_stream().record())
+            with self._stream:
+                if self._runner is not None:
+                    self._runner.run(src, dst, self._exchange)
+                end = self._stream.record()
+        while self._under_way and self._under_way[0][0].done:
+            self._under_way.popleft()
+        # Keep the arrays alive: CuPy's memory pool does not know that this stream uses them.
+        self._under_way.append((end, (src, dst)))
+        is_named = plan.tensors[0].name is not None
+        names = [spec.name for spec in plan.tensors]
+        return Handle(cupy, self._device, end, lambda: dict(zip(names, dst, strict=True)) if is_named else dst[0])
+
+    def _arrays(self, tensor: Any, out: Any) -> tuple[list[Array | None], list[Array | None]]:
+        """The arrays to send and to write, checked."""
         cupy, plan = self._cupy, self.plan
         program = None if self._runner is None else self._runner.program
         nowhere: Sequence[None] = (None,) * len(plan.tensors)
@@ -149,23 +187,37 @@ class Mover:
         for given in plan.by_tensor(out):  # arrays allocated above share no memory
             if given is not None and any(one is not None and cupy.may_share_memory(given, one) for one in src):
                 raise ArgumentError("out shares memory with a source; pass a separate array")
-        self._stream.wait_event(cupy.cuda.get_current_stream().record())
+        return src, dst
+
+    def _agree_on_arrays(self, has_failed: bool) -> None:
+        """Compare over the first rank of the plan whether the arrays of all ranks fit. Raises if those of another fail.
+
+        Only ranks of the plan take part.
+        """
+        cupy, ranks = self._cupy, self.plan.ranks
+        first = ranks[0]
+        others = [rank for rank in ranks if rank != first]
         with self._stream:
-            if self._runner is not None:
-                self._runner.run(src, dst, self._exchange)
-            end = self._stream.record()
-        while self._under_way and self._under_way[0][0].done:
-            self._under_way.popleft()
-        # Keep the arrays alive: CuPy's memory pool does not know that this stream uses them.
-        self._under_way.append((end, (src, dst)))
-        is_named = plan.tensors[0].name is not None
-        names = [spec.name for spec in plan.tensors]
-        return Handle(cupy, end, lambda: dict(zip(names, dst, strict=True)) if is_named else dst[0])
+            if self._rank == first:
+                every = cupy.asarray(np.full(len(ranks), has_failed, dtype=np.uint8))
+                self._exchange([(every[i : i + 1], rank) for i, rank in enumerate(ranks) if rank != first], [])
+                self._exchange([], [(every, rank) for rank in others])
+            else:
+                mine = cupy.asarray(np.full(1, has_failed, dtype=np.uint8))
+                every = cupy.empty(len(ranks), dtype=cupy.uint8)
+                self._exchange([], [(mine, first)])
+                self._exchange([(every, first)], [])
+            flags = cupy.asnumpy(every)
+        failed = [rank for rank, flag in zip(ranks, flags, strict=True) if flag]
+        if failed and not has_failed:
+            raise ArgumentError(
+                f"ranks {format_ranks(failed)} pass arrays that do not fit this plan; their own errors give the reason"
+            )
 
     def _empty(self, shape: tuple[int, ...], dtype: str) -> Array:
         try:
             return self._cupy.empty(shape, dtype=dtype)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:  # NumPy does not know the dtype, or CuPy does not
             if dtype not in UNSIGNED:
                 raise ArgumentError(f"CuPy cannot make an array of {dtype}; pass out=") from error
             return self._cupy.empty(shape, dtype=UNSIGNED[dtype])
@@ -187,6 +239,11 @@ class Mover:
             return
         if not isinstance(array, self._cupy.ndarray):
             raise ArgumentError(f"{what}: rank {self._rank} passes {type(array).__name__}, not a CuPy array")
+        if array.device.id != self._device:
+            raise ArgumentError(
+                f"{what}: rank {self._rank} passes an array on device {array.device.id}, but the communicator of this "
+                f"Mover is on device {self._device}; the arrays of a transfer must be on the communicator's device"
+            )
         if tuple(array.shape) != shape or dtype_name(array.dtype) not in (spec.dtype, UNSIGNED.get(spec.dtype)):
             raise ArgumentError(
                 f"{what}: rank {self._rank} passes {dtype_name(array.dtype)} {list(array.shape)}, but its shard in the "

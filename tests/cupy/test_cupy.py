@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import sys
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -11,9 +14,12 @@ import pytest
 import reshard.cupy
 from reshard import ArgumentError, DisagreementError, Layout, Mesh, PlanError, RegionLayout, Topology, make_plan
 from reshard.runtime.rounds.schedule import check_calls
-from tests.support.fake_cupy import make_module, run_ranks
+from tests.support.fake_cupy import Communicator, make_module, run_ranks
 from tests.support.tensors import take_shard
 
+REAL_NCCL = None
+with contextlib.suppress(ImportError):  # also of a CuPy whose CUDA is missing
+    from cupy.cuda import nccl as REAL_NCCL  # noqa: N812
 HOSTS = Topology((0, 0, 1, 1, 2, 2))
 SRC = Layout(Mesh.of("2x2"), "R S1")
 DST = Layout(Mesh.of("2x2", first_rank=2), "S0 S1")  # ranks 2 and 3 are in both
@@ -23,6 +29,11 @@ DST = Layout(Mesh.of("2x2", first_rank=2), "S0 S1")  # ranks 2 and 3 are in both
 def _cupy(monkeypatch):
     for name, module in make_module().items():
         monkeypatch.setitem(sys.modules, name, module)
+
+
+def on_device(array):
+    """A fake CuPy array; None as it is."""
+    return None if array is None else sys.modules["cupy"].asarray(array)
 
 
 def whole(shape, dtype):
@@ -38,7 +49,9 @@ def run_plan(plan, wholes, size=6, outs=None):
         rank = comm.rank_id()
 
         def shards(side):
-            named = {spec.name: take_shard(getattr(spec, side), rank, wholes[spec.name]) for spec in plan.tensors}
+            named = {
+                spec.name: on_device(take_shard(getattr(spec, side), rank, wholes[spec.name])) for spec in plan.tensors
+            }
             return named.get(None, named)
 
         source = shards("src")
@@ -79,7 +92,7 @@ def test_strided_outs_scalars_and_ranks_outside_the_plan():
     plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
 
     def strided(shard):
-        return None if shard is None else np.zeros(shard.shape[::-1]).T
+        return None if shard is None else on_device(np.zeros(shard.shape[::-1])).T
 
     run_plan(plan, {None: whole((6, 10), "float64")}, size=8, outs=strided)
     scalar = make_plan(Layout(Mesh([0])), Layout(Mesh([1, 2])), (), "uint8", topology=HOSTS)
@@ -116,38 +129,86 @@ def test_arrays_that_do_not_fit_are_rejected():
 
     def one(comm):
         mover = reshard.cupy.Mover(plan, comm)
-        source = take_shard(SRC, comm.rank_id(), whole((6, 10), "float64"))
+        source = on_device(take_shard(SRC, comm.rank_id(), whole((6, 10), "float64")))
         wrong = {
             0: (None, None, "is in the source layout, but passes None"),
             1: (source if source is None else source.astype("float32"), None, "passes float32"),
             2: (source, source, "but its shard in the destination is float64"),
             3: ([1.0], None, "passes list"),
-            4: (np.zeros((3, 5)), None, "is not in the source layout"),
+            4: (on_device(np.zeros((3, 5))), None, "is not in the source layout"),
             5: (None, {"a": None}, "without a name: give the tensor itself"),
         }[comm.rank_id()]
         with pytest.raises(ArgumentError, match=wrong[2]):
             mover.start(wrong[0], out=wrong[1])
+        out, text = None, "ranks 2 pass arrays that do not fit this plan"
         if comm.rank_id() == 2:
-            whole_source = np.zeros((6, 15))
-            with pytest.raises(ArgumentError, match="out shares memory with a source"):
-                mover.start(whole_source[:, :5], out=whole_source[:3, :5])
+            shared = on_device(np.zeros((6, 15)))
+            source, out, text = shared[:, :5], shared[:3, :5], "out shares memory with a source"
+        with pytest.raises(ArgumentError, match=text):
+            mover.start(source, out=out)
         return "refused"
 
     assert _results(one) == ["refused"] * 6
 
 
+def test_arrays_on_another_device_than_the_communicator_are_refused_on_all_ranks():
+    """In the first call no rank sends a byte of the transfer; later, a rank refuses only its own arrays."""
+    cupy = sys.modules["cupy"]
+    plan = make_plan(SRC, DST, (6, 10), "float64")
+
+    def one(comm):
+        rank, comm.device = comm.rank_id(), 1
+        mover = reshard.cupy.Mover(plan, comm)
+        text = "ranks 1,3 pass arrays that do not fit this plan"
+        if rank in (1, 3):
+            text = f"the tensor: rank {rank} passes an array on device 0, but .* is on device 1; .* must be on"
+        # The current device is 0.
+        here, out = (on_device(take_shard(layout, rank, whole((6, 10), "float64"))) for layout in (SRC, DST))
+        with cupy.cuda.Device(1):
+            source = on_device(take_shard(SRC, rank, whole((6, 10), "float64")))
+        num_groups = len(comm.groups)
+        with pytest.raises(ArgumentError, match=text):
+            mover.start(here if rank == 1 else source, out=out if rank == 3 else None)
+        sizes = [size for group in comm.groups[num_groups:] for *_, size in group]
+        assert sizes == ([1, 6] if rank else [1] * 5 + [6] * 5)
+        moved = mover(source)
+        assert moved is None or moved.device.id == 1
+        if rank == 1:
+            with pytest.raises(ArgumentError, match="passes an array on device 0"):
+                mover.start(here)
+        return cupy.cuda.Device.current()
+
+    assert _results(one) == [0] * 6
+
+
+@pytest.mark.parametrize("error", [TypeError, ValueError])
 @pytest.mark.parametrize(("dtype", "carrier"), [("bfloat16", "uint16"), ("float8_e4m3fn", "uint8")])
-def test_dtypes_that_cupy_lacks_are_sent_as_unsigned_integers(dtype, carrier):
+def test_dtypes_that_cupy_lacks_are_sent_as_unsigned_integers(monkeypatch, dtype, carrier, error):
+    """NumPy raises TypeError for a dtype that it does not know. CuPy raises ValueError for one of ml_dtypes."""
+    cupy = sys.modules["cupy"]
+    empty = cupy.empty
+
+    def make(shape, dtype=float):
+        if str(dtype) not in ("uint8", "uint16", "<class 'numpy.uint8'>"):
+            raise error(f"Unsupported dtype {dtype}")
+        return empty(shape, dtype)
+
+    monkeypatch.setattr(cupy, "empty", make)
     run_plan(make_plan(SRC, DST, (6, 8), dtype), {None: whole((6, 8), carrier)})
 
 
 def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
     """After a failed send, ``groupEnd`` fails too. The mover raises the error of the send."""
     plan = make_plan(SRC, DST, (6, 8), "float32")
-    nccl = sys.modules["cupy.cuda.nccl"]
+    nccl, at_work = sys.modules["cupy.cuda.nccl"], threading.Barrier(6)
 
     def one(comm):
         mover = reshard.cupy.Mover(plan, comm)
+
+        source = on_device(take_shard(SRC, comm.rank_id(), whole((6, 8), "float32")))
+        mover.start(source)
+        at_work.wait(10.0)  # all ranks have moved once
+        monkeypatch.setattr(nccl, "groupEnd", lambda: (_ for _ in ()).throw(RuntimeError("the group failed")))
 
         def refuse(*_):
             raise ValueError("a wrong peer")
@@ -155,10 +216,9 @@ def test_the_first_error_of_a_round_is_not_masked(monkeypatch):
         comm.send = comm.recv = refuse
         if comm.rank_id() == 0:
             with pytest.raises(ValueError, match="a wrong peer"):
-                mover.start(np.zeros((6, 4), dtype="float32"))
+                mover.start(source)
         return "done"
 
-    monkeypatch.setattr(nccl, "groupEnd", lambda: (_ for _ in ()).throw(RuntimeError("the group failed")))
     assert run_ranks(6, one) == ["done"] * 6
 
 
@@ -167,7 +227,8 @@ def test_staging_is_allocated_on_the_stream_that_uses_it(monkeypatch):
     cupy, entered, on = sys.modules["cupy"], [], []
     monkeypatch.setattr(cupy.cuda.Stream, "__enter__", lambda stream: entered.append(stream) or stream)
     monkeypatch.setattr(cupy.cuda.Stream, "__exit__", lambda *_: entered.pop())
-    monkeypatch.setattr(cupy, "empty", lambda *args, **options: on.append(list(entered)) or np.empty(*args, **options))
+    empty = cupy.empty
+    monkeypatch.setattr(cupy, "empty", lambda *args, **options: on.append(list(entered)) or empty(*args, **options))
     plan = make_plan(Layout(Mesh([0])), Layout(Mesh([0])), (8,), "int8")
     (mover,) = run_ranks(1, lambda comm: reshard.cupy.Mover(plan, comm))
     assert on[0] == [mover._stream]
@@ -177,3 +238,12 @@ def test_cupy_without_nccl_is_rejected(monkeypatch):
     monkeypatch.setattr(sys.modules["cupy.cuda.nccl"], "available", False, raising=False)
     with pytest.raises(ArgumentError, match="built without NCCL"):
         reshard.cupy.Mover(make_plan(SRC, DST, (6, 8), "float32"), None)
+
+
+@pytest.mark.skipif(not hasattr(REAL_NCCL, "NcclCommunicator"), reason="CuPy with NCCL is not installed")
+def test_fake_has_the_signatures_of_cupy():
+    for name in ("rank_id", "size", "device_id", "allGather", "send", "recv"):
+        given = getattr(REAL_NCCL.NcclCommunicator, name).__doc__.splitlines()[0]
+        names = [part.split()[-1] for part in given[given.index("(") + 1 : given.rindex(")")].split(",")]
+        assert list(inspect.signature(getattr(Communicator, name)).parameters) == names
+    assert REAL_NCCL.NCCL_UINT8 == sys.modules["cupy.cuda.nccl"].NCCL_UINT8

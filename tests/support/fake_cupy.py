@@ -17,6 +17,51 @@ import numpy as np
 _posted = threading.local()
 
 
+class Device(contextlib.AbstractContextManager):
+    """Fake of ``cupy.cuda.Device``. Each thread has a current device, like CUDA."""
+
+    _local = threading.local()
+
+    def __init__(self, device):
+        self.id, self._before = device, []
+
+    @classmethod
+    def current(cls):
+        return getattr(cls._local, "id", 0)
+
+    def use(self):
+        self._local.id = self.id
+
+    def __enter__(self):
+        self._before.append(self.current())
+        self.use()
+        return self
+
+    def __exit__(self, *_):
+        self._local.id = self._before.pop()
+
+
+class Array(np.ndarray):
+    """Fake of ``cupy.ndarray``: a NumPy array on a device."""
+
+    device_id = 0
+
+    def __array_finalize__(self, base):
+        self.device_id = getattr(base, "device_id", Device.current())
+
+    @property
+    def device(self):
+        return Device(self.device_id)
+
+
+def _empty(shape, dtype=float):
+    return np.empty(shape, dtype=dtype).view(Array)
+
+
+def _asarray(array):
+    return np.asarray(array).view(Array)
+
+
 class Event:
     done = True
 
@@ -28,7 +73,7 @@ class Stream(contextlib.AbstractContextManager):
     ptr = 7
 
     def __init__(self, non_blocking=False):
-        self.waited = []
+        self.waited, self.device_id = [], Device.current()
 
     def record(self):
         return Event()
@@ -36,6 +81,11 @@ class Stream(contextlib.AbstractContextManager):
     def wait_event(self, event):
         assert isinstance(event, Event)
         self.waited.append(event)
+
+    def __enter__(self):
+        if self.device_id != Device.current():
+            raise RuntimeError(f"stream of device {self.device_id}, but the current device is {Device.current()}")
+        return self
 
     def __exit__(self, *_):
         pass
@@ -53,6 +103,10 @@ class Communicator:
 
     def __init__(self, hub, rank, seconds=10.0):
         self.hub, self.rank, self.seconds, self.groups = hub, rank, seconds, []
+        self.device = Device.current()
+
+    def device_id(self):
+        return self.device
 
     def rank_id(self):
         return self.rank
@@ -103,11 +157,12 @@ NCCL.NCCL_UINT8, NCCL.groupStart, NCCL.groupEnd = 1, _group_start, _group_end
 def make_module():
     """The fake modules, by name, for ``sys.modules``."""
     cuda = types.ModuleType("cupy.cuda")
-    current = Stream()
-    cuda.Stream, cuda.get_current_stream, cuda.nccl = Stream, lambda: current, NCCL
+    streams = defaultdict(Stream)  # the current stream of each device
+    cuda.Stream, cuda.get_current_stream, cuda.nccl = Stream, lambda: streams[Device.current()], NCCL
+    cuda.Device = Device
     module = types.ModuleType("cupy")
-    module.cuda, module.ndarray, module.uint8, module.asnumpy = cuda, np.ndarray, np.uint8, np.asarray
-    module.empty, module.asarray, module.may_share_memory = np.empty, np.asarray, np.may_share_memory
+    module.cuda, module.ndarray, module.uint8, module.asnumpy = cuda, Array, np.uint8, np.asarray
+    module.empty, module.asarray, module.may_share_memory = _empty, _asarray, np.may_share_memory
     return {"cupy": module, "cupy.cuda": cuda, "cupy.cuda.nccl": NCCL}
 
 
