@@ -81,16 +81,32 @@ def test_allocator_knows_that_the_stream_uses_the_buffer():
     assert {array.data_ptr() for array in on.arrays} == {source.data_ptr(), runner.buffer().data_ptr()}
 
 
-@pytest.mark.parametrize("fails", [False, True])
-def test_error_during_a_capture_leaves_no_stream_in_it(monkeypatch, fails):
-    """Otherwise the end of the capture would raise an error of its own, which hides the first one."""
+@pytest.fixture
+def cuda_streams(monkeypatch):
+    """Replace the caller's current stream and the stream of transfers; returns both, and which waits for which."""
     caller, own, waits = Mock(), Mock(), []
     for one in (caller, own):
         one.wait_stream.side_effect = lambda other, one=one: waits.append((one, other))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: caller)
+    monkeypatch.setattr(torch.cuda, "Event", Mock)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("device", "stream"):
         monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
+    return caller, own, waits
+
+
+def test_transfers_start_after_the_upload_of_their_tables(cuda_streams):
+    """The upload runs on the stream that is current when the Mover is made, and not when a transfer starts."""
+    caller, own, waits = cuda_streams
+    stream.StreamTransfers(_make_runner(), lambda recvs, sends: None, stream.CudaTransferStream(CPU))
+    assert waits == [(own, caller)]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_error_during_a_capture_leaves_no_stream_in_it(cuda_streams, monkeypatch, fails):
+    """Otherwise the end of the capture would raise an error of its own, which hides the first one."""
+    caller, own, waits = cuda_streams
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     streams, work = (
         stream.CudaTransferStream(CPU),
@@ -236,10 +252,10 @@ def test_query_during_a_capture_is_no_failure(monkeypatch, text):
             mark.query()
 
 
-def test_number_of_streams_depends_on_communicators_and_not_on_movers(monkeypatch):
+def test_number_of_streams_depends_on_communicators_and_not_on_movers(cuda_streams, monkeypatch):
     """Torch hands out the same 32 streams in turn."""
     made = []
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append((device, priority)) or object())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append((device, priority)) or Mock())
     monkeypatch.setattr(stream, "current_device", lambda _: CPU)
     plan = make_plan(SRC, DST, (64, 48), "uint8")
     streams = stream.CudaTransferStream(CPU)

@@ -244,10 +244,15 @@ class Breakable(Protocol):
 
 
 class StreamTransfers:
-    """Starts the transfers of one program on its stream."""
+    """Starts the transfers of one program on its stream.
+
+    All of them start after the work that the current stream holds now: the upload of the tables, and whatever used the
+    memory of the buffer before. Later transfers may start on other streams.
+    """
 
     def __init__(self, runner: RoundRunner, exchange: Exchange, streams: TransferStream) -> None:
         self._runner, self._exchange, self.streams = runner, exchange, streams
+        streams.enqueue(_no_work, [])
 
     @property
     def allocated_bytes(self) -> int:
@@ -274,6 +279,10 @@ class StreamTransfers:
             self._runner.keep()
             _captured.add(self._runner)
         return mark
+
+
+def _no_work() -> None:
+    """Enqueue nothing."""
 
 
 #: Runners whose buffers and tables a captured graph uses. They are never freed, because a graph can always be replayed.
