@@ -124,12 +124,12 @@ def test_thread_that_aborts_lets_another_thread_capture(monkeypatch):
     monkeypatch.setattr(nccl_exchange, "allow_queries_during_capture", lambda: entered.append("relaxed"))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(nccl_exchange, "find_library", Mock())
-    monkeypatch.setattr(nccl_exchange, "Communicator", lambda *_, in_abort, **__: in_abort)
+    monkeypatch.setattr(nccl_exchange, "Communicator", lambda *_, in_thread, **__: in_thread)
     for device, index in (("cuda", 3), ("cuda:1", 1)):
         store = Mock(get=lambda _: b"id")
-        in_abort = nccl_exchange.make_communicator(store, 1, 2, torch.device(device), 1.0, Mock())
+        in_thread = nccl_exchange.make_communicator(store, 1, 2, torch.device(device), 1.0, Mock())
         assert entered == [index]
-        with in_abort():
+        with in_thread():
             assert entered == [index, "relaxed", index]
         entered.clear()
 

@@ -222,13 +222,42 @@ def _close_under_a_graph(rank, port, path, monkeypatch):
     with pytest.raises(NcclError, match="was aborted"):
         comm.exchange([], [], stream=0)
     comm.nccl._library.standin_set_captured(0)
-    assert comm._abort_ended.wait(5.0)
+    assert comm._ended.wait(5.0)
     return seconds
 
 
 def test_close_returns_while_a_graph_holds_the_communicator(standin, monkeypatch):
     (seconds,) = run_processes(_close_under_a_graph, 1, standin, monkeypatch, init_group=False)
     assert 0.7 <= seconds < 3
+
+
+def _close_beside_a_receive(rank, port, path, monkeypatch):
+    """Rank 0 closes a communicator while a receive on another one waits for rank 1."""
+    monkeypatch.setattr(nccl, "CLOSE_SECONDS", 0.4)
+    waits = _communicator(path, rank, port, 2)
+    got, own = torch.zeros(1), torch.ones(1)
+    waits.exchange([_message(got, 1 - rank)], [_message(own, 1 - rank)], stream=0)
+    if rank == 0:
+        thread = threading.Thread(target=waits.exchange, args=([_message(got, 1)], [], 0))
+        thread.start()
+        time.sleep(0.2)
+    begun = time.monotonic()
+    closes = Communicator(waits.nccl, waits.nccl.make_unique_id(), 0, 1, timeout_seconds=10.0)
+    closes.close()
+    seconds = time.monotonic() - begun
+    if rank == 1:
+        time.sleep(1.5)
+        waits.exchange([], [_message(own, 0)], stream=0)
+    else:
+        thread.join(10.0)
+        assert closes._ended.wait(5.0)
+    return seconds, got.item()
+
+
+def test_close_returns_while_another_communicator_receives(standin, monkeypatch):
+    """NCCL frees device memory when it destroys a communicator, which waits for the kernels of all others."""
+    (seconds, got), _ = run_processes(_close_beside_a_receive, 2, standin, monkeypatch, init_group=False)
+    assert 0.4 <= seconds < 1 and got == 1
 
 
 def _end_many_under_a_graph(rank, port, path, monkeypatch, end):

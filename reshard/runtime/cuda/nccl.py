@@ -60,7 +60,7 @@ class Communicator:
         rank, size: this rank within the communicator, and the number of its ranks.
         timeout_seconds: limit for creating the communicator, and for launching a group.
         poll: called every 0.2 s during a wait; raises an error to end the wait.
-        in_abort: a context of the thread that aborts the communicator.
+        in_thread: a context of the thread that aborts or destroys the communicator.
 
     Raises:
         NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``poll`` raises.
@@ -75,14 +75,14 @@ class Communicator:
         *,
         timeout_seconds: float,
         poll: Poll = lambda: None,
-        in_abort: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        in_thread: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> None:
         self.nccl, self.rank, self.size = library, rank, size
-        self._timeout_seconds, self._poll, self._in_abort = timeout_seconds, poll, in_abort
+        self._timeout_seconds, self._poll, self._in_thread = timeout_seconds, poll, in_thread
         self._lock = threading.RLock()  # held during calls of NCCL
         self._posting = threading.RLock()  # held from the start of a group until it is launched
         self._ending = threading.Lock()  # held to decide whether the communicator is aborted or closed
-        self._abort_ended = threading.Event()
+        self._ended = threading.Event()
         self._comm = CommHandle()
         self._aborted = self._closed = self._finalized = False
         self._close_by: float | None = None  # ``time.monotonic()``
@@ -209,7 +209,7 @@ class Communicator:
         if self._aborted:
             now = time.monotonic()
             deadline = min(list(_aborting.values()), default=now) + ABORT_SECONDS
-            self._abort_ended.wait(max(deadline - now, LAST_ABORT_SECONDS))
+            self._ended.wait(max(deadline - now, LAST_ABORT_SECONDS))
 
     def begin_abort(self) -> None:
         """As :meth:`abort`, but do not wait.
@@ -222,23 +222,28 @@ class Communicator:
                 return
             self._aborted = True
         _aborting[self] = time.monotonic()
+        self._end_in_thread("ncclCommAbort")
+
+    def _end_in_thread(self, call: str) -> None:
+        """Destroy or abort the communicator in a thread of its own, because both wait for the device."""
+        thread = threading.Thread(target=self._end, args=(call,), name=f"reshard-{call}", daemon=True)
         try:
-            threading.Thread(target=self._abort, name="reshard-nccl-abort", daemon=True).start()
+            thread.start()
         except RuntimeError:  # the interpreter is shutting down
-            self._end_abort()
+            self._note_end()
 
-    def _abort(self) -> None:
+    def _end(self, call: str) -> None:
         if self._lock.acquire(timeout=ABORT_WAIT_SECONDS):  # another thread may block inside NCCL
-            self._lock.release()  # no call follows, because the communicator is marked as aborted
+            self._lock.release()  # no call follows, because the communicator is marked as aborted or closed
         try:
-            with self._in_abort():
-                self.nccl.call("ncclCommAbort", self._comm)
+            with self._in_thread():
+                self.nccl.call(call, self._comm)
         finally:
-            self._end_abort()
+            self._note_end()
 
-    def _end_abort(self) -> None:
+    def _note_end(self) -> None:
         _aborting.pop(self, None)
-        self._abort_ended.set()
+        self._ended.set()
 
     def begin_close(self) -> None:
         """Let NCCL finish the operations under way, but do not wait for it; :meth:`close` does.
@@ -266,6 +271,8 @@ class Communicator:
         """Wait for operations under way, then destroy the communicator. Abort it after an error or a time-out.
 
         Returns at the latest :data:`CLOSE_SECONDS` after :meth:`begin_close`, plus the time of an abort.
+        A thread goes on with a destruction that takes longer: NCCL frees device memory, which waits for the kernels of
+        other communicators.
         """
         self.begin_close()
         if self._aborted or self._closed:
@@ -277,7 +284,8 @@ class Communicator:
             with self._ending:
                 self._check_open()
                 self._closed = True
-            with self._lock:
-                self.nccl.check("ncclCommDestroy", self._comm, also=(IN_PROGRESS,))
         except Exception:  # also errors of other ranks that ``poll`` raises
             self.abort()
+            return
+        self._end_in_thread("ncclCommDestroy")
+        self._ended.wait(max(self._close_by - time.monotonic(), LAST_ABORT_SECONDS))

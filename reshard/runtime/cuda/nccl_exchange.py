@@ -51,13 +51,13 @@ def make_communicator(
     with torch.cuda.device(index):
         return Communicator(
             library, unique_id, rank, size, timeout_seconds=timeout_seconds, poll=poll,
-            in_abort=functools.partial(_in_abort, index),
+            in_thread=functools.partial(_in_thread, index),
         )  # fmt: skip
 
 
 @contextlib.contextmanager
-def _in_abort(index: int) -> Iterator[None]:
-    """Prepare a thread that aborts a communicator of a device.
+def _in_thread(index: int) -> Iterator[None]:
+    """Prepare a thread that aborts or destroys a communicator of a device.
 
     NCCL frees memory, which would invalidate a capture, and restores the thread's device, which would make a context on
     the first device if the thread had chosen none.

@@ -3,9 +3,10 @@
 // It reproduces the behaviour of NCCL 2.22 and later that callers depend on: a thread connects and launches each group of
 // a non-blocking communicator, which rejects calls meanwhile; two ranks connect only when both are in a group with each
 // other; messages between two ranks match by order; groups must be ended; a rejected call breaks the communicator; an
-// abort waits for the kernels of all communicators of the process, and like ncclCommFinalize for all graphs that captured
-// this one; peers that die. There are no streams: all bytes of a group have moved when its state is success. With
-// NCCL_STANDIN_HEADER defined, it compiles against the real nccl.h, so the compiler checks every signature.
+// abort or a destruction waits for the kernels of all communicators of the process, and an abort like ncclCommFinalize for
+// all graphs that captured this one; peers that die. There are no streams: all bytes of a group have moved when its state
+// is success. With NCCL_STANDIN_HEADER defined, it compiles against the real nccl.h, so the compiler checks every
+// signature.
 #include "messages.h"
 
 namespace {
@@ -217,6 +218,7 @@ ncclResult_t ncclCommAbort(ncclComm_t comm) {
 }
 
 ncclResult_t ncclCommDestroy(ncclComm_t comm) {
+  while (any_other_runs(comm)) nap();
   {
     std::lock_guard<std::mutex> guard(comms_lock);
     comms.erase(std::remove(comms.begin(), comms.end(), comm), comms.end());
