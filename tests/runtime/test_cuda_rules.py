@@ -134,6 +134,15 @@ def test_thread_that_aborts_lets_another_thread_capture(monkeypatch):
         entered.clear()
 
 
+def test_blocking_communicators_are_refused(monkeypatch):
+    """The variable overrides the configuration with which a communicator is created."""
+    monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
+    store = Mock()
+    with pytest.raises(RuntimeError, match="NCCL_COMM_BLOCKING=1 makes calls of NCCL block without a limit"):
+        nccl_exchange.make_communicator(store, 0, 2, CPU, 1.0, Mock())
+    assert not store.set.called
+
+
 class _Capture:
     """A stream that a CUDA graph captures: it enqueues work and has no mark."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -38,8 +39,10 @@ def make_communicator(
             a rank failed.
 
     Raises:
-        RuntimeError, TimeoutError: not all ranks joined in time, or NCCL failed.
+        RuntimeError, TimeoutError: not all ranks joined in time, NCCL failed, or ``NCCL_COMM_BLOCKING`` is 1.
     """
+    if os.environ.get("NCCL_COMM_BLOCKING") == "1":
+        raise RuntimeError("NCCL_COMM_BLOCKING=1 makes calls of NCCL block without a limit: unset it on all ranks")
     library = find_library()
     if rank == 0:
         store.set(_ID_KEY, library.make_unique_id())
