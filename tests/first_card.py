@@ -60,7 +60,7 @@ class Check:
 
     Attributes:
         what: describes it. arguments: for Python. standin: arguments for a run without a GPU; empty to skip it then.
-        seconds: time limit. tool: a command to run Python under.
+        seconds: time limit. tool: a command to run Python under. variables: environment variables for this check.
         is_idle: it mostly waits, so the following checks run beside it.
     """
 
@@ -69,6 +69,7 @@ class Check:
     standin: tuple[str, ...]
     seconds: float
     tool: str = ""
+    variables: tuple[tuple[str, str], ...] = ()
     is_idle: bool = False
 
 
@@ -83,9 +84,10 @@ CHECKS = [
         "the packing kernel against its Python reference, every unit", tests("runtime/test_gpu.py", "kernel_matches"),
         tests("runtime/test_strided_regions.py"), 60,
     ),
-    Check(
-        "the same under compute-sanitizer", tests("runtime/test_gpu.py", "kernel_matches"), (), 90,
-        "compute-sanitizer --error-exitcode 9 --target-processes all",
+    Check(  # in one process, and without the kernels of torch, each of which the tool would patch when it is loaded
+        "the same under compute-sanitizer",
+        ("-c", "from tests.runtime import test_gpu; print(test_gpu.compare_kernel(0))"), (), 90,
+        "compute-sanitizer --error-exitcode 9", (("CUDA_MODULE_LOADING", "LAZY"),),
     ),
     Check("packing rates compared with torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 40),
     Check(
@@ -225,7 +227,12 @@ class Run:
             self._path = folder / f"output of {check.what}.txt".replace("/", " ")
             with self._path.open("w") as file:
                 self._process = subprocess.Popen(
-                    self.command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+                    self.command,
+                    cwd=folder,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=os.environ | dict(check.variables),
                 )
 
     def end(self) -> None:
@@ -313,7 +320,8 @@ def main() -> int:
             sys.exit(str(error))
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (folder / "installed", folder)))
         os.environ.update(CUDA_MODULE_LOADING="EAGER", PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
-        os.environ["PYTHONFAULTHANDLER"] = "1"
+        # Compiled kernels go into the folder of this run: the home directory may be read-only.
+        os.environ.update(PYTHONFAULTHANDLER="1", TRITON_CACHE_DIR=str(folder / "triton"))
         machine = f"built in {time.monotonic() - begun:.0f} s\n{describe()}"
         print(machine, flush=True)
         save = functools.partial(write_results, options.out, machine)

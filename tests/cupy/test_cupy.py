@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import importlib.util
 import inspect
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -17,9 +18,7 @@ from reshard.runtime.rounds.schedule import check_calls
 from tests.support.fake_cupy import Communicator, make_module, run_ranks
 from tests.support.tensors import take_shard
 
-REAL_NCCL = None
-with contextlib.suppress(ImportError):  # also of a CuPy whose CUDA is missing
-    from cupy.cuda import nccl as REAL_NCCL  # noqa: N812
+HAS_CUPY = importlib.util.find_spec("cupy") is not None
 HOSTS = Topology((0, 0, 1, 1, 2, 2))
 SRC = Layout(Mesh.of("2x2"), "R S1")
 DST = Layout(Mesh.of("2x2", first_rank=2), "S0 S1")  # ranks 2 and 3 are in both
@@ -240,10 +239,16 @@ def test_cupy_without_nccl_is_rejected(monkeypatch):
         reshard.cupy.Mover(make_plan(SRC, DST, (6, 8), "float32"), None)
 
 
-@pytest.mark.skipif(not hasattr(REAL_NCCL, "NcclCommunicator"), reason="CuPy with NCCL is not installed")
+@pytest.mark.skipif(not HAS_CUPY, reason="CuPy is not installed")
 def test_fake_has_the_signatures_of_cupy():
-    for name in ("rank_id", "size", "device_id", "allGather", "send", "recv"):
-        given = getattr(REAL_NCCL.NcclCommunicator, name).__doc__.splitlines()[0]
-        names = [part.split()[-1] for part in given[given.index("(") + 1 : given.rindex(")")].split(",")]
-        assert list(inspect.signature(getattr(Communicator, name)).parameters) == names
-    assert REAL_NCCL.NCCL_UINT8 == sys.modules["cupy.cuda.nccl"].NCCL_UINT8
+    """CuPy is imported in another process: if this one initialized CUDA, its forks could not use it."""
+    names = ("rank_id", "size", "device_id", "allGather", "send", "recv")
+    code = f"""from cupy.cuda import nccl
+print(nccl.NCCL_UINT8, *(getattr(nccl.NcclCommunicator, name).__doc__.splitlines()[0] for name in {names}), sep="\\n")"""
+    kind, *given = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout.split("\n")[:-1]
+    assert int(kind) == sys.modules["cupy.cuda.nccl"].NCCL_UINT8
+    for name, line in zip(names, given, strict=True):
+        real = [part.split()[-1] for part in line[line.index("(") + 1 : line.rindex(")")].split(",")]
+        assert list(inspect.signature(getattr(Communicator, name)).parameters) == real

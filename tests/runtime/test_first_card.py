@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -25,6 +26,8 @@ def test_every_check_selects_tests(check, side):
     arguments = getattr(check, side)
     assert arguments or side == "standin"
     if "pytest" not in arguments:
+        called = re.findall(r"test_gpu\.(\w+)", " ".join(arguments))
+        assert all(f"def {name}(" in (ROOT / "tests/runtime/test_gpu.py").read_text() for name in called)
         return
     path = next(one for one in arguments if one.startswith("tests/"))
     tree = ast.parse((ROOT / path).read_text())
@@ -48,7 +51,8 @@ def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, c
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     hangs = "import os, time\ndef stuck():\n    time.sleep(60)\nos.fork()\nprint(os.getpid(), flush=True)\nstuck()"
     leaves = "import os, time\nchild = os.fork()\nif not child: time.sleep(60)\nprint(child)\nraise SystemExit(3)"
-    idle, fails, crashes, passes = _checks(hangs, leaves, "import ctypes; ctypes.string_at(0)", "print('done')")
+    crash, run = "import ctypes; ctypes.string_at(0)", "import os; print(os.environ['RESHARD_CHECKED'])"
+    idle, fails, crashes, passes = _checks(hangs, leaves, crash, run, variables=(("RESHARD_CHECKED", "yes"),))
     late = first_card.Check("late", ("-c", ""), (), 30.0)
     idle = first_card.Check("hangs", idle.arguments, (), 1.5, is_idle=True)
     tool = first_card.Check("tool", ("-c", ""), (), 30.0, "no-such-tool --flag")
