@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard import ArgumentError, Layout, Mesh, make_plan
+from reshard import ArgumentError, Layout, Mesh, Mover, ReshardError, make_plan
 from reshard.api.tensor_checks import check_movable
 from reshard.coordination.connections import Connections
 from reshard.runtime.cpu.staging import TorchMemory
@@ -19,7 +19,9 @@ from reshard.runtime.program import build_program
 from reshard.runtime.rounds import executor
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import ONE_STREAM
-from reshard.runtime.rounds.schedule import find_rounds
+from reshard.runtime.rounds.schedule import find_rounds, rounds_of
+from reshard.testing.processes import run_processes
+from tests.support.devices import HAS_GPU
 from tests.support.memory_transport import PythonCopier
 
 CPU = torch.device("cpu")
@@ -141,6 +143,26 @@ def test_blocking_communicators_are_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="NCCL_COMM_BLOCKING=1 makes calls of NCCL block without a limit"):
         nccl_exchange.make_communicator(store, 0, 2, CPU, 1.0, Mock())
     assert not store.set.called
+
+
+@pytest.mark.parametrize("fails", ["time", "a rank", "NCCL"])
+def test_ranks_that_do_not_connect_are_awaited_until_the_deadline(monkeypatch, fails):
+    streams = Mock(enqueue=lambda work, arrays: work() or Mock(query=lambda: False))
+    monkeypatch.setitem(stream.STREAMS, "cpu", lambda device: streams)
+    communicator = Mock(find_error=lambda: "the connection broke" if fails == "NCCL" else None)
+    poll = Mock(side_effect=ValueError("rank 1 failed") if fails == "a rank" else [None] * 9 + [AssertionError("late")])
+    plan = make_plan(SRC, DST, (64, 48), "uint8")
+    rounds = rounds_of(build_program(plan, 0), find_rounds(plan))
+    error, text = {
+        "time": (TimeoutError, "did not connect over NCCL within 0.3 s"),
+        "a rank": (ValueError, "rank 1 failed"),
+        "NCCL": (RuntimeError, "the connection broke"),
+    }[fails]
+    exchange = nccl_exchange.NcclExchange(communicator, {rank: rank for rank in range(4)}, CPU)
+    with pytest.raises(error, match=text):
+        exchange.connect(0, rounds, 0.3, poll)
+    sent = [(nbytes, peer) for call in communicator.exchange.call_args_list for _, nbytes, peer in call.args[1]]
+    assert sorted(sent) == [(1, 2), (1, 3)]  # one byte to each receiver
 
 
 class _Capture:
@@ -313,3 +335,17 @@ def test_second_communicator_warns_of_a_single_device_connection(monkeypatch, re
     assert connections.exchange(CPU, number, 1.0, lambda: None) is exchange
     assert [str(one.message)[:32] for one in recwarn] == ["CUDA_DEVICE_MAX_CONNECTIONS is 1"] * warns
     connections._exchanges.clear()
+
+
+def _make_cuda_mover(rank):
+    try:
+        Mover(make_plan(SRC, DST, (64, 48), "uint8"), device="cuda", timeout_seconds=5.0)
+    except ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_rejected():
+    errors = set(run_processes(_make_cuda_mover, 4))
+    assert errors == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}

@@ -22,6 +22,7 @@ from reshard import Layout, Mesh
 from reshard.api.transfers import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections, find_group
+from reshard.plan.messages import expand_messages
 from reshard.planner import plan_tensors
 from reshard.runtime.cuda import nccl_exchange
 from reshard.runtime.cuda.nccl_library import Library
@@ -34,7 +35,6 @@ from reshard.scheduler.simulation.validate import has_one_order
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import run_rank, single_process
 from tests.support import stages_with_replicas as replicas
-from tests.support.devices import HAS_GPU
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 SHAPE = (48, 20)
@@ -126,20 +126,23 @@ def _move(rank):
     source, wanted = _shards(rank)
     plan = reshard.make_plan(SRC, DST, SHAPE, "float32")
     with reshard.Mover(plan) as mover:
+        # All is allocated, and all ranks are connected, before the first transfer.
+        held, communicator = mover.staging_allocated_bytes, mover._transfers.on_stream._exchange._communicator
+        pairs = {(m.sender, m.receiver) for m in expand_messages(plan) if m.sender != m.receiver}
+        peers = {b if a == rank else a for a, b in pairs if rank in (a, b)}
+        assert communicator.nccl._library.standin_count_connected(communicator._comm) == len(peers)
         out = None if wanted is None else torch.zeros_like(wanted)
         for _ in range(3):
             handle = mover.start(source, out=out)
             assert handle.synchronize(60.0) is out
             assert handle.done()
             assert wanted is None or not count_unlike(out, wanted)
-        held = mover.staging_allocated_bytes
-        assert held <= plan.staging_bytes
-        mover(source, out=out)
-        assert mover.staging_allocated_bytes == held
+        assert mover.staging_allocated_bytes == held <= plan.staging_bytes
+        return held
 
 
 def test_mover_runs_repeatedly(device):
-    run_processes(_move, RANKS)
+    assert max(run_processes(_move, RANKS)) > 0
 
 
 def _too_little_staging(rank):
@@ -258,6 +261,23 @@ def test_start_that_fails_ends_the_transfer_on_all_ranks(device, kind):
         assert text == f"rank 4: {kind.__name__}: unexpected argument" and seconds < 8
 
 
+def _connection_fails(rank):
+    """NCCL cannot be used on rank 4; the other ranks wait for it."""
+    if rank == 4:
+        connections.make_communicator = Mock(side_effect=TypeError("unexpected argument"))
+    begun = time.monotonic()
+    try:
+        reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
+    except reshard.ReshardError as error:
+        return str(error), time.monotonic() - begun
+    return None
+
+
+def test_connection_that_fails_on_one_rank_fails_on_all(device):
+    for text, seconds in run_processes(_connection_fails, RANKS):
+        assert text == "rank 4: ConnectionError: cannot connect: unexpected argument" and seconds < 8
+
+
 def _start_blocks(rank):
     """The start of rank 4 blocks, as NCCL does on a dead peer, until its monitor hears of the error of rank 2."""
     source, _ = _shards(rank)
@@ -366,17 +386,3 @@ def _mixed(rank):
 def test_tensors_on_unsupported_devices_are_rejected():
     errors = set(run_processes(_mixed, RANKS))
     assert errors == {"ArgumentError: the tensor: rank 1 passes a tensor on meta; only cpu and cuda are supported"}
-
-
-def _make_cuda_mover(rank):
-    try:
-        reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), device="cuda", timeout_seconds=5.0)
-    except reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
-def test_cuda_without_a_gpu_is_rejected():
-    errors = set(run_processes(_make_cuda_mover, RANKS))
-    assert errors == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}

@@ -230,4 +230,9 @@ ncclResult_t ncclCommDestroy(ncclComm_t comm) {
 // Not part of NCCL: pretend that this many graphs captured communicators.
 void standin_set_captured(int number) { captured = number; }
 
+// Not part of NCCL: the number of ranks to which a communicator is connected.
+int standin_count_connected(ncclComm_t comm) {
+  return std::count_if(comm->sockets.begin(), comm->sockets.end(), [](int fd) { return fd >= 0; });
+}
+
 }  // extern "C"
