@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import queue
+import time
+from datetime import timedelta
 from unittest.mock import Mock
 
 import numpy as np
@@ -11,7 +14,9 @@ import torch
 
 from reshard import ArgumentError, Layout, Mesh, Mover, ReshardError, make_plan
 from reshard.api.tensor_checks import check_movable
+from reshard.api.transfers import handle
 from reshard.coordination.connections import Connections
+from reshard.coordination.liveness import heartbeat
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives
@@ -143,6 +148,33 @@ def test_blocking_communicators_are_refused(monkeypatch):
     with pytest.raises(RuntimeError, match="NCCL_COMM_BLOCKING=1 makes calls of NCCL block without a limit"):
         nccl_exchange.make_communicator(store, 0, 2, CPU, 1.0, Mock())
     assert not store.set.called
+
+
+def test_rank_that_waits_for_the_id_of_a_communicator_hears_of_errors(monkeypatch):
+    """A ``TCPStore`` would block all other users of its connection, such as heartbeats, for the whole time-out."""
+    monkeypatch.setattr(nccl_exchange, "find_library", Mock())
+    store = torch.distributed.HashStore()
+    store.set_timeout(timedelta(seconds=5))
+    with pytest.raises(ValueError, match="rank 0 failed"):
+        Connections(store, 1, (0, 1)).exchange(CPU, 0, 5.0, Mock(side_effect=ValueError("rank 0 failed")))
+
+
+def test_monitor_asks_for_its_capture_mode_until_it_is_changed(monkeypatch):
+    """It queries events, which would invalidate a capture of another thread."""
+    done, answers = [], [False, True]
+    monkeypatch.setattr(heartbeat, "allow_queries_during_capture", lambda: done.append("ask") or answers.pop(0))
+    monitors = iter([Mock(poll=lambda: done.append("poll") or 0.0)] * 3 + [None])
+    heartbeat._run(lambda: next(monitors), queue.SimpleQueue())
+    assert done == ["ask", "poll", "ask", "poll", "poll"]
+
+
+def test_process_exit_waits_for_all_transfers_under_one_deadline(monkeypatch):
+    waited = []
+    watches = [Mock(finish=lambda seconds: waited.append(seconds) or time.sleep(0.1)) for _ in range(3)]
+    monkeypatch.setattr(handle, "EXIT_SECONDS", 0.15)
+    monkeypatch.setattr(handle, "_unfinished", set(watches))
+    handle._finish_streams()
+    assert waited[0] > 0.14 and waited[1] < 0.06 and waited[2] == 0
 
 
 @pytest.mark.parametrize("fails", ["time", "a rank", "NCCL"])

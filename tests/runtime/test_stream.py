@@ -195,10 +195,9 @@ def _start_with(rank, kind):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
     mover._transfers.timeout_seconds = 2.0  # limits transfers only; the rendezvous may take longer on a loaded machine
-    if rank == 4:
-        mover._transfers.on_stream.streams.mark_of = kind
-    else:
-        mover._transfers.on_stream.streams.mark_of = Never
+    mover._transfers.on_stream.streams.mark_of = kind if rank == 4 and kind is not None else Never
+    if rank == 4 and kind is None:
+        mover._transfers.on_stream._exchange.find_error = lambda: "remote process exited"
     handle = mover.start(source)
     begun = time.monotonic()
     try:
@@ -210,7 +209,11 @@ def _start_with(rank, kind):
 
 @pytest.mark.parametrize(
     ("kind", "name", "text"),
-    [(Never, "TransferTimeoutError", "did not finish in time"), (Broken, "RemoteError", "rank 4: .*illegal memory")],
+    [
+        (Never, "TransferTimeoutError", "did not finish in time"),
+        (Broken, "RemoteError", "rank 4: .*illegal memory"),
+        (None, "RemoteError", "rank 4: ConnectionError: remote process exited"),
+    ],
 )
 def test_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind, name, text):
     results = run_processes(_start_with, RANKS, kind)

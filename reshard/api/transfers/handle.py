@@ -18,7 +18,7 @@ from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cuda.stream import Mark, StreamTransfers
 from reshard.timeouts import check_wait_timeout
 
-#: How long process exit waits for a transfer in progress.
+#: How long process exit waits for transfers in progress.
 EXIT_SECONDS = 5.0
 #: Polling interval of :meth:`StreamHandle.synchronize`.
 SYNCHRONIZE_SECONDS = 0.0002
@@ -346,6 +346,7 @@ call_in_child(_unfinished.clear)
 
 
 def _finish_streams() -> None:
-    """At process exit, wait for unfinished transfers, whose data other ranks may need."""
+    """At process exit, wait for all unfinished transfers under one deadline: other ranks may need their data."""
+    deadline = time.monotonic() + EXIT_SECONDS
     for watch in list(_unfinished):
-        watch.finish(EXIT_SECONDS)
+        watch.finish(max(deadline - time.monotonic(), 0.0))
