@@ -236,12 +236,13 @@ class _Call:
         with count_call(self.group, self.members, self.fault_tolerant) as self.purpose:
             channel, call, decision, request, lost = self._agree()
             everything = frozenset(item.name for item in self.items if self.options.max_error is not None)
-            if lost:
-                return self._start_recovery(channel, decision, lost, everything)
             specs = self._tensors(decision)
             if is_streamed(self.options.compression) and any(math.prod(spec.shape) for spec in specs):
-                streamed = StreamedCall(channel, call, decision, self.items, self.options, self.timeout_seconds)
-                return streamed.start(specs, self.purpose, functools.partial(self._plan, channel, request, decision))
+                streamed = StreamedCall(channel, call, decision, self.items, self.options, self.timeout_seconds, lost)
+                plan_streams = functools.partial(self._plan, request=request, decision=decision)
+                return streamed.start(specs, self.purpose, plan_streams)
+            if lost:
+                return self._start_recovery(channel, decision, lost, everything)
             plan, program, runner, lost = self._plan(channel, request, decision)
             encoded: dict[str, torch.Tensor | None] = {}
             excess = frozenset[str]()

@@ -43,15 +43,6 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
         raise ArgumentError(f"on_error is {on_error!r}; it must be one of {', '.join(map(repr, ON_ERROR))}")
 
 
-def check_streamed(compression: Any, on_loss: Any) -> None:
-    """Raise ArgumentError if a codec whose output size depends on the values is used with recovery."""
-    if is_streamed(compression) and on_loss != "raise":
-        raise ArgumentError(
-            f"on_loss={on_loss!r} needs a codec with blocks of fixed size, and {compression} has none; use a block "
-            "codec, or on_loss='raise'"
-        )
-
-
 def check_coding(plan: Plan, device: str) -> None:
     """Raise ArgumentError if a plan has coded tensors that this process or device type cannot code."""
     for spec in plan.tensors:

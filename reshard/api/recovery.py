@@ -79,6 +79,11 @@ class Recovery:
         self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
         self._attempt = 0
 
+    @property
+    def survivors(self) -> tuple[int, ...]:
+        """The ranks that are not lost."""
+        return self._members
+
     def complete(self, error: ReshardError | None, tally: Tally, deadline: float) -> None:
         """Exchange outcomes and recover, until every surviving rank has its data.
 

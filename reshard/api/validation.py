@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
-from reshard.api.options import check_compression, check_on_loss, check_streamed, check_verify
+from reshard.api.options import check_compression, check_on_loss, check_verify
 from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.codecs import codec_name, is_streamed
 from reshard.coordination import Group, Request, TensorRequest, check_inside
@@ -86,7 +86,6 @@ def _check_local(
         raise ArgumentError(f"topology must be a Topology, not {type(options.topology).__name__}")
     _check_device("cpu", options)
     check_compression(options.compression, options.max_error, options.on_error)
-    check_streamed(options.compression, options.on_loss)
     arguments.append(("topology", "None" if options.topology is None else str(topology_to_json(options.topology))))
     for item in items:
         of = f" of {item.name!r}" if item.name else ""

@@ -10,7 +10,17 @@ import pytest
 import torch
 
 import reshard
-from reshard import ArgumentError, DisagreementError, Layout, Mesh, RemoteError, Topology, VerificationError
+from reshard import (
+    ArgumentError,
+    DisagreementError,
+    Layout,
+    Mesh,
+    RankLostError,
+    RemoteError,
+    Topology,
+    VerificationError,
+)
+from reshard.coordination import Channel
 from reshard.coordination.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard
@@ -83,7 +93,6 @@ def _deltas(rank):
     for error, text, base, options in (
         (DisagreementError, "ranks 0 and 1 hold the same .*; every out is unchanged, at base", 4, {"spoiled": 0}),
         (ArgumentError, "rank 0 passes a base of bfloat16 .* but the source shard is", spoiled, {"swapped": 0}),
-        (ArgumentError, "on_loss='recover' needs .* blocks .* delta has none", 4, {"on_loss": "recover"}),
         (ArgumentError, "max_error is 0.1, but delta is lossless", 4, {"max_error": 0.1}),
         (ArgumentError, "base= is for compression='delta', not None", 4, {"compression": None}),
         (ArgumentError, "'odd': delta sends float16 bit for bit, and cannot make float32", 4, {"dst_dtype": "float32"}),
@@ -148,6 +157,94 @@ def test_after_a_failure_every_rank_holds_the_earlier_version_and_the_error_name
         assert len(set(texts)) == 1 and "from ranks 0-1 arrived at rank 4" in texts[0], texts
     else:
         assert "rank 2" in texts[0], texts
+
+
+#: Ranks 0 and 1 hold one half of "w", ranks 2 and 3 the other half.
+REPLICATED = {"w": Layout(Mesh.of("2x2"), "R S0")}
+
+
+def _die_at_round(number):
+    """Make this process kill itself when it enters a round of the agreement, or at its first message ("send")."""
+    if number == "send":
+        GlooTransport.send = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        return
+    agree, rounds = Channel.agree, []
+
+    def count_and_die(self, *args, **options):
+        rounds.append(0)
+        if len(rounds) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agree(self, *args, **options)
+
+    Channel.agree = count_and_die
+
+
+def _survive(rank, victim, moment, on_loss):
+    """Send differences while a rank dies; survivors hold the new version, or every one the earlier version."""
+    shape = {"w": (512, 1024)}
+    old = torch.randn(*shape["w"], generator=torch.Generator().manual_seed(0)).bfloat16()
+    new = old.clone()
+    new.view(-1)[::50] *= 1.01
+    dst = {"w": Layout(Mesh.of("2x2", first_rank=4), "R S1")}
+    out = {"w": take_shard(dst["w"], rank, old).contiguous()} if rank >= 4 else None
+    source, base = ({"w": take_shard(REPLICATED["w"], rank, whole)} if rank < 4 else None for whole in (new, old))
+    options = {"shape": shape, "dtype": "bfloat16", "timeout_seconds": 20, "compression": "delta", "on_loss": on_loss}
+    options["topology"] = Topology((0, 0, 1, 1, 2, 2, 3, 3))
+    reshard.reshard(base, REPLICATED, dst, **options, base=base, out=out)  # connects all ranks
+    if rank in victim:
+        _die_at_round(moment)
+    outcome = {}
+    try:
+        handle = reshard.reshard_async(source, REPLICATED, dst, **options, base=base, out=out)
+        outcome["is_delta"] = handle.report.because == "" and handle.report.base is not None
+        handle.wait()
+    except RankLostError as error:
+        outcome |= {"text": str(error), "lost": error.ranks}
+        assert out is None or same_bytes(out["w"], take_shard(dst["w"], rank, old))
+        if error.plan is not None:
+            error.recover()
+    held = {
+        name: out is None or same_bytes(out["w"], take_shard(dst["w"], rank, whole))
+        for name, whole in (("old", old), ("new", new))
+    }
+    return outcome | held
+
+
+def _survivors(victims, moment, on_loss):
+    with pytest.raises(LaunchError) as caught:
+        run_processes(_survive, 8, victims, moment, on_loss, timeout_seconds=90, grace_seconds=60)
+    assert {failure.rank for failure in caught.value.failures} == set(victims), caught.value
+    return [caught.value.results[rank] for rank in range(8) if rank not in victims]
+
+
+@pytest.mark.parametrize(
+    ("victims", "moment"),
+    [
+        pytest.param((0,), 1, id="a source before the call", marks=pytest.mark.slow),
+        pytest.param((0,), 2, id="a source before it offers its stream"),
+        pytest.param((5,), 3, id="a destination while planning", marks=pytest.mark.slow),
+        pytest.param((0,), "send", id="a source in the transfer"),
+        pytest.param((6,), 4, id="a destination before it reports its outcome", marks=pytest.mark.slow),
+        pytest.param((4,), 5, id="a destination before it confirms its data", marks=pytest.mark.slow),
+        pytest.param((7,), 6, id="a destination before it confirms the result"),
+    ],
+)
+def test_survivors_hold_the_new_version(victims, moment):
+    for outcome in _survivors(victims, moment, "recover"):
+        assert outcome["new"] and "text" not in outcome and outcome["is_delta"], outcome
+
+
+def test_survivors_are_offered_a_plan_for_streams():
+    outcomes = _survivors((0,), "send", "offer")
+    assert {outcome["lost"] for outcome in outcomes} == {(0,)} and all(outcome["new"] for outcome in outcomes)
+
+
+def test_a_stream_that_no_survivor_holds_is_named_and_every_out_is_unchanged():
+    outcomes = _survivors((0, 1), 2, "recover")
+    texts = {outcome["text"] for outcome in outcomes}
+    text = texts.pop()
+    assert not texts and "ranks 0-1 are lost, and with them regions of 'w': ranks 4,6 still need" in text, text
+    assert all(outcome["old"] for outcome in outcomes)
 
 
 def _lossless(rank):

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.inputs import Item
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, wrap_results
-from reshard.api.streams.transfer import CallArrays, StreamedHandle, StreamTransfer
+from reshard.api.recovery import FaultTolerantHandle, Recovery
+from reshard.api.streams.handle import StreamedHandle
+from reshard.api.streams.transfer import CallArrays, StreamReport, StreamTransfer
 from reshard.api.transfers import Handle
 from reshard.api.validation import Options
 from reshard.coordination import Channel, Decision
-from reshard.errors import ReshardError
+from reshard.errors import RankLostError, ReshardError
+from reshard.formatting import format_ranks
 from reshard.sharding import TensorSpec
 
 
@@ -22,6 +26,7 @@ class StreamedCall:
 
     Args:
         call, decision: number and result of the agreement. items: the tensors, as this rank passes them.
+        lost: ranks that were lost before.
     """
 
     def __init__(
@@ -32,9 +37,10 @@ class StreamedCall:
         items: Sequence[Item],
         options: Options,
         timeout_seconds: float,
+        lost: Collection[int],
     ) -> None:
         self._channel, self._call, self._decision, self._items = channel, call, decision, items
-        self._options, self._timeout_seconds = options, timeout_seconds
+        self._options, self._timeout_seconds, self._lost = options, timeout_seconds, lost
 
     def start(self, specs: Sequence[TensorSpec], purpose: str, plan: Callable[..., Any]) -> Handle:
         """Agree on the streams and start to move them.
@@ -42,10 +48,10 @@ class StreamedCall:
         Args:
             specs: the tensors. purpose: of the call's rounds. plan: returns the agreed plan of ``streams=``.
         """
-        channel, decision, rank = self._channel, self._decision, self._channel.group.rank
+        options, rank = self._options, self._channel.group.rank
         transfer = StreamTransfer(
-            channel,
-            self._options.compression,
+            self._channel,
+            options.compression,
             specs,
             CallArrays(
                 {item.name: item.tensor for item in self._items},
@@ -54,25 +60,106 @@ class StreamedCall:
             ),
             self._timeout_seconds,
             purpose,
-            verify=self._options.verify,
+            verify=options.verify,
+            lost=self._lost if options.fault_tolerant else None,
         )
         report = transfer.offer()
-        agreed_plan, program, runner, _ = plan(streams=transfer.specs())
+        channel, call, decision = self._channel, self._call, self._decision
+        if transfer.last_round is not None:  # lost ranks may have left a channel of fewer ranks
+            channel, call, generation = transfer.last_round
+            decision = replace(decision, generation=generation)
+        streams = transfer.specs()
+        agreed_plan, program, runner, lost = plan(channel, streams=streams) if streams else (None, None, None, set())
+        lost |= transfer.lost
         try:
             sent, received = transfer.arrays()
             targets = [
                 find_target(item, spec.dst_shards.local_shape(rank) if rank in spec.dst.ranks else None, decision, rank)
                 for item, spec in zip(self._items, specs, strict=True)
             ]
-            agreed = AgreedPlan(agreed_plan, program, runner, channel, self._call, decision)
-            mover = Mover.agreed(agreed, self._timeout_seconds, verify=False)  # the streams have digests of their own
         except Exception as error:  # for example out of memory; the other ranks wait for this one
             raise channel.fail(decision.generation, error) from error
-        inner = mover.start_checked(sent, received, lambda: None)
-        mover.close()
         by_name = {item.name: target for item, target in zip(self._items, targets, strict=True)}
 
         def complete(error: ReshardError | None) -> None:
             transfer.complete(error, received, by_name)
 
-        return StreamedHandle(inner, report, complete, lambda: wrap_results(self._items, targets, decision))
+        def finish() -> Any:
+            return wrap_results(self._items, targets, decision)
+
+        if agreed_plan is None:  # no surviving rank receives anything
+            inner = Handle(channel, decision.generation, lambda: None)
+            inner.succeed()
+            return StreamedHandle(inner, report, complete, finish)
+        agreed = AgreedPlan(agreed_plan, program, runner, channel, call, decision)
+        inner = self._start(agreed, sent, received, lost)
+        if not options.fault_tolerant:
+            return StreamedHandle(inner, report, complete, finish)
+        recovery = Recovery(channel, agreed_plan, sent, received, lost, options, self._timeout_seconds)
+
+        def complete_recovered() -> None:
+            transfer.exclude(recovery.survivors)
+            complete(None)
+
+        return RecoveredStreams(inner, recovery, report, complete_recovered, finish)
+
+    def _start(self, agreed: AgreedPlan, sent: Sequence[Any], received: Sequence[Any], lost: set[int]) -> Handle:
+        """The handle of this rank's part, which has failed already if ranks were lost."""
+        channel, generation = agreed.channel, agreed.decision.generation
+        failed: ReshardError | None = None
+        try:
+            if lost:
+                failed = RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time")
+            else:  # the streams have digests of their own
+                mover = Mover.agreed(agreed, self._timeout_seconds, verify=False)
+        except Exception as error:
+            failed = channel.fail(generation, error)
+            if not self._options.fault_tolerant:
+                raise failed from error
+        if failed is not None:
+            handle = Handle(channel, generation, lambda: None)
+            handle.stop(failed)
+            return handle
+        inner = mover.start_checked(sent, received, lambda: None)
+        mover.close()
+        return inner
+
+
+class RecoveredStreams(FaultTolerantHandle):
+    """A fault-tolerant transfer of streams: the surviving ranks recover missing streams, confirm all, and decode them.
+
+    Args:
+        complete: confirms and decodes the streams, once this rank has its own.
+
+    Attributes:
+        report: how the tensors are sent.
+    """
+
+    def __init__(
+        self,
+        inner: Handle,
+        recovery: Recovery,
+        report: StreamReport,
+        complete: Callable[[], None],
+        finish: Callable[[], Any],
+    ) -> None:
+        super().__init__(inner, recovery, finish)
+        self._complete_streams = complete
+        self.report = report
+
+    def _complete(self) -> ReshardError | None:
+        return super()._complete() or self._decode()
+
+    def _recover(self, recover: Callable[[], Any]) -> Any:
+        recover()
+        self._final_error = self._decode()
+        if self._final_error is not None:
+            raise self._final_error
+        return self._take_result()
+
+    def _decode(self) -> ReshardError | None:
+        try:
+            self._complete_streams()
+        except ReshardError as error:
+            return error
+        return None

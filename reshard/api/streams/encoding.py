@@ -38,6 +38,14 @@ class EncodedStream:
         """The stream without the zeros."""
         return self.buffer[: self.nbytes]
 
+    def padded(self, capacity: int) -> np.ndarray:
+        """The stream in a buffer of another size."""
+        if capacity == len(self.buffer):
+            return self.buffer
+        buffer = np.zeros(capacity, dtype=np.uint8)
+        buffer[: self.nbytes] = self.data
+        return buffer
+
 
 def capacity_of(nbytes: int) -> int:
     """The size of a buffer for a stream: a little larger, so that streams of similar size share a plan."""

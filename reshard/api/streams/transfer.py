@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -13,10 +14,18 @@ import xxhash
 from reshard.api.streams.encoding import EncodedStream, capacity_of, decode_stream, digest_regions, encode_stream
 from reshard.api.streams.regions import Stream, find_streams
 from reshard.api.tensor_checks import mark_written
-from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.codecs.exponents import DTYPE
-from reshard.coordination import Channel, Decision, Request, calling, describe_error, rebuild_error
-from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
+from reshard.coordination import (
+    Channel,
+    Decision,
+    Request,
+    calling,
+    describe_error,
+    find_channel,
+    gather_reports,
+    rebuild_error,
+)
+from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.sharding import Layout, Mesh, TensorSpec
 
@@ -59,7 +68,12 @@ class StreamTransfer:
 
     Args:
         codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are. arrays: those of this rank.
-        purpose: of the call's rounds. verify: compare digests of the destination shards with those of the source, too.
+        purpose: of the rounds. verify: compare digests of the destination shards with those of the source, too.
+        lost: ranks that were lost before, if surviving ranks continue without lost ones; None if they do not.
+
+    Attributes:
+        members: the ranks that take part and are not lost. lost: ranks that were lost.
+        last_round: channel, number and generation of the last round of surviving ranks; None before it.
     """
 
     def __init__(
@@ -72,62 +86,78 @@ class StreamTransfer:
         purpose: str,
         *,
         verify: bool = False,
+        lost: Collection[int] | None = None,
     ) -> None:
         self._channel, self._codec, self._rank = channel, codec, channel.group.rank
+        self._fault_tolerant, self.lost = lost is not None, set(lost or ())
+        self.members = tuple(rank for rank in channel.members if rank not in self.lost)
         self._specs = {spec.name or "": spec for spec in specs}
         self._tensors, self._bases, self._outs = arrays
         self._timeout_seconds, self._purpose, self._verify = timeout_seconds, purpose, verify
         channel.transfers += 1
         self._name = f"coded transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
+        self.last_round: tuple[Channel, int, int] | None = None
         self._streams = find_streams(specs, self._rank)
         self._encoded: dict[str, EncodedStream] = {}
         # of each stream: size, digest of the plain bytes if asked for, digest of the stream
         self._entries: dict[str, tuple[int, int | None, int]] = {}
         self._kept = "every out is unchanged"
 
-    def offer(self) -> StreamReport:
+    def offer(self, failure: Exception | None = None) -> StreamReport:
         """Agree on the base, encode this rank's streams, and agree on their sizes.
+
+        Args:
+            failure: what is wrong with the arrays of this rank; raised on all ranks.
 
         Raises:
             ArgumentError: the codec does not code the dtype of a tensor. DisagreementError: replicas of the source
                 differ. ReshardError: a rank failed to encode. No data has moved.
         """
-        for name, spec in self._specs.items():
-            if self._codec == "bf16-lossless" and spec.dtype != DTYPE:
-                what = f"tensor {name!r}" if name else "the tensor"
-                raise ArgumentError(f"{what}: {self._codec} codes {DTYPE}, not {spec.dtype}")
-        reports = self._encode(self._bases)
+        check_dtypes(self._codec, self._specs.values())
+        reports = self._encode(self._bases, failure)
         base, because = self._find_base(reports) if self._codec == "delta" else (None, "")
         given = [digest for report in reports.values() for digest in report["sources"].values() if digest is not None]
         if base is None and given:
             warnings.warn(f"compression='delta' sends the tensors in full: {because}", stacklevel=5)
             reports = self._encode({})
         self._kept = f"every out is unchanged{f', at base {base}' if base else ''}"
+        self._streams = self._find_survivors()
         self._entries = self._agree_on_streams(reports)
         plain = sum(stream.nbytes for stream in self._streams.values())
         return StreamReport(base, because, sum(size for size, _, _ in self._entries.values()), plain)
 
-    def specs(self) -> list[TensorSpec]:
-        """The streams as tensors of a plan."""
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each stream."""
+        return {name: size for name, (size, _, _) in self._entries.items()}
+
+    def specs(self, capacities: Mapping[str, int] | None = None) -> list[TensorSpec]:
+        """The streams as tensors of a plan, in buffers of these sizes; a little larger than the streams by default."""
+        capacities = capacities or {name: capacity_of(size) for name, size in self.sizes.items()}
         return [
-            TensorSpec(
-                (capacity_of(size),), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name
-            )
-            for (name, stream), (size, _, _) in zip(self._streams.items(), self._entries.values(), strict=True)
+            TensorSpec((capacities[name],), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
+            for name, stream in self._streams.items()
         ]
 
-    def arrays(self) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """The buffers to send, and new ones to receive into."""
+    def arrays(
+        self, capacities: Mapping[str, int] | None = None
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """The buffers to send, and new ones to receive into, of the sizes of :meth:`specs`."""
+        capacities = capacities or {name: capacity_of(size) for name, size in self.sizes.items()}
         sent: list[torch.Tensor | None] = [
-            torch.from_numpy(self._encoded[name].buffer) if name in self._encoded else None for name in self._streams
+            torch.from_numpy(self._encoded[name].padded(capacities[name])) if self._rank in stream.holders else None
+            for name, stream in self._streams.items()
         ]
         received: list[torch.Tensor | None] = [
-            torch.empty(capacity_of(self._entries[name][0]), dtype=torch.uint8)
-            if self._rank in stream.receivers
-            else None
+            torch.empty(capacities[name], dtype=torch.uint8) if self._rank in stream.receivers else None
             for name, stream in self._streams.items()
         ]
         return sent, received
+
+    def exclude(self, members: Sequence[int]) -> None:
+        """Continue without the ranks that are not among ``members``."""
+        self.lost |= set(self.members) - set(members)
+        self.members = tuple(members)
 
     def complete(self, error: ReshardError | None, received: Sequence[torch.Tensor | None], targets: Arrays) -> None:
         """Write the destination shards once all ranks have received their streams.
@@ -150,10 +180,42 @@ class StreamTransfer:
                 report["failed"] = describe_error(failed)
             self._report(report, "confirms the result of")
 
-    def _encode(self, bases: Arrays) -> dict[int, Any]:
+    def _find_survivors(self) -> dict[str, Stream]:
+        """The streams among the ranks that are not lost.
+
+        Raises:
+            RankLostError: no surviving rank holds a stream that a surviving rank needs.
+        """
+        if not self.lost:
+            return self._streams
+        found, gone = {}, []
+        for name, stream in self._streams.items():
+            holders, receivers = (
+                tuple(rank for rank in ranks if rank not in self.lost) for ranks in (stream.holders, stream.receivers)
+            )
+            if holders and receivers:
+                found[name] = replace(stream, holders=holders, receivers=receivers)
+            elif receivers:
+                gone.append((stream, receivers))
+        if gone:
+            lost, needed = sorted(self.lost), sorted({rank for _, receivers in gone for rank in receivers})
+            names = sorted({repr(each.tensor) for one, _ in gone for each in one.regions if each.tensor})
+            raise RankLostError(
+                f"{describe_ranks(lost)} {'are' if len(lost) > 1 else 'is'} lost, and with "
+                f"{'them' if len(lost) > 1 else 'it'} regions of {', '.join(names) or 'the tensor'}: "
+                f"{describe_ranks(needed)} still need{'s' * (len(needed) == 1)} them and no surviving rank holds them; "
+                f"{self._kept}",
+                lost,
+                names,
+            )
+        return found
+
+    def _encode(self, bases: Arrays, failure: Exception | None = None) -> dict[int, Any]:
         """Encode this rank's streams, as differences if it has all bases; returns the reports of all ranks."""
         report: dict[str, Any] = {"failed": None, "streams": {}, "sources": {}, "outs": {}}
         try:
+            if failure is not None:
+                raise failure
             for name, stream in self._streams.items():
                 if self._rank in stream.holders:
                     base = _shards_of(stream, bases)
@@ -182,8 +244,10 @@ class StreamTransfer:
                 return None, f"{describe_ranks(ranks)} pass{'es' * (len(ranks) == 1)} no {what}"
         digests = []
         for name, stream in self._streams.items():
-            found = [(rank, reports[rank]["sources"][name]) for rank in stream.holders]
-            found += [(rank, reports[rank]["outs"][name]) for rank in stream.receivers]
+            found = [(rank, reports[rank]["sources"][name]) for rank in stream.holders if rank in reports]
+            found += [(rank, reports[rank]["outs"][name]) for rank in stream.receivers if rank in reports]
+            if not found:
+                continue
             first, digest = found[0]
             for rank, other in found:
                 if other != digest:
@@ -209,7 +273,17 @@ class StreamTransfer:
     def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
         limit = self._timeout_seconds + OUTCOME_SECONDS
         what = f"{purpose} {self._name} {self._purpose}".strip()
-        return exchange_reports(self._channel, report, what, limit, self._kept)
+        if not self._fault_tolerant:
+            return exchange_reports(self._channel, report, what, limit, self._kept)
+        while True:
+            channel = find_channel(self._channel.group, self.members)
+            request = Request(self._rank, payload=report, purpose=what)
+            decide = functools.partial(_gather_survivors, channel)
+            call, decision = channel.agree(request, decide, limit, fault_tolerant=True)
+            if not decision.lost:
+                self.last_round = channel, call, decision.generation
+                return _raise_failure(decision.payloads, self._kept)
+            self.exclude([rank for rank in self.members if rank not in decision.lost])
 
     def _check_received(self, received: Arrays) -> ReshardError | None:
         for name, stream in self._streams.items():
@@ -237,47 +311,6 @@ class StreamTransfer:
                 )
 
 
-class StreamedHandle(ConfirmedHandle):
-    """A transfer of streams. Every rank must call :meth:`wait`, which confirms the data and decodes it.
-
-    Attributes:
-        report: how the tensors are sent.
-    """
-
-    def __init__(
-        self,
-        inner: Handle,
-        report: StreamReport,
-        complete: Callable[[ReshardError | None], None],
-        finish: Callable[[], Any],
-    ) -> None:
-        super().__init__(inner, finish)
-        self._complete = complete
-        self._outcome: ReshardError | None = None
-        self._is_complete = False
-        self.report = report
-
-    def wait(self, timeout_seconds: float | None = None) -> Any:
-        """Wait as :meth:`Handle.wait` does. Then confirm with the other ranks that all data has arrived, and decode it.
-
-        ``timeout_seconds`` limits only the wait for this rank's streams. The timeout of the call limits the rest.
-
-        Raises:
-            ReshardError: a rank failed; the same on every rank. Unless it failed to decode, every ``out`` is unchanged.
-        """
-        self._wait_for_part(timeout_seconds)
-        with self._finishing:
-            if not self._is_complete and self._interruption is None:
-                try:
-                    self._outcome, self._is_complete = self._confirm(self._complete), True
-                except BaseException as error:
-                    self._interruption = type(error).__name__
-                    raise
-        if self._outcome is not None:
-            raise self._outcome
-        return self._take_result()
-
-
 def exchange_reports(
     channel: Channel, report: Mapping[str, Any], purpose: str, timeout_seconds: float, kept: str = ""
 ) -> dict[int, Any]:
@@ -295,12 +328,29 @@ def exchange_reports(
         _, decision = channel.agree(request, _gather, timeout_seconds)
     except ReshardError as error:
         raise rebuild_error(type(error).__name__, f"{error}{what}") from error
-    for rank, found in sorted(decision.payloads.items()):
+    return _raise_failure(decision.payloads, kept)
+
+
+def _raise_failure(reports: dict[int, Any], kept: str) -> dict[int, Any]:
+    """Raise the error of the first rank that failed; returns the reports if none did."""
+    for rank, found in sorted(reports.items()):
         if found["failed"] is not None:
             name, text = found["failed"]
             prefix = "" if text.startswith("rank ") else f"rank {rank}: "
-            raise rebuild_error(name, f"{prefix}{text}{what}")
-    return decision.payloads
+            raise rebuild_error(name, f"{prefix}{text}{f'; {kept}' if kept else ''}")
+    return reports
+
+
+def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
+    """Raise ArgumentError if a codec of streams does not code the dtype of a tensor."""
+    for spec in specs:
+        if codec == "bf16-lossless" and spec.dtype != DTYPE:
+            what = f"tensor {spec.name!r}" if spec.name else "the tensor"
+            raise ArgumentError(f"{what}: {codec} codes {DTYPE}, not {spec.dtype}")
+
+
+def _gather_survivors(channel: Channel, requests: list[Request]) -> Decision:
+    return gather_reports(requests, channel.members, channel.rendezvous.find_dead())
 
 
 def _gather(requests: list[Request]) -> Decision:
