@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import xxhash
 
-from reshard.codecs import Codec, ErrorSums
+from reshard.codecs import Codec, ErrorSums, is_streamed
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
@@ -122,6 +123,8 @@ def reshard_local(
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
     compression: str | Codec | None = None,
+    base: Mapping[int, Array] | None = None,
+    out: Mapping[int, Array] | None = None,
     max_error: float | None = None,
 ) -> dict[int, Array]:
     """Reshard a tensor whose shards are all in this process.
@@ -134,7 +137,10 @@ def reshard_local(
         dst_dtype: dtype of the result. Default: the source's.
         strategy: ``"auto"`` (default), a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
         topology: hosts and links of the ranks.
-        compression: see :func:`reshard.make_plan`.
+        compression: see :func:`reshard.make_plan`; also ``"bf16-lossless"`` and ``"delta"``.
+        base, out: with ``compression="delta"``: the source shards of an earlier version, and the destination shards
+            that hold it, ``{rank: array}``. They are not changed. Unless digests find the same version in both, the
+            tensor is sent in full, with a warning.
         max_error: limit on the relative error of the codec, as in :func:`reshard.reshard`. If the error is larger, the
             codec is not used.
 
@@ -179,6 +185,14 @@ def reshard_local(
         dtype_on_wire = wire_dtype(dtype, dst_dtype)
     make = functools.partial(plan_tensors, strategy=strategy, topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
+    if compression != "delta" and (base is not None or out is not None):
+        raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
+    if is_streamed(compression):
+        _check_lossless(tensor, compression, dst_dtype, max_error)
+        _check_shards(tensor.src_shards, dtype, shards, None)
+        if isinstance(src, Mesh) and src_spec is None:
+            _check_replicas({rank: shards[rank] for rank in src.ranks})
+        return _move_streams(tensor, str(compression), shards, base or {}, out or {}, make)
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
@@ -193,6 +207,56 @@ def reshard_local(
             spec = plan.tensors[0]
     moved = execute_local(plan, [{rank: _cast(array, spec.plain.dtype) for rank, array in shards.items()}])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
+
+
+def _check_lossless(tensor: TensorSpec, compression: Any, dst_dtype: str | None, max_error: Any) -> None:
+    from reshard.api.options import check_compression  # imports torch
+    from reshard.api.streams.transfer import check_dtypes
+
+    check_compression(compression, max_error, "raw")
+    check_dtypes(compression, [tensor])
+    if dst_dtype not in (None, tensor.dtype):
+        raise ArgumentError(f"{compression} sends {tensor.dtype} bit for bit, and cannot make {dst_dtype} of it")
+
+
+def _move_streams(
+    tensor: TensorSpec,
+    codec: str,
+    shards: Mapping[int, Array],
+    base: Mapping[int, Array],
+    out: Mapping[int, Array],
+    make: Callable[[Sequence[TensorSpec]], Plan],
+) -> dict[int, Array]:
+    """Reshard by a lossless codec whose streams have no fixed size."""
+    from reshard.api.streams.local import LocalArrays, as_torch, move_streams  # imports torch
+
+    like = next(iter(shards.values()))
+    for what, given, side in (("base", base, tensor.src_shards), ("out", out, tensor.dst_shards)):
+        for rank, array in given.items():
+            found = tuple(array.shape), dtype_name(array.dtype)
+            needed = (side.local_shape(rank), tensor.dtype) if rank in side.layout.ranks else None
+            if found != needed:
+                raise ArgumentError(f"{what}: rank {rank} holds {found}, but its shard of this side is {needed}")
+    targets = {
+        rank: _copy_of(out[rank]) if rank in out else _new_on_cpu(like, tensor.dst_shards.local_shape(rank))
+        for rank in tensor.dst.ranks
+    }
+    converted = [{rank: as_torch(array) for rank, array in one.items()} for one in (shards, base, out, targets)]
+
+    def move(specs: Sequence[TensorSpec], streams: Sequence[Mapping[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+        return execute_local(make(specs), streams)
+
+    if math.prod(tensor.shape):
+        move_streams(tensor, codec, LocalArrays(*converted), move)
+    return targets if isinstance(like, np.ndarray) else {rank: one.to(like.device) for rank, one in targets.items()}
+
+
+def _new_on_cpu(like: Array, shape: tuple[int, ...]) -> Array:
+    return np.empty(shape, dtype=like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape, device="cpu")
+
+
+def _copy_of(array: Array) -> Array:
+    return array.copy() if isinstance(array, np.ndarray) else array.detach().cpu().contiguous().clone()
 
 
 def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:

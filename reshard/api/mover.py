@@ -14,6 +14,8 @@ from reshard.api.casts import finish_received, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
 from reshard.api.mover_arrays import MoverArrays
 from reshard.api.options import check_coding, check_device_type, check_verify
+from reshard.api.streams.repeated import RepeatedStreams, check_stream_codec
+from reshard.api.streams.transfer import Arrays
 from reshard.api.tensor_checks import check_no_aliasing, detach_source
 from reshard.api.transfers import Handle, QueuedTransfers, StreamedTransfers
 from reshard.coordination import (
@@ -58,6 +60,9 @@ class Mover:
         fault_tolerant: ranks that do not join in time are excluded from the group permanently.
         connection: on a GPU, Movers with the same number share a communicator and must start their transfers in the
             same order on every rank; Movers with different numbers use separate communicators. The same on all ranks.
+        compression: ``"delta"`` or ``"bf16-lossless"``, for a plan without codecs; see :func:`reshard.reshard`. Each
+            :meth:`start` then agrees on the sizes of the streams, and plans again if they no longer fit. Every rank
+            must call ``wait`` of each handle, in the same order. Codecs of blocks are part of a plan.
 
     Raises:
         PlanError: the plan does not deliver every element.
@@ -65,6 +70,8 @@ class Mover:
         ArgumentError: the plan names ranks outside the group.
         TransferTimeoutError: a rank did not join in time. RankLostError: with ``fault_tolerant``, ranks were lost.
     """
+
+    _streams: RepeatedStreams | None = None
 
     def __init__(
         self,
@@ -77,6 +84,7 @@ class Mover:
         both_ways: bool = False,
         fault_tolerant: bool = False,
         connection: int = 0,
+        compression: str | None = None,
     ) -> None:
         found = find_group(group)
         try:
@@ -94,9 +102,12 @@ class Mover:
             check_device_type(device)
             check_verify(verify, device)
             check_coding(plan, device)
+            if compression is not None:
+                check_stream_codec(compression, plan, device)
             ensure_checked(plan)
             arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
             arguments += [("verify", str(bool(verify))), ("connection", str(connection))]
+            arguments.append(("compression", str(compression)))
             program = build_program(plan, channel.group.rank)
             runner = make_runner(plan, program, device)
         except Exception as raised:  # the plan is wrong, or this rank cannot execute it
@@ -119,6 +130,14 @@ class Mover:
                 number = 2 * connection + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
                 transfers = StreamedTransfers(agreed, number, timeout_seconds, False)
             self._setup(agreed, transfers)
+        if compression is not None:
+            self._streams = RepeatedStreams(
+                channel, plan, compression, timeout_seconds, verify, functools.partial(self._open_inner, both_ways)
+            )
+
+    def _open_inner(self, both_ways: bool, plan: Plan) -> Mover:
+        with self._group.nesting():
+            return Mover(plan, self._group, timeout_seconds=self._transfers.timeout_seconds, both_ways=both_ways)
 
     @classmethod
     def agreed(cls, agreed: AgreedPlan, timeout_seconds: float, verify: bool) -> Mover:
@@ -143,17 +162,21 @@ class Mover:
         """Bytes allocated beyond the source and destination shards; at most the plan's ``staging_bytes``."""
         return self._transfers.allocated_bytes
 
-    def __call__(self, tensor: Any = None, *, out: Any = None, timeout_seconds: float | None = None) -> Any:
+    def __call__(
+        self, tensor: Any = None, *, out: Any = None, base: Any = None, timeout_seconds: float | None = None
+    ) -> Any:
         """Start a transfer and wait for its result; see :meth:`start` and :meth:`Handle.wait`."""
-        return self.start(tensor, out=out).wait(timeout_seconds)
+        return self.start(tensor, out=out, base=base).wait(timeout_seconds)
 
-    def start(self, tensor: Any = None, *, out: Any = None) -> Handle:
+    def start(self, tensor: Any = None, *, out: Any = None, base: Any = None) -> Handle:
         """Start a transfer.
 
         Args:
             tensor: this rank's source shard or DTensor, or ``{name: shard}`` for a plan of named tensors; None
                 outside the source. It must not change until the transfer has ended.
             out: where to write the destination shard: a tensor or DTensor, or ``{name: array}``. Default: allocated.
+            base: with ``compression="delta"``: this rank's source shard of the version that ``out`` of the destination
+                ranks holds, as for :func:`reshard.reshard`.
 
         Returns:
             A handle. Several transfers may be in progress; they finish in the order in which they were started.
@@ -166,11 +189,44 @@ class Mover:
         if self._closed:
             raise ArgumentError("this Mover is closed")
         with self._owner.starting(self._program.rank, self.fail):
-            return self._start(tensor, out)
+            if self._streams is not None:
+                return self._start_streams(self._streams, tensor, out, base)
+            return self._start(tensor, out, base)
 
-    def _start(self, tensor: Any, out: Any) -> Handle:
+    def _start_streams(self, streams: RepeatedStreams, tensor: Any, out: Any, base: Any) -> Handle:
+        names = [spec.name or "" for spec in self.plan.tensors]
+        given: list[Any] = []
+
+        def read() -> tuple[Arrays, Arrays, Arrays, Arrays]:
+            src = self._arrays.sources(self.plan.by_tensor(tensor))
+            bases = [one.to_local() if is_dtensor(one) else one for one in self.plan.by_tensor(base)]
+            given.extend(self.plan.by_tensor(out))
+            dst = self._arrays.targets(given)
+            outs = [None if one is None else array for one, array in zip(given, dst, strict=True)]
+            check_no_aliasing(src, dst, names)
+            by_name = [dict(zip(names, arrays, strict=True)) for arrays in (src, bases, outs, dst)]
+            return by_name[0], by_name[1], by_name[2], by_name[3]
+
+        def finish(targets: Mapping[str, Any]) -> Any:
+            return self._results(tensor, given, list(targets.values()))
+
+        return streams.start(read, finish)
+
+    def _results(self, tensor: Any, outs: Sequence[Any], dst: Sequence[Any]) -> Any:
+        """What a transfer returns: arrays, or the DTensors that the caller passed as ``out``."""
+        names = [spec.name for spec in self.plan.tensors]
+        results = [given if is_dtensor(given) else array for given, array in zip(outs, dst, strict=True)]
+        return (
+            dict(zip(names, results, strict=True))
+            if isinstance(tensor, Mapping) or names[0] is not None
+            else results[0]
+        )
+
+    def _start(self, tensor: Any, out: Any, base: Any) -> Handle:
         names = [spec.name for spec in self.plan.tensors]
         try:
+            if base is not None:
+                raise ArgumentError("base= is for a Mover with compression='delta'; this one has no compression")
             src = self._arrays.sources(self.plan.by_tensor(tensor))
             outs = self.plan.by_tensor(out)
             dst = self._arrays.targets(outs)
@@ -182,12 +238,10 @@ class Mover:
         except BaseException as error:  # such as KeyboardInterrupt; the other ranks have started this transfer
             self._channel.fail(self._generation, error)
             raise
-        named = isinstance(tensor, Mapping) or self.plan.tensors[0].name is not None
-        results = [given if is_dtensor(given) else array for given, array in zip(outs, dst, strict=True)]
 
         def finish() -> Any:
             finish_received(received, dst)
-            return dict(zip(names, results, strict=True)) if named else results[0]
+            return self._results(tensor, outs, dst)
 
         return self._transfers.start(src, received, finish)
 
@@ -210,6 +264,8 @@ class Mover:
         if not self._closed:
             self._closed = True
             self._transfers.close()
+            if self._streams is not None:
+                self._streams.close()
 
     def __enter__(self) -> Mover:
         return self

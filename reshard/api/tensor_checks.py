@@ -108,13 +108,35 @@ def mark_written(outs: Iterable[torch.Tensor | None]) -> None:
     torch.autograd.graph.increment_version([out for out in outs if out is not None and not out.is_inference()])
 
 
+def check_base(base: Any, source: torch.Tensor | None, what: str, rank: int) -> None:
+    """Raise ArgumentError unless the base of a delta has dtype, shape and device of the source shard.
+
+    Args:
+        what: name of the tensor in the error.
+    """
+    if source is None:
+        raise ArgumentError(
+            f"{what}: rank {rank} is not in the source layout and must pass base=None; the base of a destination is out"
+        )
+    check_movable(base, f"base of {what}", rank)
+    found, needed = ((dtype_name(one.dtype), list(one.shape), one.device.type) for one in (base, source))
+    if found != needed:
+        raise ArgumentError(
+            f"{what}: rank {rank} passes a base of {found[0]} {found[1]} on {found[2]}, but the source shard is "
+            f"{needed[0]} {needed[1]} on {needed[2]}"
+        )
+
+
 def check_no_aliasing(
-    src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], names: Sequence[str | None]
+    src: Sequence[torch.Tensor | None],
+    dst: Sequence[torch.Tensor | None],
+    names: Sequence[str | None],
+    role: str = "a source",
 ) -> None:
     """Raise ArgumentError if a destination overlaps a source, another destination or itself in memory.
 
     Args:
-        names: names of the tensors; None or "" for a single unnamed tensor.
+        names: names of the tensors; None or "" for a single unnamed tensor. role: what ``src`` is, for the error.
     """
     filled = [array for array in src if array is not None and array.numel()]
     src_storages = {array.untyped_storage().data_ptr() for array in filled}
@@ -125,10 +147,10 @@ def check_no_aliasing(
             continue
         what = f"out of {name!r}" if name else "out"
         if array.untyped_storage().data_ptr() in src_storages:
-            raise ArgumentError(f"{what} shares storage with a source; pass separate storage")
+            raise ArgumentError(f"{what} shares storage with {role}; pass separate storage")
         start, stop = _address_range(array)
         if any(start < last and first < stop for first, last in src_ranges):
-            raise ArgumentError(f"{what} shares memory with a source; pass separate memory")
+            raise ArgumentError(f"{what} shares memory with {role}; pass separate memory")
         if has_overlapping_elements(array):
             raise ArgumentError(f"{what} has overlapping elements: its strides are {array.stride()}")
         if array.is_conj() or array.is_neg():

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.options import check_compression, check_on_loss, check_verify
-from reshard.api.tensor_checks import check_movable, check_no_aliasing, detach_source, wait_for_collective
+from reshard.api.tensor_checks import check_base, check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.codecs import codec_name, is_streamed
 from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
@@ -101,9 +101,9 @@ def _check_local(
         tensors[item.name], one = _check_item(item, group.rank, options)
         checked.append(one)
         arguments.append((f"the destination dtype{f' of {one.name!r}' if one.name else ''}", str(one.dst_dtype)))
-    check_no_aliasing(
-        [item.tensor for item in checked], [item.out for item in checked], [item.name for item in checked]
-    )
+    outs, names = [item.out for item in checked], [item.name for item in checked]
+    check_no_aliasing([item.tensor for item in checked], outs, names)
+    check_no_aliasing([item.base for item in checked], outs, names, "a base, which the transfer must not change")
     checked = [replace(item, tensor=detach_source(item.tensor), base=detach_source(item.base)) for item in checked]
     for item in checked:
         if item.is_assumed_replicated and item.tensor is not None and len(item.src.ranks) > 1:
@@ -159,23 +159,8 @@ def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest,
         devices.append(item.out.device.type)
         _check_device(item.out.device.type, options)
     if item.base is not None:
-        _check_base(item.base, tensor, what, rank, options)
+        if options.compression != "delta":
+            raise ArgumentError(f"{what}: base= is for compression='delta', not {options.compression!r}")
+        check_base(item.base, tensor, what, rank)
     request = TensorRequest(shape, dtype, dst_dtype, item.src_dtensor is not None, local, out, devices)
     return request, replace(item, tensor=tensor, dst_dtype=dst_dtype)
-
-
-def _check_base(base: Any, tensor: Any, what: str, rank: int, options: Options) -> None:
-    """Raise ArgumentError unless the base of a delta is an earlier source shard."""
-    if options.compression != "delta":
-        raise ArgumentError(f"{what}: base= is for compression='delta', not {options.compression!r}")
-    if tensor is None:
-        raise ArgumentError(
-            f"{what}: rank {rank} is not in the source layout and must pass base=None; the base of a destination is out"
-        )
-    check_movable(base, f"base of {what}", rank)
-    found, needed = ((dtype_name(one.dtype), list(one.shape), one.device.type) for one in (base, tensor))
-    if found != needed:
-        raise ArgumentError(
-            f"{what}: rank {rank} passes a base of {found[0]} {found[1]} on {found[2]}, but the source shard is "
-            f"{needed[0]} {needed[1]} on {needed[2]}"
-        )

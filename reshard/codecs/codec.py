@@ -73,8 +73,9 @@ def parse_codec(name: Any) -> BlockCodec:
         return found
     if is_streamed(name):
         raise ArgumentError(
-            f"{name} makes streams whose sizes depend on the values, which only reshard and reshard_async send; here a "
-            f"codec with blocks of fixed size is needed: {', '.join(BLOCK_CODECS)}"
+            f"{name} makes streams whose sizes depend on the values, which only reshard, reshard_async, reshard_local, "
+            "a Mover and reshard.ray.reshard send; here a codec with blocks of fixed size is needed: "
+            f"{', '.join(BLOCK_CODECS)}"
         )
     raise ArgumentError(f"there is no codec {name!r}; codecs are {', '.join(BLOCK_CODECS + STREAM_CODECS)}")
 

@@ -34,6 +34,8 @@ def reshard(
     verify: bool = False,
     on_loss: str = "raise",
     compression: str | Codec | None = None,
+    base: Any = None,
+    out: Any = None,
     max_error: float | None = None,
     on_error: str = "raw",
 ) -> Any:
@@ -49,13 +51,16 @@ def reshard(
         topology: the network. Its ranks are those of ``src_mesh``, then those of ``dst_mesh`` if that is another mesh.
             If omitted, each Ray node is a host.
         strategy, staging_bytes, verify, compression, max_error, on_error: as for :func:`reshard.reshard`.
+        base, out: with ``compression="delta"``: an earlier version of the array on ``src_mesh``, and the same version
+            on ``dst_mesh``, which becomes the new version and is returned; or ``{name: array}``. If actors hold other
+            versions, they send the array in full, and warn.
         timeout_seconds: time limit of the rendezvous, and again of the transfer.
         on_loss: ``"raise"`` or ``"recover"``. With ``"recover"``, if actors die, the others complete the transfer among
             themselves. ``lost`` of the result then contains the ranks whose shards are missing. An actor that does not
             respond within the timeout counts as dead.
 
     Returns:
-        A new :class:`ShardedArray`, or ``{name: ...}``; the source is unchanged.
+        A new :class:`ShardedArray` or ``out``, or ``{name: ...}``; the source is unchanged.
 
     Raises:
         ReshardError: a rank raised it.
@@ -65,8 +70,6 @@ def reshard(
     timeout_seconds = check_timeout(timeout_seconds)
     if on_loss not in ("raise", "recover"):
         raise ArgumentError(f"on_loss is {on_loss!r}; it must be 'raise' or 'recover'")
-    if compression == "delta":
-        raise ArgumentError("compression='delta' needs the shards of an earlier version, which actors do not keep")
     fault_tolerant = on_loss == "recover"
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     _check_arrays(arrays, src_mesh, dst_mesh)
@@ -77,6 +80,16 @@ def reshard(
         name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), one.shape, dtypes[name] or one.dtype)
         for name, one in arrays.items()
     }
+    bases = _by_name(base, arrays, "base")
+    outs = _by_name(out, arrays, "out")
+    if compression != "delta" and any(one is not None for one in (*bases.values(), *outs.values())):
+        raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
+    for name, one in arrays.items():
+        _check_version(bases[name], "base", name, one, src_mesh)
+        _check_version(outs[name], "out", name, results[name], dst_mesh)
+        if outs[name] is not None and outs[name].key in (one.key, getattr(bases[name], "key", None)):
+            raise ArgumentError(f"out{f' of {name!r}' if name else ''} is the source or its base; it would change them")
+    results = {name: one if outs[name] is None else outs[name] for name, one in results.items()}
     rank_in_group = {rank: rank + first for rank in dst_mesh.mesh.ranks}
     specs_by_name = {
         name: (one.layout, results[name].layout.with_ranks(rank_in_group), one.shape, one.dtype, dtypes[name])
@@ -94,7 +107,7 @@ def reshard(
         "on_error": on_error,
     }
     with order_lock:
-        pending = _start_moves(arrays, results, src_mesh, dst_mesh, (specs_by_name, options))
+        pending = _start_moves(arrays, results, src_mesh, dst_mesh, (specs_by_name, options, bases, outs))
     pending.take((6 if fault_tolerant else 2) * timeout_seconds + GRACE_SECONDS)
     for one in results.values():
         one.lost = frozenset(dst_mesh.dead)
@@ -106,9 +119,14 @@ def _start_moves(
     results: Mapping[Any, ShardedArray],
     src_mesh: ActorMesh,
     dst_mesh: ActorMesh,
-    arguments: tuple[Mapping[Any, Any], Mapping[str, Any]],
+    arguments: tuple[Mapping[Any, Any], Mapping[str, Any], Mapping[Any, Any], Mapping[Any, Any]],
 ) -> PendingCalls:
-    """Tell all actors to move their shards. ``arguments`` are the layouts by name and the options of the transfer."""
+    """Tell all actors to move their shards.
+
+    Args:
+        arguments: the layouts by name, the options of the transfer, and earlier versions of the arrays on both sides.
+    """
+    specs, options, bases, outs = arguments
     meshes = [src_mesh] if dst_mesh is src_mesh else [src_mesh, dst_mesh]
     key = join_meshes(meshes)
     calls: list[ActorCall] = []
@@ -117,8 +135,31 @@ def _start_moves(
             name: (one.key if mesh is src_mesh else None, results[name].key if mesh is dst_mesh else None)
             for name, one in arrays.items()
         }
-        calls += [(mesh, rank, "move", (key, keys, *arguments)) for rank in mesh.mesh.ranks]
-    return PendingCalls(calls, meshes, key, arguments[1]["on_loss"] == "recover")
+        held = {
+            name: tuple(
+                None if one is None or mesh is not side else one.key
+                for one, side in ((bases[name], src_mesh), (outs[name], dst_mesh))
+            )
+            for name in arrays
+        }
+        calls += [(mesh, rank, "move", (key, keys, specs, options, held)) for rank in mesh.mesh.ranks]
+    return PendingCalls(calls, meshes, key, options["on_loss"] == "recover")
+
+
+def _check_version(given: Any, what: str, name: Any, like: ShardedArray, mesh: ActorMesh) -> None:
+    """Raise ArgumentError unless an earlier version has the layout, shape and dtype of an array."""
+    what = f"{what} of {name!r}" if name is not None else what
+    if given is None:
+        return
+    if not isinstance(given, ShardedArray):
+        raise ArgumentError(f"{what} is {type(given).__name__}, not a ShardedArray")
+    if given.mesh is not mesh:
+        raise ArgumentError(f"{what} is on {given.mesh}, not on {mesh}")
+    found, needed = ((str(one.layout), list(one.shape), one.dtype) for one in (given, like))
+    if found != needed:
+        raise ArgumentError(
+            f"{what} is {found[2]} {found[1]} in layout {found[0]}; it must be {needed[2]} {needed[1]} in {needed[0]}"
+        )
 
 
 def _check_arrays(arrays: Mapping[Any, Any], src_mesh: Any, dst_mesh: Any) -> None:

@@ -110,7 +110,7 @@ def _deltas(rank):
         with pytest.raises(error, match=text):
             call()
     assert _holds(rank, out, 4)
-    with pytest.raises(ArgumentError, match=r"delta makes streams .* here a codec with blocks of fixed size is needed"):
+    with pytest.raises(ArgumentError, match=r"delta makes streams .* pass compression='delta' to the Mover"):
         reshard.make_plan(SRC, DST, SHAPES, "float32", compression="delta")
 
 
@@ -157,6 +157,77 @@ def test_after_a_failure_every_rank_holds_the_earlier_version_and_the_error_name
         assert len(set(texts)) == 1 and "from ranks 0-1 arrived at rank 4" in texts[0], texts
     else:
         assert "rank 2" in texts[0], texts
+
+
+def _repeat(rank):
+    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in _shards(DST, rank, 0).items()}
+    plan = reshard.make_plan(SRC, DST, SHAPES, {name: str(dtype)[6:] for name, dtype in DTYPES.items()})
+    with pytest.raises(ArgumentError, match=r"compression of a Mover is 'int8x128'; it must be one of .* to make_plan"):
+        reshard.Mover(plan, compression="int8x128")
+    with pytest.raises(DisagreementError, match="compression"):
+        reshard.Mover(plan, compression=None if rank == 2 else "delta")
+    with reshard.Mover(plan, compression="delta", timeout_seconds=20, verify=True) as mover:
+        handle = mover.start(_shards(SRC, rank, 1), out=out)
+        handle.wait()
+        assert handle.report.because == "ranks 0-3 pass no base" and _holds(rank, out, 1)
+        for number in (2, 3, 4):
+            handle = mover.start(_shards(SRC, rank, number), base=_shards(SRC, rank, number - 1), out=out)
+            result = handle.wait()
+            assert out is None or all(result[name] is out[name] for name in out)
+            assert handle.report.because == "" and _holds(rank, out, number)
+            assert handle.report.stream_bytes < handle.report.plain_bytes / 5
+            if number == 3:  # wrong arrays of one rank are an error of all, and the next transfer works
+                wrong = _shards(SRC, rank, 4)
+                if rank == 1:
+                    del wrong["odd"]
+                with pytest.raises(ArgumentError, match="rank 1: the dict of tensors"):
+                    mover.start(wrong, base=_shards(SRC, rank, 3), out=out)
+    with (
+        reshard.Mover(plan) as raw,
+        pytest.raises(ArgumentError, match="base= is for a Mover with compression='delta'"),
+    ):
+        raw(_shards(SRC, rank, 1), base=_shards(SRC, rank, 1))
+    base = None if rank >= 4 else _shards(SRC, rank, 4)
+    if rank == 3:  # its base of "scale" is what it receives
+        base["scale"] = out["scale"]
+    with pytest.raises(ArgumentError, match=r"out of 'scale' shares storage with a base, which .* must not change"):
+        _move(rank, 5, base, out)
+    assert _holds(rank, out, 4)
+
+
+def test_a_mover_repeats_differences_and_a_base_is_never_overwritten():
+    run_processes(_repeat, 5)
+
+
+@pytest.mark.parametrize("kind", ["torch", "numpy"])
+def test_streams_move_inside_one_process(kind):
+    dtypes = {"w": torch.bfloat16, "scale": torch.float32, "odd": torch.float16}
+    for name, shape in SHAPES.items():
+        wholes = [_version(number)[name] for number in (1, 2)]
+        if kind == "numpy":  # NumPy has no bf16
+            wholes = [whole.float() if dtypes[name] == torch.bfloat16 else whole for whole in wholes]
+
+        def cut(layout, whole):
+            cuts = {rank: take_shard(layout, rank, whole) for rank in layout.ranks}
+            return {rank: one.numpy() if kind == "numpy" else one for rank, one in cuts.items()}
+
+        (base, shards), (out, wanted) = ([cut(side[name], whole) for whole in wholes] for side in (SRC, DST))
+        moved = reshard.reshard_local(
+            shards, SRC[name], DST[name], shape=shape, compression="delta", base=base, out=out
+        )
+        assert all((moved[rank] == wanted[rank]).all() and (out[rank] != wanted[rank]).any() for rank in wanted)
+        out[3].reshape(-1)[0] += 1
+        with pytest.warns(UserWarning, match="in full: rank 3 holds another base than rank 0"):
+            moved = reshard.reshard_local(
+                shards, SRC[name], DST[name], shape=shape, compression="delta", base=base, out=out
+            )
+        assert all((moved[rank] == wanted[rank]).all() for rank in wanted)
+        if moved[3].dtype == torch.bfloat16:
+            exact = reshard.reshard_local(shards, SRC[name], DST[name], shape=shape, compression="bf16-lossless")
+            assert all(same_bytes(exact[rank], wanted[rank]) for rank in wanted)
+            shards[1][0, 0] += 1
+            with pytest.raises(DisagreementError, match="ranks 0 and 1 hold the same regions"):
+                reshard.reshard_local(shards, SRC[name], DST[name], shape=shape, compression="bf16-lossless")
 
 
 #: Ranks 0 and 1 hold one half of "w", ranks 2 and 3 the other half.
@@ -258,9 +329,7 @@ def _lossless(rank):
     assert handle.report.stream_bytes < handle.report.plain_bytes / 1.38 and handle.report.because == ""
     with pytest.raises(ArgumentError, match=r"^the tensor: bf16-lossless codes bfloat16, not float32$"):
         reshard.reshard(take_shard(src, rank, whole.float()), src, dst, **{**options, "dtype": "float32"})
-    with pytest.raises(
-        ArgumentError, match=r"bf16-lossless makes streams .* which only reshard and reshard_async send"
-    ):
+    with pytest.raises(ArgumentError, match=r"bf16-lossless makes streams .* which a plan does not know"):
         reshard.make_plan(src, dst, whole.shape, "bfloat16", compression="bf16-lossless")
     empty = reshard.reshard(take_shard(src, rank, whole[:0]), src, dst, **{**options, "shape": (0, 640)})
     assert empty is None or empty.numel() == 0

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from microbench.emulation import namespaces
+from reshard import ArgumentError
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
 
@@ -110,6 +111,15 @@ def _wrong_calls():
         wide = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
         coded = actors.reshard(left.put(wide, "S0"), left, right, dst_spec="R S0", compression="int8x128").gather()
         assert 0.005 < np.linalg.norm(coded.numpy() - wide) / np.linalg.norm(wide) < 0.01
+        old, new = left.put(wide, "S0"), left.put(wide + (wide > 2), "S0")
+        out = actors.reshard(old, left, right, dst_spec="R S0", compression="delta")  # there is no base: in full
+        assert np.array_equal(out.gather().numpy(), wide)
+        changed = {"dst_spec": "R S0", "compression": "delta", "base": old, "out": out}
+        assert actors.reshard(new, left, right, **changed) is out
+        assert np.array_equal(out.gather().numpy(), wide + (wide > 2))
+        for wrong in ({"out": old}, {"base": out}, {"out": left.put(wide)}, {"compression": None}):
+            with pytest.raises(ArgumentError, match=r"out is on|base is on|base= and out= are for"):
+                actors.reshard(new, left, right, **(changed | wrong))
         right.close()
         note(lambda: actors.reshard(held, left, right))
         there = left.make((4, 4), "float64", "S0", _part_of_read_only_array)

@@ -1,0 +1,99 @@
+"""Streams with the shards of all ranks in one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.api.streams.encoding import EncodedStream, decode_stream, digest_regions, encode_stream
+from reshard.api.streams.regions import Stream, find_streams
+from reshard.errors import DisagreementError
+from reshard.formatting import describe_ranks
+from reshard.sharding import Layout, Mesh, TensorSpec
+
+Arrays = Mapping[int, torch.Tensor]
+#: Moves streams between ranks: from tensors of a plan, and ``{rank: bytes}`` of each, to the same of the receivers.
+Move = Callable[[Sequence[TensorSpec], Sequence[Mapping[int, np.ndarray]]], list[dict[int, np.ndarray]]]
+
+
+class LocalArrays(NamedTuple):
+    """The shards of all ranks as contiguous CPU tensors, by rank.
+
+    Attributes:
+        shards, base: source shards of the new and of an earlier version; ``base`` may be empty. out: destination shards
+            that hold the earlier version; may be empty. targets: destination shards to write, which equal ``out``.
+    """
+
+    shards: Arrays
+    base: Arrays
+    out: Arrays
+    targets: Arrays
+
+
+def move_streams(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move) -> None:
+    """Encode the shards of all source ranks, move the streams, and decode them into the destination shards.
+
+    Args:
+        spec: the tensor. move: moves the streams.
+
+    Raises:
+        DisagreementError: replicas of the source differ. Nothing was written.
+    """
+    shards, base, out, targets = arrays
+    of_rank = {rank: find_streams([spec], rank) for rank in {*spec.src.ranks, *spec.dst.ranks}}
+    streams = next(iter(of_rank.values()))
+    because = _why_full(of_rank, streams, base, out) if codec == "delta" else "it has no base"
+    if because and base:
+        warnings.warn(f"compression='delta' sends the tensor in full: {because}", stacklevel=4)
+    encoded: dict[str, dict[int, EncodedStream]] = {}
+    for name, stream in streams.items():
+        for rank in stream.holders:
+            old = None if because else {"": base[rank]}
+            made = encode_stream(of_rank[rank][name], {"": shards[rank]}, old, codec)
+            first = encoded.setdefault(name, {}).setdefault(stream.holders[0], made)
+            if made.digest != first.digest:
+                raise DisagreementError(
+                    f"ranks {stream.holders[0]} and {rank} hold the same regions, but other values in them"
+                )
+            encoded[name][rank] = made
+    specs = [
+        TensorSpec((len(made.buffer),), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
+        for (name, stream), made in zip(
+            streams.items(), (next(iter(one.values())) for one in encoded.values()), strict=True
+        )
+    ]
+    moved = move(specs, [{rank: made.buffer for rank, made in one.items()} for one in encoded.values()])
+    for name, arrived in zip(streams, moved, strict=True):
+        for rank, data in arrived.items():
+            decode_stream(of_rank[rank][name], data, {"": targets[rank]}, with_digest=False)
+
+
+def _why_full(
+    of_rank: Mapping[int, Mapping[str, Stream]], streams: Mapping[str, Stream], base: Arrays, out: Arrays
+) -> str:
+    """Why the tensor must be sent in full; "" if all ranks hold the same earlier version."""
+    for what, given, side in (("base", base, "holders"), ("out", out, "receivers")):
+        lacking = sorted({rank for one in streams.values() for rank in getattr(one, side) if rank not in given})
+        if lacking:
+            return f"{describe_ranks(lacking)} pass{'es' * (len(lacking) == 1)} no {what}"
+    for name, stream in streams.items():
+        digests = {rank: digest_regions(of_rank[rank][name], {"": base[rank]}, "src") for rank in stream.holders}
+        first = stream.holders[0]
+        received = {rank: digest_regions(of_rank[rank][name], {"": out[rank]}, "dst") for rank in stream.receivers}
+        for rank, digest in [*digests.items(), *received.items()]:
+            if digest != digests[first]:
+                return f"rank {rank} holds another base than rank {first}"
+    return ""
+
+
+def as_torch(array: Any) -> torch.Tensor:
+    """A contiguous array of NumPy or torch as a tensor whose elements have the same bytes."""
+    if not isinstance(array, np.ndarray):
+        return array.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    whole = np.ascontiguousarray(array).reshape(array.shape)  # NumPy makes 0-d arrays 1-d
+    kind = {1: "u1", 2: "i2", 4: "i4", 8: "i8"}.get(whole.itemsize, "c16")
+    return torch.from_numpy(whole.view(kind))

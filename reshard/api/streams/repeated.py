@@ -1,0 +1,146 @@
+"""The transfers of a Mover whose tensors travel as streams: the ranks agree on the sizes of the streams before each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from reshard.api.streams.handle import StreamedHandle
+from reshard.api.streams.transfer import Arrays, CallArrays, StreamTransfer, check_dtypes
+from reshard.api.tensor_checks import check_base, check_no_aliasing, detach_source
+from reshard.api.transfers import Handle
+from reshard.codecs import STREAM_CODECS
+from reshard.coordination import Channel
+from reshard.errors import ArgumentError, ReshardError
+from reshard.plan import Plan
+from reshard.planner import plan_tensors
+
+#: The buffers of the streams are at most this many times as large as the streams, else a new plan is made.
+MAX_SLACK = 1.5
+#: A plan has buffers larger than the streams by this fraction and bytes, so that similar streams fit it, too.
+SPARE_FRACTION, SPARE_BYTES = 1 / 16, 64
+
+
+class InnerMover(Protocol):
+    """What the streams need of the Mover that moves them."""
+
+    def start_checked(self, src: Any, dst: Any, finish: Callable[[], Any]) -> Handle:
+        """See :meth:`reshard.Mover.start_checked`."""
+
+    def close(self) -> None:
+        """See :meth:`reshard.Mover.close`."""
+
+
+class RepeatedStreams:
+    """One rank's part of the transfers of a plan, whose tensors travel as streams.
+
+    Args:
+        channel: of the ranks of the plan. plan: of the tensors as they are. codec: ``"delta"`` or ``"bf16-lossless"``.
+        open_mover: makes a Mover for a plan of streams; all ranks call it together.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        plan: Plan,
+        codec: str,
+        timeout_seconds: float,
+        verify: bool,
+        open_mover: Callable[[Plan], InnerMover],
+    ) -> None:
+        self._channel, self._plan, self._codec = channel, plan, codec
+        self._timeout_seconds, self._verify, self._open_mover = timeout_seconds, verify, open_mover
+        self._inner: InnerMover | None = None
+        self._capacities: Mapping[str, int] = {}
+
+    def start(
+        self, read: Callable[[], tuple[Arrays, Arrays, Arrays, Arrays]], finish: Callable[[Arrays], Any]
+    ) -> StreamedHandle:
+        """Agree on the streams, and start to move them.
+
+        Args:
+            read: returns sources, bases, outs that the caller passed, and arrays to write, by name; it raises if they
+                are wrong. finish: returns the result, from the arrays to write.
+
+        Raises:
+            ReshardError: the arrays of a rank are wrong; the same on all ranks. No data has moved.
+        """
+        failure: Exception | None = None
+        sources: Arrays = {}
+        bases, outs, targets = sources, sources, sources
+        try:
+            sources, bases, outs, targets = read()
+            self._check_bases(bases, sources, targets)
+        except Exception as error:
+            failure = error
+        detached = [{name: detach_source(array) for name, array in one.items()} for one in (sources, bases)]
+        transfer = StreamTransfer(
+            self._channel,
+            self._codec,
+            self._plan.tensors,
+            CallArrays(detached[0], detached[1], outs),
+            self._timeout_seconds,
+            "of a Mover",
+            verify=self._verify,
+        )
+        report = transfer.offer(failure)
+        inner = self._find_inner(transfer)
+        sent, received = transfer.arrays(self._capacities)
+        started = inner.start_checked(sent, received, lambda: None)
+
+        def complete(error: ReshardError | None) -> None:
+            try:
+                transfer.complete(error, received, targets)
+            except ReshardError:
+                self.close()  # its connections may be broken
+                raise
+
+        return StreamedHandle(started, report, complete, lambda: finish(targets))
+
+    def close(self) -> None:
+        """Close the Mover of the streams, after the transfers in progress."""
+        if self._inner is not None:
+            self._inner.close()
+        self._inner = None
+
+    def _check_bases(self, bases: Arrays, sources: Arrays, targets: Arrays) -> None:
+        names = [spec.name or "" for spec in self._plan.tensors]
+        for name in names:
+            what = f"tensor {name!r}" if name else "the tensor"
+            if bases[name] is not None and self._codec != "delta":
+                raise ArgumentError(f"{what}: base= is for compression='delta', not {self._codec!r}")
+            if bases[name] is not None:
+                check_base(bases[name], sources[name], what, self._channel.group.rank)
+        role = "a base, which the transfer must not change"
+        check_no_aliasing([bases[name] for name in names], [targets[name] for name in names], names, role)
+
+    def _find_inner(self, transfer: StreamTransfer) -> InnerMover:
+        """A Mover whose buffers hold the streams. It is kept while they are not much larger than needed."""
+        sizes, held = transfer.sizes, self._capacities
+        fits = all(size <= held.get(name, 0) for name, size in sizes.items())
+        if self._inner is None or not fits or MAX_SLACK * sum(sizes.values()) < sum(held.values()):
+            self.close()
+            self._capacities = {name: size + int(size * SPARE_FRACTION) + SPARE_BYTES for name, size in sizes.items()}
+            self._inner = self._open_mover(
+                plan_tensors(
+                    transfer.specs(self._capacities),
+                    topology=self._plan.topology,
+                    staging_bytes=self._plan.staging_bytes,
+                )
+            )
+        return self._inner
+
+
+def check_stream_codec(codec: Any, plan: Plan, device: Any) -> None:
+    """Raise ArgumentError unless a Mover of this plan can send its tensors as streams of this codec."""
+    if device != "cpu":
+        raise ArgumentError(f"codec {codec} codes CPU tensors only; these are on {device}")
+    if codec not in STREAM_CODECS:
+        raise ArgumentError(
+            f"compression of a Mover is {codec!r}; it must be one of {', '.join(map(repr, STREAM_CODECS))}: pass other "
+            "codecs to make_plan"
+        )
+    for spec in plan.tensors:
+        if spec.codec is not None:
+            raise ArgumentError(f"the plan has tensors of codec {spec.dtype}, which {codec} cannot code again")
+    check_dtypes(codec, plan.tensors)
