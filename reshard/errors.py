@@ -14,7 +14,7 @@
     ├── ResourceError        a rank has too few file descriptors for its connections
     ├── RemoteError          another rank failed; the text names the rank and its error
     │   └── RankLostError    ranks were lost in a fault-tolerant transfer; may offer a recovery plan
-    ├── CompressionError     a codec changes the tensors more than ``max_error`` allows; only with ``on_error="raise"``
+    ├── CompressionError     a codec changes the tensors more than ``max_error`` allows, or your codec raised an error
     ├── TransferTimeoutError ranks did not agree, or a transfer did not finish, within ``timeout_seconds``
     └── VerificationError    a shard differs from its source; only with ``verify=True``
 
@@ -109,7 +109,10 @@ class RankLostError(RemoteError):
 
 
 class CompressionError(ReshardError, RuntimeError):
-    """A codec changes tensors by more than the ``max_error`` of the call. No data has moved."""
+    """A codec changes tensors by more than the ``max_error`` of the call, and no data has moved.
+
+    Or a codec that the caller implements raised an error; the text names the codec and the error.
+    """
 
 
 class TransferTimeoutError(ReshardError, TimeoutError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +12,7 @@ import numpy as np
 
 from reshard.codecs.elements import ElementCodec, ErrorSums
 from reshard.codecs.raw_bytes import flat_bytes, format_of, num_columns, write_into
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, CompressionError
 
 #: Limit on the values and on the bytes of an element.
 MAX_ELEMENT = 2**20
@@ -65,7 +67,8 @@ class CustomCodec(ElementCodec):
         coded = self._encode(blocks.copy(), source, out, num_row_dims)  # the codec may overwrite its values
         decoded = np.zeros_like(blocks)
         if len(blocks):
-            self.implementation.decode(_read_only(coded), decoded)
+            with self._named("decode"):
+                self.implementation.decode(_read_only(coded), decoded)
         errors = decoded.astype(np.float64) - blocks
         finite = np.isfinite(errors).all(axis=1)
         return ErrorSums(float((errors[finite] ** 2).sum()), float((blocks[finite].astype(np.float64) ** 2).sum()))
@@ -79,7 +82,8 @@ class CustomCodec(ElementCodec):
         if not len(blocks):
             return
         # Relays forward the data while it is decoded.
-        self.implementation.decode(_read_only(flat_bytes(data).reshape(len(blocks), -1)), blocks)
+        with self._named("decode"):
+            self.implementation.decode(_read_only(flat_bytes(data).reshape(len(blocks), -1)), blocks)
         per_row = -(-columns // self.values) * self.values
         decoded = np.ascontiguousarray(blocks.reshape(-1, per_row)[:, :columns]).reshape(target.shape)
         if isinstance(target, np.ndarray):
@@ -94,8 +98,17 @@ class CustomCodec(ElementCodec):
         self.check_size(out, source, num_row_dims)
         coded = flat_bytes(out).reshape(len(blocks), self.element_bytes)
         if len(blocks):
-            self.implementation.encode(blocks, coded)
+            with self._named("encode"):
+                self.implementation.encode(blocks, coded)
         return coded
+
+    @contextlib.contextmanager
+    def _named(self, method: str) -> Iterator[None]:
+        """Name the codec in the errors of its methods."""
+        try:
+            yield
+        except Exception as error:
+            raise CompressionError(f"codec {self.label}: {method} raised {type(error).__name__}: {error}") from error
 
     def _blocks(self, source: Any, num_row_dims: int | None) -> np.ndarray:
         """The values as fp32, one element a row, padded by zeros."""

@@ -57,13 +57,24 @@ def _wait_for(work: Any, received: torch.Tensor) -> Wait:
     return wait
 
 
-def reduce_scatter(rows: torch.Tensor, group: dist.ProcessGroup, codec: BlockCodec | None) -> torch.Tensor:
+def reduce_scatter(
+    rows: torch.Tensor, group: dist.ProcessGroup, codec: BlockCodec | None, errors: torch.Tensor | None = None
+) -> torch.Tensor:
     """Add the rows that all members have for this member, in the order of members.
 
     Its own contribution is not coded.
+
+    Args:
+        errors: of the shape of ``rows``; receives what coding took away from them.
     """
     me = dist.get_rank(group)
-    received = exchange(encode_rows(rows, codec), group)()
+    sent = encode_rows(rows, codec)
+    wait = exchange(sent, group)
+    if errors is not None:
+        decode_rows(sent, errors, codec)
+        torch.sub(rows, errors, out=errors)
+        errors[me] = 0
+    received = wait()
     total = torch.zeros_like(rows[0])
     for member in range(len(rows)):
         if member == me:

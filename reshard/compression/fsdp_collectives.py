@@ -11,6 +11,7 @@ gathered parameters are equal on all ranks. The sharded parameters that the opti
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,9 +65,27 @@ class CodedReduceScatter(_Coded, ReduceScatter):
 
     Ranks add in fp32, in rank order.
 
+    Args:
+        feedback: add the errors of this rank's codings to its next gradients. Each FSDP module needs an object of its
+            own then, since the errors belong to its parameters.
+
     Raises:
-        ArgumentError: there is no such codec; when called: tensors that it does not code, or not a sum or an average.
+        ArgumentError: there is no such codec; when called: tensors that it does not code, not a sum or an average, or
+            gradients of another size than before with ``feedback``.
     """
+
+    def __init__(self, codec: str, *, feedback: bool = False) -> None:
+        super().__init__(codec)
+        self._feedback = feedback
+        self._errors: torch.Tensor | None = None
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A copy of this rank's coding errors, flat fp32; empty before the first call and without ``feedback``."""
+        return {} if self._errors is None else {"errors": self._errors.reshape(-1).clone()}
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Restore what :meth:`state_dict` returned on this rank."""
+        self._errors = state["errors"].clone() if self._feedback and "errors" in state else None
 
     def __call__(
         self,
@@ -81,5 +100,17 @@ class CodedReduceScatter(_Coded, ReduceScatter):
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise ArgumentError(f"a coded reduce-scatter computes sums and averages, not {op}")
         world = dist.get_world_size(group)
-        total = reduce_scatter(input_tensor.view(world, -1).float(), group, self.codec)
+        rows, errors = input_tensor.view(world, -1).float(), None
+        if self._feedback:
+            errors = torch.empty_like(rows)
+            if self._errors is not None:
+                if self._errors.numel() != rows.numel():
+                    raise ArgumentError(
+                        f"a CodedReduceScatter with feedback has errors of {self._errors.numel()} values, but gets "
+                        f"{rows.numel()}: give each FSDP module one of its own"
+                    )
+                rows = rows + self._errors.view(rows.shape)
+        total = reduce_scatter(rows, group, self.codec, errors)
+        if errors is not None:  # those of blocks with NaN or infinity would spoil all later gradients
+            self._errors = torch.nan_to_num(errors, nan=0.0, posinf=0.0, neginf=0.0)
         output_tensor.copy_((total / world if op == dist.ReduceOp.AVG else total).view(output_tensor.shape))

@@ -14,6 +14,8 @@ Codecs = str | tuple[str | None, str | None] | None
 #: Names of the dimensions.
 DIMENSIONS = ("dp", "pp", "tp", "zero", "optimizer")
 _PAIRS = ("pp", "zero")
+#: Dimensions that sum gradients.
+_SUMMED = ("dp", "zero")
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,13 @@ class Policy:
         optimizer: of moves of optimizer state by :func:`reshard.parallel.relayout`; also ``"bf16-lossless"``, for state
             that is bf16.
         force_pp: code all edges between stages, whatever the simulation says.
-        feedback: ``("dp",)``: each replica adds the errors of its codings to its next gradients. At 4 bits and more,
-            training with Adam does not need it.
+        feedback: ``("dp",)``, ``("zero",)`` or both: each rank adds the errors of its codings to its next gradients, in
+            sums over replicas or in FSDP2's reduce-scatters. At 4 bits and more, training with Adam does not need it.
         raw_steps: number of first steps whose sums of gradients (``dp``) are not coded.
 
     Raises:
-        ArgumentError: there is no such codec, ``force_pp`` without ``pp``, or ``feedback`` or ``raw_steps`` without
-            ``dp``.
+        ArgumentError: there is no such codec, ``force_pp`` without ``pp``, ``feedback`` for a dimension whose gradients
+            are not summed or have no codec, or ``raw_steps`` without ``dp``.
     """
 
     dp: str | None = None
@@ -64,14 +66,24 @@ class Policy:
         self._check_sums()
 
     def _check_sums(self) -> None:
-        if not isinstance(self.feedback, (tuple, list)) or any(name != "dp" for name in self.feedback):
+        if not isinstance(self.feedback, (tuple, list)):
+            raise ArgumentError(f"feedback is {self.feedback!r}; it must be a tuple of {', '.join(map(repr, _SUMMED))}")
+        for name in self.feedback:
+            if name not in _SUMMED:
+                raise ArgumentError(
+                    f"feedback has {name!r}; it may have {' and '.join(map(repr, _SUMMED))} only: an error is added to "
+                    "the next value of the same gradient, and only sums of gradients send one in each step"
+                )
+        if len(set(self.feedback)) < len(self.feedback):
+            raise ArgumentError(f"feedback is {self.feedback!r}; it may name each dimension once")
+        object.__setattr__(self, "feedback", tuple(name for name in _SUMMED if name in self.feedback))
+        if "zero" in self.feedback and self.pair("zero")[1] is None:
             raise ArgumentError(
-                f"feedback is {self.feedback!r}; it must be () or ('dp',): only sums of gradients have error feedback"
+                f"feedback={self.feedback} needs a codec for the reduce-scatters of zero=, which is {self.zero!r}"
             )
-        object.__setattr__(self, "feedback", tuple(self.feedback))
         if isinstance(self.raw_steps, bool) or not isinstance(self.raw_steps, int) or self.raw_steps < 0:
             raise ArgumentError(f"raw_steps is {self.raw_steps!r}; it must be a number of steps, at least 0")
-        if self.dp is None and (self.feedback or self.raw_steps):
+        if self.dp is None and ("dp" in self.feedback or self.raw_steps):
             raise ArgumentError(
                 f"feedback={self.feedback} and raw_steps={self.raw_steps} are of sums of gradients, and need dp="
             )
@@ -106,7 +118,9 @@ class Policy:
             f"{name}={'/'.join(each or 'raw' for each in self.pair(name)) if name in _PAIRS else getattr(self, name)}"
             for name in self.dimensions
         ]
-        parts += ["force-pp"] * self.force_pp + ["feedback"] * bool(self.feedback)
+        parts += ["force-pp"] * self.force_pp
+        if self.feedback:
+            parts.append("feedback" if self.feedback == ("dp",) else f"feedback={'/'.join(self.feedback)}")
         return ",".join([*parts, *([f"raw-steps={self.raw_steps}"] if self.raw_steps else [])])
 
 
@@ -114,7 +128,8 @@ def parse_policy(text: str) -> Policy:
     """A policy from text, such as ``"dp=int4x128-bf16,pp=int8x128/raw"``; the inverse of ``str(policy)``.
 
     Two codecs of ``pp`` or ``zero`` are joined by a slash; ``raw`` is no codec. ``force-pp`` codes all edges,
-    ``feedback`` adds coding errors to the next gradients, ``raw-steps=100`` leaves the sums of 100 steps raw.
+    ``feedback``, or ``feedback=dp/zero``, adds coding errors to the next gradients, ``raw-steps=100`` leaves the sums
+    of 100 steps raw.
 
     Raises:
         ArgumentError: the text names an unknown dimension or codec, or a dimension twice.
@@ -126,8 +141,8 @@ def parse_policy(text: str) -> Policy:
         if part == "force-pp":
             options["force_pp"] = True
             continue
-        if part == "feedback":
-            options["feedback"] = ("dp",)
+        if name == "feedback" and (value or not equals) and "feedback" not in options:
+            options["feedback"] = tuple(value.split("/")) if equals else ("dp",)
             continue
         if name == "raw-steps" and value.isdecimal() and "raw_steps" not in options:
             options["raw_steps"] = int(value)

@@ -98,10 +98,14 @@ class StageSums:
 
     Args:
         sums: by stage; None where the gradients of a stage are not coded.
+        scatters: see :func:`find_scatters`.
     """
 
-    def __init__(self, sums: Mapping[int, CodedSums | None]) -> None:
+    def __init__(
+        self, sums: Mapping[int, CodedSums | None], scatters: Mapping[str, CodedReduceScatter] | None = None
+    ) -> None:
         self._sums = {stage: each for stage, each in sums.items() if each is not None}
+        self._scatters = dict(scatters or {})
         self._steps = 0  # of the engine, so that it is the same on ranks without coded sums
 
     def count_step(self) -> None:
@@ -114,13 +118,15 @@ class StageSums:
             each.steps = steps
 
     def state_dict(self) -> dict[str, Any]:
-        """The steps taken, and this rank's coding errors by stage and parameter name."""
+        """The steps taken, and this rank's coding errors by stage and name of the parameter or FSDP module."""
         errors = {
             f"{stage}.{name}": error
             for stage, each in self._sums.items()
             if each.errors is not None
             for name, error in each.errors.state_dict().items()
         }
+        scatters = {key: each.state_dict().get("errors") for key, each in self._scatters.items()}
+        errors |= {key: each for key, each in scatters.items() if each is not None}
         return {"steps": self._steps, "errors": errors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -130,6 +136,8 @@ class StageSums:
             prefix = f"{stage}."
             own = {key: error for key, error in state["errors"].items() if key.startswith(prefix)}
             each.load_errors({key.removeprefix(prefix): error for key, error in own.items()})
+        for key, scatter in self._scatters.items():
+            scatter.load_state_dict({"errors": state["errors"][key]} if key in state["errors"] else {})
 
 
 class _Level:
@@ -274,5 +282,17 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
             if gathers is not None and hasattr(each, "set_custom_all_gather"):
                 each.set_custom_all_gather(CodedAllGather(gathers))
             if scatters is not None and hasattr(each, "set_custom_reduce_scatter"):
-                each.set_custom_reduce_scatter(CodedReduceScatter(scatters))
+                scatter = CodedReduceScatter(scatters, feedback="zero" in policy.feedback)
+                each.set_custom_reduce_scatter(scatter)
+                each.reshard_scatter = scatter  # type: ignore[assignment]
     return None
+
+
+def find_scatters(modules: Mapping[int, torch.nn.Module]) -> dict[str, CodedReduceScatter]:
+    """The coded reduce-scatters of FSDP modules, by stage and name of the module."""
+    return {
+        f"{stage}.reduce-scatter of {name}": each.reshard_scatter  # type: ignore[misc]
+        for stage, module in modules.items()
+        for name, each in module.named_modules()
+        if hasattr(each, "reshard_scatter")
+    }

@@ -42,6 +42,7 @@ from .compression import (
     code_pipelines,
     code_sums,
     describe_modules,
+    find_scatters,
     measure_codecs,
 )
 from .data_parallel import LossShards, check_loss_shards, check_split, warn_of_drift
@@ -154,7 +155,7 @@ class Engine:
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         replicas = self._make_replicas()
-        self.sums = StageSums({each.stage: each.coded for each in replicas})
+        self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules))
         plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=self._topology)
         tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, self._timeout_seconds, self._device)
         tied.share_values()

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import reshard
-from reshard import ArgumentError, CompressionError, DisagreementError, Layout, Mesh, RemoteError, Topology
+from reshard import ArgumentError, CompressionError, DisagreementError, Layout, Mesh, Topology
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard
 
@@ -91,7 +91,7 @@ def _move(rank):
     for error, kwargs in (
         (DisagreementError, {"compression": Fixed8(32 if rank == 1 else 64)}),
         (DisagreementError, {"compression": "int8x128" if rank == 1 else Fixed8()}),
-        (RemoteError, {"compression": Broken() if rank == 1 else Fixed8()}),
+        (CompressionError, {"compression": Broken() if rank == 1 else Fixed8()}),
         (ArgumentError, {"compression": object() if rank == 1 else Fixed8()}),
     ):
         with pytest.raises(error) as caught:
@@ -109,7 +109,7 @@ def test_a_codec_of_the_caller_moves_tensors_and_ranks_compare_it():
     assert all(text == texts[0] for text in texts)
     assert "compression: ranks 0,2-5 pass fixed8-64x68, rank 1 passes fixed8-32x36" in texts[0][0]
     assert "rank 1 passes int8x128" in texts[0][1]
-    assert "rank 1: ValueError: cannot encode" in texts[0][2]
+    assert "rank 1: codec fixed8: encode raised ValueError: cannot encode" in texts[0][2]
     assert "rank 1: compression is a object; it must be the name of a codec, or have name, element" in texts[0][3]
     assert "the plan was made with codec fixed8 of 64 values in 68 bytes" in texts[0][4]
 
@@ -140,8 +140,8 @@ def _overwrite(rank):
     try:
         reshard.reshard(shard, Layout(Mesh.of("1")), dst, compression=Overwriting(overwrites_data=True), **options)
         assert rank == 0  # it may have sent everything by then; the next rank of the chain would receive zeros
-    except RemoteError as error:
-        assert "read-only" in str(error)
+    except CompressionError as error:
+        assert "codec " in str(error) and "decode raised ValueError" in str(error) and "read-only" in str(error)
 
 
 def test_a_codec_may_overwrite_the_values_that_it_encodes_but_not_the_data_that_relays_forward():

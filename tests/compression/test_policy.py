@@ -30,7 +30,13 @@ def test_policies_have_a_text_form():
     assert parse_policy("dp=int8x128, tp=int6x128") == Policy(dp="int8x128", tp="int6x128")
     fed_back = Policy(dp="int8x128", feedback=("dp",), raw_steps=10)
     assert str(fed_back) == "dp=int8x128,feedback,raw-steps=10" and parse_policy(str(fed_back)) == fed_back
-    for options, message in (({"feedback": ("pp",)}, "only sums of gradients"), ({"raw_steps": -1}, "at least 0")):
+    both = Policy(dp="int8x128", zero=(None, "int4x128"), feedback=("zero", "dp"))
+    assert str(both) == "dp=int8x128,zero=raw/int4x128,feedback=dp/zero" and parse_policy(str(both)) == both
+    for options, message in (
+        ({"feedback": ("pp",)}, "only sums of gradients"), ({"feedback": ("dp", "dp")}, "each dimension once"),
+        ({"feedback": ("zero",)}, "reduce-scatters of zero=, which is None"), ({"raw_steps": -1}, "at least 0"),
+        ({"zero": ("int8x128", None), "feedback": ("zero",)}, "reduce-scatters of zero=, which is .'int8x128', None"),
+    ):  # fmt: skip
         with pytest.raises(ArgumentError, match=message):
             Policy(dp="int8x128", **options)
     for text, message in (
@@ -193,16 +199,19 @@ def test_dimensions_that_a_job_has_not_are_errors():
     run_processes(_refused, 2, cases)
 
 
-def _sum_steps(policy, steps, folder=None, resume=0):
+def _sum_steps(policy, steps, folder=None, resume=0, stages="1x1,2x1"):
     """The gradients of some steps on the same batch and parameters, after those of a checkpoint."""
     gradients = []
-    engine, batch = _engine(policy)
+    engine, batch = _engine(policy, stages)
     with engine:
         if resume:
             assert engine.load(folder) == resume
         for step in range(resume, steps):
             engine.step(batch)
-            gradients.append(torch.cat([each.grad.reshape(-1) for each in engine.parameters()]))
+            found = [
+                each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in engine.parameters()
+            ]
+            gradients.append(torch.cat([each.reshape(-1) for each in found]))
             for each in engine.parameters():
                 each.grad = None
             if folder and step == 2:
@@ -228,3 +237,21 @@ def _feed_back(rank, folder):
 
 def test_errors_of_sums_are_fed_back_after_raw_steps_and_saved(tmp_path):
     run_processes(_feed_back, 3, str(tmp_path))
+
+
+def _feed_back_scatters(rank, folder):
+    stages = [rs.Placement(), rs.Placement(dp=2, wrap=rs.fsdp)]
+    exact = _sum_steps(None, 1, stages=stages)[0]
+    plain = _sum_steps(Policy(zero=(None, "int4x128-bf16")), 2, stages=stages)
+    policy = Policy(zero=(None, "int4x128-bf16"), feedback=("zero",))
+    fed_back = _sum_steps(policy, 8, folder, stages=stages)
+    resumed = _sum_steps(policy, 8, folder, resume=3, stages=stages)
+    assert all(map(torch.equal, resumed, fed_back[3:]))
+    if not rank:  # its stage is not sharded
+        return
+    assert torch.equal(plain[0], plain[1]) and torch.equal(fed_back[0], plain[0])
+    assert (torch.stack(fed_back).mean(0) - exact).norm() < (plain[0] - exact).norm() / 3
+
+
+def test_errors_of_reduce_scatters_are_fed_back_and_saved(tmp_path):
+    run_processes(_feed_back_scatters, 3, str(tmp_path))
