@@ -23,7 +23,7 @@ from ..simulation.replay import PipelineTimeline
 from . import checkpoint
 from .feeding import Feeder
 from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
-from .partition.batches import take_rows
+from .partition.batches import BatchOutline, take_rows
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, leave_no_trace, profile_timelines
@@ -53,7 +53,7 @@ class CompileOptions:
 
     Attributes:
         microbatches: number of microbatches of a step. schedule: a schedule, or a function that builds one.
-        input_names: names of the values of a batch that is a tuple.
+        input_names: names of the values of a batch that is a tuple. example: a batch.
         ties: ``{stage: name}`` of each parameter that several stages share.
         device: device of the parameters. scales_loss: whether to scale the loss, as float16 needs.
         memory_limit_bytes: given to ``schedule`` if it is a function.
@@ -63,6 +63,7 @@ class CompileOptions:
     microbatches: int
     schedule: Schedule | ScheduleBuilder
     input_names: Sequence[str]
+    example: BatchOutline
     ties: Sequence[Mapping[int, str]]
     device: torch.device
     scales_loss: bool = False
@@ -86,7 +87,8 @@ class PipelineEngine:
         self._usual_microbatches = options.microbatches
         own = [stage for stage, module in modules.items() if is_fsdp(module)]
         fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
-        self._feeder = Feeder(engine, planner, list(options.input_names), options.microbatches, fsdp_stages)
+        names = list(options.input_names)
+        self._feeder = Feeder(engine, planner, names, options.microbatches, fsdp_stages, options.example)
         self._loss_scale = LossScale() if options.scales_loss else None
         self._rank, self._is_first = engine.rank, engine.rank == planner.first_rank
         self._tied_elsewhere: dict[int, set[str]] = {}

@@ -11,6 +11,7 @@ from ..runtime.engine import Engine
 from .partition.batches import (
     Batch,
     BatchOutline,
+    check_dtypes,
     check_same_values,
     common_outline,
     digest_batch,
@@ -33,6 +34,7 @@ class Feeder:
         input_names: names of the values of a batch that is a tuple.
         microbatches: number of microbatches of a part; fewer if it has fewer rows.
         fsdp_stages: stages whose replicas run even on no rows, because collectives of FSDP need them all.
+        example: the batch that the engine was compiled with; others have its dtypes.
     """
 
     def __init__(
@@ -42,25 +44,31 @@ class Feeder:
         input_names: Sequence[str],
         microbatches: int,
         fsdp_stages: Collection[int],
+        example: BatchOutline,
     ) -> None:
         self._engine, self._planner = engine, planner
         self._input_names, self._microbatches, self._fsdp_stages = input_names, microbatches, fsdp_stages
+        self._example = example
 
     def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
         """The batch by name, and its outline, once all ranks have passed batches that fit."""
         named: Batch = {}
         own: BatchOutline | None = None
-        failure: ArgumentError | None = None
+        failure: Exception | None = None
+        digests: dict[str, int] = {}
         try:
             if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
                 raise ArgumentError(f"accumulate is {accumulate!r}; it must be a positive integer")
+            if not isinstance(is_local, bool):
+                raise ArgumentError(f"local_batch is {is_local!r}; it must be True or False")
             if batch is not None:
                 named = name_batch(batch, self._input_names)
                 own = outline_batch(named)
-        except ArgumentError as error:
+                digests = {} if is_local else digest_batch(named)
+        except Exception as error:  # any error of this rank must reach the other ranks
             failure = error
-        digests = {} if is_local else digest_batch(named)
-        gathered = self._engine.exchange([own.to_json() if own else None, accumulate, is_local, digests], failure)
+        passed = [own.to_json() if own else None, accumulate, is_local, digests]
+        gathered = self._engine.exchange(None if failure else passed, failure)
         outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in gathered.items() if value[0] is not None}
         outline = common_outline(outlines, {rank: value[1:3] for rank, value in gathered.items()}, self._planner.meshes)
         if not is_local:
@@ -75,6 +83,7 @@ class Feeder:
     ) -> None:
         """Raise ArgumentError, on all ranks alike, unless each rank passes what its stages read."""
         graph = self._planner.graph(outline)
+        check_dtypes(outline, self._example)
         parts = self.divide(outline.rows, accumulate)
         fewest = min(len(rows) for part in parts for rows in part)
         for stage, mesh in enumerate(self._planner.meshes):

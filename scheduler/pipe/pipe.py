@@ -224,6 +224,7 @@ class Pipe:
             microbatches,
             schedule or auto_schedule,
             self.input_names,
+            outline,
             [tie.names for tie in ties],
             device,
             scales_loss=self.autocast is torch.float16,

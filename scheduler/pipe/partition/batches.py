@@ -98,6 +98,12 @@ def outline_batch(batch: Batch) -> BatchOutline:
     Raises:
         ArgumentError: a value cannot be passed to a stage, or tensors have different numbers of rows.
     """
+    for name, value in batch.items():
+        if not isinstance(name, str):
+            raise ArgumentError(f"the batch has a key {name!r}; keys must be names")
+        if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_meta):
+            kind = "nested" if value.is_nested else "without data" if value.is_meta else str(value.layout)
+            raise ArgumentError(f"{name!r} of the batch is a tensor that is {kind}; its tensors must be dense")
     rows = next((each.shape[0] for each in batch.values() if isinstance(each, torch.Tensor) and each.dim()), None)
     if rows is None:
         raise ArgumentError(f"the batch has no tensor with rows; it has {sorted(map(str, batch))}")
@@ -105,8 +111,6 @@ def outline_batch(batch: Batch) -> BatchOutline:
         raise ArgumentError("the batch has 0 rows; it needs at least 1")
     entries = []
     for name, value in sorted(batch.items()):
-        if not isinstance(name, str):
-            raise ArgumentError(f"the batch has a key {name!r}; keys must be names")
         if isinstance(value, torch.Tensor):
             is_divided = value.dim() > 0 and value.shape[0] == rows
             if not is_divided and value.dim() > 0 and value.shape[0] != 1:
@@ -123,6 +127,26 @@ def outline_batch(batch: Batch) -> BatchOutline:
                 f"{name!r} of the batch is {type(value).__name__}; it must be a tensor, a number, a string or None"
             )
     return BatchOutline(rows, tuple(entries))
+
+
+def check_dtypes(outline: BatchOutline, example: BatchOutline) -> None:
+    """Raise ArgumentError if a tensor has another kind of dtype than in the example; integers may differ in width.
+
+    The stage graph is found without data, where operations accept some dtypes that they refuse on data.
+    """
+    expected = {entry.name: entry.dtype for entry in example.entries}
+    for entry in outline.entries:
+        other = expected.get(entry.name, "")
+        if entry.dtype and other and _kind_of(entry.dtype) != _kind_of(other):
+            raise ArgumentError(
+                f"{entry.name!r} of the batch is {entry.dtype}, but {other} in the example of compile; convert it"
+            )
+
+
+def _kind_of(dtype: str) -> str:
+    """The dtype; "integer" for those of integers and bools."""
+    found: torch.dtype = getattr(torch, dtype)
+    return dtype if found.is_floating_point or found.is_complex else "integer"
 
 
 def split_rows(rows: int, parts: int) -> list[int]:

@@ -95,6 +95,17 @@ def use_wrongly(rank):
             ),
             (ArgumentError, "it must be a tensor, a number, a string or None", {**good, "tokens": [1]}),
             (ArgumentError, "a batch must be a dict", "tokens"),
+            (ArgumentError, "the batch has a key 3; keys must be names", good if rank else {**good, 3: tokens}),
+            (
+                ArgumentError,
+                "'tokens' of the batch is a tensor that is torch.sparse_coo; its tensors must be dense",
+                good if rank else {**good, "tokens": tokens.to_sparse()},
+            ),
+            (
+                ArgumentError,
+                "'tokens' of the batch is a tensor that is without data",
+                good if rank else {**good, "tokens": tokens.to("meta")},
+            ),
             (ArgumentError, "no rank passes a batch", None),
             (ArgumentError, "rank 1 passes no batch, but stage 1 reads targets", good if rank == 0 else None),
             (ArgumentError, "the batch has no tensor with rows", {} if rank else good),
@@ -110,6 +121,10 @@ def use_wrongly(rank):
             fails(kind, message, lambda batch=batch: engine.step(batch))
             fails(kind, message, lambda batch=batch: engine.evaluate(batch))
         fails(ArgumentError, "accumulate is 0; it must be a positive integer", lambda: engine.step(good, accumulate=0))
+        tensor = torch.ones(2)
+        for name, usual in (("accumulate", 1), ("local_batch", False)):
+            options = {name: usual if rank else tensor}
+            fails(ArgumentError, f"{name} is tensor", lambda options=options: engine.step(good, **options))
         fails(ArgumentError, "accumulate is 9, but the batch has only 8", lambda: engine.step(good, accumulate=9))
         fails(DisagreementError, "different accumulate and local_batch", lambda: engine.step(good, accumulate=1 + rank))
         assert all(parameter.grad is None for parameter in engine.parameters())
@@ -150,6 +165,8 @@ def step_on_few_rows(rank):
                 fails(ArgumentError, message, lambda engine=engine: engine.step(batches[1]))
             else:
                 losses.append(engine.step(batches[1]).loss)
+            message = "'x' of the batch is float64, but float32 in the example of compile; convert it"
+            fails(ArgumentError, message, lambda engine=engine: engine.step({"x": torch.ones(8, 4).double()}))
             losses.append(engine.step(batches[2]).loss)
             fixed = engine.schedule
     torch.manual_seed(0)
