@@ -11,19 +11,17 @@ import torch
 
 from reshard.compression import Policy
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError, ReshardError
-from reshard.sharding import Layout, Mesh
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+from reshard.errors import ArgumentError
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
 from ..graph import Pipeline
 from ..ir.schedule import Schedule
-from ..runtime import torch_compat
-from ..runtime.data_parallel import find_parameter
 from ..runtime.engine import Engine
 from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
+from .agreement import Agreement
 from .engine import CompileOptions, PipelineEngine
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
@@ -201,12 +199,19 @@ class Pipe:
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
         check_world(self.meshes, torch.distributed.get_world_size(group))
-        device = torch.device(device)
-        batch = name_batch(example, self.input_names)
-        outline = outline_batch(batch)
-        cut = self.cut(outline.names)
-        planner = Planner(Skeleton(self.model, cut, device.type, self.autocast), self.meshes)
-        modules, ties = self._make_stages(cut, planner.graph(outline), device, group, timeout_seconds)
+        device, agreement = torch.device(device), Agreement(group, check_timeout(timeout_seconds))
+        with agreement.share_error():
+            batch = name_batch(example, self.input_names)
+            outline = outline_batch(batch)
+            cut = self.cut(outline.names)
+            planner = Planner(Skeleton(self.model, cut, device.type, self.autocast), self.meshes)
+            stages, ties, mine = self._make_stages(cut, planner.graph(outline), torch.distributed.get_rank(group))
+            shared = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
+            kinds = [(tuple(each.shape), dtype_name(each.dtype)) for each in shared]
+        with agreement.share_error():
+            modules = self._parallelize({stage: stages[stage] for stage in mine}, device, group, timeout_seconds)
+        layouts = agreement.tied_layouts(ties, modules, self.meshes)
+        tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         rows = split_microbatches(outline.rows, microbatches, self.meshes)
         first = planner.pipeline(outline, rows[0])
         engine = Engine(
@@ -215,7 +220,7 @@ class Pipe:
             modules,
             group=group,
             topology=topology,
-            ties=ties,
+            ties=tied,
             autocast=self.autocast,
             compression=compression,
             timeout_seconds=timeout_seconds,
@@ -225,7 +230,7 @@ class Pipe:
             schedule or auto_schedule,
             self.input_names,
             outline,
-            [tie.names for tie in ties],
+            ties,
             device,
             scales_loss=self.autocast is torch.float16,
             memory_limit_bytes=memory_limit_bytes,
@@ -237,34 +242,19 @@ class Pipe:
         return made
 
     def _make_stages(
-        self, cut: Cut, graph: StageGraph, device: torch.device, group: Any, timeout_seconds: float
-    ) -> tuple[dict[int, torch.nn.Module], list[TiedParameter]]:
-        """The parallelized and initialized modules of this rank, and the parameters that stages share."""
+        self, cut: Cut, graph: StageGraph, rank: int
+    ) -> tuple[list[torch.nn.Module], list[dict[int, str]], list[int]]:
+        """The modules of all stages, the parameters that they share, and the stages of this rank, which have values."""
         stages = list(cut.build(self.model))
         for stage, module in enumerate(stages):
             if isinstance(module, BlockStage):
                 module.outputs = tuple(value.name for value in graph.values if value.writer == stage)
         ties = find_ties(stages)
-        rank = torch.distributed.get_rank(group)
         mine = [stage for stage, mesh in enumerate(self.meshes) if rank in mesh.ranks]
         if is_on_meta(self.model):
             materialize(self.model, [stages[stage] for stage in mine], self.cut_before, self._init)
         _copy_tied(stages, mine)
-        tied_tensors = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
-        shapes = [(tuple(each.shape), dtype_name(each.dtype)) for each in tied_tensors]
-        own = {stage: stages[stage].to(device) for stage in mine}
-        modules: dict[int, torch.nn.Module] = {}
-        error: ReshardError | None = None
-        try:
-            modules = self._parallelize(own, device, group, timeout_seconds)
-        except ReshardError as found:
-            error = found
-        _raise_on_all(error, group)
-        layouts = _exchange_layouts(ties, modules, self.meshes, group)
-        return modules, [
-            TiedParameter(tie, shape, dtype, layouts=where)
-            for tie, (shape, dtype), where in zip(ties, shapes, layouts, strict=True)
-        ]
+        return stages, ties, mine
 
     def _trial_schedule(self, pipeline: Pipeline, num_microbatches: int) -> Schedule:
         """A schedule without split backwards, with which the stages are measured."""
@@ -280,6 +270,7 @@ class Pipe:
         made: dict[int, torch.nn.Module] = {}
         for stage, module in modules.items():
             placement = self.placements[stage]
+            module = module.to(device)
             device_mesh = make_device_mesh(self.meshes[stage], device, group, timeout_seconds)
             if placement.grid is not None:
                 module = put_on_grid(module, device_mesh, timeout_seconds)
@@ -295,6 +286,8 @@ class Pipe:
                     module = placement.wrap(module, device_mesh["depth"])
             elif placement.dp > 1:
                 wrap = placement.wrap or (fsdp if placement.tp > 1 else ddp)
+                if wrap is ddp and not any(each.requires_grad for each in module.parameters()):
+                    wrap = _keep  # DDP refuses a module without gradients
                 module = wrap(module, device_mesh["dp"])
             made[stage] = module
         return made
@@ -313,6 +306,11 @@ def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
     return build
 
 
+def _keep(module: torch.nn.Module, _: Any) -> torch.nn.Module:
+    """The module unwrapped."""
+    return module
+
+
 def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
     """Copy each stage of this rank that shares a parameter with an earlier stage of this rank.
 
@@ -326,45 +324,3 @@ def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
             if isinstance(made, BlockStage):
                 made.rebind()
         seen |= parameters
-
-
-def _raise_on_all(error: ReshardError | None, group: Any) -> None:
-    """Raise on all ranks if any has an error: the rank's own error, or else that of the lowest rank with one."""
-    errors: list[ReshardError | None] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(errors, error, group=group)
-    first = next((each for each in (error, *errors) if each is not None), None)
-    if first is not None:
-        raise first
-
-
-def _exchange_layouts(
-    ties: Sequence[Mapping[int, str]], modules: Mapping[int, torch.nn.Module], meshes: Sequence[Mesh], group: Any
-) -> list[dict[int, Layout]]:
-    """For each tie, the layout of the parameter on each stage that shards it."""
-    own = {}
-    for number, tie in enumerate(ties):
-        for stage, name in tie.items():
-            if stage in modules:
-                spec = _spec_of(find_parameter(modules[stage], name))
-                if spec is not None:
-                    own[number, stage] = spec
-    gathered: list[Any] = [None] * torch.distributed.get_world_size(group)
-    torch.distributed.all_gather_object(gathered, own, group=group)
-    merged = {key: spec for each in gathered for key, spec in each.items()}
-    return [
-        {stage: Layout(meshes[stage], merged[number, stage]) for stage in tie if (number, stage) in merged}
-        for number, tie in enumerate(ties)
-    ]
-
-
-def _spec_of(parameter: Any) -> tuple[Any, ...] | None:
-    """For each dim of a DTensor, the mesh axes that shard it, major first; None for a plain tensor."""
-    if not hasattr(parameter, "placements"):
-        return None
-    dims: list[Any] = [()] * parameter.dim()
-    axes = list(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
-    # FSDP shards each tensor-parallel shard. If both shard the same dim, dp has a strided placement and is minor.
-    for axis, placement in sorted(axes, key=lambda each: torch_compat.is_strided_shard(each[1])):
-        if not placement.is_replicate():
-            dims[placement.dim] = (*dims[placement.dim], axis)
-    return tuple(axes or None for axes in dims)

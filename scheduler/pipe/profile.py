@@ -150,7 +150,14 @@ def leave_no_trace(
 ) -> Iterator[None]:
     """Restore gradients, buffers, errors of coded sums and random number generators at the end."""
     gradients = [parameter.grad for parameter in parameters]
-    buffers = [(each, each.detach().clone()) for module in modules.values() for each in module.buffers()]
+    buffers = [
+        (held, name, buffer, buffer.detach().clone())
+        for module in modules.values()
+        for each in module.modules()
+        for held in torch_compat.held_tensors(each)[1:]
+        for name, buffer in held.items()
+        if buffer is not None
+    ]
     kept = sums.state_dict()
     for parameter in parameters:
         parameter.grad = None
@@ -159,8 +166,9 @@ def leave_no_trace(
             yield
     finally:
         with torch.no_grad():
-            for buffer, value in buffers:
+            for held, name, buffer, value in buffers:
                 buffer.copy_(value)
+                held[name] = buffer  # a forward may have assigned another tensor
         sums.load_state_dict(kept)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

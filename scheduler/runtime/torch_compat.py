@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -47,10 +49,15 @@ def fake_mode() -> Any:
 
 @contextlib.contextmanager
 def keep_rng(device_type: str) -> Iterator[None]:
-    """Restore the states of the random number generators at the end."""
+    """Restore the states of the random number generators of torch, Python and NumPy at the end."""
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
-    with torch.random.fork_rng(devices=devices, device_type="cuda"):
-        yield
+    states = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=devices, device_type="cuda"):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
 
 
 def is_profiling() -> bool:

@@ -1,0 +1,90 @@
+"""What all ranks exchange before there is an engine: errors, and the layouts of shared parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from reshard.coordination import Request, describe_error, find_channel, find_group
+from reshard.errors import ReshardError
+from reshard.sharding import Layout, Mesh
+
+from ..runtime import torch_compat
+from ..runtime.data_parallel import find_parameter
+from ..runtime.timeline_gather import gather_values
+
+
+class Agreement:
+    """Lets all ranks of a process group exchange values and errors, and detects ranks that died.
+
+    Args:
+        group: process group; None: the world. timeout_seconds: how long a rank waits for the others.
+    """
+
+    def __init__(self, group: Any, timeout_seconds: float) -> None:
+        self._group, self._timeout_seconds = find_group(group), timeout_seconds
+        self._channel = find_channel(self._group, tuple(range(torch.distributed.get_world_size(group))))
+
+    def exchange(self, value: Any = None, error: BaseException | None = None) -> dict[int, Any]:
+        """The values of all ranks, by rank; each is a plain value that JSON can hold.
+
+        Raises:
+            ReshardError: the error of the first rank that passes one, on the others.
+        """
+        failure = None if error is None else describe_error(error)
+        request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
+        try:
+            return dict(self._channel.agree(request, gather_values, self._timeout_seconds)[1].payloads)
+        except ReshardError:
+            if error is not None:
+                raise error from None  # it has a traceback
+            raise
+
+    @contextmanager
+    def share_error(self) -> Iterator[None]:
+        """If a rank raises inside, all ranks raise. All ranks must enter."""
+        try:
+            yield
+        except Exception as error:  # whatever a user's function raises must reach the other ranks
+            self.exchange(error=error)
+        else:
+            self.exchange()
+
+    def tied_layouts(
+        self, ties: Sequence[Mapping[int, str]], modules: Mapping[int, torch.nn.Module], meshes: Sequence[Mesh]
+    ) -> list[dict[int, Layout]]:
+        """For each tie, the layout of the parameter on each stage that shards it.
+
+        Args:
+            ties: for each parameter that several stages share, ``{stage: name}``.
+            modules: ``{stage: module}`` of this rank, parallelized.
+            meshes: of all stages.
+        """
+        own = []
+        for number, tie in enumerate(ties):
+            for stage in tie.keys() & modules.keys():
+                spec = _spec_of(find_parameter(modules[stage], tie[stage]))
+                if spec is not None:
+                    own.append([number, stage, spec])
+        layouts: list[dict[int, Layout]] = [{} for _ in ties]
+        for each in self.exchange(own).values():
+            for number, stage, spec in each:
+                axes = tuple(None if dim is None else tuple(dim) for dim in spec)
+                layouts[number][stage] = Layout(meshes[stage], axes)
+        return layouts
+
+
+def _spec_of(parameter: Any) -> tuple[Any, ...] | None:
+    """For each dim of a DTensor, the mesh axes that shard it, major first; None for a plain tensor."""
+    if not hasattr(parameter, "placements"):
+        return None
+    dims: list[Any] = [()] * parameter.dim()
+    axes = list(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
+    # FSDP shards each tensor-parallel shard. If both shard the same dim, dp has a strided placement and is minor.
+    for axis, placement in sorted(axes, key=lambda each: torch_compat.is_strided_shard(each[1])):
+        if not placement.is_replicate():
+            dims[placement.dim] = (*dims[placement.dim], axis)
+    return tuple(axes or None for axes in dims)
