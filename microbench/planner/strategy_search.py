@@ -7,10 +7,12 @@ on models where edges matter and where they do not; ``speed`` times the recurren
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import random
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import (
@@ -101,23 +103,45 @@ def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
         print_line(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {least:6.3f}  nothing fits {missing}")
 
 
-def random_clusters(number: int, seconds: float) -> None:
-    """Models and clusters drawn at random, as many as fit the seconds. Stops if ``auto`` is behind another method."""
-    results = []
+def random_problem(seed: int) -> tuple[str, Problem]:
+    """A model and a cluster drawn at random, and the group of problems that they belong to."""
+    rng = random.Random(seed)
+    graph = rng.choice([make_gpt(8, 1024), make_gpt(12, 2048), make_backbone(2, 256), make_backbone(2, 384)])
+    rates = [rng.choice([10, 25, 100]) * GBIT for _ in range(rng.choice([2, 3, 4]))]
+    if rng.random() < 0.5:
+        rates = [rates[0]] * len(rates)
+    family = "GPT" if graph.name.startswith("gpt") else "vision backbones"
+    links = "unequal links" if len(set(rates)) > 1 else f"links of {rates[0] / GBIT:.0f} Gbit/s"
+    return f"{family}, {links}", make_problem(graph, make_topology(rates, rng.choice([2, 4])), 64)
+
+
+def random_clusters(number: int, seconds: float, path: Path | None) -> None:
+    """Models and clusters drawn at random, as many as fit the seconds. Stops if ``auto`` is behind another method.
+
+    Clusters in the file at ``path`` are not compared again; others are appended to it.
+    """
+    known: dict[int, dict[str, float]] = {}
+    if path is not None and path.exists():
+        known = {line["seed"]: line["seconds"] for line in map(json.loads, path.read_text().splitlines())}
+    groups: dict[str, list[dict[str, float]]] = {"all": []}
     begun = time.monotonic()
     for seed in track(range(number), "clusters"):
-        if time.monotonic() - begun > seconds:
-            break
-        rng = random.Random(seed)
-        graph = rng.choice([make_gpt(8, 1024), make_gpt(12, 2048), make_backbone(2, 256), make_backbone(2, 384)])
-        rates = [rng.choice([10, 25, 100]) * GBIT for _ in range(rng.choice([2, 3, 4]))]
-        if rng.random() < 0.5:
-            rates = [rates[0]] * len(rates)
-        results.append(compare(make_problem(graph, make_topology(rates, rng.choice([2, 4])), 64)))
-        behind = {name: s for name, s in results[-1].items() if s < results[-1]["auto"] * (1 - 1e-9)}
+        if seed not in known and time.monotonic() - begun > seconds:
+            continue
+        group, problem = random_problem(seed)
+        if seed not in known:
+            known[seed] = compare(problem)
+            if path is not None:
+                with path.open("a") as file:
+                    file.write(json.dumps({"seed": seed, "group": group, "seconds": known[seed]}) + "\n")
+        found = known[seed]
+        behind = {name: s for name, s in found.items() if s < found["auto"] * (1 - 1e-9)}
         if behind:
-            raise SystemExit(f"cluster {seed}: auto takes {results[-1]['auto']:.6g} s, but {behind}")
-    print_table("random clusters", results)
+            raise SystemExit(f"cluster {seed}: auto takes {found['auto']:.6g} s, but {behind}")
+        for each in ("all", group, *(["vision backbones or unequal links"] if "GPT, links" not in group else [])):
+            groups.setdefault(each, []).append(found)
+    for name in sorted(groups):
+        print_table(name, groups[name])
 
 
 def families() -> None:
@@ -155,10 +179,11 @@ def main() -> None:
     parser.add_argument("parts", nargs="*", default=["families", "speed", "clusters"])
     parser.add_argument("--clusters", type=int, default=20, help="number of random clusters (default: 20)")
     parser.add_argument("--seconds", type=float, default=3600.0, help="start no further cluster after this time")
+    parser.add_argument("--results", type=Path, help="file of random clusters that are finished, read and appended to")
     options = parser.parse_args()
     for part in options.parts:
         if part == "clusters":
-            random_clusters(options.clusters, options.seconds)
+            random_clusters(options.clusters, options.seconds, options.results)
         elif part == "families":
             families()
         elif part == "speed":
