@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,8 @@ from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules
 from .partition.materialize import Init, is_on_meta, materialize
 from .partition.stage_graph import Cut, Skeleton, StageGraph, find_ties
-from .partition.tracing import TracedCut
+from .partition.tracing import TracedCut, UntraceableError
+from .partition.whole import whole_model
 from .placement import (
     Placement,
     Strategy,
@@ -131,10 +133,18 @@ class Pipe:
         return names
 
     def cut(self, inputs: Sequence[str]) -> Cut:
-        """The model cut into stages. ``inputs`` are the names of the values of a batch."""
+        """The model cut into stages. ``inputs`` are the names of the values of a batch.
+
+        A model without cuts is one stage, whether its forward can be traced or not.
+        """
         if self._blocks is not None:
             return BlockCut(self._blocks, self.model, self.cut_before)
-        return TracedCut(self.model, self.cut_before, inputs, self._loss)
+        try:
+            return TracedCut(self.model, self.cut_before, inputs, self._loss)
+        except UntraceableError:
+            if self.cut_before:
+                raise
+            return BlockCut(functools.partial(whole_model, loss=self._loss), self.model, ())
 
     def pipeline(self, example: Any, microbatches: int, profile: Profile, topology: Topology) -> Pipeline:
         """The pipeline with the costs of its stages and edges, for one microbatch. One process suffices.

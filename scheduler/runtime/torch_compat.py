@@ -11,13 +11,20 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.errors import ReshardError
 
 __all__ = [
+    "NEEDS_DATA",
     "TorchDispatchMode",
     "copy_parts",
     "fake_mode",
@@ -40,6 +47,15 @@ __all__ = [
     "version_of",
     "wait_inside",
 ]
+
+
+#: What operations raise on fake tensors if their results depend on data, or if they cannot run on such tensors.
+NEEDS_DATA = (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+    UnsupportedOperatorException,
+)
 
 
 def fake_mode() -> Any:

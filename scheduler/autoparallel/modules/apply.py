@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,13 +24,15 @@ def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[
     Raises:
         ArgumentError: a stage mixes tp degrees or ZeRO stages, or uses something that ``Pipe`` does not run.
     """
+    is_one_layer = [len(names) for names in layer_names] == [1]
     return [
-        _make_placement(number, stage, names)
+        _make_placement(number, stage, () if is_one_layer else names)
         for number, (stage, names) in enumerate(zip(stages, layer_names, strict=True))
     ]
 
 
 def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Placement:
+    """The placement of a stage; ``names`` are empty if it is the whole model as one layer."""
     ways = {choice.way for choice in stage.choices}
     if len(ways) > 1:
         raise ArgumentError(
@@ -38,8 +40,12 @@ def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Plac
             "stage for all of its layers: search with ChoiceRules(executable=True)"
         )
     tp, zero, grid = next(iter(ways))
-    recomputed = [name for name, choice in zip(names, stage.choices, strict=True) if choice.recompute]
-    prepare = functools.partial(_recompute, names=tuple(recomputed)) if recomputed else None
+    recomputed = [name for name, choice in zip(names, stage.choices, strict=False) if choice.recompute]
+    prepare: Callable[[Any], Any] | None = None
+    if recomputed:
+        prepare = functools.partial(_recompute, names=tuple(recomputed))
+    elif not names and stage.choices[0].recompute:
+        prepare = _recompute_whole
     ranks = tuple(range(stage.first_rank, stage.end_rank))
     if grid:
         return Placement(grid=grid, ranks=ranks, prepare=prepare)  # type: ignore[arg-type]
@@ -71,6 +77,12 @@ def _recompute(module: Any, *, names: Sequence[str]) -> Any:
     """Recompute the forward of layers in the backward. Their parameters keep their names."""
     for layer in _find_layers(module, names):
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+    return module
+
+
+def _recompute_whole(module: Any) -> Any:
+    """Recompute the forward of a model that is one layer."""
+    module.forward = functools.partial(checkpoint, module.forward, use_reentrant=False)
     return module
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import fnmatch
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +19,8 @@ from reshard.errors import ArgumentError
 
 from ...pipe.partition.batches import BatchOutline, name_batch, outline_batch
 from ...pipe.partition.blocks import Block, BlockStage
-from ...pipe.partition.stage_graph import Skeleton, StageGraph
+from ...pipe.partition.stage_graph import NeedsDataError, Skeleton, StageGraph
+from ...pipe.partition.tracing import UntraceableError
 from ...pipe.pipe import Pipe
 from ...pipe.placement import Placement
 from ...pipe.profile import SavedBytes, count_saved_bytes
@@ -69,7 +71,9 @@ def trace_module(
 ) -> TracedModel:
     """Divide a model into layers.
 
-    A model whose forward can be cut nowhere else is one layer: pass no ``cuts``.
+    A model whose forward can be cut nowhere is one layer, which has the name of its class: pass no ``cuts``. A model is
+    also one layer if its forward cannot be traced, or if a layer computes something that depends on data. A warning
+    says why. The work of such a model is counted on a copy with values.
 
     Args:
         model: the whole model, with or without values; it is not changed.
@@ -85,10 +89,13 @@ def trace_module(
         ArgumentError: no module has such a path, or the model cannot be cut there. The text names the module.
     """
     paths = _find_paths(model, [cuts] if isinstance(cuts, str) else list(cuts))
-    pipe = Pipe(model, paths, stages=[Placement()] * (len(paths) + 1), loss=loss, blocks=blocks, autocast=autocast)
-    outline = outline_batch(name_batch(example, pipe.input_names))
-    skeleton = Skeleton(model, pipe.cut(outline.names), autocast=autocast)
-    stage_graph = skeleton.find(outline)
+    options = {"loss": loss, "blocks": blocks, "autocast": autocast}
+    try:
+        pipe, outline, stage_graph = _cut(model, example, paths, options)
+    except (UntraceableError, NeedsDataError) as error:
+        warnings.warn(f"{type(model).__name__} is one layer, which no stage divides: {error}", stacklevel=2)
+        paths = []
+        pipe, outline, stage_graph = _cut(model, example, paths, options)
     tensors = tuple(
         Tensor(
             value.name,
@@ -107,13 +114,24 @@ def trace_module(
     plan = find_plan(Placement(tp=2, tp_plan=tp_plan), model, None, 0) if max_tp > 1 else {}
     layers = []
     for number, (stage, path) in enumerate(zip(stages, ["", *paths], strict=True)):
+        label = path or ("first" if paths else type(model).__name__)
         received = [tensor for tensor in tensors if number in tensor.readers]
         work, recorder = _measure_work(stage, outline, stage_graph, number, autocast, plan, path)
-        layer = _make_layer(path, stage, received, outline, stage_graph, number, work, plan, max_tp)
+        layer = _make_layer(label, stage, received, outline, stage_graph, number, work, plan, max_tp)
         layers.append(_with_grid(layer, stage, stage_graph, number, recorder))
     dtype = dtype_name(autocast or next((p.dtype for p in model.parameters()), torch.float32))
     graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__)
     return TracedModel(graph, pipe, outline, stage_graph, autocast)
+
+
+def _cut(
+    model: torch.nn.Module, example: Any, paths: Sequence[str], options: Mapping[str, Any]
+) -> tuple[Pipe, BatchOutline, StageGraph]:
+    """A model cut before some modules, the outline of a batch, and what the layers exchange."""
+    pipe = Pipe(model, paths, stages=[Placement()] * (len(paths) + 1), **options)
+    outline = outline_batch(name_batch(example, pipe.input_names))
+    skeleton = Skeleton(model, pipe.cut(outline.names), autocast=options["autocast"])
+    return pipe, outline, skeleton.find(outline)
 
 
 def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -189,37 +207,72 @@ def _measure_work(
 ) -> tuple[tuple[float, ...], SizeRecorder]:
     """Operations and saved bytes of the forward of one row, and the saved bytes that tensor parallelism divides.
 
-    Counted on tensors without data. What is saved behind a column-wise module and before the end of the next row-wise
-    one is divided. The last number is what is saved in the module at ``path``, which recomputation computes again.
+    Counted on tensors without data, or on a copy with values if the layer needs data. What is saved behind a
+    column-wise module and before the end of the next row-wise one is divided. The last number is what is saved in the
+    module at ``path``, which recomputation computes again.
     """
+
+    def make_inputs(rows: int) -> dict[str, Any]:
+        return layer_inputs(outline, graph, number, rows, "cpu")
+
+    try:
+        with torch_compat.fake_mode():
+            return _count_work(_copy_onto(module, _without_data), make_inputs, autocast, plan, path)
+    except torch_compat.NEEDS_DATA:
+        with torch_compat.keep_rng("cpu"):
+            return _count_work(_copy_onto(module, _with_values), make_inputs, autocast, plan, path)
+
+
+def _without_data(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+
+
+def _with_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of a tensor on the CPU; of one on the meta device, a tensor of small numbers."""
+    if tensor.is_meta:
+        return _fill(tensor.shape, tensor.dtype, "cpu")
+    return tensor.detach().to("cpu", copy=True)
+
+
+def _copy_onto(module: Any, make: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A copy of a module with other parameters and buffers."""
+    memo: dict[int, Any] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        made = make(tensor)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made
+    return copy.deepcopy(module, memo)
+
+
+def _count_work(
+    module: Any,
+    make_inputs: Callable[[int], dict[str, Any]],
+    autocast: torch.dtype | None,
+    plan: Mapping[str, Any],
+    path: str,
+) -> tuple[tuple[float, ...], SizeRecorder]:
+    """See :func:`_measure_work`."""
     counts = []
-    with torch_compat.fake_mode():
-        memo: dict[int, Any] = {}
-        for tensor in [*module.parameters(), *module.buffers()]:
-            empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            is_parameter = isinstance(tensor, torch.nn.Parameter)
-            memo[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
-        fake = copy.deepcopy(module, memo)
-        for rows in (1, 2):
-            inputs = layer_inputs(outline, graph, number, rows, "cpu")
-            with (
-                FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
-                SizeRecorder(rows).on(fake) as recorder,
-                count_saved_bytes(lambda each: each._cdata) as counted,
-            ):
-                hooks = list(_mark_divided(fake, plan, counted))
-                run_layer(fake, inputs, autocast)
+    for rows in (1, 2):
+        inputs = make_inputs(rows)
+        with (
+            FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
+            SizeRecorder(rows).on(module) as recorder,
+            count_saved_bytes(lambda each: each._cdata) as counted,
+        ):
+            hooks = list(_mark_divided(module, plan, counted))
+            run_layer(module, inputs, autocast)
+        for hook in hooks:
+            hook.remove()
+        inner = dict(module.named_modules()).get(path)
+        within = SavedBytes()
+        if inner is not None:
+            with count_saved_bytes(lambda each: each._cdata) as within:
+                hooks = list(_count_within(inner, within))
+                run_layer(module, inputs, autocast)
             for hook in hooks:
                 hook.remove()
-            inner = dict(fake.named_modules()).get(path)
-            within = SavedBytes()
-            if inner is not None:
-                with count_saved_bytes(lambda each: each._cdata) as within:
-                    hooks = list(_count_within(inner, within))
-                    run_layer(fake, inputs, autocast)
-                for hook in hooks:
-                    hook.remove()
-            counts.append((counter.get_total_flops(), counted.nbytes, counted.marked_bytes, within.marked_bytes))
+        counts.append((counter.get_total_flops(), counted.nbytes, counted.marked_bytes, within.marked_bytes))
     return tuple(max(0.0, float(two - one)) for one, two in zip(*counts, strict=True)), recorder
 
 
@@ -263,7 +316,7 @@ def _find_style(name: str, plan: Mapping[str, Any]) -> Any:
 
 
 def _make_layer(
-    path: str,
+    label: str,
     module: Any,
     received: Sequence[Tensor],
     outline: BatchOutline,
@@ -283,7 +336,7 @@ def _make_layer(
             sums += type(style).__name__ == "RowwiseParallel"
     inputs = float(sum(tensor.row_bytes for tensor in received))
     layer = Layer(
-        path or "first",
+        label,
         "",
         flops,
         sum(each.numel() for each in params.values()),
@@ -312,8 +365,9 @@ def _class_key(
     inputs = sorted((tensor.shape, tensor.dtype) for tensor in received)
     batch = [(e.dtype, e.shape) for e in outline.entries if e.name in graph.inputs[number]]
     written = [(v.shape, v.dtype) for v in graph.values if v.writer == number]
+    whole = module.view if isinstance(module, BlockStage) else module
     traced = module.graph.nodes if hasattr(module, "graph") else ()
     nodes = [getattr(node.target, "__name__", "") for node in traced if node.op == "call_function"]
     text = repr((kinds[1:], shapes, inputs, batch, written, nodes, layer.forward_flops, layer.saved_bytes))
-    kind = "layer" if not layer.name else type(dict(module.named_modules()).get(layer.name, module)).__name__
+    kind = "layer" if not layer.name else type(dict(module.named_modules()).get(layer.name, whole)).__name__
     return f"{kind} {hashlib.sha256(text.encode()).hexdigest()[:10]}"

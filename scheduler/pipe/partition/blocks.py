@@ -82,6 +82,12 @@ class BlockStage(torch.nn.Module):
         found: torch.nn.Module = self.__dict__["_view"]
         return found
 
+    def train(self, mode: bool = True) -> BlockStage:
+        """Set the mode of the children, and of the model that the blocks run on."""
+        super().train(mode)
+        self.view.train(mode)
+        return self
+
     def rebind(self) -> None:
         """Make the blocks again, after children have been replaced."""
         self._blocks = list(self._bind())
@@ -93,6 +99,11 @@ class BlockStage(torch.nn.Module):
             raise ArgumentError(f"a converter replaces the whole {type(view).__name__}, whose parts are in stages")
         self.rebind()
         return self
+
+    @property
+    def reads(self) -> set[str]:
+        """The names of all values that the blocks may read."""
+        return {name for block in self._blocks for name in block.reads}
 
     def forward(self, **values: Any) -> StageOutput:
         """Run the blocks on named values."""

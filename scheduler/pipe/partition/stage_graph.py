@@ -124,6 +124,10 @@ def _layout(value: Value, mesh: Mesh, rows: int) -> Layout:
     return layout_of_tensor(mesh, len(value.shape), value.row_dim, has_features=value.has_gradient)
 
 
+class NeedsDataError(ArgumentError):
+    """A stage computes something that depends on data, such as a branch on the values of a tensor."""
+
+
 class Skeleton:
     """A copy of a model with fake tensors, which finds the stage graph for any outline of a batch.
 
@@ -152,6 +156,7 @@ class Skeleton:
         The stages run twice, once with twice as many rows. A dim whose size doubles is the dim of rows.
 
         Raises:
+            NeedsDataError: there are several stages, and one does not run on tensors without data.
             ArgumentError: the model does not accept the batch, a stage sends something that is not a tensor, or a dim
                 of a sent tensor changes with the rows but is not proportional to them.
         """
@@ -204,6 +209,13 @@ class Skeleton:
                 given = {**batch, **{name: value for name, (value, _) in latest.items()}}
                 try:
                     written, read = _run_stage(module, given)
+                except torch_compat.NEEDS_DATA as error:
+                    if len(self._stages) > 1:
+                        raise NeedsDataError(
+                            f"stage {stage} of the model does not run on tensors without data, so the tensors that it "
+                            f"sends are not known: {type(error).__name__}: {error}; make one stage of the model"
+                        ) from error
+                    written, read = {}, _names_read(module) & set(given)
                 except ArgumentError:
                     raise
                 except Exception as error:
@@ -238,6 +250,13 @@ def _run_stage(module: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], s
         raise ArgumentError(f"the batch has no {missing[0]!r}, which the model reads; it has {sorted(given)}")
     output = module(**{name: given[name] for name in names})
     return dict(output) if isinstance(output, Mapping) else {}, set(names)
+
+
+def _names_read(module: Any) -> set[str]:
+    """The names of all values that a stage may read."""
+    if isinstance(module, BlockStage):
+        return module.reads
+    return {node.target for node in module.graph.nodes if node.op == "placeholder"}
 
 
 def _row_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int | None:

@@ -18,6 +18,10 @@ from ...runtime.stage import StageOutput
 _METADATA = {"shape", "dtype", "device", "ndim", "size", "dim", "numel"}
 
 
+class UntraceableError(ArgumentError):
+    """torch.fx cannot trace the forward of a model."""
+
+
 class _Tracer(fx.Tracer):
     """Traces through the modules that contain a cut. All other modules are leaves."""
 
@@ -41,7 +45,8 @@ class TracedCut:
             loss, ``(loss, metrics)`` or a StageOutput.
 
     Raises:
-        ArgumentError: the model cannot be traced, or a cut is not a module that forward calls, in this order.
+        UntraceableError: the model cannot be traced.
+        ArgumentError: a cut is not a module that forward calls, in this order.
     """
 
     def __init__(
@@ -154,7 +159,7 @@ def _trace(
     unset = {}
     for each in parameters.values():
         if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
-            raise ArgumentError(
+            raise UntraceableError(
                 f"{name} cannot be cut by module paths: its forward takes *{each.name}; pass blocks=, a function that "
                 "returns its blocks"
             )
@@ -165,7 +170,7 @@ def _trace(
     try:
         graph = _Tracer(cut_before).trace(model, concrete_args=unset or None)
     except Exception as error:  # whatever the forward of the model raises on proxies
-        raise ArgumentError(
+        raise UntraceableError(
             f"{name} cannot be cut by module paths, because torch.fx cannot trace its forward: {error}. Pass blocks=, "
             "a function that returns its blocks, or cut at modules that contain the untraceable part"
         ) from error

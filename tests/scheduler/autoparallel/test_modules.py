@@ -76,6 +76,24 @@ def test_layers_that_no_grid_can_cut_say_why():
     assert "layer 'last' cannot be on a grid: 'the model' calls square between its modules" in found.explain()
 
 
+def test_a_layer_that_needs_data_makes_the_model_one_layer():
+    class Gate(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) if x.max() > 0 else x
+
+    def loss(output):
+        return output.square().mean()
+
+    with pytest.warns(UserWarning, match="Sequential is one layer, .*stage 1 of the model does not run on tensors"):
+        traced = trace_module(
+            nn.Sequential(nn.Linear(4, 8), Gate(8, 8), nn.Linear(8, 1)), torch.ones(2, 4), "[12]", loss=loss
+        )
+    (layer,) = traced.graph.layers
+    assert (layer.name, layer.num_params) == ("Sequential", 4 * 8 + 8 + 8 * 8 + 8 + 8 + 1)
+    assert layer.forward_flops >= 2 * 4 * 8 + 2 * 8
+    assert profile_layers(traced, rows=(1,), repeats=1).classes.keys() == {layer.key}
+
+
 def test_skips_are_tensors_with_several_readers():
     class Net(nn.Module):
         def __init__(self):

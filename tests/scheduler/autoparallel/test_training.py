@@ -12,7 +12,17 @@ import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler import format_schedule
-from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, Profile, StagePlan, Strategy, search
+from reshard.scheduler.autoparallel import (
+    Choice,
+    Cluster,
+    LayerGraph,
+    Profile,
+    StagePlan,
+    Strategy,
+    profile_layers,
+    search,
+    trace_module,
+)
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.topology import CodecRate, Topology
@@ -129,3 +139,45 @@ def test_pipe_refuses_what_it_cannot_run():
     mixed = replace(strategy, stages=(stage,), layer_names=(tuple("abcdef"),))
     with pytest.raises(ArgumentError, match="stage 0 mixes 2 kinds of parallelism"):
         rs.Pipe(make_gpt(), strategy=mixed)
+
+
+class Untraceable(torch.nn.Module):
+    """A model whose forward depends on data."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(4, 16), torch.nn.Linear(16, 4)
+        self.scale = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x, y):
+        if x.isnan().any():
+            raise ValueError("the batch has NaNs")
+        return (self.second(self.first(x).relu()) * self.scale - y).square().mean()
+
+
+def make_untraceable():
+    torch.manual_seed(0)
+    return Untraceable()
+
+
+@pytest.mark.parametrize(
+    "choice", [Choice(), Choice(recompute=True), Choice(zero=3), Choice(zero=3, recompute=True)], ids=str
+)
+def test_a_model_that_cannot_be_traced_is_one_layer_and_trains(choice):
+    batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), "y": torch.ones(4, 4)}
+    with pytest.warns(UserWarning, match="Untraceable is one layer, which no stage divides: .*torch.fx cannot trace"):
+        traced = trace_module(make_untraceable(), batch, ["second"])
+    profile = profile_layers(traced, rows=(1, 2), repeats=1)
+    cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
+    keep = {"microbatches": 2, "zero": choice.zero, "recompute": choice.recompute}
+    strategy = search(traced.graph, cluster, profile, rows=4, keep=keep)
+    assert strategy.layer_names == (("Untraceable",),)
+    strategy = replace(strategy, stages=(StagePlan(0, 1, 0, 2, (choice,)),))
+    if choice.recompute:
+        (placement,) = strategy.placements()
+        module, runs = make_untraceable(), []
+        module.first.register_forward_hook(lambda *_: runs.append(1))
+        placement.prepare(module)(**batch).backward()
+        assert len(runs) == 2  # forward, and again in the backward
+    case = Case(make_untraceable, [batch, batch], batch, lambda model, batch: (model(**batch), {}), microbatches=None)
+    check_equal(case, functools.partial(pipe_of_strategy, text=strategy.to_json()), 2)
