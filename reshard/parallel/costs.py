@@ -90,7 +90,7 @@ def find_product_seconds(
     product: ProductShape,
     tokens: tuple[int, ...],
     traffic: Mapping[str, AxisTraffic],
-    itemsize: int,
+    itemsize: float,
     *,
     keeps_weight: bool,
 ) -> ProductSeconds:

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from .costs import AxisTraffic, find_exchange_seconds, find_product_seconds
 from .grid.cuts import chunk_spans, size_of
-from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
+from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, busiest_elements, is_weight_stationary
 
 #: Collectives of a norm, each of a few bytes per token: mean and squares in a forward, both in one in a backward.
 _NORM_FORWARD, _NORM_BACKWARD = 2, 1
@@ -81,6 +81,8 @@ class GridLoad:
         traffic: of each axis.
         itemsize: bytes of an element of activations and weights on the wire. gradient_bytes: of one of a gradient.
         panel: see :class:`~reshard.parallel.Linear`.
+        coded_ratio: bytes on the wire of each byte of a matrix product. coding_seconds: to encode and decode an element
+            that a rank receives; nothing hides them.
     """
 
     rows: int
@@ -91,6 +93,8 @@ class GridLoad:
     itemsize: int
     gradient_bytes: float
     panel: int = PANEL_WIDTH
+    coded_ratio: float = 1.0
+    coding_seconds: float = 0.0
 
 
 class PassSeconds(NamedTuple):
@@ -148,13 +152,15 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
         kinds = (ahead, back) if k <= n else (back, ahead)
         for number, kind in enumerate((*kinds, ProductKind.CONTRACT_TOKENS)):
             keeps = is_weight_stationary(kind, product, load.tokens)
-            moved = sum(
-                find_product_seconds(kind, product, load.tokens, load.traffic, load.itemsize, keeps_weight=keeps)
-            )
+            itemsize = load.itemsize * load.coded_ratio
+            moved = sum(find_product_seconds(kind, product, load.tokens, load.traffic, itemsize, keeps_weight=keeps))
             steps = 1 if keeps else product.panels.num_panels
             stationary += keeps
             compute[number] += multiply
             exposed[number] += max(moved - multiply * (steps - 1) / steps, moved / steps)
+            if load.coding_seconds:
+                received = busiest_elements(kind, product, load.tokens, keeps_weight=keeps)
+                exposed[number] += received * load.coding_seconds
         weight = size_of(product.p_rows[0]) * product.q[0]
         width = math.ceil(product.p / product.panels.num_panels)
         panel_elements = max(panel_elements, 2 * width * (load.tokens[0] + product.q[0]))

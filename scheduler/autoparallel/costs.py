@@ -7,7 +7,7 @@ with a transfer is slowed, as Galvatron-BMW (Wang et al., 2023) charges it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from reshard.errors import ArgumentError
 
@@ -15,6 +15,9 @@ from .choices import Choice, shard_1d
 from .cluster import Cluster, ring_seconds
 from .graph import Layer
 from .profile import Profile
+
+if TYPE_CHECKING:
+    from .codecs import Codings
 
 
 @dataclass(frozen=True)
@@ -109,38 +112,6 @@ class Place:
         return seconds
 
 
-@dataclass(frozen=True)
-class CodedSum:
-    """How sums of gradients over replicas are coded.
-
-    Attributes:
-        ratio: coded bytes of each byte of a gradient.
-        encode_bytes_per_second, decode_bytes_per_second: of plain values, on one rank.
-    """
-
-    ratio: float
-    encode_bytes_per_second: float
-    decode_bytes_per_second: float
-
-    def seconds(self, place: Place, nbytes: float) -> float:
-        """Seconds of a sum over all ranks of a place: raw inside hosts and coded between them, or coded on one host.
-
-        A rank encodes its part of each host's, adds the parts that it receives, encodes their sum, and decodes all.
-        """
-        if place.num_ranks == 1 or nbytes == 0:
-            return 0.0
-        hosts = place.num_hosts if place.num_hosts > 1 else place.num_ranks
-        inside = place.num_ranks // hosts
-        encoded, decoded = nbytes / inside * (1 + 1 / hosts), nbytes / inside + nbytes
-        coding = encoded / self.encode_bytes_per_second + decoded / self.decode_bytes_per_second
-        if place.num_hosts == 1:
-            rate, latency = place.inside_bytes_per_second, place.inside_latency_seconds
-            return coding + ring_seconds(nbytes * self.ratio, hosts, rate, latency)
-        raw = ring_seconds(nbytes, inside, place.inside_bytes_per_second, place.inside_latency_seconds)
-        coded = ring_seconds(nbytes * self.ratio, hosts, place.nic_bytes_per_second, place.latency_seconds)
-        return coding + raw + coded
-
-
 def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> float:
     """Seconds of computation and a transfer that run together: both are slowed while the other runs."""
     return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
@@ -154,12 +125,13 @@ def layer_cost(
     states: StateBytes,
     rows: int,
     microbatches: int,
-    coded_sum: CodedSum | None = None,
+    codings: Codings,
 ) -> LayerCost:
     """The cost of a layer for microbatches of ``rows`` rows, which the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
     The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
+    ``codings`` say which traffic is coded.
     """
     replicas = place.num_ranks // choice.tp
     own = rows / replicas
@@ -174,12 +146,16 @@ def layer_cost(
         ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
         for nbytes, passes, size in sharding.sums
     )
-    shared = _share_states(sharding.params, choice, place, states, microbatches, coded_sum)
+    shared = _share_states(sharding.params, choice, place, states, microbatches, codings)
     computed_backward = backward + (forward if choice.recompute else 0.0)
     backward_sums = sums * (2 if choice.recompute else 1)
     whole_forward = overlapped_seconds(forward + sums, shared.gather_seconds, profile.slowdown)
     moved = shared.gather_seconds + shared.scatter_seconds
     whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
+    if codings.gathers is not None and choice.zero == 3:  # coded gathers do not overlap with computation
+        gather = codings.gathers.gather_seconds(place, shared.gathered_bytes, choice.tp)
+        whole_forward = codings.faster(whole_forward, forward + sums + gather)
+        whole_backward = codings.faster(whole_backward, computed_backward + backward_sums + gather)
     can_split = not choice.recompute and choice.zero < 2
     saved = (sample.saved_bytes or layer.saved_bytes * own) * (
         sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
@@ -218,7 +194,7 @@ class _SharedStates(NamedTuple):
 
 
 def _share_states(
-    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, coded_sum: CodedSum | None
+    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codings: Codings
 ) -> _SharedStates:
     """What ZeRO shares of the states of ``params`` parameters."""
     replicas = place.num_ranks // choice.tp
@@ -227,8 +203,8 @@ def _share_states(
     if choice.zero == 0 and replicas > 1:
         gradients *= 2  # DDP has buckets beside the gradients
     sync = place.replica_seconds(params * states.gradient, choice.tp, 2.0)
-    if choice.zero == 0 and choice.tp == 1 and coded_sum is not None:
-        sync = coded_sum.seconds(place, params * states.gradient)
+    if choice.zero == 0 and choice.tp == 1 and codings.sums is not None:
+        sync = codings.faster(sync, codings.sums.sum_seconds(place, params * states.gradient))
     if choice.zero >= 1:
         optimizer /= replicas
     if choice.zero == 2:
@@ -240,4 +216,7 @@ def _share_states(
         weights /= replicas
         gradients = gradients / replicas if microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
+        if codings.scatters is not None:
+            coded = codings.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
+            sync = codings.faster(sync, coded)
     return _SharedStates(weights + gradients + optimizer, gathered, gather, scatter, sync)

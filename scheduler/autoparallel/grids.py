@@ -17,6 +17,7 @@ from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price
 from reshard.topology import Topology
 
 from .choices import Choice, GridShape
+from .codecs import Coding, Codings
 from .costs import LayerCost, Place, StateBytes
 from .graph import Layer
 from .profile import Profile, Sample
@@ -37,7 +38,16 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     return None
 
 
-def grid_cost(layer: Layer, choice: Choice, place: Place, profile: Profile, states: StateBytes, rows: int) -> LayerCost:
+def grid_cost(
+    layer: Layer,
+    choice: Choice,
+    place: Place,
+    profile: Profile,
+    states: StateBytes,
+    rows: int,
+    microbatches: int,
+    codings: Codings,
+) -> LayerCost:
     """The cost of a layer on a grid for microbatches of ``rows`` rows. See :func:`~.costs.layer_cost`.
 
     Computation is the busiest rank's part of what the profile says of one rank. Communication is what
@@ -48,7 +58,12 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, profile: Profile, stat
     assert sizes is not None
     own = rows / (choice.grid[0] * choice.grid[2])
     sample = profile.times(layer.key, 1)[0].at(own)
-    price, share = _price(sizes, choice.grid, place, sample, own, ITEMSIZE[dtype_name(profile.dtype)], states.gradient)
+    itemsize = ITEMSIZE[dtype_name(profile.dtype)]
+    price, share = _price(sizes, choice.grid, place, sample, own, itemsize, states.gradient, None)
+    if codings.panels is not None:
+        coded, _ = _price(sizes, choice.grid, place, sample, own, itemsize, states.gradient, codings.panels)
+        if not codings.is_optional or _exposed(coded) < _exposed(price):
+            price = coded
     forward = sample.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
     put_off = sample.weight_grad_seconds * share + price.weight_grad.exposed
     backward = (
@@ -77,8 +92,12 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, profile: Profile, stat
         saved - kept,
         0.0,
         price.depth_seconds,
-        float(price.panel_elements * ITEMSIZE[dtype_name(profile.dtype)]),
+        float(price.panel_elements * itemsize),
     )
+
+
+def _exposed(price: LayerPrice) -> float:
+    return sum(each.exposed for each in price.passes)
 
 
 def compute_share(layer: Layer, grid: GridShape) -> float:
@@ -105,6 +124,7 @@ def _price(
     own: float,
     itemsize: int,
     gradient_bytes: float,
+    coding: Coding | None,
 ) -> tuple[LayerPrice, float]:
     """The price of a layer, and the busiest rank's part of its computation."""
     rows, cols, depth = grid
@@ -112,6 +132,9 @@ def _price(
     rate = flops / sample.forward_seconds if flops and sample.forward_seconds else math.inf
     tokens = (max(1, math.ceil(own * sizes.sequence)),) * rows
     load = GridLoad(rows, cols, depth, tokens, _traffic(place, grid), itemsize, gradient_bytes)
+    if coding is not None:  # a gather decodes the rank's own part too
+        seconds = coding.coding_seconds(itemsize, 2 * itemsize)
+        load = replace(load, coded_ratio=coding.ratio, coding_seconds=seconds)
     return price_layer(sizes, load, rate), _share(sizes, grid)
 
 

@@ -14,8 +14,9 @@ from ..graph import Edge, Pipeline, Stage
 from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, ChoiceRules
 from .cluster import Cluster
-from .costs import CodedSum, LayerCost, Place, StateBytes, layer_cost
-from .edges import EdgeCodecs, EdgePrices, End, coded_ratio
+from .codecs import Codings, check_policy
+from .costs import LayerCost, Place, StateBytes, layer_cost
+from .edges import EdgeCodecs, EdgePrices, End
 from .graph import Layer, LayerGraph, Tensor
 from .grids import best_grids, grid_cost, why_no_grid
 from .profile import Profile
@@ -88,7 +89,9 @@ class Problem:
         graph, cluster, profile: the model, its devices and the times of its layers.
         rows: rows of a step. states: bytes of states of a parameter. rules: choices of a layer.
         microbatches: numbers of microbatches to try; default: divisors of ``rows``, at most 4 x the devices and 256.
-        compression: codecs of edges (``pp``) and of sums of gradients over replicas (``dp``).
+        compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
+            (``zero``) and of products on grids (``tp``).
+        codes_all: code all traffic inside stages that has a codec. Otherwise each layer has the faster of both.
 
     Raises:
         ArgumentError: the profile is of another model, no number of microbatches divides the rows, or the policy has
@@ -103,6 +106,7 @@ class Problem:
     rules: ChoiceRules = field(default_factory=ChoiceRules)
     microbatches: tuple[int, ...] = ()
     compression: Policy | None = None
+    codes_all: bool = False
     prices: EdgePrices = field(init=False, compare=False)
     _layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = field(init=False, compare=False)
     _choices: dict[tuple[int, int], tuple[Choice, ...]] = field(init=False, compare=False)
@@ -158,13 +162,10 @@ class Problem:
         )
 
     @cached_property
-    def coded_sum(self) -> CodedSum | None:
-        """How sums of gradients over replicas are coded; None if they are not."""
-        if self.compression is None or self.compression.dp is None:
-            return None
-        rate = next(each for each in self.cluster.topology.codec_rates if each.codec == self.compression.dp)
-        ratio = coded_ratio(rate.codec, "float32") * 4 / self.states.gradient if self.states.gradient else 1.0
-        return CodedSum(ratio, rate.encode_bytes_per_second, rate.decode_bytes_per_second)
+    def codings(self) -> Codings:
+        """How traffic inside stages is coded."""
+        sizes = (self.states.weight, self.states.gradient)
+        return Codings.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.codes_all)
 
     @cached_property
     def layer_classes(self) -> tuple[Layer, ...]:
@@ -182,9 +183,8 @@ class Problem:
         if key not in self._layer_costs:
             rows = self.rows // microbatches
             given = (self.layer_classes[key[0]], choice, place, self.profile, self.states, rows)
-            self._layer_costs[key] = (
-                grid_cost(*given) if choice.grid else layer_cost(*given, microbatches, self.coded_sum)
-            )
+            cost = grid_cost if choice.grid else layer_cost
+            self._layer_costs[key] = cost(*given, microbatches, self.codings)
         return self._layer_costs[key]
 
     def place(self, first: int, end: int) -> Place:
@@ -343,20 +343,6 @@ def recompute_bytes(costs: Sequence[LayerCost]) -> float:
 
 #: Limit of the scaled activations of :meth:`Problem.pipeline`.
 SCALED_LIMIT = 1 << 40
-
-
-def check_policy(policy: Policy, cluster: Cluster) -> None:
-    """Raise ArgumentError if a search cannot price a policy."""
-    others = sorted(set(policy.dimensions) - {"dp", "pp"})
-    if others:
-        raise ArgumentError(f"a search prices dp= and pp= of a policy; compression={policy} has {others[0]}= too")
-    known = {rate.codec for rate in cluster.topology.codec_rates}
-    wanted = [codec for codec in (policy.dp, *policy.pair("pp")) if codec is not None]
-    for codec in [each for each in wanted if each not in known]:
-        raise ArgumentError(
-            f"compression={policy} has the codec {codec}, whose rates the topology of the cluster lacks; give it "
-            "codec_rates, as find_topology(codecs=[...]) measures them"
-        )
 
 
 def cut_row_bytes(tensors: Sequence[Tensor], cols: int) -> float:

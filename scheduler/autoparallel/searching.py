@@ -13,9 +13,10 @@ from reshard.errors import ArgumentError
 from ..ir.text import format_schedule
 from .choices import ChoiceRules
 from .cluster import Cluster
+from .codecs import parts_of_policy, with_codecs
 from .costs import StateBytes
 from .graph import LayerGraph
-from .iteration import Evaluation, evaluate_schedule, wider_links
+from .iteration import Evaluation, evaluate, evaluate_schedule, wider_links
 from .methods.auto import METHODS, Method, auto, decide
 from .problem import Problem
 from .profile import Profile
@@ -57,8 +58,8 @@ def search(
             All but ``auto`` are taken as they are, without moves.
         states: bytes of states of a parameter; default: float32 with Adam.
         rules: choices that are allowed; default: all that ``Pipe`` runs.
-        compression: codecs that edges (``pp``) and sums of gradients over replicas under DDP (``dp``) may use; default:
-            none. The topology must have their rates.
+        compression: codecs that edges (``pp``), sums of gradients over replicas under DDP (``dp``), collectives of
+            ZeRO 3 (``zero``) and products on grids (``tp``) may use; default: none. The topology must have their rates.
 
     Returns:
         The strategy, the same on every rank and from run to run. It has codecs only if its step is then shorter than
@@ -75,19 +76,49 @@ def search(
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
     problem = make_problem(graph, cluster, profile, rows, keep or {}, states or StateBytes(), rules or ChoiceRules())
-    if compression is None:
-        return choose_strategy(problem, method)
-    from reshard.compression import Policy  # imports torch
+    if compression is not None:
+        from reshard.compression import Policy  # imports torch
 
-    if not isinstance(compression, Policy):
-        raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
-    coded_problem = replace(problem, compression=compression)
-    plain, coded = choose_strategy(problem, method), choose_strategy(coded_problem, method)
-    return coded if coded.seconds < (1 - MIN_GAIN) * plain.seconds else plain
+        if not isinstance(compression, Policy):
+            raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
+        problem = replace(problem, compression=compression)
+    return choose_strategy(problem, method)
 
 
 def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy:
     """The fastest strategy of a problem that fits the memory. Arguments and errors: :func:`search`."""
+    if problem.compression is None:
+        found = _decide(problem, method)
+        return make_strategy(problem, found[0], found[1:])
+    return _choose_codecs(problem, problem.compression, method)
+
+
+def _choose_codecs(problem: Problem, policy: Policy, method: str | Method) -> Strategy:
+    """The fastest strategy with some of the codecs of a policy, or without if they gain too little.
+
+    The stages are those of two searches: without codecs, and with codecs wherever they are faster. An engine codes the
+    traffic of all stages alike, so each part of the policy is then simulated with these stages.
+    """
+    raw = replace(problem, compression=None)
+    plain = _decide(raw, method)
+    coded = _decide(problem, method)
+    best, best_problem = plain[0], raw
+    for found in (plain[0], coded[0]):
+        for part in parts_of_policy(policy, found.candidate.stages):
+            fixed = replace(problem, compression=part, codes_all=True)
+            each = evaluate(fixed, found.candidate)
+            if each is not None and not each.short_bytes and each.seconds < best.seconds:
+                best, best_problem = each, fixed
+    if best.seconds >= (1 - MIN_GAIN) * plain[0].seconds:
+        return make_strategy(raw, plain[0], plain[1:])
+    thorough = evaluate(best_problem, best.candidate, thorough=True)
+    if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
+        best = thorough
+    return make_strategy(best_problem, best, [plain[0], *coded[1:]])
+
+
+def _decide(problem: Problem, method: str | Method) -> list[Evaluation]:
+    """Evaluated candidates of a method, the fastest one that fits the memory first."""
     found = decide(problem, _find(method)(problem), moves=method == "auto")
     best = found[0]
     if best.short_bytes:
@@ -101,7 +132,7 @@ def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy
             f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
             "rows, or allow recomputation and ZeRO 3"
         )
-    return make_strategy(problem, best, found[1:])
+    return found
 
 
 def make_problem(
@@ -202,14 +233,21 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
 
 
 def _used_policy(policy: Policy | None, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
-    """The text of a policy with those of its codecs that stages and edges use."""
+    """The text of a policy with those of its codecs that stages and edges use.
+
+    If a codec is used on all edges, the engine is told to use it whatever its own topology says.
+    """
     if policy is None:
         return ""
     ways = (any(edge.forward_codec for edge in edges), any(edge.backward_codec for edge in edges))
     pair = tuple(codec if is_used else None for codec, is_used in zip(policy.pair("pp"), ways, strict=True))
-    has_ddp = any(s.num_ranks > 1 and s.choices[0].zero == 0 and s.choices[0].tp == 1 for s in stages)
-    pp: Any = pair if any(pair) else None
-    return str(replace(policy, dp=policy.dp if has_ddp else None, pp=pp, force_pp=policy.force_pp and any(pair)))
+    most = next(parts_of_policy(policy, stages))
+    used = with_codecs(most, most.dp, pair if any(pair) else None, most.tp, most.zero)
+    forward = {edge.forward_codec for edge in edges}
+    backward = {edge.backward_codec for edge in edges if edge.backward_seconds}
+    if any(pair) and len(forward) == 1 and len(backward) <= 1:
+        used = replace(used, force_pp=True)
+    return str(used) if used.dimensions else ""
 
 
 def _alternative(found: Evaluation) -> Alternative:

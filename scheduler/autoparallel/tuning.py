@@ -97,7 +97,8 @@ def tune(problem: Problem, choose: Callable[[Problem], Strategy], measure: Calla
     while len(rounds) < MOST_ROUNDS and not is_settled:
         measurement = measure(strategy)
         rounds.append(Round(strategy, measurement))
-        problem = replace(problem, profile=correct_profile(problem, strategy, measurement.timelines))
+        coded = replace(problem, compression=strategy.compression, codes_all=True)
+        problem = replace(problem, profile=correct_profile(coded, strategy, measurement.timelines))
         strategy = choose(problem)
         is_settled = any(is_same(strategy, each.strategy) for each in rounds)
     best = min(rounds, key=lambda each: each.measurement.seconds)

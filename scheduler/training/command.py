@@ -53,7 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--compression",
         metavar="POLICY",
-        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; see docs/compression.md",
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search uses those that make steps shorter; "
+        "see docs/compression.md",
     )
     add(
         "--strategy",
@@ -106,6 +107,8 @@ def run(options: argparse.Namespace) -> int:
     from .strategies import SearchOptions
 
     wanted = SearchOptions.of(options) if options.strategy in SEARCHES else None
+    if wanted is not None:
+        job = replace(job, compression=None)  # the strategy says which of the codecs it uses
     result = launch(job, options.device, on_ray=options.launcher == "ray", options=wanted)
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.codecs import measure_rates, parse_codec
+from reshard.compression import Policy, parse_policy
 from reshard.errors import ArgumentError, RemoteError, ReshardError
-from reshard.topology import MACHINES, Topology
+from reshard.topology import MACHINES, CodecRate, Topology
 
 from ..autoparallel import (
     ChoiceRules,
@@ -57,6 +59,7 @@ class SearchOptions:
         keep: ``(name, value)`` pairs of fixed parts, see :func:`reshard.scheduler.autoparallel.search`.
         measures: whether to run steps of the chosen strategy, correct the layer times by them, and search again.
         output: path of the file for the strategy; None: none.
+        compression: text of a policy whose codecs the strategy may use; None: none.
     """
 
     devices: int | None = None
@@ -65,6 +68,7 @@ class SearchOptions:
     keep: tuple[tuple[str, int], ...] = ()
     measures: bool = False
     output: str | None = None
+    compression: str | None = None
 
     @classmethod
     def of(cls, options: Any) -> SearchOptions:
@@ -87,6 +91,7 @@ class SearchOptions:
             tuple(sorted(keep.items())),
             options.strategy == "tune",
             options.save_strategy,
+            None if options.compression is None else str(parse_policy(options.compression)),
         )
 
     def find_topology(self, num_ranks: int | None) -> Topology:
@@ -158,9 +163,28 @@ def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> 
 def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Problem:
     """The search problem of a job, with layer times that this process measures."""
     cluster = find_cluster(options, job.device, num_ranks)
+    policy = None
+    if options.compression is not None:
+        policy = parse_policy(options.compression)
+        cluster = replace(cluster, topology=_with_rates(cluster.topology, policy, job.device))
     traced = trace_job(job)
     profile = profile_job(traced, job)
-    return make_problem(traced.graph, cluster, profile, job.preset.rows, dict(options.keep), STATES, ChoiceRules())
+    problem = make_problem(traced.graph, cluster, profile, job.preset.rows, dict(options.keep), STATES, ChoiceRules())
+    return replace(problem, compression=policy)
+
+
+def _with_rates(topology: Topology, policy: Policy, device: str) -> Topology:
+    """The topology with the rates of all codecs of a policy; this process measures those that it lacks.
+
+    Raises:
+        ArgumentError: the device is not a CPU, the only one that codecs run on.
+    """
+    if device != "cpu":
+        raise ArgumentError(f"codecs code CPU tensors only, so --compression {policy} cannot be used on {device}")
+    known = {rate.codec for rate in topology.codec_rates}
+    wanted = {policy.dp, policy.tp, *policy.pair("pp"), *policy.pair("zero")} - known - {None}
+    measured = tuple(CodecRate(name, *measure_rates(parse_codec(name))) for name in sorted(map(str, wanted)))
+    return replace(topology, codec_rates=(*topology.codec_rates, *measured))
 
 
 def find_strategy(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Strategy:

@@ -150,8 +150,46 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
     assert replace(find(1e3), cluster_hash="") == replace(plain, cluster_hash="")  # coding takes too long
     with pytest.raises(ArgumentError, match="has the codec int8x128, whose rates the topology of the cluster lacks"):
         search(graph, Cluster(slow, 1e9), profile, rows=12, compression=policy)
-    with pytest.raises(ArgumentError, match="a search prices dp= and pp= of a policy"):
-        search(graph, Cluster(slow, 1e9), profile, rows=12, compression=Policy(tp="int8x128"))
+    with pytest.raises(ArgumentError, match=r"a search prices dp, pp, tp, zero of a policy; .* has optimizer= too"):
+        search(graph, Cluster(slow, 1e9), profile, rows=12, compression=Policy(optimizer="int8x128"))
+
+
+@pytest.mark.parametrize(("dimension", "keep"), [("zero", {"zero": 3, "tp": 1}), ("tp", {"grid": (2, 2, 1)})])
+def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dimension, keep):
+    graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, vocabulary=64, dtype="float32")
+    profile = Profile.estimate(graph, flops_per_second=1e12)
+    slow = Topology.uniform((0, 1, 2, 3), 1e7)
+    keep = {"microbatches": 1, **keep}
+    policy = Policy(dp="int8x128", **{dimension: "int8x128"})
+
+    def find(rate, policy):
+        rules = ChoiceRules(recompute=(False,))
+        cluster = Cluster(replace(slow, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
+        return search(graph, cluster, profile, rows=8, keep=keep, rules=rules, compression=policy, method=one_stage)
+
+    def one_stage(problem):
+        choice = Choice(zero=3) if dimension == "zero" else Choice.on_grid(2, 2)
+        return [Candidate("one stage", (StagePlan(0, 4, 0, 4, (choice,) * 4),), 1)]
+
+    plain, coded, overloaded = find(1e10, None), find(1e10, policy), find(1e4, policy)
+    assert coded.compression.dimensions == (dimension,)
+    assert coded.seconds < 0.6 * plain.seconds
+    assert overloaded.compression is None
+    assert overloaded.seconds == plain.seconds
+
+
+def test_a_codec_that_is_slow_one_way_codes_the_other():
+    graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, dtype="float32")
+    profile = Profile.estimate(graph, flops_per_second=1e12)
+    rates = (CodecRate("int8x128", 1e10, 1e10), CodecRate("int4x128", 1e3, 1e3))
+    cluster = Cluster(replace(Topology.uniform((0, 1), 1e7), codec_rates=rates), 1e9)
+
+    def sharded(problem):
+        return [Candidate("sharded", (StagePlan(0, 2, 0, 2, (Choice(zero=3),) * 2),), 1)]
+
+    policy = Policy(zero=("int4x128", "int8x128"))
+    found = search(graph, cluster, profile, rows=2, keep={"microbatches": 1}, method=sharded, compression=policy)
+    assert found.compression == Policy(zero=(None, "int8x128"))
 
 
 def test_methods_are_functions_that_may_be_passed_in():

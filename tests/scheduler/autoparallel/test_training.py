@@ -13,6 +13,7 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.scheduler import format_schedule
 from reshard.scheduler.autoparallel import (
+    Candidate,
     Choice,
     Cluster,
     LayerGraph,
@@ -90,6 +91,25 @@ def test_a_strategy_trains_with_its_codecs():
     policy = Policy(dp="int8x128", pp="int8x128")
     strategy = find_strategy(topology, {"microbatches": 4}, compression=policy)
     assert strategy.compression is not None
+    case = replace(make_case(), tolerance=0.02)
+    make_pipe = functools.partial(pipe_of_strategy, text=strategy.to_json())
+    with pytest.raises(AssertionError):  # values are rounded
+        check_equal(make_case(), make_pipe, strategy.num_ranks)
+    check_equal(case, make_pipe, strategy.num_ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dimension", ["zero", "tp"])
+def test_codecs_of_zero_and_grids_train(dimension):
+    topology = replace(Topology.uniform((0, 1, 2, 3), 1e6), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))
+    choice = Choice(zero=3) if dimension == "zero" else Choice.on_grid(2, 2)
+
+    def one_stage(problem):
+        return [Candidate("one stage", (StagePlan(0, 6, 0, 4, (choice,) * 6),), 2)]
+
+    policy = Policy(**{dimension: "int8x128"})
+    strategy = find_strategy(topology, {"microbatches": 2}, method=one_stage, compression=policy)
+    assert strategy.compression.dimensions == (dimension,)
     case = replace(make_case(), tolerance=0.02)
     make_pipe = functools.partial(pipe_of_strategy, text=strategy.to_json())
     with pytest.raises(AssertionError):  # values are rounded

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -65,11 +66,25 @@ def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
         (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, tune, or the file of a strategy"),
         (["--strategy", "auto", "--meshes", "1x1"], "a strategy has stages of its own; omit --meshes or --strategy"),
         (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has a schedule of its own"),
+        (["--strategy", "auto", "--compression", "optimizer=int8x128"], "a search prices dp, pp, tp, zero of a policy"),
         (["--strategy", "auto", "--memory", "80 GHz"], "must be a number of bytes with a unit, such as 80GB"),
         ([], "--devices is for a search; pass --strategy auto with it"),
     ):
         assert main([*SMALL, *options]) == 2
         assert message in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_search_uses_codecs_where_links_are_slow(tmp_path):
+    hosts = [{"devices": 1, "nics": ["1 Mbit/s"]}] * 2
+    (tmp_path / "hosts.json").write_text(json.dumps({"hosts": hosts}))
+    options = SearchOptions(None, str(tmp_path / "hosts.json"), "100MB", compression="dp=int8x128,pp=int8x128")
+    job = Job("test", replace(GPT, config=replace(GPT.config, head_size=32)), 3, "", warmup=2)
+    strategy = find_strategy(job, options)
+    assert strategy.compression is not None
+    losses = run_processes(train, 2, replace(job, strategy=strategy), False, timeout_seconds=300)[0].losses
+    assert list(losses) == pytest.approx(train_alone(job)[0], rel=0.02)
+    assert list(losses) != pytest.approx(train_alone(job)[0], abs=1e-6)  # values are rounded
 
 
 @pytest.mark.slow

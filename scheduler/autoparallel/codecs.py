@@ -1,0 +1,186 @@
+"""Seconds of coded collectives: which codec each kind of traffic may have, and what it then takes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ArgumentError
+
+from .cluster import Cluster, ring_seconds
+from .costs import Place
+from .edges import coded_ratio
+from .result.stages import StagePlan
+
+if TYPE_CHECKING:
+    from reshard.compression import Policy
+
+#: Dimensions of a policy that a search prices.
+PRICED = ("dp", "pp", "tp", "zero")
+
+
+@dataclass(frozen=True)
+class Coding:
+    """A codec on the wire.
+
+    Attributes:
+        ratio: coded bytes of each byte of plain values.
+        encode_bytes_per_second, decode_bytes_per_second: of plain values, on one rank.
+    """
+
+    ratio: float
+    encode_bytes_per_second: float
+    decode_bytes_per_second: float
+
+    def coding_seconds(self, encoded: float, decoded: float) -> float:
+        """Seconds in which a rank encodes and decodes some bytes of plain values."""
+        return encoded / self.encode_bytes_per_second + decoded / self.decode_bytes_per_second
+
+    def sum_seconds(self, place: Place, nbytes: float) -> float:
+        """Seconds of a sum over all ranks of a place: raw inside hosts and coded between them, or coded on one host.
+
+        A rank encodes its part of each host's, adds the parts that it receives, encodes their sum, and decodes all.
+        """
+        if place.num_ranks == 1 or nbytes == 0:
+            return 0.0
+        hosts = place.num_hosts if place.num_hosts > 1 else place.num_ranks
+        inside = place.num_ranks // hosts
+        coding = self.coding_seconds(nbytes / inside * (1 + 1 / hosts), nbytes / inside + nbytes)
+        if place.num_hosts == 1:
+            rate, latency = place.inside_bytes_per_second, place.inside_latency_seconds
+            return coding + ring_seconds(nbytes * self.ratio, hosts, rate, latency)
+        raw = ring_seconds(nbytes, inside, place.inside_bytes_per_second, place.inside_latency_seconds)
+        coded = ring_seconds(nbytes * self.ratio, hosts, place.nic_bytes_per_second, place.latency_seconds)
+        return coding + raw + coded
+
+    def gather_seconds(self, place: Place, nbytes: float, tp: int) -> float:
+        """Seconds in which the replicas of a layer gather ``nbytes`` on each rank.
+
+        Each encodes its part, and decodes all. Computation does not overlap with it: the call returns when it is done.
+        """
+        replicas = place.num_ranks // tp
+        if replicas == 1 or nbytes == 0:
+            return 0.0
+        return self.coding_seconds(nbytes / replicas, nbytes) + place.replica_seconds(nbytes * self.ratio, tp, 1.0)
+
+    def scatter_seconds(self, place: Place, nbytes: float, tp: int) -> float:
+        """Seconds in which the replicas of a layer reduce and scatter ``nbytes`` of each rank.
+
+        Each rank sends every other one its part, so that all ranks of a host send to all other hosts.
+        """
+        replicas = place.num_ranks // tp
+        if replicas == 1 or nbytes == 0:
+            return 0.0
+        others = nbytes * (replicas - 1) / replicas
+        coded = nbytes * self.ratio
+        inside = replicas // place.num_hosts if place.num_hosts > 1 else replicas
+        moved = (inside - 1) * (place.inside_latency_seconds + coded / replicas / place.inside_bytes_per_second)
+        if place.num_hosts > 1:
+            leaving = coded * tp * inside * (1 - 1 / place.num_hosts)
+            moved = max(moved, (place.num_hosts - 1) * place.latency_seconds + leaving / place.nic_bytes_per_second)
+        return self.coding_seconds(nbytes, others) + moved
+
+
+@dataclass(frozen=True)
+class Codings:
+    """The codings of all kinds of traffic inside stages; None: raw.
+
+    Attributes:
+        sums: of gradients over replicas under DDP. gathers, scatters: of parameters and gradients under ZeRO 3.
+        panels: of matrix products on grids.
+        is_optional: whether each layer may leave its traffic raw where that is faster. An engine has one policy for all
+            stages, so this holds while stages are searched for, and not for the strategy that is chosen.
+    """
+
+    sums: Coding | None = None
+    gathers: Coding | None = None
+    scatters: Coding | None = None
+    panels: Coding | None = None
+    is_optional: bool = False
+
+    @classmethod
+    def of(
+        cls, policy: Policy | None, cluster: Cluster, dtype: str, weight: float, gradient: float, is_optional: bool
+    ) -> Codings:
+        """The codings of a policy.
+
+        Args:
+            dtype: of activations. weight, gradient: bytes of a parameter and of its gradient.
+        """
+        if policy is None:
+            return RAW
+        rates = {each.codec: each for each in cluster.topology.codec_rates}
+
+        def make(codec: str | None, ratio: float) -> Coding | None:
+            if codec is None:
+                return None
+            return Coding(ratio, rates[codec].encode_bytes_per_second, rates[codec].decode_bytes_per_second)
+
+        def of_values(codec: str | None, nbytes: float) -> Coding | None:
+            """Codecs code a parameter or a gradient as fp32."""
+            return make(codec, coded_ratio(codec, "float32") * 4 / nbytes if codec and nbytes else 1.0)
+
+        gathers, scatters = policy.pair("zero")
+        return cls(
+            of_values(policy.dp, gradient),
+            of_values(gathers, weight),
+            of_values(scatters, gradient),
+            make(policy.tp, coded_ratio(policy.tp, dtype) if policy.tp else 1.0),
+            is_optional,
+        )
+
+    def faster(self, raw: float, coded: float) -> float:
+        """The seconds of traffic that has a codec."""
+        return min(raw, coded) if self.is_optional else coded
+
+
+#: No codec.
+RAW = Codings()
+
+
+def check_policy(policy: Policy, cluster: Cluster) -> None:
+    """Raise ArgumentError if a search cannot price a policy."""
+    others = sorted(set(policy.dimensions) - set(PRICED))
+    if others:
+        raise ArgumentError(
+            f"a search prices {', '.join(PRICED)} of a policy; compression={policy} has {others[0]}= too"
+        )
+    known = {rate.codec for rate in cluster.topology.codec_rates}
+    wanted = [codec for codec in (policy.dp, *policy.pair("pp"), policy.tp, *policy.pair("zero")) if codec is not None]
+    for codec in [each for each in wanted if each not in known]:
+        raise ArgumentError(
+            f"compression={policy} has the codec {codec}, whose rates the topology of the cluster lacks; give it "
+            "codec_rates, as find_topology(codecs=[...]) measures them"
+        )
+
+
+def parts_of_policy(policy: Policy, stages: Sequence[StagePlan]) -> Iterator[Policy]:
+    """All policies that code some of what a policy codes, of the traffic that stages have.
+
+    The engine codes panels of grids only if no stage has torch's tensor parallelism.
+    """
+    choices = [(stage, stage.choices[0]) for stage in stages]
+    has_sums = any(s.num_ranks > choice.tp and not choice.zero and not choice.grid for s, choice in choices)
+    has_zero = any(choice.zero == 3 for _, choice in choices)
+    has_panels = any(choice.grid for _, choice in choices)
+    has_torch_tp = any(choice.tp > 1 and not choice.grid for _, choice in choices)
+    gathers, scatters = policy.pair("zero")
+    kinds: list[tuple[Any, ...]] = [
+        (policy.dp, None) if has_sums else (None,),
+        (policy.pp, None) if len(stages) > 1 else (None,),
+        (policy.tp, None) if has_panels and not has_torch_tp else (None,),
+        (gathers, None) if has_zero else (None,),
+        (scatters, None) if has_zero else (None,),
+    ]
+    for dp, pp, tp, gather, scatter in itertools.product(*map(dict.fromkeys, kinds)):
+        zero = (gather, scatter) if gather or scatter else None
+        yield with_codecs(policy, dp, pp, tp, zero)
+
+
+def with_codecs(policy: Policy, dp: Any, pp: Any, tp: Any, zero: Any) -> Policy:
+    """A policy with other codecs, and with the options that apply to them."""
+    feedback, raw_steps = (policy.feedback, policy.raw_steps) if dp else ((), 0)
+    forced = policy.force_pp and bool(pp)
+    return replace(policy, dp=dp, pp=pp, tp=tp, zero=zero, force_pp=forced, feedback=feedback, raw_steps=raw_steps)
