@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -12,6 +13,7 @@ import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.testing.processes import run_processes
+from tests.support.devices import HAS_GPU
 from tests.support.interpreters import run_interpreters
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -260,3 +262,33 @@ def test_processes_exit_normally_after_an_error(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     assert [output for output, _ in run_interpreters(script, 2)] == ["raised\n"] * 2
+
+
+def _mixed(rank):
+    source = take_shard(ROWS, rank, WHOLE)
+    if rank == 1:
+        source = source.to("meta")
+    try:
+        reshard.reshard(source, ROWS, COLS, shape=(6, 4), dtype="float32", timeout_seconds=5.0)
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def test_tensors_on_unsupported_devices_are_rejected():
+    errors = set(run_processes(_mixed, 4))
+    assert errors == {"ArgumentError: the tensor: rank 1 passes a tensor on meta; only cpu and cuda are supported"}
+
+
+def _make_cuda_mover(rank):
+    try:
+        reshard.Mover(reshard.make_plan(ROWS, COLS, (6, 4), "float32"), device="cuda", timeout_seconds=5.0)
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+@pytest.mark.skipif(HAS_GPU, reason="this machine has a GPU")
+def test_cuda_without_a_gpu_is_rejected():
+    errors = set(run_processes(_make_cuda_mover, 4))
+    assert errors == {"ArgumentError: device is 'cuda', but this process has no CUDA device"}

@@ -5,6 +5,7 @@ Tests that need a GPU are in ``test_gpu.py``.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import re
@@ -33,7 +34,7 @@ from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter, TiedParameters
 from reshard.scheduler.simulation.validate import has_one_order
 from reshard.testing.processes import run_processes
-from tests.scheduler.runtime.test_engine import run_rank, single_process
+from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, run_rank, single_process
 from tests.support import stages_with_replicas as replicas
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -128,8 +129,8 @@ def _move(rank):
     with reshard.Mover(plan) as mover:
         # All is allocated, and all ranks are connected, before the first transfer.
         held, communicator = mover.staging_allocated_bytes, mover._transfers.on_stream._exchange._communicator
-        pairs = {(m.sender, m.receiver) for m in expand_messages(plan) if m.sender != m.receiver}
-        peers = {b if a == rank else a for a, b in pairs if rank in (a, b)}
+        pairs = {(m.sender, m.receiver) for m in expand_messages(plan) if rank in (m.sender, m.receiver)}
+        peers = {peer for pair in pairs for peer in pair} - {rank}
         assert communicator.nccl._library.standin_count_connected(communicator._comm) == len(peers)
         out = None if wanted is None else torch.zeros_like(wanted)
         for _ in range(3):
@@ -322,6 +323,30 @@ def test_engine_trains(device):
                     torch.testing.assert_close(torch.from_numpy(grad), grads[stage][key], rtol=1e-10, atol=1e-12)
 
 
+def _mark_that_breaks():
+    """A mark of work that fails after 0.4 s, when all actions of a step have been started."""
+    mark, begun = Mark(), time.monotonic()
+    mark.query = lambda: time.monotonic() - begun > 0.4 and Broken().query()
+    return mark
+
+
+def _step_on_a_device_that_fails(rank):
+    pipeline, modules = make_pipeline([0, 1, 2]), {rank: make_modules(torch.float64)[rank]}
+    ((x, y),) = make_data(torch.float64, [4])
+    with Engine(one_f_one_b(pipeline, 2), pipeline, modules, timeout_seconds=20) as engine:
+        if rank == 2:  # it sends the last gradients, for which no later action of it waits
+            for mover in engine._program.transfers[0]._movers.values():
+                mover._transfers.on_stream.streams.mark_of = _mark_that_breaks
+        with contextlib.suppress(reshard.ReshardError):
+            engine.step({0: [{"x": x}] * 2, 2: [{"target": y}] * 2})
+        dist.barrier()  # the other ranks keep their connections
+    return str(engine._error)
+
+
+def test_step_returns_after_the_device_has_finished_its_transfers(device):
+    assert "illegal memory access" in run_processes(_step_on_a_device_that_fails, 3)[2]
+
+
 def _train_replicas(rank):
     """One step of a pipeline whose second stage has two replicas under DDP, with a buffer that they share."""
     pipeline, inner = replicas.make_pipeline(2), replicas.Last() if rank else replicas.First()
@@ -373,19 +398,3 @@ def test_edges_between_two_rows_may_be_received_in_another_order(device):
     results = run_processes(run_rank, 2, _two_stages_on_a_row, [0, 1, 1], "float64", [4, 4, 2], 2)
     for step_losses, _ in results[1][0]:
         assert step_losses == pytest.approx(losses, rel=1e-10)
-
-
-def _mixed(rank):
-    source, _ = _shards(rank)
-    if rank == 1:
-        source = source.to("meta")
-    try:
-        reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32", timeout_seconds=5.0)
-    except reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def test_tensors_on_unsupported_devices_are_rejected():
-    errors = set(run_processes(_mixed, RANKS))
-    assert errors == {"ArgumentError: the tensor: rank 1 passes a tensor on meta; only cpu and cuda are supported"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -98,6 +99,17 @@ def test_warm_up_compiles_all_that_a_buffer_can_need(nbytes, monkeypatch):
     for alignment in (16, 8, 4, 2, 1):
         needed = {(one.unit, one.tile, to) for one in make_tables(sorted(rows), [alignment]) for to in (True, False)}
         assert needed <= compiled
+
+
+@pytest.mark.parametrize(("unit", "pairs"), [(16, True), (8, False), (1, False)])
+def test_kernel_loads_pairs_of_words_where_all_is_aligned(monkeypatch, unit, pairs):
+    kernel = pytest.importorskip("reshard.runtime.cuda.pack_kernel", reason="triton is not installed")
+    launch = MagicMock()
+    monkeypatch.setattr(kernel, "_copy_regions", launch)
+    copier = kernel.RegionCopier(torch.device("cpu"))
+    (table,) = make_tables([(0, 0, 0, 4 * unit, 1, 1, 1, 0, 0, 0)], [unit])
+    copier.copy(copier.upload(table), copier.find_addresses((0,)), torch.zeros(4 * unit, dtype=torch.uint8), True)
+    assert launch[(1,)].call_args.kwargs["PAIRS"] is pairs
 
 
 _INTERPRETED = """
