@@ -130,7 +130,8 @@ def build(folder: Path) -> None:
     code = f"from scikit_build_core.build import build_wheel; print(build_wheel({str(folder)!r}))"
     status, output = run_python(code, BUILD_SECONDS, sources)
     if status:
-        raise RuntimeError("\n".join([*output.splitlines()[-TAIL_LINES:], "the package cannot be built"]))
+        why = f"was not built within {BUILD_SECONDS:g} s" if status == 124 else "cannot be built"
+        raise RuntimeError("\n".join([*output.splitlines()[-TAIL_LINES:], f"the package {why}"]))
     with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
         wheel.extractall(folder / "installed")
     for name in ("tests", "microbench"):
@@ -138,7 +139,7 @@ def build(folder: Path) -> None:
 
 
 def describe() -> str:
-    """Versions of Python, the libraries and the device."""
+    """The machine, and versions of Python, the libraries and the device."""
     code = (
         "import torch, numpy, sys; print('python', sys.version.split()[0], 'torch', torch.__version__, 'numpy', "
         "numpy.__version__); print('device', torch.cuda.get_device_name() if torch.cuda.is_available() else 'none', "
@@ -150,7 +151,10 @@ def describe() -> str:
         "try: library = find_library(); print('nccl', library.version, library.path)\n"
         "except Exception as error: print('nccl is not available:', error)\n"
     )
-    return f"{platform.platform()}, {os.cpu_count()} processors\n{run_python(code, 60.0)[1]}"
+    folder = "/dev/shm"  # NCCL allocates there, and a container may have little
+    shared = shutil.disk_usage(folder).free // 2**20 if os.path.isdir(folder) else 0
+    machine = f"{platform.platform()}, {os.cpu_count()} processors, {shared} MiB of shared memory"
+    return f"{machine}\n{run_python(code, 60.0)[1]}"
 
 
 def run_python(code: str, seconds: float, folder: Path | None = None) -> tuple[int, str]:

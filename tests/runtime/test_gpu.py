@@ -56,6 +56,7 @@ def _set_up(rank):
     """Set NCCL's environment so that each rank is a separate host and uses sockets."""
     os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_MULTI_RANK_GPU_ENABLE="1", NCCL_SOCKET_IFNAME="lo")
     os.environ.setdefault("NCCL_IB_DISABLE", "1")
+    os.environ.setdefault("NCCL_DEBUG", "WARN")  # NCCL prints its version, and which call failed
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # loading a kernel could wait for a receive under way
     torch.cuda.set_device(rank % torch.cuda.device_count())
 
