@@ -91,6 +91,10 @@ CHECKS = [
     ),
     Check("packing rates compared with torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 40),
     Check(
+        "the kernels of the block codecs against the native ones", tests("codecs/test_codec_kernels.py", "on_a_gpu"),
+        (*tests("codecs/test_codec_kernels.py", "interpreted"), "-m", "not slow"), 50,
+    ),
+    Check(
         "all ranks of a plan in one process, every strategy", tests("runtime/test_gpu.py", "in_one_process"),
         tests("runtime/test_rounds.py"), 60,
     ),

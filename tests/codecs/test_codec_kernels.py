@@ -1,4 +1,4 @@
-"""The Triton kernels of the block codecs, in Triton's interpreter and compiler. Neither needs a GPU."""
+"""The Triton kernels of the block codecs, in Triton's interpreter and compiler, neither of which needs a GPU, and on one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
-_INTERPRETED = """
+from tests.support.devices import HAS_GPU
+
+_COMPARED = """
 import warnings
 warnings.simplefilter("ignore")
 import numpy as np, torch
@@ -23,12 +25,13 @@ for number, kind in enumerate(KINDS):
             source = torch.from_numpy(_hard_rows(ROWS, columns, seed=ROWS)).to(dtype)
             wanted, coded = (torch.full((codec.nbytes(source.shape),), 77, dtype=torch.uint8) for _ in range(2))
             codec.encode(source, wanted)
-            assert encode_on_device(codec, source, coded) == coded.numel()
-            assert torch.equal(coded, wanted), (kind, dtype, values)
-            plain, found = torch.empty_like(source), torch.full_like(source, 3)
+            coded = coded.to(DEVICE)
+            assert encode_on_device(codec, source.to(DEVICE), coded) == coded.numel()
+            assert torch.equal(coded.cpu(), wanted), (kind, dtype, values)
+            plain, found = torch.empty_like(source), torch.full_like(source, 3).to(DEVICE)
             codec.decode(wanted, plain)
-            decode_on_device(codec, wanted, found)
-            assert torch.equal(*(one.view(torch.uint8) for one in (found, plain))), (kind, dtype, values)
+            decode_on_device(codec, wanted.to(DEVICE), found)
+            assert torch.equal(*(one.cpu().view(torch.uint8) for one in (found, plain))), (kind, dtype, values)
 print("equal")
 """
 
@@ -67,7 +70,14 @@ def _run(code, **environment):
 
 @pytest.mark.parametrize("rows", [20, pytest.param(200, marks=pytest.mark.slow)])
 def test_interpreted_kernels_equal_the_native_codecs_bit_for_bit(rows):
-    out, errors = _run(f"ROWS = {rows}\n{_INTERPRETED}", TRITON_INTERPRET="1")
+    out, errors = _run(f"ROWS, DEVICE = {rows}, 'cpu'\n{_COMPARED}", TRITON_INTERPRET="1")
+    assert out == "equal", errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_GPU, reason="this machine has no NVIDIA GPU")
+def test_kernels_on_a_gpu_equal_the_native_codecs_bit_for_bit():
+    out, errors = _run(f"ROWS, DEVICE = 200, 'cuda'\n{_COMPARED}")
     assert out == "equal", errors
 
 
