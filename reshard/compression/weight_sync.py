@@ -127,7 +127,7 @@ class WeightSync:
             except Exception as error:
                 failure = describe_error(error)
             self._report({"failed": failure}, "confirms a version")
-            self._keep_base(tensors)
+            self._keep_base(tensors, {} if because else data)
             self.version = version
         plain = sum(stream.nbytes for stream in self._streams.values())
         return SyncReport(version, None if because else base, because, sum(sizes.values()), plain)
@@ -217,7 +217,12 @@ class WeightSync:
         )
         return self._mover
 
-    def _keep_base(self, tensors: Shards | None) -> None:
+    def _keep_base(self, tensors: Shards | None, differences: Mapping[str, np.ndarray]) -> None:
+        """Make the last version the new one: by the differences that were sent, which touch less memory than a copy."""
+        if differences:
+            for name, stream in differences.items():
+                decode_stream(self._streams[name], stream, self._base, "src", with_digest=False)
+            return
         for name, tensor in (tensors or {}).items():
             if name in self._base:
                 self._base[name].copy_(tensor)

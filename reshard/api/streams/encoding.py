@@ -1,4 +1,7 @@
-"""Streams without loss: the encoded regions of a stream, behind a table of their sizes."""
+"""Streams without loss: the encoded pieces of a stream's regions, behind a table of their sizes.
+
+A region is cut into pieces that fit a core's cache, so that coding and hashing read each piece from memory once.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ from reshard.codecs.raw_bytes import write_into
 
 Shards = Mapping[str, torch.Tensor]
 
-#: Bytes of a region's entry in the table.
+#: Bytes of a piece of a region; a multiple of the blocks of all codecs.
+PIECE_BYTES = 2**20
+#: Bytes of a piece's entry in the table.
 _ENTRY_BYTES = 8
 
 
@@ -26,12 +31,13 @@ class EncodedStream:
 
     Attributes:
         buffer: flat uint8, with zeros behind the stream. nbytes: of the stream.
-        digest: of the plain bytes of all regions; None if not asked for.
+        digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not asked for.
     """
 
     buffer: np.ndarray
     nbytes: int
     digest: int | None
+    base_digest: int | None = None
 
     @property
     def data(self) -> np.ndarray:
@@ -54,7 +60,13 @@ def capacity_of(nbytes: int) -> int:
 
 
 def encode_stream(
-    stream: Stream, tensors: Shards, base: Shards | None, codec: str = "delta", *, with_digest: bool = True
+    stream: Stream,
+    tensors: Shards,
+    base: Shards | None,
+    codec: str = "delta",
+    *,
+    with_digest: bool = True,
+    with_base_digest: bool = False,
 ) -> EncodedStream:
     """Encode the regions of a stream.
 
@@ -62,47 +74,62 @@ def encode_stream(
         tensors: the source shards by name. base: the source shards of the version to which differences refer; None
             sends the plain bytes. codec: ``"delta"``, or ``"bf16-lossless"``, which has no base.
     """
-    limit = stream.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * len(stream.regions)
-    out = np.zeros(capacity_of(limit), dtype=np.uint8)
-    at, sizes, hasher = _ENTRY_BYTES * len(stream.regions), [], xxhash.xxh3_64()
-    bases = [None] * len(stream.regions) if base is None else stream.views(base, "src")
-    for view, old in zip(stream.views(tensors, "src"), bases, strict=True):
-        words = bytes_of(view)
-        if with_digest:
-            hasher.update(words.data)
-        limit = at + len(words) + HEADER_BYTES
-        if codec == "delta":
-            width = word_width(view.element_size())
-            sizes.append(encode_delta(words, None if old is None else bytes_of(old), out[at:limit], width))
-        else:
-            sizes.append(encode_exponents(words, out[at:limit]))
-        at += sizes[-1]
+    plain = [bytes_of(view) for view in stream.views(tensors, "src")]
+    num_pieces = sum(-(-len(words) // PIECE_BYTES) for words in plain)
+    out = np.zeros(capacity_of(stream.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * num_pieces), dtype=np.uint8)
+    at, sizes, hasher, base_hasher = _ENTRY_BYTES * num_pieces, [], xxhash.xxh3_64(), xxhash.xxh3_64()
+    bases = [None] * len(plain) if base is None else stream.views(base, "src")
+    for words, old_view, view in zip(plain, bases, stream.views(tensors, "src"), strict=True):
+        old = None if old_view is None else bytes_of(old_view)
+        for start in range(0, len(words), PIECE_BYTES):
+            piece = words[start : start + PIECE_BYTES]
+            old_piece = None if old is None else old[start : start + PIECE_BYTES]
+            limit = at + len(piece) + HEADER_BYTES
+            if codec == "delta":
+                sizes.append(encode_delta(piece, old_piece, out[at:limit], word_width(view.element_size())))
+            else:
+                sizes.append(encode_exponents(piece, out[at:limit]))
+            at += sizes[-1]
+            if with_digest:
+                hasher.update(piece.data)
+            if with_base_digest and old_piece is not None:
+                base_hasher.update(old_piece.data)
     out[: _ENTRY_BYTES * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
     out[at : capacity_of(at)] = 0  # the encoder may have written behind its result
-    return EncodedStream(out[: capacity_of(at)], at, hasher.intdigest() if with_digest else None)
+    return EncodedStream(
+        out[: capacity_of(at)],
+        at,
+        hasher.intdigest() if with_digest else None,
+        base_hasher.intdigest() if with_base_digest and base is not None else None,
+    )
 
 
-def decode_stream(stream: Stream, data: np.ndarray, out: Shards, *, with_digest: bool = True) -> int | None:
-    """Write the regions of a stream to the destination shards, which hold the base of its differences.
+def decode_stream(
+    stream: Stream, data: np.ndarray, out: Shards, side: str = "dst", *, with_digest: bool = True
+) -> int | None:
+    """Write the regions of a stream to shards that hold the base of its differences.
 
     Args:
-        data: what :func:`encode_stream` made; more bytes may follow.
+        data: what :func:`encode_stream` made; more bytes may follow. side: of the layout that the shards belong to.
 
     Returns:
         The digest of the plain bytes, if asked for.
     """
     hasher = xxhash.xxh3_64()
-    at = _ENTRY_BYTES * len(stream.regions)
-    sizes = data[:at].view(np.int64)
-    for size, view in zip(sizes.tolist(), stream.views(out, "dst"), strict=True):
+    views = list(stream.views(out, side))
+    at = _ENTRY_BYTES * sum(-(-view.numel() * view.element_size() // PIECE_BYTES) for view in views)
+    sizes = iter(data[:at].view(np.int64).tolist())
+    for view in views:
         words = bytes_of(view)
-        if size and data[at] == EXPONENTS:
-            decode_exponents(data[at : at + size], words)
-        else:
-            apply_delta(data[at : at + size], words, word_width(view.element_size()))
-        at += size
-        if with_digest:
-            hasher.update(words.data)
+        for start in range(0, len(words), PIECE_BYTES):
+            piece, size = words[start : start + PIECE_BYTES], next(sizes)
+            if size and data[at] == EXPONENTS:
+                decode_exponents(data[at : at + size], piece)
+            else:
+                apply_delta(data[at : at + size], piece, word_width(view.element_size()))
+            at += size
+            if with_digest:
+                hasher.update(piece.data)
         if not view.is_contiguous():
             write_into(view, torch.from_numpy(words).view(view.dtype).view(view.shape))
     return hasher.intdigest() if with_digest else None

@@ -220,12 +220,17 @@ class StreamTransfer:
                 if self._rank in stream.holders:
                     base = _shards_of(stream, bases)
                     encoded = encode_stream(
-                        stream, _shards_of(stream, self._tensors) or {}, base, self._codec, with_digest=self._verify
+                        stream,
+                        _shards_of(stream, self._tensors) or {},
+                        base,
+                        self._codec,
+                        with_digest=self._verify,
+                        with_base_digest=True,
                     )
                     self._encoded[name] = encoded
                     own = xxhash.xxh3_64(encoded.data.data).intdigest()
                     report["streams"][name] = encoded.nbytes, encoded.digest, own
-                    report["sources"][name] = None if base is None else digest_regions(stream, base, "src")
+                    report["sources"][name] = encoded.base_digest
                 if self._rank in stream.receivers and self._codec == "delta":
                     out = _shards_of(stream, self._outs)
                     report["outs"][name] = None if out is None else digest_regions(stream, out, "dst")
