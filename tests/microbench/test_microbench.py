@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import subprocess
@@ -22,7 +23,9 @@ from microbench.harness.report import format_markdown, format_suites, format_tab
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
+from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner.scaling import Case, growth, time_case
+from reshard.codecs import BlockCodec
 from reshard.topology.files import read_topology, topology_from_json
 from reshard.topology.model import Port
 
@@ -324,3 +327,17 @@ def test_interrupt_prints_one_line(capsys, monkeypatch, tmp_path):
     assert main(["--row", "study 1", "--contender", "auto", "--out", str(out)]) == 130
     assert f"interrupted; {out} has the results of the completed clusters" in capsys.readouterr().err
     assert json.loads(out.read_text())["kind"] == "run"
+
+
+def test_zfp_travels_in_elements_of_int8_while_asked_for():
+    pytest.importorskip("zfpy", reason="zfpy is not installed: it comes with reshard[bench]")
+    codec, plain = BlockCodec("int8"), torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
+    coded, out = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8), torch.ones_like(plain)
+    errors = []
+    for context in (zfp_as_int8(), contextlib.nullcontext()):
+        with context:
+            codec.encode(plain, coded)
+            out.zero_()
+            codec.decode(coded, out)
+        errors.append(float((out - plain).float().norm() / plain.float().norm()))
+    assert 0.04 < errors[0] < 0.07 and errors[1] < 0.01
