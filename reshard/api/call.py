@@ -384,14 +384,14 @@ class _Call:
         Args:
             encoded: source shards that are encoded already, by tensor.
         """
-        shapes = shard_shapes(plan, self.group.rank, "dst")
-        rank = self.group.rank
+        rank, device = self.group.rank, decision.device_type
+        shapes = shard_shapes(plan, rank, "dst")
         targets = [find_target(item, shape, decision, rank) for item, shape in zip(self.items, shapes, strict=True)]
         src = [
-            encoded[item.name] if item.name in encoded and spec.codec is not None else wire_source(item.tensor, spec)
+            encoded.get(item.name) if spec.codec and item.name in encoded else wire_source(item.tensor, spec, device)
             for item, spec in zip(self.items, plan.tensors, strict=True)
         ]
-        dst = [wire_target(target, spec) for target, spec in zip(targets, plan.tensors, strict=True)]
+        dst = [wire_target(target, spec, device) for target, spec in zip(targets, plan.tensors, strict=True)]
 
         def finish() -> Any:
             finish_received(dst, targets)

@@ -21,6 +21,8 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
+from reshard.runtime.cuda.coding import DecodedAfter, encode_whole
+from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import TensorSpec
 
 #: Scratch memory for in-place casts, in bytes.
@@ -66,10 +68,18 @@ def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
     return torch.promote_types(a, b) is b
 
 
-def wire_source(array: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | CastSource | EncodedSource | None:
-    """A source shard as the plan's tensor ``spec`` sends it: encoded or cast while it is sent, or unchanged."""
+def wire_source(
+    array: torch.Tensor | None, spec: TensorSpec, device_type: str = "cpu"
+) -> torch.Tensor | CastSource | EncodedSource | None:
+    """A source shard as the plan's tensor ``spec`` sends it: encoded or cast while it is sent, or unchanged.
+
+    Args:
+        device_type: of the transfer. A transfer on a stream sends shards that are encoded before.
+    """
     if spec.codec is None or array is None:
         return cast_source(array, spec.dtype)
+    if device_type in STREAMS:
+        return encode_whole(array, spec.codec, spec.ndim - 1)
     return EncodedSource(array.contiguous(), spec.codec, spec.ndim - 1)
 
 
@@ -84,7 +94,9 @@ def encode_source(array: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.T
     return coded, spec.codec.encode_measured(source, coded, num_rows)
 
 
-def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor | DecodedTarget | None:
+def wire_target(
+    target: torch.Tensor | None, spec: TensorSpec, device_type: str = "cpu"
+) -> torch.Tensor | DecodedTarget | DecodedAfter | None:
     """The array that receives a destination shard: a new one for a coded tensor, else a view of the target.
 
     Tells autograd that the target changes.
@@ -93,6 +105,8 @@ def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor |
     if spec.codec is None or target is None:
         return receive_view(target, spec.dtype)
     plain = target.detach()  # the target may be a parameter that requires grad
+    if device_type in STREAMS:
+        return DecodedAfter(plain, spec.codec, spec.ndim - 1)
     is_direct = plain.is_contiguous() and dtype_name(plain.dtype) in CODED_DTYPES
     return DecodedTarget(plain, spec.codec, spec.ndim - 1, decodes_early=is_direct)
 
@@ -100,7 +114,7 @@ def wire_target(target: torch.Tensor | None, spec: TensorSpec) -> torch.Tensor |
 def finish_received(received: Sequence[Any], targets: Sequence[torch.Tensor | None]) -> None:
     """Decode or cast what :func:`wire_target` received into the targets."""
     for array, target in zip(received, targets, strict=True):
-        if isinstance(array, DecodedTarget):
+        if isinstance(array, DecodedTarget | DecodedAfter):
             array.finish()
         else:
             cast_received([array], [target])

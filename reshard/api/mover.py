@@ -231,8 +231,9 @@ class Mover:
             outs = self.plan.by_tensor(out)
             dst = self._arrays.targets(outs)
             check_no_aliasing(src, dst, names)
-            src = [wire_source(detach_source(array), spec) for array, spec in zip(src, self.plan.tensors, strict=True)]
-            received = [wire_target(array, spec) for array, spec in zip(dst, self.plan.tensors, strict=True)]
+            tensors, device = self.plan.tensors, self._arrays.device_type
+            src = [wire_source(detach_source(array), spec, device) for array, spec in zip(src, tensors, strict=True)]
+            received = [wire_target(array, spec, device) for array, spec in zip(dst, tensors, strict=True)]
         except ReshardError as error:
             raise self._channel.fail(self._generation, error) from None
         except BaseException as error:  # such as KeyboardInterrupt; the other ranks have started this transfer

@@ -59,7 +59,7 @@ class MoverArrays:
     """
 
     def __init__(self, plan: Plan, program: Program, group: Group, device_type: str) -> None:
-        self._plan, self._program, self._group, self._device_type = plan, program, group, device_type
+        self._plan, self._program, self._group, self.device_type = plan, program, group, device_type
 
     def sources(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
         """The source shard of each tensor; None outside the source.
@@ -97,14 +97,14 @@ class MoverArrays:
         if spec.plain.codec is not None:
             raise ArgumentError(f"the plan moves elements of codec {spec.dtype}, but does not say what they code")
         dtype = getattr(torch, spec.plain.dtype)
-        return torch.empty(tuple(shape), dtype=dtype, device=current_device(self._device_type))
+        return torch.empty(tuple(shape), dtype=dtype, device=current_device(self.device_type))
 
     def _shapes(self, side: str) -> list[tuple[int, ...] | None]:
         """The shape of each shard of this rank, of the plain values of coded tensors; None where it has none."""
         return shard_shapes(self._plan, self._program.rank, side)
 
     def _check(self, array: Any, shape: tuple[int, ...] | None, spec: TensorSpec, role: str) -> torch.Tensor | None:
-        return check_array(array, shape, spec.plain.dtype, role, spec.name, self._program.rank, self._device_type)
+        return check_array(array, shape, spec.plain.dtype, role, spec.name, self._program.rank, self.device_type)
 
     def _local_of(self, array: Any, spec: TensorSpec, layout: AnyLayout, role: str) -> Any:
         """The local tensor of a DTensor whose layout matches the plan; any other value unchanged."""

@@ -12,6 +12,7 @@ from reshard.codecs import CustomCodec, find_codec, is_streamed
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
+from reshard.runtime.cuda.coding import check_device_codec
 
 #: What a call does when ranks are lost: raise an error, raise one that offers a recovery plan, or recover.
 ON_LOSS = ("raise", "offer", "recover")
@@ -48,8 +49,8 @@ def check_coding(plan: Plan, device: str) -> None:
     for spec in plan.tensors:
         if spec.coding is not None and isinstance(spec.codec, CustomCodec):
             spec.codec.check_implemented()
-        if spec.codec is not None and device != "cpu":
-            raise ArgumentError(f"codec {spec.dtype} codes CPU tensors only; these are on {device}")
+        if spec.codec is not None:
+            check_device_codec(spec.codec, device)
 
 
 def check_verify(verify: Any, device: str) -> None:

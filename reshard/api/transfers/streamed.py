@@ -12,6 +12,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.transfers.handle import StreamHandle
 from reshard.coordination import Monitor
 from reshard.runtime.cpu.staging import carrier
+from reshard.runtime.cuda.coding import DecodedAfter
 from reshard.runtime.cuda.stream import STREAMS, StreamTransfers
 
 
@@ -44,9 +45,7 @@ class StreamedTransfers:
         """Bytes allocated for buffers and tables."""
         return 0 if self.on_stream is None else self.on_stream.allocated_bytes
 
-    def start(
-        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
-    ) -> StreamHandle:
+    def start(self, src: Sequence[torch.Tensor | None], dst: Sequence[Any], finish: Callable[[], Any]) -> StreamHandle:
         """Enqueue a transfer of checked arrays. ``finish`` returns the result of the handle."""
         channel, on_stream = self._channel, self.on_stream
         channel.check_usable(self._generation)
@@ -55,7 +54,8 @@ class StreamedTransfers:
         handle = StreamHandle(channel, self._generation, finish, on_stream, deadline)
         Monitor.of(channel.group).watch(handle.watch)  # before the start, which may block on a rank that has died
         try:
-            handle.begin_at(on_stream.start(list(map(carrier, src)), list(map(carrier, dst))))
+            received = [carrier(each.coded if isinstance(each, DecodedAfter) else each) for each in dst]
+            handle.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             known = channel.fail(self._generation, error)
             handle.stop(known)
