@@ -147,9 +147,24 @@ class Programs:
         text, codecs, self.choices = next(each for each in gathered.values() if each is not None)
         schedule = parse_schedule(text)
         check_schedule(schedule, self._planner.pipeline(outline, rows))
+        self._check_fit(schedule, num_microbatches)
         self.schedules[num_microbatches] = schedule
         self._codecs[num_microbatches] = {Channel(*channel): name for *channel, name in codecs}
         return schedule
+
+    def _check_fit(self, schedule: Schedule, num_microbatches: int) -> None:
+        """Raise ArgumentError unless a schedule runs each stage on its ranks, and has this number of microbatches."""
+        rows, expected = list(schedule.row_of_stage), list(self._engine.schedule.row_of_stage)
+        if rows != expected:
+            raise ArgumentError(
+                f"the schedule {schedule.name!r} has stages on rows {rows}, but by their ranks they are on rows "
+                f"{expected}; pass a schedule of these rows, such as auto_schedule"
+            )
+        if schedule.num_microbatches != num_microbatches:
+            raise ArgumentError(
+                f"the schedule {schedule.name!r} has {schedule.num_microbatches} microbatches, but the step has "
+                f"{num_microbatches}"
+            )
 
     def _choose(self, num_microbatches: int, outline: BatchOutline, rows: int) -> CodecChoice:
         """The schedule and the codecs between stages."""

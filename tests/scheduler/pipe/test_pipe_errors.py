@@ -175,6 +175,14 @@ def step_on_few_rows(rank):
         losses.append(engine.step(batches[3], accumulate=2).loss)
     torch.manual_seed(0)
     pipe = rs.Pipe(Flat(), ["second"], stages="1x1,2x1")
+    shared = rs.Pipe(Flat(), ["second"], stages=[rs.Placement(dp=3), rs.Placement(dp=3, ranks=(0, 1, 2))])
+    message = r"the schedule '1f1b' has stages on rows \[0, 1\], but by their ranks they are on rows \[0, 0\]"
+    fails(ArgumentError, message, lambda: shared.compile(batches[8], 4, schedule=rs.one_f_one_b))
+    message = "has 3 microbatches, but the step has 2"
+    longer = lambda pipeline, num: rs.one_f_one_b(pipeline, num + 1)  # noqa: E731
+    fails(ArgumentError, message, lambda: pipe.compile(batches[8], 2, schedule=longer))
+    torch.manual_seed(0)
+    pipe = rs.Pipe(Flat(), ["second"], stages="1x1,2x1")
     message = "has 3 microbatches, but this batch has 4; pass a function such as auto_schedule instead"
     fails(ArgumentError, message, lambda: pipe.compile(batches[8], 4, schedule=fixed.first(3)))
     return losses
