@@ -4,15 +4,21 @@ A checkpoint of step 100 is the folder ``step-00000100``. Its keys are ``model.N
 ``optimizer.param_groups.NAME.KEY``, as in torch's flattened optimizer state, so ``torch.distributed.checkpoint`` can
 load them into the whole model in one process. The keys ``engine``, ``lr_scheduler``, ``rng.RANK`` and ``loader.RANK``
 hold pickled state. All ranks need access to the same file system.
+
+A checkpoint is written to ``step-00000100.unfinished``, which is then renamed. If a rank dies while it saves step 100
+again, the earlier checkpoint of step 100 is still there.
 """
 
 from __future__ import annotations
 
+import base64
 import functools
 import pickle
 import random
 import re
 import shutil
+import warnings
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +34,12 @@ from reshard.errors import ArgumentError
 from ..runtime.compression import StageSums
 from .plain_parameters import PlainParameter, divide_state
 
-_FOLDER = re.compile(r"step-(\d{8,})")
+_UNFINISHED = ".unfinished"
+_FOLDER = re.compile(r"step-(\d{8,})(\.unfinished)?")
+#: How long ranks wait for one that writes or reads. A rank that dies is detected at once.
+LONGEST_WRITE_SECONDS = 3600.0
+#: ``exchange(value, error)``: the values of all ranks, by rank; an error of one rank is raised on all.
+Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class TrainingState:
     """What one rank saves to a checkpoint, or loads from it.
 
     Attributes:
-        rank: of this process. modules: ``{stage: module}`` of this rank.
+        rank: of this process. is_first: whether it decides for all. modules: ``{stage: module}`` of this rank.
         ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
         optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
         counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.
@@ -44,6 +55,7 @@ class TrainingState:
     """
 
     rank: int
+    is_first: bool
     modules: Mapping[int, torch.nn.Module]
     ties: Sequence[Mapping[int, str]]
     optimizer: Any
@@ -52,20 +64,32 @@ class TrainingState:
     counters: dict[str, Any]
     sums: StageSums
 
-    def model(self) -> dict[str, torch.Tensor]:
-        """Parameters and persistent buffers, by their names in the whole model."""
-        found: dict[str, torch.Tensor] = {}
-        for module in self.modules.values():
+    def model(self, for_save: bool = False) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and persistent buffers, with their names in the whole model."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for stage, module in self.modules.items():
             parameters, buffers = divide_state(module)
-            found |= {each.name: each.join(each.parameters) for each in parameters}
-            found |= buffers
+            found += [
+                (each.name, each.join(each.parameters))
+                for each in parameters
+                if not for_save or self.saves(stage, each.name)
+            ]
+            found += buffers.items()
         return found
 
-    def optimized_parameters(self) -> list[tuple[PlainParameter, dict[str, Any]]]:
+    def optimized_parameters(self, for_save: bool = False) -> list[tuple[PlainParameter, dict[str, Any]]]:
         """``(parameter, parameter group)`` of each parameter in the optimizer; a tied one once per name."""
         groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
-        every = [each for module in self.modules.values() for each in divide_state(module)[0]]
-        return [(each, groups[id(each.parameters[0])]) for each in every if id(each.parameters[0]) in groups]
+        every = [(stage, each) for stage, module in self.modules.items() for each in divide_state(module)[0]]
+        return [
+            (each, groups[id(each.parameters[0])])
+            for stage, each in every
+            if id(each.parameters[0]) in groups and (not for_save or self.saves(stage, each.name))
+        ]
+
+    def saves(self, stage: int, name: str) -> bool:
+        """Whether a stage saves its parameter of this name. If stages share it under one name, the first does."""
+        return not any(tie.get(stage) == name and name in (tie[s] for s in tie if s < stage) for tie in self.ties)
 
     def aliases(self, name: str) -> list[str]:
         """The name, then the other names of the same parameter."""
@@ -73,13 +97,13 @@ class TrainingState:
 
 
 def find_checkpoints(path: str | Path) -> list[tuple[int, Path]]:
-    """Steps and folders of the complete checkpoints at ``path``, oldest first."""
-    found = []
-    for folder in Path(path).glob("step-*"):
+    """Steps and folders of the complete checkpoints at ``path``, one for each step, oldest first."""
+    found: dict[int, Path] = {}
+    for folder in sorted(Path(path).glob("step-*"), reverse=True):  # a renamed folder after an unfinished one
         match = _FOLDER.fullmatch(folder.name)
         if match and (folder / ".metadata").exists():  # torch writes this file last
-            found.append((int(match[1]), folder))
-    return sorted(found)
+            found[int(match[1])] = folder
+    return sorted(found.items())
 
 
 def folder_of(path: str | Path, step: int) -> Path:
@@ -87,29 +111,87 @@ def folder_of(path: str | Path, step: int) -> Path:
     return Path(path) / f"step-{step:08d}"
 
 
-def begin(folder: Path) -> None:
-    """Make the folder, or empty it. One rank calls this before all ranks call :func:`save`."""
+def _begin(folder: Path) -> None:
+    """Make an empty folder to write to."""
+    unfinished = folder.with_name(folder.name + _UNFINISHED)
+    if (unfinished / ".metadata").exists() and not (folder / ".metadata").exists():
+        _finish(folder)  # it is complete, and may be the only checkpoint
+    _delete(unfinished)
+    unfinished.mkdir(parents=True)
+
+
+def _finish(folder: Path) -> None:
+    """Give a complete checkpoint its name, in place of an earlier checkpoint of its step."""
+    _delete(folder)
+    folder.with_name(folder.name + _UNFINISHED).rename(folder)
+
+
+def _delete(folder: Path) -> None:
     if folder.exists():
-        (folder / ".metadata").unlink(
-            missing_ok=True
-        )  # first, so that a folder without some files never counts as complete
+        # first, so that a folder without some files never counts as complete
+        (folder / ".metadata").unlink(missing_ok=True)
         shutil.rmtree(folder)
-    folder.mkdir(parents=True)
 
 
-def prune(path: str | Path, keep: int) -> None:
+def _prune(path: Path, keep: int) -> None:
     """Delete all folders older than the newest complete checkpoint, except the newest ``keep`` complete ones."""
-    complete = find_checkpoints(path)
-    kept = [step for step, _ in complete[-keep:]]
-    for folder in Path(path).glob("step-*"):
+    kept = [step for step, _ in find_checkpoints(path)[-keep:]]
+    for folder in path.glob("step-*"):
         match = _FOLDER.fullmatch(folder.name)
         if match and kept and int(match[1]) not in kept and int(match[1]) < kept[-1]:
-            shutil.rmtree(folder)
+            _delete(folder)
 
 
-def save(folder: Path, state: TrainingState, process_group: Any) -> None:
-    """Write this rank's part of a checkpoint. All ranks call this."""
-    saved: dict[str, Any] = {"model": state.model(), "engine": pickle.dumps(state.counters)}
+def save(folder: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
+    """Write a checkpoint, and delete old ones. All ranks call this.
+
+    The steps are those of ``torch.distributed.checkpoint.save``. Ranks communicate by ``exchange``, which ends on all
+    of them if one fails or dies.
+    """
+    writer = dcp.FileSystemWriter(folder.with_name(folder.name + _UNFINISHED))
+    planner = dcp.DefaultSavePlanner()
+
+    def share(step: Callable[[], Any]) -> dict[int, Any]:
+        """The results of a step on all ranks. Only the first rank's counts if others have none."""
+        value: str | None = None
+        failure: Exception | None = None
+        try:
+            value = base64.b85encode(zlib.compress(pickle.dumps(step()))).decode()
+        except OSError as error:
+            failure = ArgumentError(f"cannot write the checkpoint {folder}: {error}")
+        except Exception as error:  # such as that a loader's state cannot be pickled
+            failure = error
+        gathered = exchange(value, failure)
+        return {rank: pickle.loads(zlib.decompress(base64.b85decode(each))) for rank, each in sorted(gathered.items())}
+
+    def plan() -> Any:
+        planner.set_up_planner(_saved_entries(state), writer.storage_meta(), state.is_first)
+        writer.set_up_storage_writer(state.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def write() -> Any:
+        own = global_plans[[*plans].index(state.rank)]
+        writing = writer.write_data(planner.finish_plan(own), planner)
+        writing.wait()
+        return writing.value()
+
+    def finish() -> None:
+        if state.is_first:
+            writer.finish(metadata, [*results.values()])
+            _finish(folder)
+            _prune(folder.parent, keep)
+
+    share(lambda: _begin(folder) if state.is_first else None)
+    plans = share(plan)
+    global_plans, metadata = planner.create_global_plan([*plans.values()])
+    global_plans = writer.prepare_global_plan(global_plans)
+    results = share(write)
+    share(finish)
+
+
+def _saved_entries(state: TrainingState) -> dict[str, Any]:
+    """What this rank saves, by key."""
+    saved: dict[str, Any] = {"model": dict(state.model(for_save=True)), "engine": pickle.dumps(state.counters)}
     saved[f"rng.{state.rank}"] = pickle.dumps(_rng_state())
     saved |= {f"feedback.{state.rank}.{name}": error for name, error in state.sums.state_dict()["errors"].items()}
     if state.optimizer is not None:
@@ -118,12 +200,12 @@ def save(folder: Path, state: TrainingState, process_group: Any) -> None:
         saved["lr_scheduler"] = pickle.dumps(state.lr_scheduler.state_dict())
     if state.loader is not None:
         saved[f"loader.{state.rank}"] = pickle.dumps(state.loader.state_dict())
-    dcp.save(saved, storage_writer=dcp.FileSystemWriter(folder), process_group=process_group)
+    return saved
 
 
 def _optimizer_state(state: TrainingState) -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for plain, group in state.optimized_parameters():
+    for plain, group in state.optimized_parameters(for_save=True):
         values = [state.optimizer.state.get(each, {}) for each in plain.parameters]
         for key, value in values[0].items():
             has_shape = isinstance(value, torch.Tensor) and value.shape == plain.parameters[0].shape
@@ -142,7 +224,7 @@ def find_entries(folder: Path, state: TrainingState) -> Request:
     """
     known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     request = Request(known)
-    for name, tensor in state.model().items():
+    for name, tensor in state.model():
         request.want([f"model.{each}" for each in state.aliases(name)], tensor)
     if state.optimizer is not None:
         _want_optimizer(request, state)
@@ -159,13 +241,16 @@ def find_entries(folder: Path, state: TrainingState) -> Request:
     return request
 
 
-def load(folder: Path, request: Request, state: TrainingState, process_group: Any) -> dict[str, Any]:
-    """Read this rank's part into its modules, optimizer, scheduler and loader.
+def load(folder: Path, request: Request, state: TrainingState) -> dict[str, Any]:
+    """Read this rank's part into its modules, optimizer, scheduler and loader. It does not communicate.
 
     Returns:
         The counters of the engine that saved the checkpoint; empty if another program saved it.
     """
-    dcp.load(request.wanted, storage_reader=dcp.FileSystemReader(folder), process_group=process_group)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        for wanted in (request.wanted, *request.further):
+            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
     for restore in request.restore:
         restore()
     if state.lr_scheduler is not None:
@@ -190,12 +275,14 @@ class Request:
     Attributes:
         known: ``{key: metadata}`` of all entries of the checkpoint.
         wanted: before loading, ``{key: tensor to fill, or None}``; after loading, ``{key: value}``.
+        further: more tensors to fill, under keys that ``wanted`` has too.
         restore: functions to call after loading.
     """
 
     def __init__(self, known: Mapping[str, Any]) -> None:
         self.known = known
         self.wanted: dict[str, Any] = {}
+        self.further: list[dict[str, Any]] = []
         self.restore: list[Callable[[], None]] = []
         self._missing: list[str] = []
 
@@ -216,9 +303,10 @@ class Request:
                 self._missing.append(f"{key} of shape {list(tensor.shape)} (it has {found})")
                 return None
         if key in self.wanted and tensor is not None:  # tied parameters, of which the checkpoint has one
-            first = self.wanted[key]
-            if first is not tensor:
-                self.restore.append(lambda: _copy(tensor, first))
+            if self.wanted[key] is not tensor:
+                if all(key in each for each in self.further):
+                    self.further.append({})
+                next(each for each in self.further if key not in each)[key] = tensor
             return key
         self.wanted[key] = tensor
         return key
@@ -235,11 +323,6 @@ class Request:
                 f"the checkpoint {folder} has no {', '.join(self._missing[:3])}{others}; it has {len(self.known)} "
                 f"entries, such as {', '.join(sorted(self.known)[:3])}"
             )
-
-
-def _copy(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    with torch.no_grad():
-        tensor.copy_(source)
 
 
 def _want_optimizer(request: Request, state: TrainingState) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -223,20 +224,13 @@ class PipelineEngine:
         Raises:
             ArgumentError: the folder cannot be made, or ``keep`` is not positive; on all ranks.
         """
-        folder, failure = checkpoint.folder_of(path, step), None
+        failure = None
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
             failure = ArgumentError(f"keep is {keep!r}; it must be a positive integer")
-        elif self._is_first:
-            try:
-                checkpoint.begin(folder)
-            except OSError as error:
-                failure = ArgumentError(f"cannot make the checkpoint {folder}: {error}")
         self._engine.exchange(error=failure)
-        checkpoint.save(
-            folder, self._training_state(optimizer, lr_scheduler, loader, step), self._options.process_group
-        )
-        if self._is_first:
-            checkpoint.prune(path, keep)
+        state = self._training_state(optimizer, lr_scheduler, loader, step)
+        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.LONGEST_WRITE_SECONDS)
+        checkpoint.save(checkpoint.folder_of(path, step), state, exchange, keep)
 
     def load(
         self,
@@ -260,25 +254,30 @@ class PipelineEngine:
         Raises:
             ArgumentError: there is no checkpoint, or it lacks something that is to be loaded.
         """
-        found = checkpoint.find_checkpoints(path) if self._is_first else []
+        found = self._share(lambda: checkpoint.find_checkpoints(path) if self._is_first else [])
         gathered = self._engine.exchange(str(found[-1][1]) if found else None)
         folder = next((value for value in gathered.values() if value is not None), None)
         if folder is None:
             if missing_ok:
                 return 0
             raise ArgumentError(f"there is no complete checkpoint at {path}")
-        request, failure = None, None
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
-        try:
-            request = checkpoint.find_entries(Path(folder), state)
-        except (ArgumentError, OSError) as error:
-            failure = error
-        self._engine.exchange(error=failure)
-        assert request is not None
-        counters = checkpoint.load(Path(folder), request, state, self._options.process_group)
+        request = self._share(lambda: checkpoint.find_entries(Path(folder), state))
+        counters = self._share(lambda: checkpoint.load(Path(folder), request, state))
         if self._loss_scale is not None and counters.get("loss_scale") is not None:
             self._loss_scale.load_state_dict(counters["loss_scale"])
         return int(counters.get("step", 0))
+
+    def _share(self, call: Callable[[], Any]) -> Any:
+        """The result of a call on this rank. An error of one rank is raised on all, before any goes on."""
+        result, failure = None, None
+        try:
+            result = call()
+        except Exception as error:
+            failure = error
+        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.LONGEST_WRITE_SECONDS)
+        exchange(error=failure)
+        return result
 
     def _training_state(self, optimizer: Any, lr_scheduler: Any, loader: Any, step: int) -> checkpoint.TrainingState:
         scale = None if self._loss_scale is None else self._loss_scale.state_dict()
@@ -289,7 +288,15 @@ class PipelineEngine:
             "coded_steps": self._engine.sums.state_dict()["steps"],
         }
         return checkpoint.TrainingState(
-            self._rank, self.modules, self._options.ties, optimizer, lr_scheduler, loader, counters, self._engine.sums
+            self._rank,
+            self._is_first,
+            self.modules,
+            self._options.ties,
+            optimizer,
+            lr_scheduler,
+            loader,
+            counters,
+            self._engine.sums,
         )
 
     def close(self) -> None:

@@ -357,12 +357,15 @@ class Engine:
         """Hosts and links of the ranks."""
         return self._topology
 
-    def exchange(self, value: Any = None, error: BaseException | None = None) -> dict[int, Any]:
+    def exchange(
+        self, value: Any = None, error: BaseException | None = None, *, timeout_seconds: float | None = None
+    ) -> dict[int, Any]:
         """The values of all ranks, by rank. Every rank of the pipeline must call this; the engine stays usable.
 
         Args:
             value: plain values that JSON can hold.
             error: an error of this rank, raised on all ranks.
+            timeout_seconds: how long to wait for the other ranks, if longer than the engine does.
 
         Raises:
             ReshardError: the error of the first rank that passes one, or a rank does not call.
@@ -370,7 +373,8 @@ class Engine:
         self._group.check_usable()
         failure = None if error is None else describe_error(error)
         request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
-        _, decision = self._channel.agree(request, gather_values, self._timeout_seconds)
+        seconds = max(self._timeout_seconds, timeout_seconds or 0.0)
+        _, decision = self._channel.agree(request, gather_values, seconds)
         return dict(decision.payloads)
 
     def timeline(self) -> PipelineTimeline:

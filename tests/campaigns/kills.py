@@ -1,13 +1,14 @@
 """Kill ranks that train: ``python -m tests.campaigns.kills --runs 20``. Every survivor must name the rank that is gone.
 
 Four ranks train a model over two stages of two ranks, replicas or grids, under plain ``env://``. One of them is killed at a
-random moment; every fourth time it is rank 0, which serves the store. Each survivor must raise an error of this package
-that names the rank, within five seconds.
+random moment of training, saving, loading or evaluating; every fourth time it is rank 0, which serves the store. Each
+survivor must raise an error of this package that names the rank, within five seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 import reshard.scheduler as rs
@@ -31,18 +33,20 @@ from tests.support.interpreters import find_free_port
 
 LIMIT_SECONDS = 5.0
 NUM_RANKS = 4
+DOING = ("train", "save", "load", "evaluate")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """One run: how replicas are wrapped, or "grid", who dies, and how long after the third step."""
+    """One run: how replicas are wrapped, or "grid", who dies, how long after the third step, and what ranks do then."""
 
     wrap: str
     victim: int
     delay_seconds: float
+    doing: str = "train"
 
     def __str__(self) -> str:
-        return f"rank {self.victim} under {self.wrap}, killed {self.delay_seconds:.3f} s after step 3"
+        return f"rank {self.victim} under {self.wrap}, killed {self.delay_seconds:.3f} s after step 3 to {self.doing}"
 
 
 def train_until_killed(rank: int, _: int, port: int, kill: Kill, folder: Path) -> tuple[str, float]:
@@ -62,11 +66,20 @@ def train_until_killed(rank: int, _: int, port: int, kill: Kill, folder: Path) -
         (folder / "killed").write_text(str(time.monotonic()))
         os.kill(os.getpid(), signal.SIGKILL)
 
+    optimizer = torch.optim.AdamW(engine.parameters())
     number = 0
     try:
         while True:
-            engine.step(make_batch(number))
-            engine.clip_grad_norm_(1.0)
+            if number < 3 or kill.doing == "train":
+                engine.step(make_batch(number))
+                engine.clip_grad_norm_(1.0)
+                optimizer.step()
+            elif kill.doing == "evaluate":
+                engine.evaluate(make_batch(number))
+            elif kill.doing == "save" or number == 3:
+                engine.save(folder, optimizer, step=number)
+            else:
+                engine.load(folder, optimizer)
             number += 1
             if number == 3 and rank == kill.victim:
                 threading.Thread(target=die, daemon=True).start()
@@ -98,17 +111,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.kills", description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="runs with each wrapper, and with grids (20)")
     parser.add_argument("--seed", type=int, default=0, help="seed of the moments (0)")
+    parser.add_argument("--doing", default=",".join(DOING), help=f"what ranks do ({','.join(DOING)})")
     options = parser.parse_args()
     num_wrong = 0
-    for wrap in ("ddp", "fsdp", "grid"):
+    for wrap, doing in itertools.product(("ddp", "fsdp", "grid"), options.doing.split(",")):
         good, slowest, chance = 0, 0.0, random.Random(options.seed)
-        for number in track(range(options.runs), f"runs under {wrap}"):
-            kill = Kill(wrap, number % NUM_RANKS, chance.uniform(0.0, 0.5))
+        for number in track(range(options.runs), f"runs under {wrap} that {doing}"):
+            kill = Kill(wrap, number % NUM_RANKS, chance.uniform(0.0, 0.5), doing)
             wrong, seconds = play(kill)
             good, slowest = good + (not wrong), max(slowest, seconds)
             if wrong:
                 print_line("\n    ".join([str(kill), *wrong]), sys.stderr)
-        print(f"{wrap}: {good} of {options.runs} as required, slowest error after {slowest:.2f} s", flush=True)
+        print(f"{wrap}, {doing}: {good} of {options.runs} as required, slowest error after {slowest:.2f} s", flush=True)
         num_wrong += options.runs - good
     return 1 if num_wrong else 0
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -12,7 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import reshard.scheduler as rs
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, ReshardError
+from reshard.scheduler.pipe.checkpoint import find_checkpoints
 from reshard.testing import run_processes
 
 from .test_pipe import Chain, make_batch, make_chain
@@ -152,6 +156,84 @@ def test_missing_checkpoint_and_missing_entry_are_errors_on_all_ranks(tmp_path):
         assert first == "there is no complete checkpoint at nowhere"
         assert "has no loader.0; it has" in second
         assert (step, finite) == (0, True)
+
+
+class Unpicklable(Loader):
+    """Its state cannot be saved."""
+
+    def state_dict(self):
+        return {"position": lambda: 0}
+
+
+def save_again(rank, folder):
+    torch.set_num_threads(1)
+    with rs.Pipe(make_chain(), CUTS[2], stages="1x1,1x1").compile(make_batch(0), 2) as engine:
+        optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+        engine.save(folder, optimizer, None, Loader(), 1)
+        expected = engine.evaluate(make_batch(0)).loss
+        engine.step(make_batch(0))
+        optimizer.step()
+        with pytest.raises(ReshardError, match=r"rank 1: .*pickle"):
+            engine.save(folder, optimizer, None, Unpicklable() if rank else Loader(), 1)
+        assert engine.evaluate(make_batch(0)).loss != expected
+        assert engine.load(folder, optimizer, None, Loader()) == 1
+        assert engine.evaluate(make_batch(0)).loss == expected
+        engine.save(folder, optimizer, None, Loader(), 1)
+    return sorted(each.name for each in Path(folder).iterdir())
+
+
+def test_failed_save_is_an_error_on_all_ranks_and_keeps_the_earlier_checkpoint_of_the_step(tmp_path):
+    assert run_processes(save_again, 2, str(tmp_path)) == [["step-00000001"]] * 2
+
+
+def test_complete_folders_are_found_under_either_name(tmp_path):
+    for name in ("step-00000001", "step-00000001.unfinished", "step-00000002.unfinished", "step-00000003"):
+        (tmp_path / name).mkdir()
+        if not name.endswith("3"):
+            (tmp_path / name / ".metadata").touch()
+    names = ["step-00000001", "step-00000002.unfinished"]
+    assert find_checkpoints(tmp_path) == [(step, tmp_path / name) for step, name in enumerate(names, 1)]
+
+
+class Reused(nn.Module):
+    """Uses one layer in all stages."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.middle, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.layer(self.last(self.layer(self.middle(self.layer(x))))).square().mean()
+
+
+def train_reused(rank, stages, folder):
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    batch = {"x": torch.arange(32.0).reshape(8, 4) / 16}
+    with rs.Pipe(Reused(), ["middle", "last"], stages=stages).compile(batch, 2) as engine:
+        optimizer = torch.optim.Adam(engine.parameters(), 1e-2)
+        start = engine.load(folder, optimizer, missing_ok=True)
+        losses = []
+        for step in range(start, start + 2):
+            optimizer.zero_grad()
+            losses.append(engine.step(batch).loss)
+            optimizer.step()
+            engine.save(folder, optimizer, step=step + 1)
+        return [*losses, engine.evaluate(batch).loss]
+
+
+@pytest.mark.slow
+def test_layer_that_stages_share_under_one_name_is_saved_once(tmp_path):
+    stages = [rs.Placement(), rs.Placement(dp=2, wrap=rs.fsdp), rs.Placement(dp=2)]
+    first = run_processes(train_reused, 5, stages, str(tmp_path))
+    second = run_processes(
+        train_reused, 4, [*stages[1:], rs.Placement(ranks=(0, 1), dp=2, wrap=rs.fsdp)], str(tmp_path)
+    )
+    whole = run_processes(train_reused, 1, [rs.Placement(ranks=(0,))] * 3, str(tmp_path))
+    for found in (first, second):
+        assert all(each == found[0] for each in found)
+    assert second[0][0] == pytest.approx(first[0][2], rel=1e-6)
+    assert whole[0][0] == pytest.approx(second[0][2], rel=1e-6)
 
 
 def make_gpt2_parts(stages):

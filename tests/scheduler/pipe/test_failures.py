@@ -8,14 +8,17 @@ from tests.campaigns.kills import Kill, play
 
 
 @pytest.mark.parametrize(
-    ("wrap", "victim"),
+    ("wrap", "victim", "doing"),
     [
-        ("ddp", 0),
-        ("fsdp", 3),
-        *(pytest.param("ddp", each, marks=pytest.mark.slow) for each in (1, 2, 3)),
-        *(pytest.param("grid", each, marks=pytest.mark.slow) for each in range(4)),
+        ("ddp", 0, "train"),
+        ("fsdp", 3, "train"),
+        ("fsdp", 3, "save"),
+        *(pytest.param("ddp", each, "train", marks=pytest.mark.slow) for each in (1, 2, 3)),
+        *(pytest.param("grid", each, "train", marks=pytest.mark.slow) for each in range(4)),
+        *(pytest.param("ddp", 0, doing, marks=pytest.mark.slow) for doing in ("save", "load", "evaluate")),
+        *(pytest.param("fsdp", 2, doing, marks=pytest.mark.slow) for doing in ("load", "evaluate")),
     ],
 )
-def test_killed_rank_is_named_by_every_survivor(wrap, victim):
-    wrong, _ = play(Kill(wrap, victim, 0.0))
+def test_killed_rank_is_named_by_every_survivor(wrap, victim, doing):
+    wrong, _ = play(Kill(wrap, victim, 0.05 if doing != "train" else 0.0, doing))
     assert not wrong
