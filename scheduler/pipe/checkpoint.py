@@ -308,6 +308,9 @@ class Request:
                     self.further.append({})
                 next(each for each in self.further if key not in each)[key] = tensor
             return key
+        stored = self.known[key]
+        if tensor is None and isinstance(stored, TensorStorageMetadata):  # such as a learning rate
+            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
         self.wanted[key] = tensor
         return key
 

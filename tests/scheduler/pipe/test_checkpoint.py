@@ -236,6 +236,34 @@ def test_layer_that_stages_share_under_one_name_is_saved_once(tmp_path):
     assert whole[0][0] == pytest.approx(second[0][2], rel=1e-6)
 
 
+def resume_optimizer(rank, folder):
+    """Losses of two steps after a resume, with a learning rate that is a tensor, and of the same steps without one."""
+    torch.set_num_threads(1)
+    found = []
+    for resumes in (False, True):
+        with rs.Pipe(make_chain(), CUTS[2], stages="1x1,1x1").compile(
+            make_batch(0), 2, schedule=rs.one_f_one_b
+        ) as engine:
+            optimizer = torch.optim.AdamW(engine.parameters(), torch.tensor(0.5 if resumes else 0.02), amsgrad=True)
+            lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+            start = engine.load(folder, optimizer, lr_scheduler) if resumes else 0
+            losses = []
+            for step in range(start, 5):
+                optimizer.zero_grad()
+                losses.append(engine.step(make_batch(step)).loss)
+                optimizer.step()
+                lr_scheduler.step()
+                if step == 2 and not resumes:
+                    engine.save(folder, optimizer, lr_scheduler, step=3)
+            found.append(losses[-2:])
+    return found
+
+
+def test_settings_of_an_optimizer_that_are_tensors_are_loaded(tmp_path):
+    for whole, resumed in run_processes(resume_optimizer, 2, str(tmp_path)):
+        assert resumed == whole
+
+
 def make_gpt2_parts(stages):
     models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
     number = stages.count(",") + 1
