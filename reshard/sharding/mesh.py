@@ -103,7 +103,7 @@ class Mesh:
             try:
                 sizes = [index(size) for size in ((grid,) if isinstance(grid, int) else grid)]
             except TypeError:
-                raise MeshError(f"mesh {grid!r} is not of the form '2x4', (2, 4) or 8") from None
+                raise MeshError(f"mesh {grid!r} is not of the form '2x4', 'dp=2,tp=4', (2, 4) or 8") from None
         if math.prod(sizes) > MAX_MESH_RANKS:
             raise MeshError(f"mesh {grid!r} has more than {MAX_MESH_RANKS} ranks")
         if isinstance(first_rank, bool) or not isinstance(first_rank, int):

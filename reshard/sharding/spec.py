@@ -93,8 +93,10 @@ def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
         for step in dim:
             axis = axis_of(step)
             if axis not in mesh.axes:
+                is_2023 = all(isinstance(each, str) and _SPEC_2023.fullmatch(each) for each in spec)
                 raise LayoutError(
                     f"spec {spec!r} names axis {axis!r}, but {mesh} has axes {', '.join(mesh.axes) or 'none'}"
+                    + (f"; write {' '.join(spec)!r} as one string" if is_2023 else "")
                 )
             if axis in seen:
                 raise LayoutError(f"spec {spec!r} names axis {axis!r} twice; an axis shards at most one dim")

@@ -96,6 +96,7 @@ def test_mesh_text_equality_and_from_jax():
         ("(dp, dp)", LayoutError, "twice"),
         ("(dp", LayoutError, "not of the form"),
         (("nope",), LayoutError, "names axis 'nope'"),
+        (["S0", "R"], LayoutError, "write 'S0 R' as one string"),
         ((("dp", "dp"),), LayoutError, "twice"),
         ((3,), LayoutError, "must be None, an axis name"),
         (7, LayoutError, "must be a string such as"),
