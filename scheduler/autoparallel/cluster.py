@@ -41,6 +41,8 @@ class Cluster:
         if type(self.num_ranks) is not int or not 0 <= self.num_ranks <= count or not count:
             raise TopologyError(f"the topology has {count} ranks, but the cluster should have {self.num_ranks}")
         object.__setattr__(self, "num_ranks", self.num_ranks or count)
+        if isinstance(self.memory_bytes, str):
+            raise ArgumentError(f"memory_bytes is {self.memory_bytes!r}; it must be a number: write 80e9 for 80 GB")
         if not isinstance(self.memory_bytes, (int, float)):
             object.__setattr__(self, "memory_bytes", tuple(self.memory_bytes))
         values = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)

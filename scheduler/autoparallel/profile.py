@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -59,15 +59,26 @@ class ClassTimes:
         object.__setattr__(self, "failed", tuple(sorted(self.failed)))
 
     def at(self, rows: float) -> Sample:
-        """Times for a number of rows: linear between samples, and in proportion to the last two outside them."""
+        """Times for a number of rows: linear between samples.
+
+        Below the smallest sample, times are in proportion to the rows. Above the largest, they continue the line of
+        the last two samples, but never fall: noise may have made the larger sample the faster one.
+        """
         samples = self.samples
         if len(samples) == 1:
             return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
         index = bisect.bisect_left([sample.rows for sample in samples], rows)
         if index == 0:  # below the smallest: never below the time of its rows in proportion
             return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
-        low, high = (samples[-2], samples[-1]) if index == len(samples) else (samples[index - 1], samples[index])
-        return _mixed(low, high, (rows - low.rows) / (high.rows - low.rows), 1.0, rows)
+        low, high = samples[-2:] if index == len(samples) else samples[index - 1 : index + 1]
+        mixed = _mixed(low, high, (rows - low.rows) / (high.rows - low.rows), 1.0, rows)
+        return mixed if index < len(samples) else _at_least(mixed, high)
+
+
+def _at_least(sample: Sample, least: Sample) -> Sample:
+    return replace(
+        sample, **{name: max(getattr(sample, name), getattr(least, name)) for name in asdict(least) if name != "rows"}
+    )
 
 
 def _mixed(low: Sample, high: Sample, share: float, scale: float, rows: float) -> Sample:

@@ -243,6 +243,16 @@ def test_times_are_linear_between_samples():
     assert times.at(0.5).forward_seconds == pytest.approx(0.75)
 
 
+def test_a_faster_larger_sample_never_makes_more_rows_free():
+    times = ClassTimes((Sample(1, 3.0, 3.0, 3.0, 6.0), Sample(2, 2.0, 3.5, 2.0, 4.0)))
+    assert times.at(8) == Sample(8, 2.0, 6.5, 2.0, 4.0)
+
+
+def test_a_memory_in_words_is_refused():
+    with pytest.raises(ArgumentError, match="memory_bytes is '1GB'; it must be a number: write 80e9 for 80 GB"):
+        Cluster(HOSTS, "1GB")
+
+
 def test_less_memory_never_gives_a_faster_strategy():
     seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, rows=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
     assert seconds == sorted(seconds)
