@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from reshard.errors import ArgumentError
 
+from ..choices import GridShape
+from ..grids import why_no_grid
 from ..iteration import Evaluation, evaluate, step_bound
 from ..problem import Candidate, Problem
 from ..result.stages import StagePlan
@@ -96,19 +98,30 @@ def improve(problem: Problem, start: Evaluation) -> Evaluation:
     return best
 
 
+def _why_refused(problem: Problem, grid: GridShape) -> str:
+    """Which layer cannot be on a grid, and why."""
+    reasons = ((layer.name, why_no_grid(layer, grid)) for layer in problem.graph.layers)
+    name, reason = next((name, reason) for name, reason in reasons if reason is not None)
+    return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
+
+
 def _nothing_fits(problem: Problem) -> str:
     """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
     count, total = max(problem.microbatches), problem.cluster.num_ranks
     least: tuple[float, str] | None = None
+    refused = ""
     for counts in problem.microbatches:
         for choice in problem.choices(total, problem.rows // counts) if total in problem.meshes(total) else ():
             if not problem.can_have(choice, 0, len(problem.graph.layers)):
+                refused = refused or _why_refused(problem, choice.grid)
                 continue
             stage = StagePlan(0, len(problem.graph.layers), 0, total, (choice,) * len(problem.graph.layers))
             needed = problem.stage_cost(stage, counts).memory_bytes(1)
             if least is None or needed < least[0]:
                 least = (needed, f"with {counts} microbatches, {choice.describe(total)}")
     limit = problem.cluster.memory_of(0, total)
+    if least is None and refused:
+        return f"no stage can have all {total} devices: {refused}"
     if least is None:
         return (
             f"no stage can have the rows of a microbatch: {problem.rows} rows in "
