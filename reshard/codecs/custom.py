@@ -152,6 +152,8 @@ def wrap_codec(codec: Any) -> CustomCodec:
     Raises:
         ArgumentError: it is no :class:`~reshard.Codec`.
     """
+    if isinstance(codec, type):
+        raise ArgumentError(f"compression is the class {codec.__name__}; pass an object of it: {codec.__name__}(...)")
     kind = type(codec).__name__
     lacking = [name for name in _METHODS if not callable(getattr(codec, name, None))]
     if lacking or not hasattr(codec, "name") or not hasattr(codec, "element"):

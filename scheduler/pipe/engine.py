@@ -260,7 +260,9 @@ class PipelineEngine:
         if folder is None:
             if missing_ok:
                 return 0
-            raise ArgumentError(f"there is no complete checkpoint at {path}")
+            raise ArgumentError(
+                f"there is no complete checkpoint at {path}; pass missing_ok=True to start from step 0 without one"
+            )
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
         request = self._share(lambda: checkpoint.find_entries(Path(folder), state))
         counters = self._share(lambda: checkpoint.load(Path(folder), request, state))

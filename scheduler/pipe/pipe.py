@@ -88,6 +88,10 @@ class Pipe:
         tp_plan: Mapping[str, Any] | None = None,
     ) -> None:
         if strategy is not None:
+            if not hasattr(strategy, "cut_before"):
+                raise ArgumentError(
+                    f"strategy is a {type(strategy).__name__}, not a Strategy; read a file with Strategy.read(path)"
+                )
             if cut_before or stages:
                 raise ArgumentError(
                     "a strategy has cuts and placements of its own; pass no cut_before or stages with it"
@@ -206,6 +210,11 @@ class Pipe:
             microbatches = self._strategy.microbatches if microbatches is None else microbatches
             schedule = schedule or _schedule_of(self._strategy)
             compression = compression or self._strategy.compression
+        if schedule is not None and not isinstance(schedule, Schedule) and not callable(schedule):
+            raise ArgumentError(
+                f"schedule is {schedule!r}; it must be a Schedule, or a function that makes one, such as "
+                "reshard.scheduler.one_f_one_b"
+            )
         if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
             raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
         check_world(self.meshes, torch.distributed.get_world_size(group))

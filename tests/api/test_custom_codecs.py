@@ -125,6 +125,8 @@ def test_one_process_codes_with_a_codec_of_the_caller():
         codec.name, codec.element = name, element
         with pytest.raises(ArgumentError, match=text):
             reshard.make_plan(ROWS, ROWS, SHAPE, "float32", compression=codec)
+    with pytest.raises(ArgumentError, match="compression is the class Fixed8; pass an object of it"):
+        reshard.make_plan(ROWS, ROWS, SHAPE, "float32", compression=Fixed8)
 
 
 def _overwrite(rank):

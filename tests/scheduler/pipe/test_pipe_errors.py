@@ -55,6 +55,10 @@ def test_arguments():
         rs.Pipe([nn.Linear(2, 2)], ["0"], stages="1x1")
     with pytest.raises(ArgumentError, match="a list with the module of each stage, not list"):
         rs.Pipe([], stages="1x1")
+    with pytest.raises(ArgumentError, match=r"strategy is a str, not a Strategy; .* Strategy.read\(path\)"):
+        rs.Pipe(make_chain(), strategy="plan.json")
+    with pytest.raises(ArgumentError, match="schedule is '1f1b'; it must be a Schedule, or a function"):
+        rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2, schedule="1f1b")
 
 
 def fails(kind, message, call):
