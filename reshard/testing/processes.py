@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from reshard.coordination import serve_store
 from reshard.errors import ArgumentError, ReshardError
+from reshard.formatting import describe_ranks
 from reshard.timeouts import check_timeout
 
 #: After the first failure, how long the other ranks may run before they are killed.
@@ -40,7 +41,7 @@ class RankFailure:
 
 
 class LaunchError(ReshardError, RuntimeError):
-    """Ranks failed.
+    """Ranks failed. The text lists a traceback once, with all ranks that have it.
 
     Attributes:
         failures: one per failed rank, ascending.
@@ -49,7 +50,10 @@ class LaunchError(ReshardError, RuntimeError):
 
     def __init__(self, failures: list[RankFailure], results: dict[int, Any]) -> None:
         self.failures, self.results = failures, results
-        super().__init__("\n".join(f"rank {failure.rank}: {failure.text}" for failure in failures))
+        ranks_of: dict[str, list[int]] = {}
+        for failure in failures:
+            ranks_of.setdefault(failure.text, []).append(failure.rank)
+        super().__init__("\n".join(f"{describe_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()))
 
     def __reduce__(self) -> Any:
         """Pickle both attributes."""

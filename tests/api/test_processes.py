@@ -13,7 +13,7 @@ import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
 from reshard.planner.registry import STRATEGIES
-from reshard.testing.processes import run_processes
+from reshard.testing.processes import LaunchError, RankFailure, run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 CASES = {
@@ -132,3 +132,8 @@ def test_source_from_unfinished_collective_is_waited_for():
     for kind, moved, again in run_processes(_async_collective, 2):
         assert kind == "AsyncCollectiveTensor"
         assert moved == again == [[3.0, 3.0]] * 2
+
+
+def test_equal_tracebacks_of_ranks_are_listed_once():
+    failures = [RankFailure(rank, None, text) for rank, text in enumerate(("a", "a", "b", "a"))]
+    assert str(LaunchError(failures, {})) == "ranks 0-1,3: a\nrank 2: b"
