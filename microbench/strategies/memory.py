@@ -18,7 +18,7 @@ from reshard.scheduler.training.strategies import SearchOptions, make_job_proble
 from reshard.testing import run_processes
 from reshard.topology import Topology
 
-#: Strategies of each model: stages and microbatches.
+#: Strategies of each model: stages, as :func:`parse_stages` reads them, and microbatches.
 CASES = {
     "GPT": (
         ("4:1, 4:1", 4),

@@ -15,8 +15,8 @@ from reshard.scheduler import (
     one_f_one_b,
 )
 
-#: Predecessor: the baseline, local all-gather with 1F1B that receives just before each consumer. Signal only: our
-#: schedule with messages of one element.
+#: Names of three methods. ``PREDECESSOR`` is the baseline: transfers by local all-gather, and 1F1B that receives each
+#: tensor just before its consumer. ``SIGNAL`` is our schedule with messages of one element.
 OURS, SIGNAL, PREDECESSOR = "ours", "signal only", "predecessor"
 
 Build = Callable[[Pipeline, int], Schedule]

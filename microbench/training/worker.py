@@ -64,8 +64,6 @@ def train_in_turns(rank: int, report: Callable[[Any], None], training: Training)
         Per method: ``"laps"``; ``"timelines"`` of the least disturbed iteration, on rank 0 only; ``"losses"`` and
         ``"squares"``, the loss and the sum of squared gradients of this rank's stages in iteration ``repeats``.
     """
-    import warnings
-
     warnings.filterwarnings("ignore")
     pin(rank, training)
     report_first = report if rank == 0 else lambda value: None

@@ -35,7 +35,7 @@ def layouts(draw, ndim, strided=True):
 
 @st.composite
 def region_layouts(draw, shape, covering):
-    """Cut each dim at random places and assign each cell to ranks: at least one, or any number unless ``covering``."""
+    """Cut each dim at random places and assign each cell to some ranks; if ``covering``, to at least one."""
     cuts = []
     for size in shape:
         marks = sorted({0, size, *draw(st.lists(st.integers(0, size), max_size=2))})
