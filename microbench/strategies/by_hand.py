@@ -31,7 +31,7 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
         plain = Choice(ranks if "tp" in words else 1, 3 if "zero" in words else 0)
         for word in words:
             if "x" in word:
-                plain = Choice.on_grid(*map(int, word.split("x")))
+                plain = Choice.on_grid(*map(int, word.split("x")), zero=plain.zero)
         choices = (replace(plain, recompute=True),) * again + (plain,) * (count - again)
         stages.append(StagePlan(layer, layer + count, rank, rank + ranks, choices))
         layer, rank = layer + count, rank + ranks

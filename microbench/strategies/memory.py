@@ -35,6 +35,8 @@ CASES = {
         ("4:2 zero half, 4:2 zero", 2),
         ("8:4 2x2x1", 4),
         ("4:4 2x1x2, 4:1", 4),
+        ("8:4 2x1x2 zero", 4),
+        ("8:4 1x2x2 zero recompute", 4),
         ("4:2 1x2x1 half, 4:2 2x1x1 recompute", 4),
     ),
     "U-Transformer": (("7:1, 7:1", 4), ("14:2", 4), ("7:1 recompute, 7:2", 4), ("9:2 zero half, 5:1", 4)),

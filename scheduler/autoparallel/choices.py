@@ -23,8 +23,8 @@ class Choice:
 
     Attributes:
         tp: ranks that divide the layer. The stage's devices divided by this are its replicas (dp).
-        zero: stage of ZeRO over the replicas: 0 keeps all states, 1 shards those of the optimizer, 2 gradients too, and
-            3 parameters too.
+        zero: stage of ZeRO over the replicas, which are the depth of a grid: 0 keeps all states, 1 shards those of the
+            optimizer, 2 gradients too, and 3 parameters too.
         recompute: whether the backward computes the forward again instead of keeping activations.
         grid: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`, which then divides the layer over
             ``tp = rows * cols`` ranks, in ``depth`` replicas; empty: torch divides it.
@@ -44,16 +44,17 @@ class Choice:
             return
         if len(self.grid) != 3 or not all(type(size) is int and size >= 1 for size in self.grid):
             raise ArgumentError(f"grid {self.grid} must be (rows, cols, depth), three positive integers")
-        if self.tp != self.grid[0] * self.grid[1] or self.zero:
+        if self.tp != self.grid[0] * self.grid[1] or (self.zero and self.grid[2] == 1):
             raise ArgumentError(
                 f"a layer on a grid of {self.grid[0]} x {self.grid[1]} x {self.grid[2]} has tp = rows * cols = "
-                f"{self.grid[0] * self.grid[1]} and zero=0, not tp={self.tp} and zero={self.zero}"
+                f"{self.grid[0] * self.grid[1]}, and ZeRO only over a depth of at least 2, not tp={self.tp} and "
+                f"zero={self.zero}"
             )
 
     @classmethod
-    def on_grid(cls, rows: int, cols: int, depth: int = 1, *, recompute: bool = False) -> Choice:
-        """A layer on a grid of ``rows * cols * depth`` ranks."""
-        return cls(rows * cols, recompute=recompute, grid=(rows, cols, depth))
+    def on_grid(cls, rows: int, cols: int, depth: int = 1, *, zero: int = 0, recompute: bool = False) -> Choice:
+        """A layer on a grid of ``rows * cols * depth`` ranks, with ZeRO over the depth."""
+        return cls(rows * cols, zero, recompute, (rows, cols, depth))
 
     @property
     def way(self) -> tuple[int, int, GridShape]:
@@ -164,7 +165,7 @@ class ChoiceRules:
         """``(rows, cols, depth)`` of all grids of a stage, in a fixed order. Grids of replicas alone are none."""
         if self.only_grid:
             return (self.only_grid,) if math.prod(self.only_grid) == num_devices > 1 else ()
-        if not self.grids or 0 not in self.zero:
+        if not self.grids:
             return ()
         most = min(self.max_tp, max(host_devices, MOST_GRID_RANKS))
         sizes = [size for size in range(1, min(most, num_devices) + 1) if num_devices % size == 0]
@@ -172,6 +173,12 @@ class ChoiceRules:
             (rows, cols, num_devices // (rows * cols))
             for rows, cols in itertools.product(sizes, sizes)
             if num_devices % (rows * cols) == 0 and max(2, self.least_tp) <= rows * cols <= most
+        )
+
+    def grid_zeros(self, shape: GridShape) -> tuple[int, ...]:
+        """Stages of ZeRO over the depth of a grid."""
+        return tuple(
+            zero for zero in self.zero if zero == 0 or (shape[2] > 1 and not (self.executable and zero in (1, 2)))
         )
 
     def uniform(self, choices: Sequence[Choice]) -> tuple[tuple[Choice, ...], ...]:

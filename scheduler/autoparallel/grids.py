@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from reshard.topology import Topology
 
 from .choices import Choice, GridShape
 from .codecs import Coding, Codings
-from .costs import LayerCost, Place, StateBytes
+from .costs import LayerCost, Place, StateBytes, overlapped_seconds
 from .graph import Layer
 from .profile import Profile, Sample
 
 if TYPE_CHECKING:
     from .problem import Problem
 
-#: Grids of stages of one size that a search considers, at most.
+#: Grids of stages of one size that a search considers with one stage of ZeRO, at most.
 MOST_GRIDS = 2
 
 
@@ -76,24 +76,77 @@ def grid_cost(
     if choice.recompute:
         backward += forward
         compute += sample.forward_seconds * share
+    before = forward + backward
     params = price.parameters + math.ceil((layer.num_params - sizes.num_params) / choice.cols)
     is_cut = choice.cols if sizes.products else 1  # of an embedding, tokens are saved
     saved = (sample.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
+    shared = _share_states(params, choice, place, states, microbatches, codings)
+    sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
+    if shared.gather_seconds:
+        forward, backward = (
+            seconds + shared.gather_seconds
+            if shared.is_coded
+            else overlapped_seconds(seconds, shared.gather_seconds, profile.slowdown)
+            for seconds in (forward, backward)
+        )
     return LayerCost(
         forward,
         backward,
-        0.0 if choice.recompute else min(put_off, backward),
+        0.0 if choice.recompute or choice.zero >= 2 else min(put_off, backward),
         compute,
-        forward + backward - compute,
-        0.0,
-        params * (states.weight + states.gradient * (2 if choice.grid[2] > 1 else 1) + states.optimizer),
+        before - compute,
+        forward + backward - before,
+        shared.state_bytes,
         kept,
         saved - kept,
-        0.0,
-        price.depth_seconds,
+        shared.gathered_bytes,
+        sync,
         float(price.panel_elements * itemsize),
     )
+
+
+class _SharedStates(NamedTuple):
+    """States of a layer on one rank, and what moves between the layers of a grid.
+
+    Attributes:
+        gather_seconds: of parameters, in each forward and in each backward. sync_seconds: of gradients, once in a step.
+        is_coded: whether gathers are coded, so that computation does not hide them.
+    """
+
+    state_bytes: float
+    gathered_bytes: float = 0.0
+    gather_seconds: float = 0.0
+    sync_seconds: float = 0.0
+    is_coded: bool = False
+
+
+def _share_states(
+    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codings: Codings
+) -> _SharedStates:
+    """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
+    depth = choice.grid[2]
+    weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
+    if choice.zero == 0:  # a sum over the depth leaves a copy of the gradients
+        return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer)
+    traffic = _traffic(place, choice.grid)["depth"]
+    gather, scatter = traffic.seconds(weights / depth), traffic.seconds(gradients / depth)
+    if choice.zero < 3:
+        kept = gradients if choice.zero == 1 or microbatches > 1 else gradients / depth
+        return _SharedStates(weights + kept + optimizer / depth, 0.0, 0.0, scatter + gather)
+    is_coded = False
+    if codings.gathers is not None:
+        coding = codings.gathers
+        coded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
+        is_coded = not codings.is_optional or coded < gather
+        gather = coded if is_coded else gather
+    if codings.scatters is not None:
+        coding = codings.scatters
+        coded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
+        scatter = codings.faster(scatter, coded)
+    held = gradients / depth if microbatches == 1 else gradients
+    held += weights  # in some runs ranks have counted one more copy of what they gather
+    return _SharedStates((weights + optimizer) / depth + held, weights, gather, scatter, is_coded)
 
 
 def _exposed(price: LayerPrice) -> float:
@@ -165,8 +218,8 @@ def _traffic(place: Place, grid: GridShape) -> Mapping[str, AxisTraffic]:
 def best_grids(problem: Problem, num_ranks: int, rows: int, plain: Sequence[Choice]) -> tuple[Choice, ...]:
     """The grids for stages of some ranks, and microbatches of ``rows`` rows: of all, the fastest ones.
 
-    Left out are grids that another choice beats: it is as fast, and has as few bytes of states and of activations,
-    summed over all layers that can be on the grid.
+    Those with each stage of ZeRO count by themselves. Left out are grids that another choice beats: it is as fast, and
+    has as few bytes of states and of activations, summed over all layers that can be on the grid.
     """
     shapes = problem.rules.grid_shapes(num_ranks, problem.host_devices)
     classes = problem.layer_classes
@@ -194,13 +247,15 @@ def best_grids(problem: Problem, num_ranks: int, rows: int, plain: Sequence[Choi
     for shape in shapes:
         if rows % (shape[0] * shape[2]) or any(why_no_grid(classes[number], shape) for number in able):
             continue
-        choice = Choice.on_grid(*shape, recompute=recompute[0])
-        found.append((totals(choice), choice))
+        for zero in problem.rules.grid_zeros(shape):
+            choice = Choice.on_grid(*shape, zero=zero, recompute=recompute[0])
+            found.append((totals(choice), choice))
     found.sort()
     kept = [totals(choice) for choice in plain if choice.recompute == recompute[0]]
     best: list[Choice] = []
     for values, choice in found:
-        if len(best) < MOST_GRIDS and not any(all(a <= b for a, b in zip(each, values, strict=True)) for each in kept):
+        alike = sum(each.zero == choice.zero and each.recompute == recompute[0] for each in best)
+        if alike < MOST_GRIDS and not any(all(a <= b for a, b in zip(each, values, strict=True)) for each in kept):
             kept.append(values)
             best += [replace(choice, recompute=flag) for flag in recompute]
     return tuple(best)

@@ -39,6 +39,10 @@ def fsdp(module: Any, device_mesh: Any) -> Any:
     return fully_shard(module, mesh=device_mesh)
 
 
+#: Such a wrap may shard the parameters of a stage on a grid over its depth.
+fsdp.shards_parameters = True  # type: ignore[attr-defined]
+
+
 def make_device_mesh(mesh: Mesh, device: Any, group: Any, timeout_seconds: float) -> Any:
     """The device mesh of a stage of this rank, with a process group for each axis.
 
@@ -125,7 +129,7 @@ class Placement:
             raise ArgumentError(
                 "a placement on a grid takes no dp, tp or tp_plan; the depth of the grid is its replicas"
             )
-        if self.wrap not in (None, fsdp):
+        if self.wrap is not None and not getattr(getattr(self.wrap, "func", self.wrap), "shards_parameters", False):
             raise ArgumentError(
                 "a placement on a grid sums its gradients itself; its wrap must be rs.fsdp, which shards parameters "
                 f"over the depth, or None, not {getattr(self.wrap, '__name__', self.wrap)!r}"

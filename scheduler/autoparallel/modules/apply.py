@@ -48,7 +48,13 @@ def _make_placement(number: int, stage: StagePlan, names: Sequence[str]) -> Plac
         prepare = _recompute_whole
     ranks = tuple(range(stage.first_rank, stage.end_rank))
     if grid:
-        return Placement(grid=grid, ranks=ranks, prepare=prepare)  # type: ignore[arg-type]
+        if zero in (1, 2):
+            raise ArgumentError(
+                f"stage {number} has {stage.choices[0]}, which Pipe does not run; on a grid it runs ZeRO 0 and 3: "
+                "search with ChoiceRules(executable=True)"
+            )
+        wrap = functools.partial(_shard, names=tuple(names)) if zero else None
+        return Placement(grid=grid, ranks=ranks, wrap=wrap, prepare=prepare)  # type: ignore[arg-type]
     replicas = stage.num_ranks // tp
     if zero in (1, 2) or (zero == 0 and tp > 1 and replicas > 1):
         raise ArgumentError(
@@ -71,6 +77,10 @@ def _shard(module: Any, device_mesh: Any, *, names: Sequence[str]) -> Any:
     for layer in _find_layers(module, names):
         fully_shard(layer, mesh=device_mesh, reshard_after_forward=True)
     return fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
+
+
+#: Its parameters are shards of what a stage has, as those of ``fsdp`` are.
+_shard.shards_parameters = True  # type: ignore[attr-defined]
 
 
 def _recompute(module: Any, *, names: Sequence[str]) -> Any:

@@ -128,6 +128,30 @@ def test_keep_fixes_parts():
         search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"pp": 2})
 
 
+def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
+    graph = LayerGraph.transformer(layers=6, hidden=256, heads=4, sequence=16, dtype="float32")
+    profile = Profile.estimate(graph, flops_per_second=1e12)
+
+    def one_stage(problem):
+        found = problem.choices(4, 2)
+        assert {choice.zero for choice in found} == {0, 3}
+        return [Candidate("one stage", (StagePlan(0, 6, 0, 4, (choice,) * 6),), 2) for choice in found]
+
+    def find(megabytes):
+        cluster = Cluster(Topology.uniform((0, 0, 1, 1), 1e8), megabytes * 1e6)
+        keep = {"microbatches": 2, "grid": (1, 2, 2), "recompute": False}
+        return search(graph, cluster, profile, rows=4, keep=keep, method=one_stage)
+
+    plain = find(100)
+    assert str(plain.stages[0].choices[0]) == "grid=1x2x2"
+    sharded = find(0.9 * plain.memory_bytes / 1e6)
+    assert str(sharded.stages[0].choices[0]) == "grid=1x2x2 zero=3"
+    assert sharded.reports[0].state_bytes < 0.8 * plain.reports[0].state_bytes
+    assert sharded.seconds > plain.seconds
+    with pytest.raises(ArgumentError, match="ZeRO only over a depth of at least 2, not tp=2 and zero=3"):
+        Choice.on_grid(1, 2, 1, zero=3)
+
+
 def test_codecs_are_chosen_where_they_make_a_step_shorter():
     graph = make_graph(dtype="float32")
     profile = Profile.estimate(graph, flops_per_second=1e12)

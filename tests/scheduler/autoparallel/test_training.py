@@ -129,6 +129,7 @@ def made_by_hand(stages):
 
 PLAIN, RECOMPUTED = Choice(), Choice(recompute=True)
 SHARDED, SHARDED_RECOMPUTED = Choice(zero=3), Choice(zero=3, recompute=True)
+ZERO_GRID, ZERO_GRID_RECOMPUTED = (Choice.on_grid(1, 2, 2, zero=3, recompute=flag) for flag in (False, True))
 GRID, GRID_RECOMPUTED = Choice.on_grid(2, 1, 2), Choice.on_grid(2, 1, 2, recompute=True)
 
 
@@ -144,8 +145,16 @@ GRID, GRID_RECOMPUTED = Choice.on_grid(2, 1, 2), Choice.on_grid(2, 1, 2, recompu
             StagePlan(0, 3, 0, 2, (SHARDED, SHARDED_RECOMPUTED, SHARDED)),
             StagePlan(3, 6, 2, 6, (GRID_RECOMPUTED, GRID, GRID)),
         ),
+        (StagePlan(0, 3, 0, 4, (ZERO_GRID, ZERO_GRID_RECOMPUTED, ZERO_GRID)), StagePlan(3, 6, 4, 5, (PLAIN,) * 3)),
     ],
-    ids=["zero 3", "uneven, mixed", "tensor parallel, recompute", "both and zero 3", "zero 3 and a grid, recompute"],
+    ids=[
+        "zero 3",
+        "uneven, mixed",
+        "tensor parallel, recompute",
+        "both and zero 3",
+        "zero 3 and a grid, recompute",
+        "zero 3 on a grid",
+    ],
 )
 def test_every_choice_trains_as_one_process(stages):
     check_trains(made_by_hand(stages))
