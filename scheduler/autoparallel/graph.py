@@ -127,17 +127,22 @@ class LayerGraph:
         layers, tensors: see :class:`Layer` and :class:`Tensor`.
         dtype: dtype of computations; a profile of another one is refused.
         name: of the model.
+        ties: ``(layers, number)``: so many parameters are the same ones in several layers, ascending. Each of these
+            layers counts them; a stage that has several of the layers keeps them once.
 
     Raises:
-        ArgumentError: there is no layer, two tensors have one name, or a tensor names an unknown layer.
+        ArgumentError: there is no layer, two tensors have one name, a tensor or a tie names an unknown layer, or a tie
+            has more parameters than one of its layers.
     """
 
     layers: tuple[Layer, ...]
     tensors: tuple[Tensor, ...] = ()
     dtype: str = "float32"
     name: str = "model"
+    ties: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ties", tuple((tuple(layers), number) for layers, number in self.ties))
         for what, kind in (("layers", Layer), ("tensors", Tensor)):
             values = getattr(self, what)
             if not isinstance(values, Iterable) or not all(isinstance(value, kind) for value in values):
@@ -154,6 +159,15 @@ class LayerGraph:
                 raise ArgumentError(
                     f"tensor {tensor.name!r} is read by layer {tensor.readers[-1]}, but there are only "
                     f"{len(self.layers)} layers"
+                )
+
+        for tied, number in self.ties:
+            if not tied or list(tied) != sorted(set(tied)) or not 0 <= tied[0] <= tied[-1] < len(self.layers):
+                raise ArgumentError(f"a tie names layers {list(tied)}; it needs some of 0 to {len(self.layers) - 1}")
+            if not 0 <= number <= min(self.layers[layer].num_params for layer in tied):
+                raise ArgumentError(
+                    f"a tie of layers {list(tied)} has {number} parameters, but one of them has only "
+                    f"{min(self.layers[layer].num_params for layer in tied)}"
                 )
 
     @classmethod

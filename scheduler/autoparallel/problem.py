@@ -209,12 +209,21 @@ class Problem:
             sum(cost.sum_seconds for cost in costs) + 2 * moved,
             sum(cost.gather_seconds for cost in costs),
             sum(cost.sync_seconds for cost in costs),
-            sum(cost.state_bytes for cost in costs),
+            sum(cost.state_bytes for cost in costs) - self.tied_bytes(stage, costs),
             sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, microbatches),
             recompute_bytes(costs) + sum(gathered[:2]) + gathered[0] + max(cost.panel_bytes for cost in costs),
             self.buffer_bytes(stage, microbatches),
             self.cluster.memory_of(stage.first_rank, stage.end_rank),
         )
+
+    def tied_bytes(self, stage: StagePlan, costs: Sequence[LayerCost]) -> float:
+        """Bytes of states that the layers of a stage count more than once, because they share parameters."""
+        nbytes = 0.0
+        for layers, number in self.graph.ties:
+            for layer in [each for each in layers if stage.first_layer <= each < stage.end_layer][1:]:
+                share = number / max(1, self.graph.layers[layer].num_params)
+                nbytes += share * costs[layer - stage.first_layer].state_bytes
+        return nbytes
 
     def relayout_seconds(self, stage: StagePlan, place: Place, microbatches: int) -> float:
         """Seconds in which tensors between layers of one stage with unequal degrees change their layout, one way."""

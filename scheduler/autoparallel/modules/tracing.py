@@ -120,8 +120,23 @@ def trace_module(
         layer = _make_layer(label, stage, received, outline, stage_graph, number, work, plan, max_tp)
         layers.append(_with_grid(layer, stage, stage_graph, number, recorder))
     dtype = dtype_name(autocast or next((p.dtype for p in model.parameters()), torch.float32))
-    graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__)
+    graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__, _find_ties(stages))
     return TracedModel(graph, pipe, outline, stage_graph, autocast)
+
+
+def _find_ties(stages: Sequence[torch.nn.Module]) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """Which layers share parameters, and how many."""
+    owners: dict[int, list[int]] = {}
+    sizes: dict[int, int] = {}
+    for number, stage in enumerate(stages):
+        for parameter in stage.parameters():
+            owners.setdefault(id(parameter), []).append(number)
+            sizes[id(parameter)] = parameter.numel()
+    shared: dict[tuple[int, ...], int] = {}
+    for key, layers in owners.items():
+        if len(layers) > 1:
+            shared[tuple(layers)] = shared.get(tuple(layers), 0) + sizes[key]
+    return tuple(sorted(shared.items()))
 
 
 def _cut(

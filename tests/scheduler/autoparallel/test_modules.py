@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Cluster, LayerGraph, Profile, profile_layers, search, trace_module
+from reshard.scheduler.autoparallel import (
+    Choice,
+    Cluster,
+    LayerGraph,
+    Problem,
+    Profile,
+    StagePlan,
+    profile_layers,
+    search,
+    trace_module,
+)
 from reshard.scheduler.autoparallel.modules import profiling
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
@@ -74,6 +86,23 @@ def test_layers_that_no_grid_can_cut_say_why():
         found.explain()
     )
     assert "layer 'last' cannot be on a grid: 'the model' calls square between its modules" in found.explain()
+
+
+def test_tied_parameters_of_one_stage_count_once():
+    tied = trace_module(make_model(replace(CONFIG, is_tied=True)), EXAMPLE, ["blocks.*", "norm"]).graph
+    size = CONFIG.vocabulary * CONFIG.hidden
+    assert tied.ties == (((0, 4), size),)
+    assert LayerGraph.from_json(tied.to_json()) == tied
+    profile = Profile.estimate(tied, flops_per_second=1e9)
+    problem = Problem(tied, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, 4, microbatches=(2,))
+    plain = (Choice(),) * 5
+    whole = problem.stage_cost(StagePlan(0, 5, 0, 1, plain), 2)
+    parts = [
+        problem.stage_cost(each, 2) for each in (StagePlan(0, 2, 0, 1, plain[:2]), StagePlan(2, 5, 1, 2, plain[2:]))
+    ]
+    assert whole.state_bytes == sum(part.state_bytes for part in parts) - 16 * size
+    with pytest.raises(ArgumentError, match=r"a tie names layers \[0, 9\]; it needs some of 0 to 4"):
+        replace(tied, ties=(((0, 9), 1),))
 
 
 def test_a_layer_that_needs_data_makes_the_model_one_layer():
