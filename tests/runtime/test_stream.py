@@ -127,7 +127,6 @@ def _move(rank):
     source, wanted = _shards(rank)
     plan = reshard.make_plan(SRC, DST, SHAPE, "float32")
     with reshard.Mover(plan) as mover:
-        # All is allocated, and all ranks are connected, before the first transfer.
         held, communicator = mover.staging_allocated_bytes, mover._transfers.on_stream._exchange._communicator
         pairs = {(m.sender, m.receiver) for m in expand_messages(plan) if rank in (m.sender, m.receiver)}
         peers = {peer for pair in pairs for peer in pair} - {rank}
@@ -138,7 +137,9 @@ def _move(rank):
             assert handle.synchronize(60.0) is out
             assert handle.done()
             assert wanted is None or not count_unlike(out, wanted)
+        mover(source, out=out)
         assert mover.staging_allocated_bytes == held <= plan.staging_bytes
+        dist.barrier()  # a rank that exits looks like one that died
         return held
 
 
@@ -269,17 +270,16 @@ def _connection_fails(rank):
     """NCCL cannot be used on rank 4; the other ranks wait for it."""
     if rank == 4:
         connections.make_communicator = Mock(side_effect=TypeError("unexpected argument"))
-    begun = time.monotonic()
     try:
         reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"), timeout_seconds=30.0)
     except reshard.ReshardError as error:
-        return str(error), time.monotonic() - begun
+        return str(error)
     return None
 
 
 def test_connection_that_fails_on_one_rank_fails_on_all(device):
-    for text, seconds in run_processes(_connection_fails, RANKS):
-        assert text == "rank 4: ConnectionError: cannot connect: unexpected argument" and seconds < 8
+    errors = set(run_processes(_connection_fails, RANKS))
+    assert errors == {"rank 4: ConnectionError: cannot connect: unexpected argument"}
 
 
 def _start_blocks(rank):
