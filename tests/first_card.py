@@ -98,7 +98,7 @@ CHECKS = [
         "all ranks of a plan in one process, every strategy", tests("runtime/test_gpu.py", "in_one_process"),
         tests("runtime/test_rounds.py"), 60,
     ),
-    Check("two ranks on one GPU over NCCL", tests("runtime/test_gpu.py", "share_one_gpu"), tests("runtime/test_stream.py", "element"), 40),
+    Check("two ranks on one GPU over NCCL", tests("runtime/test_gpu.py", "share_one_gpu"), tests("runtime/test_stream.py", "move_every"), 40),
     Check("calls between four ranks", tests("runtime/test_gpu.py", "calls_move", "blocks_the_stream"), tests("runtime/test_stream.py", "repeatedly"), 60),
     Check("casts", tests("runtime/test_gpu.py", "cast"), tests("runtime/test_stream.py", "cast"), 40),
     Check("CuPy arrays", tests("runtime/test_gpu.py", "cupy"), tests("cupy/test_cupy.py"), 40),
