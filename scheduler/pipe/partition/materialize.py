@@ -14,6 +14,8 @@ from ...runtime import torch_compat
 
 #: Initializes the parameters and buffers that a module holds itself, as ``module.apply(init)`` would.
 Init = Callable[[torch.nn.Module], Any]
+#: Tensors on the meta device that were replaced, by id of the dict that held them and name there.
+Places = dict[tuple[int, str], torch.Tensor]
 
 
 def is_on_meta(model: torch.nn.Module) -> bool:
@@ -39,7 +41,7 @@ def materialize(
     """
     keep = {id(tensor) for stage in stages for tensor in _tensors(stage)}
     made: dict[int, torch.Tensor] = {}  # by id of the tensor on the meta device
-    meta: dict[int, torch.Tensor] = {}  # the tensor on the meta device, by id of what replaced it
+    meta: Places = {}
     shared = _find_shared(model)
 
     def visit(module: torch.nn.Module, path: str) -> None:
@@ -84,9 +86,7 @@ def _find_shared(model: torch.nn.Module) -> set[int]:
     return {key for key, times in count.items() if times > 1}
 
 
-def _fill(
-    module: torch.nn.Module, made: dict[int, torch.Tensor], meta: dict[int, torch.Tensor], *, recurse: bool
-) -> None:
+def _fill(module: torch.nn.Module, made: dict[int, torch.Tensor], meta: Places, *, recurse: bool) -> None:
     """Replace tensors on the meta device by tensors with data, all NaN or a rare integer."""
     for each in module.modules() if recurse else (module,):
         for held in torch_compat.held_tensors(each):
@@ -100,20 +100,19 @@ def _fill(
                         new = torch.nn.Parameter(new, requires_grad=tensor.requires_grad)
                         new.__dict__.update(tensor.__dict__)
                     made[id(tensor)] = new
-                    meta[id(new)] = tensor
+                meta[id(held), name] = tensor
                 held[name] = made[id(tensor)]  # type: ignore[index]
 
 
-def _drop(
-    module: torch.nn.Module, made: dict[int, torch.Tensor], meta: dict[int, torch.Tensor], keep: Collection[int]
-) -> None:
-    """Put tensors back on the meta device that this rank does not keep."""
+def _drop(module: torch.nn.Module, made: dict[int, torch.Tensor], meta: Places, keep: Collection[int]) -> None:
+    """Put tensors back on the meta device that this rank does not keep, also where init has assigned another one."""
     for each in module.modules():
         for held in torch_compat.held_tensors(each):
-            for name, tensor in held.items():
-                if tensor is not None and id(tensor) in meta and id(meta[id(tensor)]) not in keep:
-                    held[name] = meta[id(tensor)]  # type: ignore[index]
-                    made.pop(id(held[name]), None)
+            for name in held:
+                earlier = meta.get((id(held), name))
+                if earlier is not None and id(earlier) not in keep:
+                    held[name] = earlier  # type: ignore[index]
+                    made.pop(id(earlier), None)
 
 
 def _initialize(module: torch.nn.Module, init: Init | None) -> None:

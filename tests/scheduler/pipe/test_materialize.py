@@ -112,6 +112,46 @@ def test_what_init_leaves_out_is_an_error():
         build(WithBuffer, ["second"], None, ["x"], 0)
 
 
+class Table(nn.Module):
+    """A linear layer with a table that init assigns."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", torch.zeros(3))
+
+    def forward(self, x):
+        return self.linear(x) + self.table
+
+
+class Tables(nn.Module):
+    """Layers with tables; the first module to run is the last one to be initialized."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Table() for _ in range(6))
+        self.first = Table()
+
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def assign_tables(module):
+    if isinstance(module, Table):
+        module.table = torch.rand(3)
+    elif isinstance(module, nn.Linear):
+        module.reset_parameters()
+
+
+def test_tensors_that_init_assigns_after_others_were_dropped_stay():
+    """Tensors of other stages are freed, and new ones may have their ids."""
+    cuts = [f"layers.{number}" for number in range(1, 6)]
+    check_values(Tables, cuts, ["x"], lambda _: assign_tables, lambda model: model.apply(assign_tables))
+
+
 def train_from_meta(case):
     with torch.device("meta"):
         model = case.make_model()
