@@ -25,7 +25,7 @@ class Linear(nn.Module):
     """``y = x Wᵀ + b`` with tokens over (depth, row) and features over col, before and after.
 
     ``forward`` maps ``[batch, ..., in_j]`` to ``[batch, ..., out_j]``, where ``in_j`` is column j's part of
-    ``in_features`` by the rule of ``torch.chunk``.
+    ``in_features`` by the rule of ``torch.chunk``. If ``x`` needs no gradient, it may also have all ``in_features``.
 
     Args:
         linear: the layer with the whole weight, ``[out_features, in_features]``.
@@ -74,16 +74,21 @@ class Linear(nn.Module):
 def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
     """Apply layers to the same input, which is moved only once. All must cut "in" over rows if there are several.
 
+    An input that needs no gradient, such as a batch, may have the features of all columns.
+
     Raises:
         ArgumentError: the input does not fit, or the layers cut different dims.
     """
     first = layers[0]
     grid = first.grid
     cols = chunk_spans(first.in_features, grid.cols)
-    if x.shape[-1] != size_of(cols[grid.col]):
+    start, stop = cols[grid.col]
+    if not x.requires_grad and x.shape[-1] == first.in_features:  # a batch, which is the same on all columns
+        x = x[..., start:stop]
+    if x.shape[-1] != stop - start:
         raise ArgumentError(
             f"the input of a Linear of {first.in_features} features has {x.shape[-1]} on column {grid.col} of {grid}, "
-            f"not {size_of(cols[grid.col])}"
+            f"not {stop - start}; pass only those of grid.local_features({first.in_features})"
         )
     if len(layers) > 1 and not all(each.cuts_in and each.in_features == first.in_features for each in layers):
         raise ArgumentError('layers that share their input need the same in_features and cut_rows="in"')

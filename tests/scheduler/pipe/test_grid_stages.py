@@ -154,3 +154,25 @@ def check_untraceable(rank):
 
 def test_functions_of_whole_features_are_refused():
     run_processes(check_untraceable, 3)
+
+
+class Regressor(torch.nn.Module):
+    """A model whose first layer is a Linear that reads the batch."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(5, 7).double(), torch.nn.Linear(7, 3).double()
+
+    def forward(self, x, targets):
+        return torch.nn.functional.cross_entropy(self.second(torch.relu(self.first(x))), targets)
+
+
+def test_a_linear_layer_reads_all_features_of_the_batch():
+    generator = torch.Generator().manual_seed(0)
+    batch = {
+        "x": torch.randn(6, 5, dtype=torch.float64, generator=generator),
+        "targets": torch.tensor([0, 1, 2, 2, 1, 0]),
+    }
+    case = Case(Regressor, [batch] * 2, batch, lambda model, b: (model(**b), {}), microbatches=2, tolerance=1e-10)
+    run([on_grid(2, 2, 1), rs.Placement()], ["second"], case)
