@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ import numpy as np
 
 from reshard.codecs import find_block_codec
 from reshard.errors import TopologyError
+from reshard.formatting import format_rate
 from reshard.sharding import MAX_RANK
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
@@ -218,6 +220,28 @@ class Topology:
         if len({rate.codec for rate in self.codec_rates}) != len(self.codec_rates):
             raise TopologyError("codec_rates has several entries for one codec")
 
+    def __str__(self) -> str:
+        """The hosts of each kind, pods, rates, latencies and codecs, one per line."""
+        counts = Counter(self.host_of_rank)
+        kinds = Counter((counts[number], self.host(number).nics, self.host(number).pod) for number in sorted(counts))
+        lines = []
+        for (ranks, nics, pod), number in kinds.items():
+            where = "" if pod is None else f" in pod {pod}"
+            ports = Counter(nics)
+            named = " and ".join(f"{count} x {_describe_port(port)}" for port, count in ports.items())
+            lines.append(f"hosts{where}: {number} x ({ranks} ranks, NICs {named})")
+        lines += [f"uplink of pod {number}: {_describe_port(port)}" for number, port in enumerate(self.pods)]
+        rate = "no limit" if self.inside_bytes_per_second is None else format_rate(self.inside_bytes_per_second)
+        lines.append(f"inside a host: {rate} for each rank")
+        between, inside = (f"{1e6 * each:.3g} us" for each in (self.latency_seconds, self.inside_latency_seconds))
+        lines.append(f"latency: {between} between hosts, {inside} inside")
+        lines += [
+            f"codec {each.codec}: encodes {format_rate(each.encode_bytes_per_second)}, decodes "
+            f"{format_rate(each.decode_bytes_per_second)}"
+            for each in self.codec_rates
+        ]
+        return "\n".join(lines)
+
     def _assign_nics(self) -> tuple[int, ...]:
         if all(len(host.nics) == 1 for host in self.hosts):
             return (0,) * len(self.host_of_rank)
@@ -324,6 +348,11 @@ class Topology:
                 f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}, "
                 f"{1 + max(ranks)} are needed"
             )
+
+
+def _describe_port(port: Port) -> str:
+    out, into = format_rate(port.egress_bytes_per_second), format_rate(port.ingress_bytes_per_second)
+    return out if out == into else f"{out} out, {into} in"
 
 
 def _check_latency(value: Any, name: str) -> float:

@@ -310,3 +310,24 @@ def test_omitted_latencies_default_to_tcp():
             if not data["topology"][name]:
                 del data["topology"][name]
         assert plan_from_json(data) == plan
+
+
+def test_text_of_a_topology_groups_equal_hosts():
+    topology = topology_from_json(
+        {
+            "hosts": [
+                {"devices": 4, "nics": ["25 Gbit/s"] * 2, "count": 2, "pod": 0},
+                {"devices": 2, "nics": [{"egress": "10 Gbit/s", "ingress": 3.125e9}], "pod": 1},
+            ],
+            "pods": ["50 Gbit/s", "25 Gbit/s"],
+            "inside": "100 GB/s",
+        }
+    )
+    assert str(topology).splitlines() == [
+        "hosts in pod 0: 2 x (4 ranks, NICs 2 x 3.125 GB/s)",
+        "hosts in pod 1: 1 x (2 ranks, NICs 1 x 1.25 GB/s out, 3.125 GB/s in)",
+        "uplink of pod 0: 6.25 GB/s",
+        "uplink of pod 1: 3.125 GB/s",
+        "inside a host: 100 GB/s for each rank",
+        "latency: 100 us between hosts, 50 us inside",
+    ]
