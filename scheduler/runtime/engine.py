@@ -132,8 +132,7 @@ class Engine:
         )
         self._group = find_group(group)
         self._error: BaseException | None = None  # of the step that failed
-        self._closed = False
-        self._stepping = threading.Lock()
+        self._closed, self._stepping = False, threading.Lock()
         self._stages: dict[int, StageRun] = {}
         self._iteration: Iteration | None = None
         try:
@@ -146,12 +145,12 @@ class Engine:
         self._channel = find_channel(self._group, ranks)
         hostnames, self._device = self._agree(modules)
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
-        self._topology = Topology.from_hostnames(names) if topology is None else topology
+        self._topology = topology or Topology.from_hostnames(names)
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
         if options.policy.dimensions:
             pipelines = self._code(modules, pipelines)
-        last = len(pipelines) - 1
-        self._program = self.make_program(schedule, pipelines, (0,) * (schedule.num_microbatches - 1) + (last,))
+        used = (*(0,) * (schedule.num_microbatches - 1), len(pipelines) - 1)
+        self._program = self.make_program(schedule, pipelines, used)
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         replicas = self._make_replicas()

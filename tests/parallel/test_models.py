@@ -169,8 +169,10 @@ def check_bad_input(rank):
         parallelize(make_gpt(heads=1), grid)
     with pytest.raises(ArgumentError, match=r"cannot cut '1', a torch.nn.modules.conv.Conv2d"):
         parallelize(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Conv2d(1, 1, 1)), grid)
-    with pytest.raises(ArgumentError, match=r"has 4 on column . of Grid"):
-        Linear(torch.nn.Linear(4, 4), grid)(torch.ones(2, 4))
+    with pytest.raises(ArgumentError, match=r"has 4 on column . of Grid"):  # only a batch may have all features
+        Linear(torch.nn.Linear(4, 4), grid)(torch.ones(2, 4, requires_grad=True))
+    with pytest.raises(ArgumentError, match=r"has 3 on column . of Grid"):
+        Linear(torch.nn.Linear(4, 4), grid)(torch.ones(2, 3))
     model = parallelize(make_gpt(), grid)
     with pytest.raises(ArgumentError, match="target 53 is not a class"):
         model(torch.zeros(2, 5, dtype=torch.int64), torch.full((2, 5), 53))
