@@ -1,6 +1,6 @@
 """What the placement of transfers and a true profile gain: ``python -m microbench.strategies.true_profile``.
 
-A GPT of XL's proportions (48 layers of width 1600, 1,024 tokens, a head for 50,257 words) on two emulated hosts of two
+A GPT of XL's proportions (48 layers of width 1600, 1,024 tokens, a head for 50,257 tokens) on two emulated hosts of two
 devices. Devices sleep for the seconds of their layers; tensors cross rate-limited links. Seconds and bytes are those of
 the model on devices of 60 TFLOPS with links of ``--link``, scaled alike, so the ratio of communication to computation
 is that of the model.
@@ -43,7 +43,7 @@ from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.topology import Topology, parse_rate, topology_from_json
 
 ROWS, LAYERS = 8, 48
-WIDTH, TOKENS, WORDS = 1600, 1024, 50257
+WIDTH, TOKENS, VOCABULARY = 1600, 1024, 50257
 FLOPS_PER_SECOND = 60e12
 FIRST = "12:1, 12:1, 12:1, 12:1"
 BLOCKING, OVERLAPPED, CHOSEN = "blocking 1F1B", "overlapped 1F1B", "chosen schedule"
@@ -52,7 +52,7 @@ BLOCKING, OVERLAPPED, CHOSEN = "blocking 1F1B", "overlapped 1F1B", "chosen sched
 def layer_seconds() -> list[float]:
     """Forward seconds of one row in each layer on the modelled device; the last layer has the head."""
     flops = [24 * TOKENS * WIDTH**2 + 4 * TOKENS**2 * WIDTH] * LAYERS
-    flops[-1] += 2 * TOKENS * WIDTH * WORDS
+    flops[-1] += 2 * TOKENS * WIDTH * VOCABULARY
     return [each / FLOPS_PER_SECOND for each in flops]
 
 

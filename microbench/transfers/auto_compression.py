@@ -21,6 +21,7 @@ from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.suite import describe_machine, stderr
 from microbench.harness.worker import Stopwatch
 from microbench.transfers.compression import CASES, COLUMNS, case_layouts, cut_shard, payload_topology
+from reshard.cli.progress import track
 from reshard.topology import Topology, topology_from_json
 
 RATES = ("0.1 Gbit/s", "0.3 Gbit/s", "1 Gbit/s", "3 Gbit/s", "10 Gbit/s")
@@ -50,7 +51,7 @@ def measure(
         for rate in rates
     )
     measured, slowed = (replace(topology, codec_rates=each) for each in (rates, slow))
-    for case in range(len(CASES)):
+    for case in track(range(len(CASES)), "cases", show=rank == 0):
         src, dst, shape = case_layouts(case, mib)
         whole = torch.randn(shape, generator=torch.Generator().manual_seed(0))
         plans = {}

@@ -236,7 +236,9 @@ def _move_streams(
             found = tuple(array.shape), dtype_name(array.dtype)
             needed = (side.local_shape(rank), tensor.dtype) if rank in side.layout.ranks else None
             if found != needed:
-                raise ArgumentError(f"{what}: rank {rank} holds {found}, but its shard of this side is {needed}")
+                raise ArgumentError(
+                    f"{what}: rank {rank} passes {found}, but its layout has {needed or 'no shard'} for this rank"
+                )
     targets = {
         rank: _copy_of(out[rank]) if rank in out else _new_on_cpu(like, tensor.dst_shards.local_shape(rank))
         for rank in tensor.dst.ranks

@@ -65,7 +65,7 @@ def reduce_scatter(
     Its own contribution is not coded.
 
     Args:
-        errors: of the shape of ``rows``; receives what coding took away from them.
+        errors: receives the coding errors, ``rows`` minus the decoded rows; same shape as ``rows``.
     """
     me = dist.get_rank(group)
     sent = encode_rows(rows, codec)

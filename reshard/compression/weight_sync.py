@@ -218,7 +218,7 @@ class WeightSync:
         return self._mover
 
     def _keep_base(self, tensors: Shards | None, differences: Mapping[str, np.ndarray]) -> None:
-        """Make the last version the new one: by the differences that were sent, which touch less memory than a copy."""
+        """Update the base to the new version: by the differences, or by a copy if there are none."""
         if differences:
             for name, stream in differences.items():
                 decode_stream(self._streams[name], stream, self._base, "src", with_digest=False)

@@ -122,7 +122,7 @@ class Connections:
         return [*self._exchanges.values(), *([] if is_gloo else [self._collectives])]
 
     def begin_close(self) -> None:
-        """Begin to close what works on a device. Whoever closes several sets of ranks begins with all of them."""
+        """Begin to close communicators on a device, without waiting. Call it on all connections before closing one."""
         for one in self._on_device():
             one.begin_close()
 

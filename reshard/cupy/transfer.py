@@ -190,7 +190,7 @@ class Mover:
         return src, dst
 
     def _agree_on_arrays(self, has_failed: bool) -> None:
-        """Compare over the first rank of the plan whether the arrays of all ranks fit. Raises if those of another fail.
+        """Exchange, through the plan's first rank, whether each rank's arrays fit. Raise if those of another do not.
 
         Only ranks of the plan take part.
         """

@@ -23,7 +23,7 @@ class Choice:
 
     Attributes:
         tp: ranks that divide the layer. The stage's devices divided by this are its replicas (dp).
-        zero: stage of ZeRO over the replicas, which are the depth of a grid: 0 keeps all states, 1 shards those of the
+        zero: ZeRO stage over the replicas (on a grid, over its depth): 0 keeps all states, 1 shards those of the
             optimizer, 2 gradients too, and 3 parameters too.
         recompute: whether the backward computes the forward again instead of keeping activations.
         grid: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`, which then divides the layer over

@@ -181,6 +181,9 @@ def parts_of_policy(policy: Policy, stages: Sequence[StagePlan]) -> Iterator[Pol
 
 def with_codecs(policy: Policy, dp: Any, pp: Any, tp: Any, zero: Any) -> Policy:
     """A policy with other codecs, and with the options that apply to them."""
-    feedback, raw_steps = (policy.feedback, policy.raw_steps) if dp else ((), 0)
-    forced = policy.force_pp and bool(pp)
-    return replace(policy, dp=dp, pp=pp, tp=tp, zero=zero, force_pp=forced, feedback=feedback, raw_steps=raw_steps)
+    coded = replace(
+        policy, dp=dp, pp=pp, tp=tp, zero=zero, force_pp=policy.force_pp and bool(pp), feedback=(), raw_steps=0
+    )
+    sums = {"dp": dp, "zero": coded.pair("zero")[1]}
+    feedback = tuple(name for name in policy.feedback if sums[name] is not None)
+    return replace(coded, feedback=feedback, raw_steps=policy.raw_steps if dp else 0)

@@ -127,8 +127,8 @@ class LayerGraph:
         layers, tensors: see :class:`Layer` and :class:`Tensor`.
         dtype: dtype of computations; a profile of another one is refused.
         name: of the model.
-        ties: ``(layers, number)``: so many parameters are the same ones in several layers, ascending. Each of these
-            layers counts them; a stage that has several of the layers keeps them once.
+        ties: ``(layers, num_params)``: these layers, in ascending order, share this many parameters. Each of the
+            layers counts them; a stage with several of the layers keeps them once.
 
     Raises:
         ArgumentError: there is no layer, two tensors have one name, a tensor or a tie names an unknown layer, or a tie

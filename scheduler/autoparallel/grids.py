@@ -25,7 +25,7 @@ from .profile import Profile, Sample
 if TYPE_CHECKING:
     from .problem import Problem
 
-#: Grids of stages of one size that a search considers with one stage of ZeRO, at most.
+#: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
 MOST_GRIDS = 2
 
 
@@ -107,7 +107,7 @@ def grid_cost(
 
 
 class _SharedStates(NamedTuple):
-    """States of a layer on one rank, and what moves between the layers of a grid.
+    """States of a layer on one rank, and what moves over the depth of a grid.
 
     Attributes:
         gather_seconds: of parameters, in each forward and in each backward. sync_seconds: of gradients, once in a step.
@@ -218,8 +218,8 @@ def _traffic(place: Place, grid: GridShape) -> Mapping[str, AxisTraffic]:
 def best_grids(problem: Problem, num_ranks: int, rows: int, plain: Sequence[Choice]) -> tuple[Choice, ...]:
     """The grids for stages of some ranks, and microbatches of ``rows`` rows: of all, the fastest ones.
 
-    Those with each stage of ZeRO count by themselves. Left out are grids that another choice beats: it is as fast, and
-    has as few bytes of states and of activations, summed over all layers that can be on the grid.
+    The limit holds for each ZeRO stage separately. A grid is left out if another choice is at least as fast and
+    has no more bytes of states and of activations, summed over all layers that can be on the grid.
     """
     shapes = problem.rules.grid_shapes(num_ranks, problem.host_devices)
     classes = problem.layer_classes

@@ -91,7 +91,7 @@ class Problem:
         microbatches: numbers of microbatches to try; default: divisors of ``rows``, at most 4 x the devices and 256.
         compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
             (``zero``) and of products on grids (``tp``).
-        codes_all: code all traffic inside stages that has a codec. Otherwise each layer has the faster of both.
+        codes_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
 
     Raises:
         ArgumentError: the profile is of another model, no number of microbatches divides the rows, or the policy has

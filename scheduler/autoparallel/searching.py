@@ -235,7 +235,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
 def _used_policy(policy: Policy | None, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
     """The text of a policy with those of its codecs that stages and edges use.
 
-    If a codec is used on all edges, the engine is told to use it whatever its own topology says.
+    If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.
     """
     if policy is None:
         return ""

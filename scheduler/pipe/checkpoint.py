@@ -152,7 +152,7 @@ def save(folder: Path, state: TrainingState, exchange: Exchange, keep: int) -> N
     planner = dcp.DefaultSavePlanner()
 
     def share(step: Callable[[], Any]) -> dict[int, Any]:
-        """The results of a step on all ranks. Only the first rank's counts if others have none."""
+        """Run a step on this rank, and return the results by rank. An error on one rank is raised on all."""
         value: str | None = None
         failure: Exception | None = None
         try:

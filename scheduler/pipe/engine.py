@@ -54,7 +54,7 @@ class CompileOptions:
 
     Attributes:
         microbatches: number of microbatches of a step. schedule: a schedule, or a function that builds one.
-        input_names: names of the values of a batch that is a tuple. example: a batch.
+        input_names: names of the values of a batch that is a tuple. example: outline of the batch given to ``compile``.
         ties: ``{stage: name}`` of each parameter that several stages share.
         device: device of the parameters. scales_loss: whether to scale the loss, as float16 needs.
         memory_limit_bytes: given to ``schedule`` if it is a function.

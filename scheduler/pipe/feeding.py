@@ -34,7 +34,7 @@ class Feeder:
         input_names: names of the values of a batch that is a tuple.
         microbatches: number of microbatches of a part; fewer if it has fewer rows.
         fsdp_stages: stages whose replicas run even on no rows, because collectives of FSDP need them all.
-        example: the batch that the engine was compiled with; others have its dtypes.
+        example: outline of the batch that the engine was compiled with; see :func:`check_dtypes`.
     """
 
     def __init__(

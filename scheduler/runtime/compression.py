@@ -207,7 +207,7 @@ def check_policy(policy: Policy, described: Sequence[Mapping[str, Sequence[int]]
     """
     stages = {kind: sorted({stage for each in described for stage in each[kind]}) for kind in described[0]}
     if policy.dimensions and device != "cpu":
-        raise ArgumentError(f"codecs code CPU tensors only, so compression={policy} cannot be used on {device}")
+        raise ArgumentError(f"engines code CPU tensors only, so compression={policy} cannot be used on {device}")
     lacks = {
         "pp": "all stages are on the same ranks",
         "dp": "no stage has replicas under DDP, whose gradients the engine sums",

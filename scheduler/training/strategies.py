@@ -177,10 +177,10 @@ def _with_rates(topology: Topology, policy: Policy, device: str) -> Topology:
     """The topology with the rates of all codecs of a policy; this process measures those that it lacks.
 
     Raises:
-        ArgumentError: the device is not a CPU, the only one that codecs run on.
+        ArgumentError: the device is not a CPU; engines code CPU tensors only.
     """
     if device != "cpu":
-        raise ArgumentError(f"codecs code CPU tensors only, so --compression {policy} cannot be used on {device}")
+        raise ArgumentError(f"engines code CPU tensors only, so --compression {policy} cannot be used on {device}")
     known = {rate.codec for rate in topology.codec_rates}
     wanted = {policy.dp, policy.tp, *policy.pair("pp"), *policy.pair("zero")} - known - {None}
     measured = tuple(CodecRate(name, *measure_rates(parse_codec(name))) for name in sorted(map(str, wanted)))

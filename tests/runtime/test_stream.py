@@ -196,14 +196,14 @@ class Broken(Mark):
 def _start_with(rank, kind):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
+    dist.barrier()  # all ranks are connected
     mover._transfers.timeout_seconds = 2.0  # limits transfers only; the rendezvous may take longer on a loaded machine
     mover._transfers.on_stream.streams.mark_of = kind if rank == 4 and kind is not None else Never
     if rank == 4 and kind is None:
         mover._transfers.on_stream._exchange.find_error = lambda: "remote process exited"
-    handle = mover.start(source)
     begun = time.monotonic()
     try:
-        handle.synchronize()
+        mover.start(source).synchronize()
     except reshard.ReshardError as error:
         return type(error).__name__, str(error), time.monotonic() - begun
     return None

@@ -1,4 +1,4 @@
-"""Streams without loss: the encoded pieces of a stream's regions, behind a table of their sizes.
+"""Lossless streams: a table of sizes, then the encoded pieces of the stream's regions.
 
 A region is cut into pieces that fit a core's cache, so that coding and hashing read each piece from memory once.
 """
@@ -30,7 +30,7 @@ class EncodedStream:
     """A stream as it travels.
 
     Attributes:
-        buffer: flat uint8, with zeros behind the stream. nbytes: of the stream.
+        buffer: flat uint8: the stream, then zero padding. nbytes: of the stream.
         digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not asked for.
     """
 

@@ -25,7 +25,7 @@ class LocalArrays(NamedTuple):
 
     Attributes:
         shards, base: source shards of the new and of an earlier version; ``base`` may be empty. out: destination shards
-            that hold the earlier version; may be empty. targets: destination shards to write, which equal ``out``.
+            that hold the earlier version; may be empty. targets: destination shards to write, copies of ``out`` or new.
     """
 
     shards: Arrays

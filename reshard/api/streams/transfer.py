@@ -69,7 +69,7 @@ class StreamTransfer:
     Args:
         codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are. arrays: those of this rank.
         purpose: of the rounds. verify: compare digests of the destination shards with those of the source, too.
-        lost: ranks that were lost before, if surviving ranks continue without lost ones; None if they do not.
+        lost: in a fault-tolerant call, the ranks lost before it; otherwise None.
 
     Attributes:
         members: the ranks that take part and are not lost. lost: ranks that were lost.

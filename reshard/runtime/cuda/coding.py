@@ -24,7 +24,7 @@ def check_device_codec(codec: Any, device_type: str) -> None:
     if not isinstance(codec, BlockCodec):
         raise ArgumentError(f"codec {name} codes CPU tensors only; these are on {device_type}")
     if importlib.util.find_spec("triton") is None:
-        raise ArgumentError(f"codec {name} codes tensors on {device_type} by kernels of Triton, which is not installed")
+        raise ArgumentError(f"codec {name} needs Triton for tensors on {device_type}, and Triton is not installed")
 
 
 def encode_whole(plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> torch.Tensor:

@@ -34,7 +34,7 @@ ABORT_WAIT_SECONDS = 0.5
 #: How long :meth:`Communicator.abort` and :meth:`Communicator.close` wait for NCCL. It frees device memory, which waits
 #: for all kernels of the device. It also waits until all CUDA graphs that captured the communicator are destroyed.
 ABORT_SECONDS, CLOSE_SECONDS = 2.0, 5.0
-#: How long an abort waits after the common deadline: it may be the last one that the earlier aborts wait for.
+#: Shortest wait of an abort or close, even after the shared deadline: earlier aborts may be waiting for this one.
 LAST_ABORT_SECONDS = 0.1
 #: A wait polls without pauses for this long, since NCCL launches a group in tens of microseconds.
 SPIN_SECONDS = 0.0005
@@ -60,7 +60,7 @@ class Communicator:
         rank, size: this rank within the communicator, and the number of its ranks.
         timeout_seconds: limit for creating the communicator, and for launching a group.
         poll: called every 0.2 s during a wait; raises an error to end the wait.
-        in_thread: a context of the thread that aborts or destroys the communicator.
+        in_thread: makes a context manager, entered in the thread that aborts or destroys the communicator.
 
     Raises:
         NcclError: NCCL could not create it. TimeoutError: not all ranks joined in time. Or what ``poll`` raises.
@@ -202,8 +202,8 @@ class Communicator:
     def abort(self) -> None:
         """Cancel operations in progress: on this rank at once, on the others soon after. Later calls fail.
 
-        Returns at the latest :data:`ABORT_SECONDS` after the first abort of this process that is still under way began,
-        or :data:`LAST_ABORT_SECONDS` later. A thread goes on with an abort that takes longer.
+        Aborts in progress share one deadline, :data:`ABORT_SECONDS` after the first of them began. Each still waits at
+        least :data:`LAST_ABORT_SECONDS`. An abort that takes longer continues in its thread.
         """
         self.begin_abort()
         if self._aborted:

@@ -117,7 +117,8 @@ def trace_module(
         label = path or ("first" if paths else type(model).__name__)
         received = [tensor for tensor in tensors if number in tensor.readers]
         work, recorder = _measure_work(stage, outline, stage_graph, number, autocast, plan, path)
-        layer = _make_layer(label, stage, received, outline, stage_graph, number, work, plan, max_tp)
+        layer = _make_layer(label, stage, received, work, plan, max_tp)
+        layer = replace(layer, key=_class_key(stage, layer, received, outline, stage_graph, number))
         layers.append(_with_grid(layer, stage, stage_graph, number, recorder))
     dtype = dtype_name(autocast or next((p.dtype for p in model.parameters()), torch.float32))
     graph = LayerGraph(tuple(layers), tensors, dtype, name or type(model).__name__, _find_ties(stages))
@@ -334,13 +335,11 @@ def _make_layer(
     label: str,
     module: Any,
     received: Sequence[Tensor],
-    outline: BatchOutline,
-    graph: StageGraph,
-    number: int,
     work: tuple[float, ...],
     plan: Mapping[str, Any],
     max_tp: int,
 ) -> Layer:
+    """A layer without the key of its class."""
     flops, saved, divided_saved, within = work
     params = {id(each): each for each in module.parameters()}
     divided, sums = 0, 0
@@ -368,7 +367,7 @@ def _make_layer(
             tp_sums=sums,
             tp_sum_bytes=inputs,
         )
-    return replace(layer, key=_class_key(module, layer, received, outline, graph, number))
+    return layer
 
 
 def _class_key(

@@ -132,7 +132,7 @@ def outline_batch(batch: Batch) -> BatchOutline:
 def check_dtypes(outline: BatchOutline, example: BatchOutline) -> None:
     """Raise ArgumentError if a tensor has another kind of dtype than in the example; integers may differ in width.
 
-    The stage graph is found without data, where operations accept some dtypes that they refuse on data.
+    The stage graph is found with fake tensors, on which operations accept some dtypes that they refuse on real ones.
     """
     expected = {entry.name: entry.dtype for entry in example.entries}
     for entry in outline.entries:

@@ -213,7 +213,7 @@ class Skeleton:
                     if len(self._stages) > 1:
                         raise NeedsDataError(
                             f"stage {stage} of the model does not run on tensors without data, so the tensors that it "
-                            f"sends are not known: {type(error).__name__}: {error}; make one stage of the model"
+                            f"sends are not known: {type(error).__name__}: {error}; put the whole model in one stage"
                         ) from error
                     written, read = {}, _names_read(module) & set(given)
                 except ArgumentError:

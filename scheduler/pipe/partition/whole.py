@@ -32,7 +32,9 @@ def whole_model(model: torch.nn.Module, loss: Callable[..., Any] | None = None) 
             output = loss(output, **{name: value for name, value in values.items() if name in extra})
         return finish_output(output)
 
-    parameters = {each.name: each for each in [*further, *named]}  # what the model needs, it needs
+    parameters = {
+        each.name: each for each in [*further, *named]
+    }  # a parameter of the model replaces one of ``loss`` with the same name
     by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters.values()]
     run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
     parts = [*torch_compat.held_modules(model)]

@@ -184,7 +184,8 @@ def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dime
     profile = Profile.estimate(graph, flops_per_second=1e12)
     slow = Topology.uniform((0, 1, 2, 3), 1e7)
     keep = {"microbatches": 1, **keep}
-    policy = Policy(dp="int8x128", **{dimension: "int8x128"})
+    feedback = ("dp", "zero") if dimension == "zero" else ("dp",)
+    policy = Policy(dp="int8x128", **{dimension: "int8x128"}, feedback=feedback, raw_steps=2)
 
     def find(rate, policy):
         rules = ChoiceRules(recompute=(False,))
@@ -197,6 +198,7 @@ def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dime
 
     plain, coded, overloaded = find(1e10, None), find(1e10, policy), find(1e4, policy)
     assert coded.compression.dimensions == (dimension,)
+    assert coded.compression.feedback == feedback[1:]  # gradients of replicas are not coded
     assert coded.seconds < 0.6 * plain.seconds
     assert overloaded.compression is None
     assert overloaded.seconds == plain.seconds
