@@ -1,14 +1,23 @@
 """Ranks as interpreters of their own, which exit as those of users do, unlike forked ranks."""
 
 import os
+import random
 import socket
 import subprocess
 import sys
 
 
 def find_free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
+    """Find a port below those that the system gives to connections, so that none takes it before a rank listens."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        first = min(int(file.read().split()[0]), 32768)
+    while True:
+        port = random.SystemRandom().randrange(first // 2, first)
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
 
 
 def run_interpreters(script, num_ranks, timeout_seconds=90):
@@ -25,5 +34,6 @@ def run_interpreters(script, num_ranks, timeout_seconds=90):
         for rank in range(num_ranks)
     ]
     found = [process.communicate(timeout=timeout_seconds) for process in ranks]
-    assert all(process.returncode == 0 for process in ranks), found
+    failed = {rank: found[rank][1][-1500:] for rank, process in enumerate(ranks) if process.returncode != 0}
+    assert not failed, f"ranks {list(failed)} of {script.name} failed: {failed}"
     return found
