@@ -75,7 +75,7 @@ def measure(
             old = shard
             if version > 1:  # version 0 is sent in full, and version 1 allocates buffers
                 assert result.base == version - 1
-                took["ratio"] = result.plain_bytes / result.stream_bytes
+                took["ratio"] = result.plain_bytes / result.encoded_bytes
                 for name, value in took.items():
                     seconds[name].append(value)
     return seconds

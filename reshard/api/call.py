@@ -13,13 +13,13 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan, encode_measured
 from reshard.api.casts import finish_received, wire_dtype, wire_source, wire_target
 from reshard.api.inputs import Item, read_items, report_bad_arguments
+from reshard.api.lossless.call import LosslessCall
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, shard_shapes, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.streams.call import StreamedCall
 from reshard.api.transfers import Handle
 from reshard.api.validation import Options, make_request
-from reshard.codecs import Codec, is_streamed
+from reshard.codecs import Codec, is_lossless
 from reshard.coordination import (
     MAX_CACHED,
     Channel,
@@ -116,7 +116,7 @@ def reshard(
             of the destination ranks must still hold. Digests compare the versions of all ranks. Unless they are equal,
             the tensor is sent in full, with a warning if a rank passes a base. ``out`` changes only after all ranks
             have received their data: after an error every ``out`` holds the earlier version. Every rank must call
-            ``wait`` of the handle, whose ``report`` says what was sent. See :mod:`reshard.api.streams.transfer`.
+            ``wait`` of the handle, whose ``report`` says what was sent. See :mod:`reshard.api.lossless.transfer`.
         max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
             source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks with
             NaN do not count. With ``"auto"`` it also limits the choice of codecs, see :func:`~reshard.make_plan`.
@@ -237,10 +237,10 @@ class _Call:
             channel, call, decision, request, lost = self._agree()
             everything = frozenset(item.name for item in self.items if self.options.max_error is not None)
             specs = self._tensors(decision)
-            if is_streamed(self.options.compression) and any(math.prod(spec.shape) for spec in specs):
-                streamed = StreamedCall(channel, call, decision, self.items, self.options, self.timeout_seconds, lost)
-                plan_streams = functools.partial(self._plan, request=request, decision=decision)
-                return streamed.start(specs, self.purpose, plan_streams)
+            if is_lossless(self.options.compression) and any(math.prod(spec.shape) for spec in specs):
+                lossless = LosslessCall(channel, call, decision, self.items, self.options, self.timeout_seconds, lost)
+                plan_buckets = functools.partial(self._plan, request=request, decision=decision)
+                return lossless.start(specs, self.purpose, plan_buckets)
             if lost:
                 return self._start_recovery(channel, decision, lost, everything)
             plan, program, runner, lost = self._plan(channel, request, decision)
@@ -311,15 +311,15 @@ class _Call:
         request: Request,
         decision: Decision,
         raw: frozenset[str] = frozenset(),
-        streams: Sequence[TensorSpec] = (),
+        buckets: Sequence[TensorSpec] = (),
     ) -> tuple[Plan, Program, RoundRunner | None, set[int]]:
         """The plan, from the cache or compared between ranks, and the ranks that were lost in the comparison.
 
         Args:
-            raw: tensors that are not coded. streams: what travels in place of the tensors.
+            raw: tensors that are not coded. buckets: what travels in place of the tensors.
         """
         agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
-        key = repr((request.arguments, decision.device_type, agreed, sorted(raw), list(map(str, streams))))
+        key = repr((request.arguments, decision.device_type, agreed, sorted(raw), list(map(str, buckets))))
         # different functions and codecs may have the same name
         is_cacheable = not callable(self.options.strategy) and isinstance(self.options.compression, str | None)
         if is_cacheable and key in channel.cache:
@@ -328,7 +328,7 @@ class _Call:
         plan = program = runner = error = None
         arguments: list[tuple[str, str]] = []
         try:
-            plan = self._make_plan(decision, raw, streams)
+            plan = self._make_plan(decision, raw, buckets)
             ensure_checked(plan)  # the strategy may be the caller's
             program = build_program(plan, self.group.rank)
             runner = make_runner(plan, program, decision.device_type)
@@ -357,7 +357,7 @@ class _Call:
         ]
 
     def _make_plan(
-        self, decision: Decision, raw: frozenset[str] = frozenset(), streams: Sequence[TensorSpec] = ()
+        self, decision: Decision, raw: frozenset[str] = frozenset(), buckets: Sequence[TensorSpec] = ()
     ) -> Plan:
         options, topology = self.options, self.options.topology
         if topology is None:
@@ -365,11 +365,11 @@ class _Call:
         plan = functools.partial(
             plan_tensors, strategy=options.strategy, topology=topology, staging_bytes=options.staging_bytes
         )
-        if streams:
-            return plan(streams)
+        if buckets:
+            return plan(buckets)
         tensors = self._tensors(decision)
         on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, self.items, strict=True)]
-        codec = None if is_streamed(options.compression) else options.compression
+        codec = None if is_lossless(options.compression) else options.compression
         coded = code_tensors(tensors, codec, options.max_error, topology, plan, on_wire, encodes_first=True)
         for at, item in enumerate(self.items):
             if item.name in raw:

@@ -21,7 +21,7 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
-from reshard.runtime.cuda.coding import DecodedAfter, encode_whole
+from reshard.runtime.cuda.coding import DeviceDecodedTarget, encode_shard
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import TensorSpec
 
@@ -79,7 +79,7 @@ def wire_source(
     if spec.codec is None or array is None:
         return cast_source(array, spec.dtype)
     if device_type in STREAMS:
-        return encode_whole(array, spec.codec, spec.ndim - 1)
+        return encode_shard(array, spec.codec, spec.ndim - 1)
     return EncodedSource(array.contiguous(), spec.codec, spec.ndim - 1)
 
 
@@ -96,7 +96,7 @@ def encode_source(array: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.T
 
 def wire_target(
     target: torch.Tensor | None, spec: TensorSpec, device_type: str = "cpu"
-) -> torch.Tensor | DecodedTarget | DecodedAfter | None:
+) -> torch.Tensor | DecodedTarget | DeviceDecodedTarget | None:
     """The array that receives a destination shard: a new one for a coded tensor, else a view of the target.
 
     Tells autograd that the target changes.
@@ -106,7 +106,7 @@ def wire_target(
         return receive_view(target, spec.dtype)
     plain = target.detach()  # the target may be a parameter that requires grad
     if device_type in STREAMS:
-        return DecodedAfter(plain, spec.codec, spec.ndim - 1)
+        return DeviceDecodedTarget(plain, spec.codec, spec.ndim - 1)
     is_direct = plain.is_contiguous() and dtype_name(plain.dtype) in CODED_DTYPES
     return DecodedTarget(plain, spec.codec, spec.ndim - 1, decodes_early=is_direct)
 
@@ -114,7 +114,7 @@ def wire_target(
 def finish_received(received: Sequence[Any], targets: Sequence[torch.Tensor | None]) -> None:
     """Decode or cast what :func:`wire_target` received into the targets."""
     for array, target in zip(received, targets, strict=True):
-        if isinstance(array, DecodedTarget | DecodedAfter):
+        if isinstance(array, DecodedTarget | DeviceDecodedTarget):
             array.finish()
         else:
             cast_received([array], [target])

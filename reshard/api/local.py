@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reshard.codecs import Codec, ErrorSums, is_streamed
+from reshard.codecs import Codec, ErrorSums, is_lossless
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
@@ -187,12 +187,12 @@ def reshard_local(
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
     if compression != "delta" and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
-    if is_streamed(compression):
+    if is_lossless(compression):
         _check_lossless(tensor, compression, dst_dtype, max_error)
         _check_shards(tensor.src_shards, dtype, shards, None)
         if isinstance(src, Mesh) and src_spec is None:
             _check_replicas({rank: shards[rank] for rank in src.ranks})
-        return _move_streams(tensor, str(compression), shards, base or {}, out or {}, make)
+        return _move_lossless(tensor, str(compression), shards, base or {}, out or {}, make)
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
@@ -210,8 +210,8 @@ def reshard_local(
 
 
 def _check_lossless(tensor: TensorSpec, compression: Any, dst_dtype: str | None, max_error: Any) -> None:
+    from reshard.api.lossless.transfer import check_dtypes
     from reshard.api.options import check_compression  # imports torch
-    from reshard.api.streams.transfer import check_dtypes
 
     check_compression(compression, max_error, "raw")
     check_dtypes(compression, [tensor])
@@ -219,7 +219,7 @@ def _check_lossless(tensor: TensorSpec, compression: Any, dst_dtype: str | None,
         raise ArgumentError(f"{compression} sends {tensor.dtype} bit for bit, and cannot make {dst_dtype} of it")
 
 
-def _move_streams(
+def _move_lossless(
     tensor: TensorSpec,
     codec: str,
     shards: Mapping[int, Array],
@@ -227,8 +227,8 @@ def _move_streams(
     out: Mapping[int, Array],
     make: Callable[[Sequence[TensorSpec]], Plan],
 ) -> dict[int, Array]:
-    """Reshard by a lossless codec whose streams have no fixed size."""
-    from reshard.api.streams.local import LocalArrays, as_torch, move_streams  # imports torch
+    """Reshard by a lossless codec whose output has no fixed size."""
+    from reshard.api.lossless.local import LocalArrays, as_torch, move_lossless  # imports torch
 
     like = next(iter(shards.values()))
     for what, given, side in (("base", base, tensor.src_shards), ("out", out, tensor.dst_shards)):
@@ -245,11 +245,11 @@ def _move_streams(
     }
     converted = [{rank: as_torch(array) for rank, array in one.items()} for one in (shards, base, out, targets)]
 
-    def move(specs: Sequence[TensorSpec], streams: Sequence[Mapping[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
-        return execute_local(make(specs), streams)
+    def move(specs: Sequence[TensorSpec], buckets: Sequence[Mapping[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
+        return execute_local(make(specs), buckets)
 
     if math.prod(tensor.shape):
-        move_streams(tensor, codec, LocalArrays(*converted), move)
+        move_lossless(tensor, codec, LocalArrays(*converted), move)
     return targets if isinstance(like, np.ndarray) else {rank: one.to(like.device) for rank, one in targets.items()}
 
 

@@ -12,10 +12,10 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.casts import finish_received, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
+from reshard.api.lossless.repeated import LosslessTransfers, check_lossless_codec
+from reshard.api.lossless.transfer import Arrays
 from reshard.api.mover_arrays import MoverArrays
 from reshard.api.options import check_coding, check_device_type, check_verify
-from reshard.api.streams.repeated import RepeatedStreams, check_stream_codec
-from reshard.api.streams.transfer import Arrays
 from reshard.api.tensor_checks import check_no_aliasing, detach_source
 from reshard.api.transfers import Handle, QueuedTransfers, StreamedTransfers
 from reshard.coordination import (
@@ -61,7 +61,7 @@ class Mover:
         connection: on a GPU, Movers with the same number share a communicator and must start their transfers in the
             same order on every rank; Movers with different numbers use separate communicators. The same on all ranks.
         compression: ``"delta"`` or ``"bf16-lossless"``, for a plan without codecs; see :func:`reshard.reshard`. Each
-            :meth:`start` then agrees on the sizes of the streams, and plans again if they no longer fit. Every rank
+            :meth:`start` then agrees on the sizes of the buckets, and plans again if they no longer fit. Every rank
             must call ``wait`` of each handle, in the same order. Codecs of blocks are part of a plan.
 
     Raises:
@@ -71,7 +71,7 @@ class Mover:
         TransferTimeoutError: a rank did not join in time. RankLostError: with ``fault_tolerant``, ranks were lost.
     """
 
-    _streams: RepeatedStreams | None = None
+    _lossless: LosslessTransfers | None = None
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class Mover:
             check_verify(verify, device)
             check_coding(plan, device)
             if compression is not None:
-                check_stream_codec(compression, plan, device)
+                check_lossless_codec(compression, plan, device)
             ensure_checked(plan)
             arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
             arguments += [("verify", str(bool(verify))), ("connection", str(connection))]
@@ -131,7 +131,7 @@ class Mover:
                 transfers = StreamedTransfers(agreed, number, timeout_seconds, False)
             self._setup(agreed, transfers)
         if compression is not None:
-            self._streams = RepeatedStreams(
+            self._lossless = LosslessTransfers(
                 channel, plan, compression, timeout_seconds, verify, functools.partial(self._open_inner, both_ways)
             )
 
@@ -189,11 +189,11 @@ class Mover:
         if self._closed:
             raise ArgumentError("this Mover is closed")
         with self._owner.starting(self._program.rank, self.fail):
-            if self._streams is not None:
-                return self._start_streams(self._streams, tensor, out, base)
+            if self._lossless is not None:
+                return self._start_lossless(self._lossless, tensor, out, base)
             return self._start(tensor, out, base)
 
-    def _start_streams(self, streams: RepeatedStreams, tensor: Any, out: Any, base: Any) -> Handle:
+    def _start_lossless(self, lossless: LosslessTransfers, tensor: Any, out: Any, base: Any) -> Handle:
         names = [spec.name or "" for spec in self.plan.tensors]
         given: list[Any] = []
 
@@ -210,7 +210,7 @@ class Mover:
         def finish(targets: Mapping[str, Any]) -> Any:
             return self._results(tensor, given, list(targets.values()))
 
-        return streams.start(read, finish)
+        return lossless.start(read, finish)
 
     def _results(self, tensor: Any, outs: Sequence[Any], dst: Sequence[Any]) -> Any:
         """What a transfer returns: arrays, or the DTensors that the caller passed as ``out``."""
@@ -265,8 +265,8 @@ class Mover:
         if not self._closed:
             self._closed = True
             self._transfers.close()
-            if self._streams is not None:
-                self._streams.close()
+            if self._lossless is not None:
+                self._lossless.close()
 
     def __enter__(self) -> Mover:
         return self

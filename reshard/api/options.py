@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from reshard.api.tensor_checks import DEVICE_TYPES
-from reshard.codecs import CustomCodec, find_codec, is_streamed
+from reshard.codecs import CustomCodec, find_codec, is_lossless
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
@@ -32,12 +32,12 @@ def check_device_type(device: Any) -> None:
 def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
     """Raise ArgumentError unless the codec exists, ``on_error`` is valid, and ``max_error`` limits a lossy codec."""
     is_auto = isinstance(compression, str) and compression == AUTO_CODEC
-    if compression is not None and not is_auto and not is_streamed(compression):
+    if compression is not None and not is_auto and not is_lossless(compression):
         find_codec(compression)
     if max_error is not None:
         if isinstance(max_error, bool) or not isinstance(max_error, (int, float)) or not 0 < max_error < math.inf:
             raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
-        if compression is None or is_streamed(compression):
+        if compression is None or is_lossless(compression):
             reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"
             raise ArgumentError(f"max_error is {max_error!r}, but {reason}")
     if not isinstance(on_error, str) or on_error not in ON_ERROR:

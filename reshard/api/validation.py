@@ -10,7 +10,7 @@ from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.options import check_compression, check_on_loss, check_verify
 from reshard.api.tensor_checks import check_base, check_movable, check_no_aliasing, detach_source, wait_for_collective
-from reshard.codecs import codec_name, find_codec, is_streamed
+from reshard.codecs import codec_name, find_codec, is_lossless
 from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
@@ -118,7 +118,7 @@ def _check_device(device_type: str, options: Options) -> None:
     if options.compression is None or device_type == "cpu":
         return
     name = codec_name(options.compression)
-    if options.max_error is not None or name == AUTO_CODEC or is_streamed(name):
+    if options.max_error is not None or name == AUTO_CODEC or is_lossless(name):
         what = f"codec {name}" if options.max_error is None else "max_error"
         raise ArgumentError(f"{what} supports CPU tensors only; these are on {device_type}")
     check_device_codec(find_codec(options.compression), device_type)
@@ -148,7 +148,7 @@ def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest,
         _check_device(tensor.device.type, options)
         if dst_dtype is not None:
             check_cast(local[1], dst_dtype, what)
-        if is_streamed(options.compression) and dst_dtype not in (None, local[1]):
+        if is_lossless(options.compression) and dst_dtype not in (None, local[1]):
             raise ArgumentError(
                 f"{what}: {options.compression} sends {local[1]} bit for bit, and cannot make {dst_dtype} of it; omit "
                 "dst_dtype"

@@ -11,7 +11,7 @@ from reshard.codecs.block import (
     find_block_codec,
     is_block_dtype,
 )
-from reshard.codecs.codec import STREAM_CODECS, Codec, codec_name, find_codec, is_streamed, parse_codec
+from reshard.codecs.codec import LOSSLESS_CODECS, Codec, codec_name, find_codec, is_lossless, parse_codec
 from reshard.codecs.custom import CustomCodec, find_custom_codec
 from reshard.codecs.elements import ElementCodec, ErrorSums
 from reshard.codecs.rates import measure_rates
@@ -20,7 +20,7 @@ __all__ = [
     "BLOCK_CODECS",
     "CODED_DTYPES",
     "ELEMENT_VALUES",
-    "STREAM_CODECS",
+    "LOSSLESS_CODECS",
     "BlockCodec",
     "Codec",
     "CustomCodec",
@@ -31,7 +31,7 @@ __all__ = [
     "find_codec",
     "find_custom_codec",
     "is_block_dtype",
-    "is_streamed",
+    "is_lossless",
     "measure_rates",
     "parse_codec",
 ]

@@ -12,7 +12,7 @@ from reshard.codecs.elements import ElementCodec
 from reshard.errors import ArgumentError
 
 #: Lossless codecs whose output has no fixed size.
-STREAM_CODECS = ("bf16-lossless", "delta")
+LOSSLESS_CODECS = ("bf16-lossless", "delta")
 
 
 class Codec(Protocol):
@@ -71,18 +71,18 @@ def parse_codec(name: Any) -> BlockCodec:
     """
     if isinstance(name, str) and (found := find_block_codec(name)) is not None:
         return found
-    if is_streamed(name):
+    if is_lossless(name):
         raise ArgumentError(
-            f"{name} makes streams whose sizes depend on the values, which only reshard, reshard_async, reshard_local, "
+            f"{name} makes output whose size depends on the values, which only reshard, reshard_async, reshard_local, "
             "a Mover and reshard.ray.reshard send; here a codec with blocks of fixed size is needed: "
             f"{', '.join(BLOCK_CODECS)}"
         )
-    raise ArgumentError(f"there is no codec {name!r}; codecs are {', '.join(BLOCK_CODECS + STREAM_CODECS)}")
+    raise ArgumentError(f"there is no codec {name!r}; codecs are {', '.join(BLOCK_CODECS + LOSSLESS_CODECS)}")
 
 
-def is_streamed(name: Any) -> bool:
-    """Whether a codec has this name that makes streams whose sizes depend on the values."""
-    return isinstance(name, str) and name in STREAM_CODECS
+def is_lossless(name: Any) -> bool:
+    """Whether a codec has this name that makes output whose size depends on the values."""
+    return isinstance(name, str) and name in LOSSLESS_CODECS
 
 
 def codec_name(codec: Any) -> str:

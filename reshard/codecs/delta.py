@@ -1,9 +1,9 @@
 """The lossless codec ``delta``: what changed in an array since a base that the receiver holds.
 
 One byte counts the unchanged words before each changed one, and one byte holds the difference in units in the last
-place; ``native/codecs/delta.h`` describes the stream. If 1 % of bf16 values change by a few units, the stream is 1/97
-of the array. An encoded array begins with a byte that tells whether a stream or the plain bytes follow, so it never has
-more than :data:`HEADER_BYTES` bytes in addition to the plain ones.
+place; ``native/codecs/delta.h`` describes the format. If 1 % of bf16 values change by a few units, the differences take
+1/97 of the array. An encoded array begins with a byte that tells whether differences or the plain bytes follow, so it
+never has more than :data:`HEADER_BYTES` bytes in addition to the plain ones.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from reshard import _native
 from reshard.errors import ArgumentError
 
 HEADER_BYTES = 1
-#: The first byte of an array that travels as it is, and of a stream.
-PLAIN, STREAM = 0, 1
+#: The first byte of an array that travels as it is, and of differences.
+PLAIN, DIFFERENCES = 0, 1
 
 
 def word_width(itemsize: int) -> int:
@@ -50,7 +50,7 @@ def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, wi
     if base is not None:
         size = _native.encode_delta(width, words, base, out[HEADER_BYTES : HEADER_BYTES + len(words)])
         if size >= 0:
-            out[0] = STREAM
+            out[0] = DIFFERENCES
             return size + HEADER_BYTES
     return write_plain(words, out)
 
@@ -64,7 +64,7 @@ def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
     Raises:
         ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
     """
-    if len(data) >= HEADER_BYTES and data[0] == STREAM and _native.apply_delta(width, data[HEADER_BYTES:], words):
+    if len(data) >= HEADER_BYTES and data[0] == DIFFERENCES and _native.apply_delta(width, data[HEADER_BYTES:], words):
         return
     if read_plain(data, words):
         return

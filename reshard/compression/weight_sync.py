@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.api.lossless.encoding import decode_bucket, encode_bucket
+from reshard.api.lossless.regions import Bucket, find_buckets
+from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.mover import Mover
-from reshard.api.streams.encoding import decode_stream, encode_stream
-from reshard.api.streams.regions import Stream, find_streams
-from reshard.api.streams.transfer import exchange_reports
 from reshard.api.tensor_checks import check_array, check_no_aliasing, mark_written
 from reshard.coordination import calling, describe_error, find_channel, find_group
 from reshard.errors import DisagreementError, VerificationError
@@ -24,7 +24,7 @@ from reshard.topology import Topology
 
 Shards = Mapping[str, torch.Tensor]
 
-#: The buffers of the streams are at most this many times as large as the streams, else a new plan is made.
+#: The buffers are at most this many times as large as the buckets, else a new plan is made.
 MAX_SLACK = 1.5
 
 
@@ -35,13 +35,13 @@ class SyncReport:
     Attributes:
         version: what all ranks hold now. base: the version to which the differences refer; None if the weights were
             sent in full. because: why they were sent in full; "" otherwise.
-        stream_bytes, plain_bytes: size of all streams, and of the regions that they encode, each counted once.
+        encoded_bytes, plain_bytes: size of all buckets, and of the regions that they encode, each counted once.
     """
 
     version: int
     base: int | None
     because: str
-    stream_bytes: int
+    encoded_bytes: int
     plain_bytes: int
 
 
@@ -87,7 +87,7 @@ class WeightSync:
         self._group, self._topology, self._timeout_seconds = find_group(group), topology, timeout_seconds
         ranks = {rank for spec in self._specs for side in (spec.src, spec.dst) for rank in side.ranks}
         self._channel = find_channel(self._group, tuple(sorted(ranks)))
-        self._streams = find_streams(self._specs, self._group.rank)
+        self._buckets = find_buckets(self._specs, self._group.rank)
         self._base: dict[str, torch.Tensor] = {}
         self._mover: Mover | None = None
         self._capacity: dict[str, int] = {}
@@ -116,7 +116,7 @@ class WeightSync:
             because = _why_full(reports)
             if because and any(report["base"] is not None for report in reports.values()):
                 reports, data = self._offer(tensors, out, version, {})
-            sizes, digests = _agree_on_streams(reports, self._streams)
+            sizes, digests = _agree_on_buckets(reports, self._buckets)
             received = self._move(data, sizes)
             base, self.version = self.version, None  # until all ranks hold the new version
             failure = None
@@ -129,27 +129,27 @@ class WeightSync:
             self._report({"failed": failure}, "confirms a version")
             self._keep_base(tensors, {} if because else data)
             self.version = version
-        plain = sum(stream.nbytes for stream in self._streams.values())
+        plain = sum(bucket.nbytes for bucket in self._buckets.values())
         return SyncReport(version, None if because else base, because, sum(sizes.values()), plain)
 
     def _offer(
         self, tensors: Shards | None, out: Shards | None, version: int, base: Shards
     ) -> tuple[dict[int, Any], dict[str, np.ndarray]]:
-        """Check the arrays, encode this rank's streams against a base (empty: in full), and tell their sizes.
+        """Check the arrays, encode this rank's buckets against a base (empty: in full), and tell their sizes.
 
         Returns:
-            The reports of all ranks, and this rank's streams.
+            The reports of all ranks, and this rank's buckets.
         """
         data: dict[str, np.ndarray] = {}
-        report: dict[str, Any] = {"failed": None, "version": version, "base": self.version, "streams": {}}
+        report: dict[str, Any] = {"failed": None, "version": version, "base": self.version, "buckets": {}}
         try:
             self._check(tensors, out)
-            for name, stream in self._streams.items():
-                if self._group.rank in stream.holders:
+            for name, bucket in self._buckets.items():
+                if self._group.rank in bucket.holders:
                     assert tensors is not None
-                    encoded = encode_stream(stream, tensors, base or None)
+                    encoded = encode_bucket(bucket, tensors, base or None)
                     data[name] = encoded.data
-                    report["streams"][name] = encoded.nbytes, encoded.digest
+                    report["buckets"][name] = encoded.nbytes, encoded.digest
         except Exception as error:
             report["failed"] = describe_error(error)
         return self._report(report, "offers a version"), data
@@ -174,13 +174,13 @@ class WeightSync:
         return exchange_reports(self._channel, {"failed": None} | report, purpose, self._timeout_seconds, held)
 
     def _move(self, data: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> Mapping[str, torch.Tensor | None]:
-        """Move the streams; returns those that this rank receives, followed by unused bytes."""
+        """Move the buckets; returns those that this rank receives, followed by unused bytes."""
         failure = None
         try:
-            if any(self._group.rank in (*each.holders, *each.receivers) for each in self._streams.values()):
+            if any(self._group.rank in (*each.holders, *each.receivers) for each in self._buckets.values()):
                 mover = self._find_mover(sizes)
-                for name, stream in data.items():
-                    self._sent[name][: len(stream)] = torch.from_numpy(stream)
+                for name, bucket in data.items():
+                    self._sent[name][: len(bucket)] = torch.from_numpy(bucket)
                 mover({name: self._sent.get(name) for name in sizes}, out=self._received)
         except Exception as error:
             failure = describe_error(error)
@@ -192,7 +192,7 @@ class WeightSync:
         return self._received
 
     def _find_mover(self, sizes: Mapping[str, int]) -> Mover:
-        """A Mover whose buffers hold streams of these sizes. It is kept while they are not much larger than needed."""
+        """A Mover whose buffers hold buckets of these sizes. It is kept while they are not much larger than needed."""
         capacity = self._capacity
         fits = all(size <= capacity.get(name, 0) for name, size in sizes.items())
         if self._mover is not None and fits and MAX_SLACK * sum(sizes.values()) >= sum(capacity.values()):
@@ -201,8 +201,8 @@ class WeightSync:
             self._mover.close()
         self._mover, self._capacity = None, {name: size + size // 16 + 64 for name, size in sizes.items()}
         specs = [
-            TensorSpec((size,), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
-            for (name, size), stream in zip(self._capacity.items(), self._streams.values(), strict=True)
+            TensorSpec((size,), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name)
+            for (name, size), bucket in zip(self._capacity.items(), self._buckets.values(), strict=True)
         ]
         plan = plan_tensors(specs, topology=self._topology)
         with self._group.nesting():
@@ -210,7 +210,7 @@ class WeightSync:
         rank = self._group.rank
         self._sent, self._received = (
             {
-                name: torch.zeros(size, dtype=torch.uint8) if rank in getattr(self._streams[name], side) else None
+                name: torch.zeros(size, dtype=torch.uint8) if rank in getattr(self._buckets[name], side) else None
                 for name, size in self._capacity.items()
             }
             for side in ("holders", "receivers")
@@ -220,8 +220,8 @@ class WeightSync:
     def _keep_base(self, tensors: Shards | None, differences: Mapping[str, np.ndarray]) -> None:
         """Update the base to the new version: by the differences, or by a copy if there are none."""
         if differences:
-            for name, stream in differences.items():
-                decode_stream(self._streams[name], stream, self._base, "src", with_digest=False)
+            for name, bucket in differences.items():
+                decode_bucket(self._buckets[name], bucket, self._base, "src", with_digest=False)
             return
         for name, tensor in (tensors or {}).items():
             if name in self._base:
@@ -231,12 +231,12 @@ class WeightSync:
 
     def _apply(self, received: Mapping[str, Any], out: Shards, digests: Mapping[str, int], version: int) -> None:
         """Turn the last version into the new one, and compare its digests."""
-        for name, stream in self._streams.items():
-            if self._group.rank not in stream.receivers:
+        for name, bucket in self._buckets.items():
+            if self._group.rank not in bucket.receivers:
                 continue
-            if decode_stream(stream, received[name].numpy(), out) != digests[name]:
+            if decode_bucket(bucket, received[name].numpy(), out) != digests[name]:
                 raise VerificationError(
-                    f"the weights from ranks {stream.holders} are not version {version} after the differences to "
+                    f"the weights from ranks {bucket.holders} are not version {version} after the differences to "
                     f"the last version were applied: out did not hold it; the next transfer sends the weights in full"
                 )
 
@@ -254,10 +254,10 @@ def _why_full(reports: Mapping[int, Any]) -> str:
     return ""
 
 
-def _agree_on_streams(
-    reports: Mapping[int, Any], streams: Mapping[str, Stream]
+def _agree_on_buckets(
+    reports: Mapping[int, Any], buckets: Mapping[str, Bucket]
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The size of each stream and the digest of its plain bytes, which all its holders must report alike.
+    """The size of each bucket and the digest of its plain bytes, which all its holders must report alike.
 
     Raises:
         DisagreementError: ranks send different versions, or replicas of a region differ.
@@ -268,12 +268,12 @@ def _agree_on_streams(
         if version != versions[first]:
             raise DisagreementError(f"rank {first} passes version {versions[first]}, rank {rank} version {version}")
     sizes, digests = {}, {}
-    for name, stream in streams.items():
-        found = [tuple(reports[rank]["streams"][name]) for rank in stream.holders]
-        for rank, entry in zip(stream.holders, found, strict=True):
+    for name, bucket in buckets.items():
+        found = [tuple(reports[rank]["buckets"][name]) for rank in bucket.holders]
+        for rank, entry in zip(bucket.holders, found, strict=True):
             if entry != found[0]:
                 raise DisagreementError(
-                    f"ranks {stream.holders[0]} and {rank} hold the same regions, but other weights in them"
+                    f"ranks {bucket.holders[0]} and {rank} hold the same regions, but other weights in them"
                 )
         sizes[name], digests[name] = found[0]
     return sizes, digests

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.codecs import Codec, codec_name, is_streamed
+from reshard.codecs import Codec, codec_name, is_lossless
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
@@ -57,9 +57,9 @@ def make_plan(
     Raises:
         LayoutError, ArgumentError, TopologyError: the arguments contradict each other, or the plan is too large.
     """
-    if is_streamed(compression):
+    if is_lossless(compression):
         raise ArgumentError(
-            f"{compression} makes streams whose sizes depend on the values, which a plan does not know: make the plan "
+            f"{compression} makes output whose size depends on the values, which a plan does not know: make the plan "
             f"without compression=, and pass compression={compression!r} to the Mover"
         )
     is_auto = isinstance(compression, str) and compression == AUTO_CODEC

@@ -135,14 +135,14 @@ def _start_moves(
             name: (one.key if mesh is src_mesh else None, results[name].key if mesh is dst_mesh else None)
             for name, one in arrays.items()
         }
-        held = {
+        version_keys = {
             name: tuple(
                 None if one is None or mesh is not side else one.key
                 for one, side in ((bases[name], src_mesh), (outs[name], dst_mesh))
             )
             for name in arrays
         }
-        calls += [(mesh, rank, "move", (key, keys, specs, options, held)) for rank in mesh.mesh.ranks]
+        calls += [(mesh, rank, "move", (key, keys, specs, options, version_keys)) for rank in mesh.mesh.ranks]
     return PendingCalls(calls, meshes, key, options["on_loss"] == "recover")
 
 

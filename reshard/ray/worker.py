@@ -161,15 +161,16 @@ class Device:
         keys: Mapping[str | None, tuple[str | None, str | None]],
         specs: Mapping[str | None, tuple[AnyLayout, AnyLayout, Sequence[int], str, str | None]],
         options: Mapping[str, Any],
-        held: Mapping[str | None, tuple[str | None, str | None]],
+        version_keys: Mapping[str | None, tuple[str | None, str | None]],
     ) -> list[int]:
         """Take part in a transfer.
 
         Args:
             group: its key. keys: by tensor name, the keys of the source shard and of the new shard; None if this actor
                 has none. specs: by tensor name, source layout, destination layout, shape, dtype and result dtype.
-            options: keyword arguments of :func:`reshard.reshard`. held: by tensor name, the keys of the shards of an
-                earlier version, of the source and of the destination.
+            options: keyword arguments of :func:`reshard.reshard`.
+            version_keys: by tensor name, the keys of the shards of an earlier version, of the source and of the
+                destination.
 
         Returns:
             The ranks that this rank has excluded.
@@ -177,7 +178,7 @@ class Device:
         tensors = {name: None if src is None else self._shards[src] for name, (src, _) in keys.items()}
         columns: list[dict[Any, Any]] = [{name: spec[i] for name, spec in specs.items()} for i in range(5)]
         columns += [
-            {name: None if pair[i] is None else self._shards[pair[i] or ""] for name, pair in held.items()}
+            {name: None if pair[i] is None else self._shards[pair[i] or ""] for name, pair in version_keys.items()}
             for i in range(2)
         ]
         given: list[Any] = [tensors, *columns] if None not in keys else [column[None] for column in (tensors, *columns)]

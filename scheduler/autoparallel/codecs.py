@@ -22,7 +22,7 @@ PRICED = ("dp", "pp", "tp", "zero")
 
 
 @dataclass(frozen=True)
-class Coding:
+class CodecCost:
     """A codec on the wire.
 
     Attributes:
@@ -84,8 +84,8 @@ class Coding:
 
 
 @dataclass(frozen=True)
-class Codings:
-    """The codings of all kinds of traffic inside stages; None: raw.
+class CodecCosts:
+    """The codec_costs of all kinds of traffic inside stages; None: raw.
 
     Attributes:
         sums: of gradients over replicas under DDP. gathers, scatters: of parameters and gradients under ZeRO 3.
@@ -94,17 +94,17 @@ class Codings:
             stages, so this holds while stages are searched for, and not for the strategy that is chosen.
     """
 
-    sums: Coding | None = None
-    gathers: Coding | None = None
-    scatters: Coding | None = None
-    panels: Coding | None = None
+    sums: CodecCost | None = None
+    gathers: CodecCost | None = None
+    scatters: CodecCost | None = None
+    panels: CodecCost | None = None
     is_optional: bool = False
 
     @classmethod
     def of(
         cls, policy: Policy | None, cluster: Cluster, dtype: str, weight: float, gradient: float, is_optional: bool
-    ) -> Codings:
-        """The codings of a policy.
+    ) -> CodecCosts:
+        """The codec_costs of a policy.
 
         Args:
             dtype: of activations. weight, gradient: bytes of a parameter and of its gradient.
@@ -113,12 +113,12 @@ class Codings:
             return RAW
         rates = {each.codec: each for each in cluster.topology.codec_rates}
 
-        def make(codec: str | None, ratio: float) -> Coding | None:
+        def make(codec: str | None, ratio: float) -> CodecCost | None:
             if codec is None:
                 return None
-            return Coding(ratio, rates[codec].encode_bytes_per_second, rates[codec].decode_bytes_per_second)
+            return CodecCost(ratio, rates[codec].encode_bytes_per_second, rates[codec].decode_bytes_per_second)
 
-        def of_values(codec: str | None, nbytes: float) -> Coding | None:
+        def of_values(codec: str | None, nbytes: float) -> CodecCost | None:
             """Codecs code a parameter or a gradient as fp32."""
             return make(codec, coded_ratio(codec, "float32") * 4 / nbytes if codec and nbytes else 1.0)
 
@@ -137,7 +137,7 @@ class Codings:
 
 
 #: No codec.
-RAW = Codings()
+RAW = CodecCosts()
 
 
 def check_policy(policy: Policy, cluster: Cluster) -> None:

@@ -17,7 +17,7 @@ from .graph import Layer
 from .profile import Profile
 
 if TYPE_CHECKING:
-    from .codecs import Codings
+    from .codecs import CodecCosts
 
 
 @dataclass(frozen=True)
@@ -125,13 +125,13 @@ def layer_cost(
     states: StateBytes,
     rows: int,
     microbatches: int,
-    codings: Codings,
+    codec_costs: CodecCosts,
 ) -> LayerCost:
     """The cost of a layer for microbatches of ``rows`` rows, which the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
     The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
-    ``codings`` say which traffic is coded.
+    ``codec_costs`` say which traffic is coded.
     """
     replicas = place.num_ranks // choice.tp
     own = rows / replicas
@@ -146,16 +146,16 @@ def layer_cost(
         ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
         for nbytes, passes, size in sharding.sums
     )
-    shared = _share_states(sharding.params, choice, place, states, microbatches, codings)
+    shared = _share_states(sharding.params, choice, place, states, microbatches, codec_costs)
     computed_backward = backward + (forward if choice.recompute else 0.0)
     backward_sums = sums * (2 if choice.recompute else 1)
     whole_forward = overlapped_seconds(forward + sums, shared.gather_seconds, profile.slowdown)
     moved = shared.gather_seconds + shared.scatter_seconds
     whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
-    if codings.gathers is not None and choice.zero == 3:  # coded gathers do not overlap with computation
-        gather = codings.gathers.gather_seconds(place, shared.gathered_bytes, choice.tp)
-        whole_forward = codings.faster(whole_forward, forward + sums + gather)
-        whole_backward = codings.faster(whole_backward, computed_backward + backward_sums + gather)
+    if codec_costs.gathers is not None and choice.zero == 3:  # coded gathers do not overlap with computation
+        gather = codec_costs.gathers.gather_seconds(place, shared.gathered_bytes, choice.tp)
+        whole_forward = codec_costs.faster(whole_forward, forward + sums + gather)
+        whole_backward = codec_costs.faster(whole_backward, computed_backward + backward_sums + gather)
     can_split = not choice.recompute and choice.zero < 2
     saved = (sample.saved_bytes or layer.saved_bytes * own) * (
         sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
@@ -194,7 +194,7 @@ class _SharedStates(NamedTuple):
 
 
 def _share_states(
-    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codings: Codings
+    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codec_costs: CodecCosts
 ) -> _SharedStates:
     """What ZeRO shares of the states of ``params`` parameters."""
     replicas = place.num_ranks // choice.tp
@@ -203,8 +203,8 @@ def _share_states(
     if choice.zero == 0 and replicas > 1:
         gradients *= 2  # DDP has buckets beside the gradients
     sync = place.replica_seconds(params * states.gradient, choice.tp, 2.0)
-    if choice.zero == 0 and choice.tp == 1 and codings.sums is not None:
-        sync = codings.faster(sync, codings.sums.sum_seconds(place, params * states.gradient))
+    if choice.zero == 0 and choice.tp == 1 and codec_costs.sums is not None:
+        sync = codec_costs.faster(sync, codec_costs.sums.sum_seconds(place, params * states.gradient))
     if choice.zero >= 1:
         optimizer /= replicas
     if choice.zero == 2:
@@ -216,7 +216,7 @@ def _share_states(
         weights /= replicas
         gradients = gradients / replicas if microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
-        if codings.scatters is not None:
-            coded = codings.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
-            sync = codings.faster(sync, coded)
+        if codec_costs.scatters is not None:
+            coded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
+            sync = codec_costs.faster(sync, coded)
     return _SharedStates(weights + gradients + optimizer, gathered, gather, scatter, sync)

@@ -17,7 +17,7 @@ from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price
 from reshard.topology import Topology
 
 from .choices import Choice, GridShape
-from .codecs import Coding, Codings
+from .codecs import CodecCost, CodecCosts
 from .costs import LayerCost, Place, StateBytes, overlapped_seconds
 from .graph import Layer
 from .profile import Profile, Sample
@@ -46,7 +46,7 @@ def grid_cost(
     states: StateBytes,
     rows: int,
     microbatches: int,
-    codings: Codings,
+    codec_costs: CodecCosts,
 ) -> LayerCost:
     """The cost of a layer on a grid for microbatches of ``rows`` rows. See :func:`~.costs.layer_cost`.
 
@@ -60,9 +60,9 @@ def grid_cost(
     sample = profile.times(layer.key, 1)[0].at(own)
     itemsize = ITEMSIZE[dtype_name(profile.dtype)]
     price, share = _price(sizes, choice.grid, place, sample, own, itemsize, states.gradient, None)
-    if codings.panels is not None:
-        coded, _ = _price(sizes, choice.grid, place, sample, own, itemsize, states.gradient, codings.panels)
-        if not codings.is_optional or _exposed(coded) < _exposed(price):
+    if codec_costs.panels is not None:
+        coded, _ = _price(sizes, choice.grid, place, sample, own, itemsize, states.gradient, codec_costs.panels)
+        if not codec_costs.is_optional or _exposed(coded) < _exposed(price):
             price = coded
     forward = sample.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
     put_off = sample.weight_grad_seconds * share + price.weight_grad.exposed
@@ -81,7 +81,7 @@ def grid_cost(
     is_cut = choice.cols if sizes.products else 1  # of an embedding, tokens are saved
     saved = (sample.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
-    shared = _share_states(params, choice, place, states, microbatches, codings)
+    shared = _share_states(params, choice, place, states, microbatches, codec_costs)
     sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
     if shared.gather_seconds:
         forward, backward = (
@@ -122,7 +122,7 @@ class _SharedStates(NamedTuple):
 
 
 def _share_states(
-    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codings: Codings
+    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codec_costs: CodecCosts
 ) -> _SharedStates:
     """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
     depth = choice.grid[2]
@@ -135,15 +135,15 @@ def _share_states(
         kept = gradients if choice.zero == 1 or microbatches > 1 else gradients / depth
         return _SharedStates(weights + kept + optimizer / depth, 0.0, 0.0, scatter + gather)
     is_coded = False
-    if codings.gathers is not None:
-        coding = codings.gathers
+    if codec_costs.gathers is not None:
+        coding = codec_costs.gathers
         coded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
-        is_coded = not codings.is_optional or coded < gather
+        is_coded = not codec_costs.is_optional or coded < gather
         gather = coded if is_coded else gather
-    if codings.scatters is not None:
-        coding = codings.scatters
+    if codec_costs.scatters is not None:
+        coding = codec_costs.scatters
         coded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
-        scatter = codings.faster(scatter, coded)
+        scatter = codec_costs.faster(scatter, coded)
     held = gradients / depth if microbatches == 1 else gradients
     held += weights  # in some runs ranks have counted one more copy of what they gather
     return _SharedStates((weights + optimizer) / depth + held, weights, gather, scatter, is_coded)
@@ -177,7 +177,7 @@ def _price(
     own: float,
     itemsize: int,
     gradient_bytes: float,
-    coding: Coding | None,
+    coding: CodecCost | None,
 ) -> tuple[LayerPrice, float]:
     """The price of a layer, and the busiest rank's part of its computation."""
     rows, cols, depth = grid

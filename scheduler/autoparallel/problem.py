@@ -14,7 +14,7 @@ from ..graph import Edge, Pipeline, Stage
 from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, ChoiceRules
 from .cluster import Cluster
-from .codecs import Codings, check_policy
+from .codecs import CodecCosts, check_policy
 from .costs import LayerCost, Place, StateBytes, layer_cost
 from .edges import EdgeCodecs, EdgePrices, End
 from .graph import Layer, LayerGraph, Tensor
@@ -162,10 +162,10 @@ class Problem:
         )
 
     @cached_property
-    def codings(self) -> Codings:
+    def codec_costs(self) -> CodecCosts:
         """How traffic inside stages is coded."""
         sizes = (self.states.weight, self.states.gradient)
-        return Codings.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.codes_all)
+        return CodecCosts.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.codes_all)
 
     @cached_property
     def layer_classes(self) -> tuple[Layer, ...]:
@@ -184,7 +184,7 @@ class Problem:
             rows = self.rows // microbatches
             given = (self.layer_classes[key[0]], choice, place, self.profile, self.states, rows)
             cost = grid_cost if choice.grid else layer_cost
-            self._layer_costs[key] = cost(*given, microbatches, self.codings)
+            self._layer_costs[key] = cost(*given, microbatches, self.codec_costs)
         return self._layer_costs[key]
 
     def place(self, first: int, end: int) -> Place:

@@ -37,7 +37,7 @@ from .plain_parameters import PlainParameter, divide_state
 _UNFINISHED = ".unfinished"
 _FOLDER = re.compile(r"step-(\d{8,})(\.unfinished)?")
 #: How long ranks wait for one that writes or reads. A rank that dies is detected at once.
-LONGEST_WRITE_SECONDS = 3600.0
+CHECKPOINT_TIMEOUT_SECONDS = 3600.0
 #: ``exchange(value, error)``: the values of all ranks, by rank; an error of one rank is raised on all.
 Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
 

@@ -229,7 +229,7 @@ class PipelineEngine:
             failure = ArgumentError(f"keep is {keep!r}; it must be a positive integer")
         self._engine.exchange(error=failure)
         state = self._training_state(optimizer, lr_scheduler, loader, step)
-        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.LONGEST_WRITE_SECONDS)
+        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
         checkpoint.save(checkpoint.folder_of(path, step), state, exchange, keep)
 
     def load(
@@ -254,7 +254,7 @@ class PipelineEngine:
         Raises:
             ArgumentError: there is no checkpoint, or it lacks something that is to be loaded.
         """
-        found = self._share(lambda: checkpoint.find_checkpoints(path) if self._is_first else [])
+        found = self._run_and_agree(lambda: checkpoint.find_checkpoints(path) if self._is_first else [])
         gathered = self._engine.exchange(str(found[-1][1]) if found else None)
         folder = next((value for value in gathered.values() if value is not None), None)
         if folder is None:
@@ -264,20 +264,20 @@ class PipelineEngine:
                 f"there is no complete checkpoint at {path}; pass missing_ok=True to start from step 0 without one"
             )
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
-        request = self._share(lambda: checkpoint.find_entries(Path(folder), state))
-        counters = self._share(lambda: checkpoint.load(Path(folder), request, state))
+        request = self._run_and_agree(lambda: checkpoint.find_entries(Path(folder), state))
+        counters = self._run_and_agree(lambda: checkpoint.load(Path(folder), request, state))
         if self._loss_scale is not None and counters.get("loss_scale") is not None:
             self._loss_scale.load_state_dict(counters["loss_scale"])
         return int(counters.get("step", 0))
 
-    def _share(self, call: Callable[[], Any]) -> Any:
+    def _run_and_agree(self, call: Callable[[], Any]) -> Any:
         """The result of a call on this rank. An error of one rank is raised on all, before any goes on."""
         result, failure = None, None
         try:
             result = call()
         except Exception as error:
             failure = error
-        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.LONGEST_WRITE_SECONDS)
+        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
         exchange(error=failure)
         return result
 

@@ -306,7 +306,7 @@ class Pipe:
             elif placement.dp > 1:
                 wrap = placement.wrap or (fsdp if placement.tp > 1 else ddp)
                 if wrap is ddp and not any(each.requires_grad for each in module.parameters()):
-                    wrap = _keep  # DDP refuses a module without gradients
+                    wrap = _unwrapped  # DDP refuses a module without gradients
                 module = wrap(module, device_mesh["dp"])
             made[stage] = module
         return made
@@ -325,7 +325,7 @@ def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
     return build
 
 
-def _keep(module: torch.nn.Module, _: Any) -> torch.nn.Module:
+def _unwrapped(module: torch.nn.Module, _: Any) -> torch.nn.Module:
     """The module unwrapped."""
     return module
 

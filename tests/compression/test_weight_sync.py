@@ -52,7 +52,7 @@ def _sync(rank):
     second = send(2)
     assert out is None or out["scale"]._version > saved  # else autograd would not notice that weights change
     assert (second.version, second.base, second.because) == (2, 1, "") and holds(2)
-    assert second.stream_bytes < full.stream_bytes / 5 and full.stream_bytes < full.plain_bytes + 9 * 16
+    assert second.encoded_bytes < full.encoded_bytes / 5 and full.encoded_bytes < full.plain_bytes + 9 * 16
 
     with pytest.raises(DisagreementError, match="passes version 3, rank 2 version 4"):
         sync(_shards(SRC, rank, 3), out, version=4 if rank == 2 else 3)

@@ -262,7 +262,7 @@ def test_close_returns_while_another_communicator_receives(standin, monkeypatch)
 
 def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
     """The communicators of three sets of ranks, two each, of which a graph lets none end."""
-    for name, seconds in (("CLOSE_SECONDS", 0.5), ("ABORT_SECONDS", 0.5), ("LAST_ABORT_SECONDS", 0.01)):
+    for name, seconds in (("CLOSE_SECONDS", 0.5), ("ABORT_SECONDS", 0.5), ("MIN_ABORT_WAIT_SECONDS", 0.01)):
         monkeypatch.setattr(nccl, name, seconds)
     library, group = Library(path), GroupResources(Mock())
     for number in range(3):

@@ -12,7 +12,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.transfers.handle import StreamHandle
 from reshard.coordination import Monitor
 from reshard.runtime.cpu.staging import carrier
-from reshard.runtime.cuda.coding import DecodedAfter
+from reshard.runtime.cuda.coding import DeviceDecodedTarget
 from reshard.runtime.cuda.stream import STREAMS, StreamTransfers
 
 
@@ -54,7 +54,7 @@ class StreamedTransfers:
         handle = StreamHandle(channel, self._generation, finish, on_stream, deadline)
         Monitor.of(channel.group).watch(handle.watch)  # before the start, which may block on a rank that has died
         try:
-            received = [carrier(each.coded if isinstance(each, DecodedAfter) else each) for each in dst]
+            received = [carrier(each.coded if isinstance(each, DeviceDecodedTarget) else each) for each in dst]
             handle.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             known = channel.fail(self._generation, error)

@@ -27,7 +27,7 @@ def check_device_codec(codec: Any, device_type: str) -> None:
         raise ArgumentError(f"codec {name} needs Triton for tensors on {device_type}, and Triton is not installed")
 
 
-def encode_whole(plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> torch.Tensor:
+def encode_shard(plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> torch.Tensor:
     """The elements of a shard: uint8, ``(rows..., elements, bytes of an element)``, on its device."""
     source = plain.contiguous()
     coded = _empty_elements(source, codec, num_row_dims)
@@ -41,7 +41,7 @@ def encode_whole(plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) ->
     return coded
 
 
-class DecodedAfter:
+class DeviceDecodedTarget:
     """A destination shard, and the array that receives its elements.
 
     Args:

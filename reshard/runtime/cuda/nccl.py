@@ -35,7 +35,7 @@ ABORT_WAIT_SECONDS = 0.5
 #: for all kernels of the device. It also waits until all CUDA graphs that captured the communicator are destroyed.
 ABORT_SECONDS, CLOSE_SECONDS = 2.0, 5.0
 #: Shortest wait of an abort or close, even after the shared deadline: earlier aborts may be waiting for this one.
-LAST_ABORT_SECONDS = 0.1
+MIN_ABORT_WAIT_SECONDS = 0.1
 #: A wait polls without pauses for this long, since NCCL launches a group in tens of microseconds.
 SPIN_SECONDS = 0.0005
 
@@ -203,13 +203,13 @@ class Communicator:
         """Cancel operations in progress: on this rank at once, on the others soon after. Later calls fail.
 
         Aborts in progress share one deadline, :data:`ABORT_SECONDS` after the first of them began. Each still waits at
-        least :data:`LAST_ABORT_SECONDS`. An abort that takes longer continues in its thread.
+        least :data:`MIN_ABORT_WAIT_SECONDS`. An abort that takes longer continues in its thread.
         """
         self.begin_abort()
         if self._aborted:
             now = time.monotonic()
             deadline = min(list(_aborting.values()), default=now) + ABORT_SECONDS
-            self._ended.wait(max(deadline - now, LAST_ABORT_SECONDS))
+            self._ended.wait(max(deadline - now, MIN_ABORT_WAIT_SECONDS))
 
     def begin_abort(self) -> None:
         """As :meth:`abort`, but do not wait.
@@ -288,4 +288,4 @@ class Communicator:
             self.abort()
             return
         self._end_in_thread("ncclCommDestroy")
-        self._ended.wait(max(self._close_by - time.monotonic(), LAST_ABORT_SECONDS))
+        self._ended.wait(max(self._close_by - time.monotonic(), MIN_ABORT_WAIT_SECONDS))

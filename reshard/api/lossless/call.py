@@ -1,4 +1,4 @@
-"""Starts a call whose tensors travel as streams."""
+"""Starts a call whose tensors travel as buckets."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.inputs import Item
+from reshard.api.lossless.handle import LosslessHandle
+from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.streams.handle import StreamedHandle
-from reshard.api.streams.transfer import CallArrays, StreamReport, StreamTransfer
 from reshard.api.transfers import Handle
 from reshard.api.validation import Options
 from reshard.coordination import Channel, Decision
@@ -21,7 +21,7 @@ from reshard.formatting import format_ranks
 from reshard.sharding import TensorSpec
 
 
-class StreamedCall:
+class LosslessCall:
     """A call on one rank after the agreement on its arguments.
 
     Args:
@@ -43,13 +43,13 @@ class StreamedCall:
         self._options, self._timeout_seconds, self._lost = options, timeout_seconds, lost
 
     def start(self, specs: Sequence[TensorSpec], purpose: str, plan: Callable[..., Any]) -> Handle:
-        """Agree on the streams and start to move them.
+        """Agree on the buckets and start to move them.
 
         Args:
-            specs: the tensors. purpose: of the call's rounds. plan: returns the agreed plan of ``streams=``.
+            specs: the tensors. purpose: of the call's rounds. plan: returns the agreed plan of ``buckets=``.
         """
         options, rank = self._options, self._channel.group.rank
-        transfer = StreamTransfer(
+        transfer = LosslessTransfer(
             self._channel,
             options.compression,
             specs,
@@ -68,8 +68,8 @@ class StreamedCall:
         if transfer.last_round is not None:  # lost ranks may have left a channel of fewer ranks
             channel, call, generation = transfer.last_round
             decision = replace(decision, generation=generation)
-        streams = transfer.specs()
-        agreed_plan, program, runner, lost = plan(channel, streams=streams) if streams else (None, None, None, set())
+        buckets = transfer.specs()
+        agreed_plan, program, runner, lost = plan(channel, buckets=buckets) if buckets else (None, None, None, set())
         lost |= transfer.lost
         try:
             sent, received = transfer.arrays()
@@ -90,18 +90,18 @@ class StreamedCall:
         if agreed_plan is None:  # no surviving rank receives anything
             inner = Handle(channel, decision.generation, lambda: None)
             inner.succeed()
-            return StreamedHandle(inner, report, complete, finish)
+            return LosslessHandle(inner, report, complete, finish)
         agreed = AgreedPlan(agreed_plan, program, runner, channel, call, decision)
         inner = self._start(agreed, sent, received, lost)
         if not options.fault_tolerant:
-            return StreamedHandle(inner, report, complete, finish)
+            return LosslessHandle(inner, report, complete, finish)
         recovery = Recovery(channel, agreed_plan, sent, received, lost, options, self._timeout_seconds)
 
         def complete_recovered() -> None:
             transfer.exclude(recovery.survivors)
             complete(None)
 
-        return RecoveredStreams(inner, recovery, report, complete_recovered, finish)
+        return RecoveredLosslessHandle(inner, recovery, report, complete_recovered, finish)
 
     def _start(self, agreed: AgreedPlan, sent: Sequence[Any], received: Sequence[Any], lost: set[int]) -> Handle:
         """The handle of this rank's part, which has failed already if ranks were lost."""
@@ -110,7 +110,7 @@ class StreamedCall:
         try:
             if lost:
                 failed = RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time")
-            else:  # the streams have digests of their own
+            else:  # the buckets have digests of their own
                 mover = Mover.agreed(agreed, self._timeout_seconds, verify=False)
         except Exception as error:
             failed = channel.fail(generation, error)
@@ -125,11 +125,11 @@ class StreamedCall:
         return inner
 
 
-class RecoveredStreams(FaultTolerantHandle):
-    """A fault-tolerant transfer of streams: the surviving ranks recover missing streams, confirm all, and decode them.
+class RecoveredLosslessHandle(FaultTolerantHandle):
+    """A fault-tolerant transfer of buckets: the surviving ranks recover missing buckets, confirm all, and decode them.
 
     Args:
-        complete: confirms and decodes the streams, once this rank has its own.
+        complete: confirms and decodes the buckets, once this rank has its own.
 
     Attributes:
         report: how the tensors are sent.
@@ -139,12 +139,12 @@ class RecoveredStreams(FaultTolerantHandle):
         self,
         inner: Handle,
         recovery: Recovery,
-        report: StreamReport,
+        report: LosslessReport,
         complete: Callable[[], None],
         finish: Callable[[], Any],
     ) -> None:
         super().__init__(inner, recovery, finish)
-        self._complete_streams = complete
+        self._complete_buckets = complete
         self.report = report
 
     def _complete(self) -> ReshardError | None:
@@ -159,7 +159,7 @@ class RecoveredStreams(FaultTolerantHandle):
 
     def _decode(self) -> ReshardError | None:
         try:
-            self._complete_streams()
+            self._complete_buckets()
         except ReshardError as error:
             return error
         return None

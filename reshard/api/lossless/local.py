@@ -1,4 +1,4 @@
-"""Streams with the shards of all ranks in one process."""
+"""Buckets with the shards of all ranks in one process."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from reshard.api.streams.encoding import EncodedStream, decode_stream, digest_regions, encode_stream
-from reshard.api.streams.regions import Stream, find_streams
+from reshard.api.lossless.encoding import EncodedBucket, decode_bucket, digest_regions, encode_bucket
+from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.errors import DisagreementError
 from reshard.formatting import describe_ranks
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 Arrays = Mapping[int, torch.Tensor]
-#: Moves streams between ranks: from tensors of a plan, and ``{rank: bytes}`` of each, to the same of the receivers.
+#: Moves buckets between ranks: from tensors of a plan, and ``{rank: bytes}`` of each, to the same of the receivers.
 Move = Callable[[Sequence[TensorSpec], Sequence[Mapping[int, np.ndarray]]], list[dict[int, np.ndarray]]]
 
 
@@ -34,56 +34,56 @@ class LocalArrays(NamedTuple):
     targets: Arrays
 
 
-def move_streams(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move) -> None:
-    """Encode the shards of all source ranks, move the streams, and decode them into the destination shards.
+def move_lossless(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move) -> None:
+    """Encode the shards of all source ranks, move the buckets, and decode them into the destination shards.
 
     Args:
-        spec: the tensor. move: moves the streams.
+        spec: the tensor. move: moves the buckets.
 
     Raises:
         DisagreementError: replicas of the source differ. Nothing was written.
     """
     shards, base, out, targets = arrays
-    of_rank = {rank: find_streams([spec], rank) for rank in {*spec.src.ranks, *spec.dst.ranks}}
-    streams = next(iter(of_rank.values()))
-    because = _why_full(of_rank, streams, base, out) if codec == "delta" else "it has no base"
+    of_rank = {rank: find_buckets([spec], rank) for rank in {*spec.src.ranks, *spec.dst.ranks}}
+    buckets = next(iter(of_rank.values()))
+    because = _why_full(of_rank, buckets, base, out) if codec == "delta" else "it has no base"
     if because and base:
         warnings.warn(f"compression='delta' sends the tensor in full: {because}", stacklevel=4)
-    encoded: dict[str, dict[int, EncodedStream]] = {}
-    for name, stream in streams.items():
-        for rank in stream.holders:
+    encoded: dict[str, dict[int, EncodedBucket]] = {}
+    for name, bucket in buckets.items():
+        for rank in bucket.holders:
             old = None if because else {"": base[rank]}
-            made = encode_stream(of_rank[rank][name], {"": shards[rank]}, old, codec)
-            first = encoded.setdefault(name, {}).setdefault(stream.holders[0], made)
+            made = encode_bucket(of_rank[rank][name], {"": shards[rank]}, old, codec)
+            first = encoded.setdefault(name, {}).setdefault(bucket.holders[0], made)
             if made.digest != first.digest:
                 raise DisagreementError(
-                    f"ranks {stream.holders[0]} and {rank} hold the same regions, but other values in them"
+                    f"ranks {bucket.holders[0]} and {rank} hold the same regions, but other values in them"
                 )
             encoded[name][rank] = made
     specs = [
-        TensorSpec((len(made.buffer),), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
-        for (name, stream), made in zip(
-            streams.items(), (next(iter(one.values())) for one in encoded.values()), strict=True
+        TensorSpec((len(made.buffer),), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name)
+        for (name, bucket), made in zip(
+            buckets.items(), (next(iter(one.values())) for one in encoded.values()), strict=True
         )
     ]
     moved = move(specs, [{rank: made.buffer for rank, made in one.items()} for one in encoded.values()])
-    for name, arrived in zip(streams, moved, strict=True):
+    for name, arrived in zip(buckets, moved, strict=True):
         for rank, data in arrived.items():
-            decode_stream(of_rank[rank][name], data, {"": targets[rank]}, with_digest=False)
+            decode_bucket(of_rank[rank][name], data, {"": targets[rank]}, with_digest=False)
 
 
 def _why_full(
-    of_rank: Mapping[int, Mapping[str, Stream]], streams: Mapping[str, Stream], base: Arrays, out: Arrays
+    of_rank: Mapping[int, Mapping[str, Bucket]], buckets: Mapping[str, Bucket], base: Arrays, out: Arrays
 ) -> str:
     """Why the tensor must be sent in full; "" if all ranks hold the same earlier version."""
     for what, given, side in (("base", base, "holders"), ("out", out, "receivers")):
-        lacking = sorted({rank for one in streams.values() for rank in getattr(one, side) if rank not in given})
+        lacking = sorted({rank for one in buckets.values() for rank in getattr(one, side) if rank not in given})
         if lacking:
             return f"{describe_ranks(lacking)} pass{'es' * (len(lacking) == 1)} no {what}"
-    for name, stream in streams.items():
-        digests = {rank: digest_regions(of_rank[rank][name], {"": base[rank]}, "src") for rank in stream.holders}
-        first = stream.holders[0]
-        received = {rank: digest_regions(of_rank[rank][name], {"": out[rank]}, "dst") for rank in stream.receivers}
+    for name, bucket in buckets.items():
+        digests = {rank: digest_regions(of_rank[rank][name], {"": base[rank]}, "src") for rank in bucket.holders}
+        first = bucket.holders[0]
+        received = {rank: digest_regions(of_rank[rank][name], {"": out[rank]}, "dst") for rank in bucket.receivers}
         for rank, digest in [*digests.items(), *received.items()]:
             if digest != digests[first]:
                 return f"rank {rank} holds another base than rank {first}"

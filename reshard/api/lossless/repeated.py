@@ -1,28 +1,28 @@
-"""The transfers of a Mover whose tensors travel as streams: the ranks agree on the sizes of the streams before each."""
+"""The transfers of a Mover whose tensors travel as buckets: the ranks agree on the sizes of the buckets before each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from reshard.api.streams.handle import StreamedHandle
-from reshard.api.streams.transfer import Arrays, CallArrays, StreamTransfer, check_dtypes
+from reshard.api.lossless.handle import LosslessHandle
+from reshard.api.lossless.transfer import Arrays, CallArrays, LosslessTransfer, check_dtypes
 from reshard.api.tensor_checks import check_base, check_no_aliasing, detach_source
 from reshard.api.transfers import Handle
-from reshard.codecs import STREAM_CODECS
+from reshard.codecs import LOSSLESS_CODECS
 from reshard.coordination import Channel
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan
 from reshard.planner import plan_tensors
 
-#: The buffers of the streams are at most this many times as large as the streams, else a new plan is made.
+#: The buffers are at most this many times as large as the buckets, else a new plan is made.
 MAX_SLACK = 1.5
-#: A plan has buffers larger than the streams by this fraction and bytes, so that similar streams fit it, too.
+#: A plan has buffers larger than the buckets by this fraction and bytes, so that similar buckets fit it, too.
 SPARE_FRACTION, SPARE_BYTES = 1 / 16, 64
 
 
 class InnerMover(Protocol):
-    """What the streams need of the Mover that moves them."""
+    """What the buckets need of the Mover that moves them."""
 
     def start_checked(self, src: Any, dst: Any, finish: Callable[[], Any]) -> Handle:
         """See :meth:`reshard.Mover.start_checked`."""
@@ -31,12 +31,12 @@ class InnerMover(Protocol):
         """See :meth:`reshard.Mover.close`."""
 
 
-class RepeatedStreams:
-    """One rank's part of the transfers of a plan, whose tensors travel as streams.
+class LosslessTransfers:
+    """One rank's part of the transfers of a plan, whose tensors travel as buckets.
 
     Args:
         channel: of the ranks of the plan. plan: of the tensors as they are. codec: ``"delta"`` or ``"bf16-lossless"``.
-        open_mover: makes a Mover for a plan of streams; all ranks call it together.
+        open_mover: makes a Mover for a plan of buckets; all ranks call it together.
     """
 
     def __init__(
@@ -55,8 +55,8 @@ class RepeatedStreams:
 
     def start(
         self, read: Callable[[], tuple[Arrays, Arrays, Arrays, Arrays]], finish: Callable[[Arrays], Any]
-    ) -> StreamedHandle:
-        """Agree on the streams, and start to move them.
+    ) -> LosslessHandle:
+        """Agree on the buckets, and start to move them.
 
         Args:
             read: returns sources, bases, outs that the caller passed, and arrays to write, by name; it raises if they
@@ -74,7 +74,7 @@ class RepeatedStreams:
         except Exception as error:
             failure = error
         detached = [{name: detach_source(array) for name, array in one.items()} for one in (sources, bases)]
-        transfer = StreamTransfer(
+        transfer = LosslessTransfer(
             self._channel,
             self._codec,
             self._plan.tensors,
@@ -95,10 +95,10 @@ class RepeatedStreams:
                 self.close()  # its connections may be broken
                 raise
 
-        return StreamedHandle(started, report, complete, lambda: finish(targets))
+        return LosslessHandle(started, report, complete, lambda: finish(targets))
 
     def close(self) -> None:
-        """Close the Mover of the streams, after the transfers in progress."""
+        """Close the Mover of the buckets, after the transfers in progress."""
         if self._inner is not None:
             self._inner.close()
         self._inner = None
@@ -114,8 +114,8 @@ class RepeatedStreams:
         role = "a base, which the transfer must not change"
         check_no_aliasing([bases[name] for name in names], [targets[name] for name in names], names, role)
 
-    def _find_inner(self, transfer: StreamTransfer) -> InnerMover:
-        """A Mover whose buffers hold the streams. It is kept while they are not much larger than needed."""
+    def _find_inner(self, transfer: LosslessTransfer) -> InnerMover:
+        """A Mover whose buffers hold the buckets. It is kept while they are not much larger than needed."""
         sizes, held = transfer.sizes, self._capacities
         fits = all(size <= held.get(name, 0) for name, size in sizes.items())
         if self._inner is None or not fits or MAX_SLACK * sum(sizes.values()) < sum(held.values()):
@@ -131,14 +131,14 @@ class RepeatedStreams:
         return self._inner
 
 
-def check_stream_codec(codec: Any, plan: Plan, device: Any) -> None:
-    """Raise ArgumentError unless a Mover of this plan can send its tensors as streams of this codec."""
+def check_lossless_codec(codec: Any, plan: Plan, device: Any) -> None:
+    """Raise ArgumentError unless a Mover of this plan can send its tensors as buckets of this codec."""
     if device != "cpu":
         raise ArgumentError(f"codec {codec} codes CPU tensors only; these are on {device}")
-    if codec not in STREAM_CODECS:
+    if codec not in LOSSLESS_CODECS:
         raise ArgumentError(
-            f"compression of a Mover is {codec!r}; it must be one of {', '.join(map(repr, STREAM_CODECS))}: pass other "
-            "codecs to make_plan"
+            f"compression of a Mover is {codec!r}; it must be one of {', '.join(map(repr, LOSSLESS_CODECS))}: pass "
+            "other codecs to make_plan"
         )
     for spec in plan.tensors:
         if spec.codec is not None:

@@ -1,4 +1,4 @@
-"""Streams: all regions of some tensors that the same ranks hold and the same ranks need, one after another."""
+"""Buckets: all regions of some tensors that the same ranks hold and the same ranks need, one after another."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Region:
 
 
 @dataclass(frozen=True)
-class Stream:
+class Bucket:
     """The regions that travel from ``holders`` to ``receivers``, in an order that is the same on all ranks.
 
     Attributes:
@@ -43,8 +43,8 @@ class Stream:
             yield shards[region.tensor].detach()[getattr(region, side)]
 
 
-def find_streams(specs: Sequence[TensorSpec], rank: int) -> dict[str, Stream]:
-    """The streams of some tensors by name, in the same order on all ranks, with the regions as ``rank`` holds them."""
+def find_buckets(specs: Sequence[TensorSpec], rank: int) -> dict[str, Bucket]:
+    """The buckets of some tensors by name, in the same order on all ranks, with the regions as ``rank`` holds them."""
     regions: dict[tuple[tuple[int, ...], tuple[int, ...]], list[Region]] = {}
     nbytes: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
     for spec in specs:
@@ -58,7 +58,7 @@ def find_streams(specs: Sequence[TensorSpec], rank: int) -> dict[str, Stream]:
             regions.setdefault(key, []).append(Region(spec.name or "", src, dst))
             nbytes[key] = nbytes.get(key, 0) + int(tasks.numel[i]) * spec.itemsize
     return {
-        f"{'+'.join(map(str, key[0]))} > {'+'.join(map(str, key[1]))}": Stream(*key, tuple(found), nbytes[key])
+        f"{'+'.join(map(str, key[0]))} > {'+'.join(map(str, key[1]))}": Bucket(*key, tuple(found), nbytes[key])
         for key, found in sorted(regions.items())
     }
 

@@ -1,4 +1,4 @@
-"""A call whose tensors travel as streams: the ranks agree on bases and sizes, move the streams, confirm, and decode."""
+"""A call whose tensors travel as buckets: the ranks agree on bases and sizes, move the buckets, confirm, and decode."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 import xxhash
 
-from reshard.api.streams.encoding import EncodedStream, capacity_of, decode_stream, digest_regions, encode_stream
-from reshard.api.streams.regions import Stream, find_streams
+from reshard.api.lossless.encoding import EncodedBucket, capacity_of, decode_bucket, digest_regions, encode_bucket
+from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.tensor_checks import mark_written
 from reshard.codecs.exponents import DTYPE
 from reshard.coordination import (
@@ -36,18 +36,18 @@ Arrays = Mapping[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
-class StreamReport:
+class LosslessReport:
     """How a call sent its tensors; the same on all ranks.
 
     Attributes:
         base: digest of the version to which the differences refer; None if the tensors were sent in full. because: why
             ``"delta"`` sent them in full; "" otherwise.
-        stream_bytes, plain_bytes: size of all streams, and of the regions that they encode, each counted once.
+        encoded_bytes, plain_bytes: size of all buckets, and of the regions that they encode, each counted once.
     """
 
     base: str | None
     because: str
-    stream_bytes: int
+    encoded_bytes: int
     plain_bytes: int
 
 
@@ -63,8 +63,8 @@ class CallArrays(NamedTuple):
     outs: Arrays
 
 
-class StreamTransfer:
-    """One rank's part of a call whose tensors travel as streams.
+class LosslessTransfer:
+    """One rank's part of a call whose tensors travel as buckets.
 
     Args:
         codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are. arrays: those of this rank.
@@ -97,14 +97,14 @@ class StreamTransfer:
         channel.transfers += 1
         self._name = f"coded transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
         self.last_round: tuple[Channel, int, int] | None = None
-        self._streams = find_streams(specs, self._rank)
-        self._encoded: dict[str, EncodedStream] = {}
-        # of each stream: size, digest of the plain bytes if asked for, digest of the stream
+        self._buckets = find_buckets(specs, self._rank)
+        self._encoded: dict[str, EncodedBucket] = {}
+        # of each bucket: size, digest of the plain bytes if asked for, digest of the bucket
         self._entries: dict[str, tuple[int, int | None, int]] = {}
         self._kept = "every out is unchanged"
 
-    def offer(self, failure: Exception | None = None) -> StreamReport:
-        """Agree on the base, encode this rank's streams, and agree on their sizes.
+    def offer(self, failure: Exception | None = None) -> LosslessReport:
+        """Agree on the base, encode this rank's buckets, and agree on their sizes.
 
         Args:
             failure: what is wrong with the arrays of this rank; raised on all ranks.
@@ -121,22 +121,22 @@ class StreamTransfer:
             warnings.warn(f"compression='delta' sends the tensors in full: {because}", stacklevel=5)
             reports = self._encode({})
         self._kept = f"every out is unchanged{f', at base {base}' if base else ''}"
-        self._streams = self._find_survivors()
-        self._entries = self._agree_on_streams(reports)
-        plain = sum(stream.nbytes for stream in self._streams.values())
-        return StreamReport(base, because, sum(size for size, _, _ in self._entries.values()), plain)
+        self._buckets = self._find_survivors()
+        self._entries = self._agree_on_buckets(reports)
+        plain = sum(bucket.nbytes for bucket in self._buckets.values())
+        return LosslessReport(base, because, sum(size for size, _, _ in self._entries.values()), plain)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Bytes of each stream."""
+        """Bytes of each bucket."""
         return {name: size for name, (size, _, _) in self._entries.items()}
 
     def specs(self, capacities: Mapping[str, int] | None = None) -> list[TensorSpec]:
-        """The streams as tensors of a plan, in buffers of these sizes; a little larger than the streams by default."""
+        """The buckets as tensors of a plan, in buffers of these sizes; a little larger than the buckets by default."""
         capacities = capacities or {name: capacity_of(size) for name, size in self.sizes.items()}
         return [
-            TensorSpec((capacities[name],), "uint8", Layout(Mesh(stream.holders)), Layout(Mesh(stream.receivers)), name)
-            for name, stream in self._streams.items()
+            TensorSpec((capacities[name],), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name)
+            for name, bucket in self._buckets.items()
         ]
 
     def arrays(
@@ -145,12 +145,12 @@ class StreamTransfer:
         """The buffers to send, and new ones to receive into, of the sizes of :meth:`specs`."""
         capacities = capacities or {name: capacity_of(size) for name, size in self.sizes.items()}
         sent: list[torch.Tensor | None] = [
-            torch.from_numpy(self._encoded[name].padded(capacities[name])) if self._rank in stream.holders else None
-            for name, stream in self._streams.items()
+            torch.from_numpy(self._encoded[name].padded(capacities[name])) if self._rank in bucket.holders else None
+            for name, bucket in self._buckets.items()
         ]
         received: list[torch.Tensor | None] = [
-            torch.empty(capacities[name], dtype=torch.uint8) if self._rank in stream.receivers else None
-            for name, stream in self._streams.items()
+            torch.empty(capacities[name], dtype=torch.uint8) if self._rank in bucket.receivers else None
+            for name, bucket in self._buckets.items()
         ]
         return sent, received
 
@@ -160,7 +160,7 @@ class StreamTransfer:
         self.members = tuple(members)
 
     def complete(self, error: ReshardError | None, received: Sequence[torch.Tensor | None], targets: Arrays) -> None:
-        """Write the destination shards once all ranks have received their streams.
+        """Write the destination shards once all ranks have received their buckets.
 
         Args:
             error: what ended this rank's part of the transfer, or None. received: from :meth:`arrays`.
@@ -168,7 +168,7 @@ class StreamTransfer:
         Raises:
             ReshardError: a rank failed. The error says what the destination shards hold.
         """
-        arrays = dict(zip(self._streams, received, strict=True))
+        arrays = dict(zip(self._buckets, received, strict=True))
         with calling(self._channel.group):
             failure = error or self._check_received(arrays)
             self._report({"failed": None if failure is None else describe_error(failure)}, "confirms the data of")
@@ -180,23 +180,23 @@ class StreamTransfer:
                 report["failed"] = describe_error(failed)
             self._report(report, "confirms the result of")
 
-    def _find_survivors(self) -> dict[str, Stream]:
-        """The streams among the ranks that are not lost.
+    def _find_survivors(self) -> dict[str, Bucket]:
+        """The buckets among the ranks that are not lost.
 
         Raises:
-            RankLostError: no surviving rank holds a stream that a surviving rank needs.
+            RankLostError: no surviving rank holds a bucket that a surviving rank needs.
         """
         if not self.lost:
-            return self._streams
+            return self._buckets
         found, gone = {}, []
-        for name, stream in self._streams.items():
+        for name, bucket in self._buckets.items():
             holders, receivers = (
-                tuple(rank for rank in ranks if rank not in self.lost) for ranks in (stream.holders, stream.receivers)
+                tuple(rank for rank in ranks if rank not in self.lost) for ranks in (bucket.holders, bucket.receivers)
             )
             if holders and receivers:
-                found[name] = replace(stream, holders=holders, receivers=receivers)
+                found[name] = replace(bucket, holders=holders, receivers=receivers)
             elif receivers:
-                gone.append((stream, receivers))
+                gone.append((bucket, receivers))
         if gone:
             lost, needed = sorted(self.lost), sorted({rank for _, receivers in gone for rank in receivers})
             names = sorted({repr(each.tensor) for one, _ in gone for each in one.regions if each.tensor})
@@ -211,17 +211,17 @@ class StreamTransfer:
         return found
 
     def _encode(self, bases: Arrays, failure: Exception | None = None) -> dict[int, Any]:
-        """Encode this rank's streams, as differences if it has all bases; returns the reports of all ranks."""
-        report: dict[str, Any] = {"failed": None, "streams": {}, "sources": {}, "outs": {}}
+        """Encode this rank's buckets, as differences if it has all bases; returns the reports of all ranks."""
+        report: dict[str, Any] = {"failed": None, "buckets": {}, "sources": {}, "outs": {}}
         try:
             if failure is not None:
                 raise failure
-            for name, stream in self._streams.items():
-                if self._rank in stream.holders:
-                    base = _shards_of(stream, bases)
-                    encoded = encode_stream(
-                        stream,
-                        _shards_of(stream, self._tensors) or {},
+            for name, bucket in self._buckets.items():
+                if self._rank in bucket.holders:
+                    base = _shards_of(bucket, bases)
+                    encoded = encode_bucket(
+                        bucket,
+                        _shards_of(bucket, self._tensors) or {},
                         base,
                         self._codec,
                         with_digest=self._verify,
@@ -229,11 +229,11 @@ class StreamTransfer:
                     )
                     self._encoded[name] = encoded
                     own = xxhash.xxh3_64(encoded.data.data).intdigest()
-                    report["streams"][name] = encoded.nbytes, encoded.digest, own
+                    report["buckets"][name] = encoded.nbytes, encoded.digest, own
                     report["sources"][name] = encoded.base_digest
-                if self._rank in stream.receivers and self._codec == "delta":
-                    out = _shards_of(stream, self._outs)
-                    report["outs"][name] = None if out is None else digest_regions(stream, out, "dst")
+                if self._rank in bucket.receivers and self._codec == "delta":
+                    out = _shards_of(bucket, self._outs)
+                    report["outs"][name] = None if out is None else digest_regions(bucket, out, "dst")
         except Exception as error:
             report["failed"] = describe_error(error)
         return self._report(report, "offers")
@@ -248,28 +248,28 @@ class StreamTransfer:
             if ranks:
                 return None, f"{describe_ranks(ranks)} pass{'es' * (len(ranks) == 1)} no {what}"
         digests = []
-        for name, stream in self._streams.items():
-            found = [(rank, reports[rank]["sources"][name]) for rank in stream.holders if rank in reports]
-            found += [(rank, reports[rank]["outs"][name]) for rank in stream.receivers if rank in reports]
+        for name, bucket in self._buckets.items():
+            found = [(rank, reports[rank]["sources"][name]) for rank in bucket.holders if rank in reports]
+            found += [(rank, reports[rank]["outs"][name]) for rank in bucket.receivers if rank in reports]
             if not found:
                 continue
             first, digest = found[0]
             for rank, other in found:
                 if other != digest:
-                    names = ", ".join(sorted({repr(region.tensor) for region in stream.regions if region.tensor}))
+                    names = ", ".join(sorted({repr(region.tensor) for region in bucket.regions if region.tensor}))
                     what = f" of {names}" if names else ""
                     return None, f"rank {rank} holds another base{what} than rank {first}"
             digests.append(digest)
         return xxhash.xxh3_64(repr(digests).encode()).hexdigest(), ""
 
-    def _agree_on_streams(self, reports: Mapping[int, Any]) -> dict[str, tuple[int, int | None, int]]:
-        """What all holders of each stream report alike."""
+    def _agree_on_buckets(self, reports: Mapping[int, Any]) -> dict[str, tuple[int, int | None, int]]:
+        """What all holders of each bucket report alike."""
         entries = {}
-        for name, stream in self._streams.items():
-            first = stream.holders[0]
-            entries[name] = tuple(reports[first]["streams"][name])
-            for rank in stream.holders:
-                if tuple(reports[rank]["streams"][name]) != entries[name]:
+        for name, bucket in self._buckets.items():
+            first = bucket.holders[0]
+            entries[name] = tuple(reports[first]["buckets"][name])
+            for rank in bucket.holders:
+                if tuple(reports[rank]["buckets"][name]) != entries[name]:
                     raise DisagreementError(
                         f"ranks {first} and {rank} hold the same regions, but other values in them; {self._kept}"
                     )
@@ -291,27 +291,27 @@ class StreamTransfer:
             self.exclude([rank for rank in self.members if rank not in decision.lost])
 
     def _check_received(self, received: Arrays) -> ReshardError | None:
-        for name, stream in self._streams.items():
+        for name, bucket in self._buckets.items():
             size, _, digest = self._entries[name]
             array = received[name]
             if array is not None and xxhash.xxh3_64(array[:size].numpy().data).intdigest() != digest:
                 return VerificationError(
-                    f"the stream from ranks {format_ranks(stream.holders)} arrived at rank {self._rank} with other "
-                    "bytes than were sent"
+                    f"the encoded data from ranks {format_ranks(bucket.holders)} arrived at rank {self._rank} with "
+                    "other bytes than were sent"
                 )
         return None
 
     def _decode(self, received: Arrays, targets: Arrays) -> None:
         shards = {name: array for name, array in targets.items() if array is not None}
         mark_written(shards.values())
-        for name, stream in self._streams.items():
+        for name, bucket in self._buckets.items():
             array = received[name]
             if array is None:
                 continue
-            digest = decode_stream(stream, array.numpy(), shards, with_digest=self._verify)
+            digest = decode_bucket(bucket, array.numpy(), shards, with_digest=self._verify)
             if digest != self._entries[name][1]:
                 raise VerificationError(
-                    f"rank {self._rank} does not hold what ranks {format_ranks(stream.holders)} sent: out changed "
+                    f"rank {self._rank} does not hold what ranks {format_ranks(bucket.holders)} sent: out changed "
                     "during the transfer"
                 )
 
@@ -347,7 +347,7 @@ def _raise_failure(reports: dict[int, Any], kept: str) -> dict[int, Any]:
 
 
 def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
-    """Raise ArgumentError if a codec of streams does not code the dtype of a tensor."""
+    """Raise ArgumentError if a lossless codec does not code the dtype of a tensor."""
     for spec in specs:
         if codec == "bf16-lossless" and spec.dtype != DTYPE:
             what = f"tensor {spec.name!r}" if spec.name else "the tensor"
@@ -363,8 +363,8 @@ def _gather(requests: list[Request]) -> Decision:
     return Decision(generation=max(request.generation for request in requests), payloads=payloads)
 
 
-def _shards_of(stream: Stream, arrays: Arrays) -> dict[str, torch.Tensor] | None:
-    """The shards that hold a stream's regions; None if one is missing."""
-    found = {region.tensor: arrays.get(region.tensor) for region in stream.regions}
+def _shards_of(bucket: Bucket, arrays: Arrays) -> dict[str, torch.Tensor] | None:
+    """The shards that hold a bucket's regions; None if one is missing."""
+    found = {region.tensor: arrays.get(region.tensor) for region in bucket.regions}
     shards = {name: array for name, array in found.items() if array is not None}
     return shards if len(shards) == len(found) else None

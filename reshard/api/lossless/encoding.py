@@ -1,4 +1,4 @@
-"""Lossless streams: a table of sizes, then the encoded pieces of the stream's regions.
+"""Lossless buckets: a table of sizes, then the encoded pieces of the bucket's regions.
 
 A region is cut into pieces that fit a core's cache, so that coding and hashing read each piece from memory once.
 """
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import xxhash
 
-from reshard.api.streams.regions import Stream, bytes_of
+from reshard.api.lossless.regions import Bucket, bytes_of
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, word_width
 from reshard.codecs.exponents import EXPONENTS, decode_exponents, encode_exponents
 from reshard.codecs.raw_bytes import write_into
@@ -26,11 +26,11 @@ _ENTRY_BYTES = 8
 
 
 @dataclass(frozen=True)
-class EncodedStream:
-    """A stream as it travels.
+class EncodedBucket:
+    """A bucket as it travels.
 
     Attributes:
-        buffer: flat uint8: the stream, then zero padding. nbytes: of the stream.
+        buffer: flat uint8: the bucket, then zero padding. nbytes: of the bucket.
         digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not asked for.
     """
 
@@ -41,11 +41,11 @@ class EncodedStream:
 
     @property
     def data(self) -> np.ndarray:
-        """The stream without the zeros."""
+        """The bucket without the zeros."""
         return self.buffer[: self.nbytes]
 
     def padded(self, capacity: int) -> np.ndarray:
-        """The stream in a buffer of another size."""
+        """The bucket in a buffer of another size."""
         if capacity == len(self.buffer):
             return self.buffer
         buffer = np.zeros(capacity, dtype=np.uint8)
@@ -54,32 +54,32 @@ class EncodedStream:
 
 
 def capacity_of(nbytes: int) -> int:
-    """The size of a buffer for a stream: a little larger, so that streams of similar size share a plan."""
+    """The size of a buffer for a bucket: a little larger, so that buckets of similar size share a plan."""
     step = max(64, 1 << max(nbytes.bit_length() - 5, 0))
     return -(-nbytes // step) * step
 
 
-def encode_stream(
-    stream: Stream,
+def encode_bucket(
+    bucket: Bucket,
     tensors: Shards,
     base: Shards | None,
     codec: str = "delta",
     *,
     with_digest: bool = True,
     with_base_digest: bool = False,
-) -> EncodedStream:
-    """Encode the regions of a stream.
+) -> EncodedBucket:
+    """Encode the regions of a bucket.
 
     Args:
         tensors: the source shards by name. base: the source shards of the version to which differences refer; None
             sends the plain bytes. codec: ``"delta"``, or ``"bf16-lossless"``, which has no base.
     """
-    plain = [bytes_of(view) for view in stream.views(tensors, "src")]
+    plain = [bytes_of(view) for view in bucket.views(tensors, "src")]
     num_pieces = sum(-(-len(words) // PIECE_BYTES) for words in plain)
-    out = np.zeros(capacity_of(stream.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * num_pieces), dtype=np.uint8)
+    out = np.zeros(capacity_of(bucket.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * num_pieces), dtype=np.uint8)
     at, sizes, hasher, base_hasher = _ENTRY_BYTES * num_pieces, [], xxhash.xxh3_64(), xxhash.xxh3_64()
-    bases = [None] * len(plain) if base is None else stream.views(base, "src")
-    for words, old_view, view in zip(plain, bases, stream.views(tensors, "src"), strict=True):
+    bases = [None] * len(plain) if base is None else bucket.views(base, "src")
+    for words, old_view, view in zip(plain, bases, bucket.views(tensors, "src"), strict=True):
         old = None if old_view is None else bytes_of(old_view)
         for start in range(0, len(words), PIECE_BYTES):
             piece = words[start : start + PIECE_BYTES]
@@ -96,7 +96,7 @@ def encode_stream(
                 base_hasher.update(old_piece.data)
     out[: _ENTRY_BYTES * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
     out[at : capacity_of(at)] = 0  # the encoder may have written behind its result
-    return EncodedStream(
+    return EncodedBucket(
         out[: capacity_of(at)],
         at,
         hasher.intdigest() if with_digest else None,
@@ -104,19 +104,19 @@ def encode_stream(
     )
 
 
-def decode_stream(
-    stream: Stream, data: np.ndarray, out: Shards, side: str = "dst", *, with_digest: bool = True
+def decode_bucket(
+    bucket: Bucket, data: np.ndarray, out: Shards, side: str = "dst", *, with_digest: bool = True
 ) -> int | None:
-    """Write the regions of a stream to shards that hold the base of its differences.
+    """Write the regions of a bucket to shards that hold the base of its differences.
 
     Args:
-        data: what :func:`encode_stream` made; more bytes may follow. side: of the layout that the shards belong to.
+        data: what :func:`encode_bucket` made; more bytes may follow. side: of the layout that the shards belong to.
 
     Returns:
         The digest of the plain bytes, if asked for.
     """
     hasher = xxhash.xxh3_64()
-    views = list(stream.views(out, side))
+    views = list(bucket.views(out, side))
     at = _ENTRY_BYTES * sum(-(-view.numel() * view.element_size() // PIECE_BYTES) for view in views)
     sizes = iter(data[:at].view(np.int64).tolist())
     for view in views:
@@ -135,9 +135,9 @@ def decode_stream(
     return hasher.intdigest() if with_digest else None
 
 
-def digest_regions(stream: Stream, shards: Shards, side: str) -> int:
-    """The digest of the plain bytes of a stream's regions in the shards of one side."""
+def digest_regions(bucket: Bucket, shards: Shards, side: str) -> int:
+    """The digest of the plain bytes of a bucket's regions in the shards of one side."""
     hasher = xxhash.xxh3_64()
-    for view in stream.views(shards, side):
+    for view in bucket.views(shards, side):
         hasher.update(bytes_of(view).data)
     return hasher.intdigest()

@@ -1,17 +1,17 @@
-"""The handle of a transfer of streams."""
+"""The handle of a transfer of buckets."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from reshard.api.streams.transfer import StreamReport
+from reshard.api.lossless.transfer import LosslessReport
 from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.errors import ReshardError
 
 
-class StreamedHandle(ConfirmedHandle):
-    """A transfer of streams. Every rank must call :meth:`wait`, which confirms the data and decodes it.
+class LosslessHandle(ConfirmedHandle):
+    """A transfer of buckets. Every rank must call :meth:`wait`, which confirms the data and decodes it.
 
     Attributes:
         report: how the tensors are sent.
@@ -20,7 +20,7 @@ class StreamedHandle(ConfirmedHandle):
     def __init__(
         self,
         inner: Handle,
-        report: StreamReport,
+        report: LosslessReport,
         complete: Callable[[ReshardError | None], None],
         finish: Callable[[], Any],
     ) -> None:
@@ -33,7 +33,7 @@ class StreamedHandle(ConfirmedHandle):
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait as :meth:`Handle.wait` does. Then confirm with the other ranks that all data has arrived, and decode it.
 
-        ``timeout_seconds`` limits only the wait for this rank's streams. The timeout of the call limits the rest.
+        ``timeout_seconds`` limits only the wait for this rank's buckets. The timeout of the call limits the rest.
 
         Raises:
             ReshardError: a rank failed; the same on every rank. Unless it failed to decode, every ``out`` is unchanged.

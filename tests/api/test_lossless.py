@@ -1,4 +1,4 @@
-"""Tensors that travel as streams of agreed sizes: bits, sizes, versions, and failures that leave the earlier version."""
+"""Tensors that travel losslessly in buckets of agreed sizes: bits, sizes, versions, and failures that leave the earlier version."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _deltas(rank):
         result = second.wait()
         assert out is None or all(result[name] is out[name] for name in out)
         assert second.report.because == "" and _holds(rank, out, 2)
-        assert second.report.stream_bytes < first.report.stream_bytes / 5
+        assert second.report.encoded_bytes < first.report.encoded_bytes / 5
         assert second.report.plain_bytes == first.report.plain_bytes
         assert not caught
 
@@ -110,7 +110,7 @@ def _deltas(rank):
         with pytest.raises(error, match=text):
             call()
     assert _holds(rank, out, 4)
-    with pytest.raises(ArgumentError, match=r"delta makes streams .* pass compression='delta' to the Mover"):
+    with pytest.raises(ArgumentError, match=r"delta makes output .* pass compression='delta' to the Mover"):
         reshard.make_plan(SRC, DST, SHAPES, "float32", compression="delta")
 
 
@@ -119,7 +119,7 @@ def test_differences_arrive_bit_for_bit_and_bases_are_compared_by_digest():
 
 
 def _break(rank, victim):
-    """Spoil a stream on its way, or kill a rank: every other rank keeps the version that it holds."""
+    """Spoil a bucket on its way, or kill a rank: every other rank keeps the version that it holds."""
     out = _shards(DST, rank, 1)
     _move(rank, 1, 1, out).wait()
     if rank == 0:
@@ -175,7 +175,7 @@ def _repeat(rank):
             result = handle.wait()
             assert out is None or all(result[name] is out[name] for name in out)
             assert handle.report.because == "" and _holds(rank, out, number)
-            assert handle.report.stream_bytes < handle.report.plain_bytes / 5
+            assert handle.report.encoded_bytes < handle.report.plain_bytes / 5
             if number == 3:  # wrong arrays of one rank are an error of all, and the next transfer works
                 wrong = _shards(SRC, rank, 4)
                 if rank == 1:
@@ -200,7 +200,7 @@ def test_a_mover_repeats_differences_and_a_base_is_never_overwritten():
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
-def test_streams_move_inside_one_process(kind):
+def test_buckets_move_inside_one_process(kind):
     dtypes = {"w": torch.bfloat16, "scale": torch.float32, "odd": torch.float16}
     for name, shape in SHAPES.items():
         wholes = [_version(number)[name] for number in (1, 2)]
@@ -292,7 +292,7 @@ def _survivors(victims, moment, on_loss):
     ("victims", "moment"),
     [
         pytest.param((0,), 1, id="a source before the call", marks=pytest.mark.slow),
-        pytest.param((0,), 2, id="a source before it offers its stream"),
+        pytest.param((0,), 2, id="a source before it offers its bucket"),
         pytest.param((5,), 3, id="a destination while planning", marks=pytest.mark.slow),
         pytest.param((0,), "send", id="a source in the transfer"),
         pytest.param((6,), 4, id="a destination before it reports its outcome", marks=pytest.mark.slow),
@@ -305,12 +305,12 @@ def test_survivors_hold_the_new_version(victims, moment):
         assert outcome["new"] and "text" not in outcome and outcome["is_delta"], outcome
 
 
-def test_survivors_are_offered_a_plan_for_streams():
+def test_survivors_are_offered_a_plan_for_buckets():
     outcomes = _survivors((0,), "send", "offer")
     assert {outcome["lost"] for outcome in outcomes} == {(0,)} and all(outcome["new"] for outcome in outcomes)
 
 
-def test_a_stream_that_no_survivor_holds_is_named_and_every_out_is_unchanged():
+def test_a_bucket_that_no_survivor_holds_is_named_and_every_out_is_unchanged():
     outcomes = _survivors((0, 1), 2, "recover")
     texts = {outcome["text"] for outcome in outcomes}
     text = texts.pop()
@@ -326,10 +326,10 @@ def _lossless(rank):
     handle = reshard.reshard_async(take_shard(src, rank, whole), src, dst, **options)
     out = handle.wait()
     assert out is None or same_bytes(out, take_shard(dst, rank, whole))
-    assert handle.report.stream_bytes < handle.report.plain_bytes / 1.38 and handle.report.because == ""
+    assert handle.report.encoded_bytes < handle.report.plain_bytes / 1.38 and handle.report.because == ""
     with pytest.raises(ArgumentError, match=r"^the tensor: bf16-lossless codes bfloat16, not float32$"):
         reshard.reshard(take_shard(src, rank, whole.float()), src, dst, **{**options, "dtype": "float32"})
-    with pytest.raises(ArgumentError, match=r"bf16-lossless makes streams .* which a plan does not know"):
+    with pytest.raises(ArgumentError, match=r"bf16-lossless makes output .* which a plan does not know"):
         reshard.make_plan(src, dst, whole.shape, "bfloat16", compression="bf16-lossless")
     empty = reshard.reshard(take_shard(src, rank, whole[:0]), src, dst, **{**options, "shape": (0, 640)})
     assert empty is None or empty.numel() == 0

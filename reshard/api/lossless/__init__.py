@@ -1,0 +1,1 @@
+"""Lossless codecs whose output has no fixed size: tensors travel as buckets of bytes whose sizes the ranks agree on."""

@@ -1,1 +1,0 @@
-"""Lossless codecs whose output has no fixed size: tensors travel as streams of bytes whose sizes the ranks agree on."""
