@@ -42,6 +42,13 @@ def describe_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {format_ranks(ranks)}"
 
 
+def count_of(number: int, noun: str) -> str:
+    """``1 rank``, ``2 ranks``, ``3 axes``."""
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} axes" if noun == "axis" else f"{number} {noun}s"
+
+
 def format_bytes(nbytes: float) -> str:
     """``1.5 MiB`` or ``17 bytes``."""
     for unit, name in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):

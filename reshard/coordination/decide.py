@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, name_rank, rebuild_error
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
-from reshard.formatting import describe_ranks, format_ranks
+from reshard.formatting import count_of, describe_ranks, format_ranks
 from reshard.plan import Plan
 from reshard.sharding import AnyLayout, Layout, RegionLayout, axis_of, cut_shards
 from reshard.topology import topology_to_json
@@ -202,7 +202,9 @@ def _shape_from_shards(what: str, local: Mapping[int, tuple[list[int], str] | No
         )
     ndim = len(sizes[src.ranks[0]])
     if len(src.spec) > ndim:
-        raise ArgumentError(f"{what}: layout {src} shards dim {len(src.spec) - 1}, but shards have {ndim} dims")
+        raise ArgumentError(
+            f"{what}: layout {src} shards dim {len(src.spec) - 1}, but shards have {count_of(ndim, 'dim')}"
+        )
     shape = []
     for dim in range(ndim):
         axes = [src.mesh.axes.index(axis_of(step)) for step in (src.spec[dim] if dim < len(src.spec) else ())]

@@ -18,7 +18,7 @@ from reshard.coordination.messages import RankStatus
 from reshard.coordination.store import Store
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child, find_creator_pid, keep_in_child
-from reshard.formatting import describe_ranks
+from reshard.formatting import count_of, describe_ranks
 
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
@@ -102,7 +102,7 @@ class Group:
 
     def __init__(self, store: dist.Store, rank: int, size: int, process_group: Any = None) -> None:
         if not 0 <= rank < size:
-            raise ArgumentError(f"rank {rank} is outside a group of {size} ranks")
+            raise ArgumentError(f"rank {rank} is outside a group of {count_of(size, 'rank')}")
         self.rank, self.size = rank, size
         self._process_group = None if process_group is None else weakref.ref(process_group)
         self.pid = os.getpid()
@@ -265,7 +265,7 @@ class Group:
         return ranks.index(world_rank)
 
     def __str__(self) -> str:
-        return f"group of {self.size} ranks"
+        return f"group of {count_of(self.size, 'rank')}"
 
 
 def check_inside(group: Group, members: Sequence[int]) -> None:

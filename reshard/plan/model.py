@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ArgumentError
-from reshard.formatting import compare_names
+from reshard.formatting import compare_names, count_of
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 from reshard.ragged import hash_rows
@@ -166,9 +166,8 @@ class Plan:
         return format_plan(self)
 
     def __repr__(self) -> str:
-        return (
-            f"<Plan {self.plan_hash[:12]} {self.strategy}: {len(self.tensors)} tensors, {self.num_messages} messages>"
-        )
+        tensors, messages = count_of(len(self.tensors), "tensor"), count_of(self.num_messages, "message")
+        return f"<Plan {self.plan_hash[:12]} {self.strategy}: {tensors}, {messages}>"
 
 
 def mark_sound(plan: Plan) -> Plan:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import LayoutError
-from reshard.formatting import format_ranks
+from reshard.formatting import count_of, format_ranks
 from reshard.sharding.dim_cuts import MAX_NDIM, DimCuts, check_sizes, cut_dim
 from reshard.sharding.mesh import MAX_RANK, Mesh
 from reshard.sharding.spec import Spec, axis_of, read_spec, write_2023, write_axis_names, write_jax, write_placements
@@ -95,7 +95,7 @@ class Layout:
         if len(self.spec) > len(shape):
             raise LayoutError(
                 f"layout {self} shards dim {len(self.spec) - 1}, but the tensor of shape {list(shape)} has "
-                f"{len(shape)} dims"
+                f"{count_of(len(shape), 'dim')}"
             )
         spec = self.spec + ((),) * (len(shape) - len(self.spec))
         return tuple(

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import MeshError
-from reshard.formatting import format_ranks
+from reshard.formatting import count_of, format_ranks
 
 _AXIS = re.compile(r"[A-Za-z0-9_.]+\Z")
 #: Bounds the size of arrays that are indexed by rank.
@@ -72,7 +72,7 @@ class Mesh:
                 raise MeshError(f"axis {axis!r} has size {size}; every axis needs at least 1")
         if math.prod(sizes) != len(flat):
             grid = "x".join(map(str, sizes)) or "a single rank"
-            raise MeshError(f"axes of {grid} hold {math.prod(sizes)} ranks, but {len(flat)} are given")
+            raise MeshError(f"axes of {grid} hold {count_of(math.prod(sizes), 'rank')}, but {len(flat)} are given")
         for rank in flat:
             if not 0 <= rank <= MAX_RANK:
                 raise MeshError(f"rank {rank} is outside 0..{MAX_RANK}")
@@ -191,7 +191,7 @@ def _axis_names(axes: Sequence[str] | None, count: int) -> list[str]:
     if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(name, str) for name in axes):
         raise MeshError(f"axes must be a sequence of names, not {axes!r}")
     if len(axes) != count:
-        raise MeshError(f"{len(axes)} axis names for {count} axes")
+        raise MeshError(f"{len(axes)} axis names for {count_of(count, 'axis')}")
     for name in axes:
         if list(axes).count(name) > 1:
             raise MeshError(f"axis {name!r} appears {list(axes).count(name)} times; axis names must be distinct")

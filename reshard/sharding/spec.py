@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import LayoutError, PartialError
+from reshard.formatting import count_of
 from reshard.sharding.mesh import Mesh
 
 _SPEC_2023 = re.compile(r"R|S([0-9]+)")
@@ -118,7 +119,8 @@ def _read_2023(mesh: Mesh, text: str) -> list[tuple[Step, ...]]:
         for digit in match[1] or "":
             if int(digit) >= len(mesh.axes):
                 raise LayoutError(
-                    f"spec {text!r} names axis {digit}, but {mesh} has {len(mesh.axes)} axes, counted from 0"
+                    f"spec {text!r} names axis {digit}, but {mesh} has {count_of(len(mesh.axes), 'axis')}, "
+                    "counted from 0"
                 )
         steps.append(tuple(mesh.axes[int(digit)] for digit in match[1] or ""))
     return steps
@@ -155,7 +157,10 @@ def _partial_error_text(what: str) -> str:
 
 def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> list[tuple[Step, ...]]:
     if len(placements) != len(mesh.axes):
-        raise LayoutError(f"{len(placements)} placements for the {len(mesh.axes)} axes of {mesh}; give one per axis")
+        raise LayoutError(
+            f"{count_of(len(placements), 'placement')} for the {count_of(len(mesh.axes), 'axis')} of {mesh}; "
+            "give one per axis"
+        )
     steps: dict[int, list[Step]] = {}
     for axis, placement in zip(mesh.axes, placements, strict=True):
         if not _is_placement(placement):
@@ -174,7 +179,7 @@ def _read_placements(mesh: Mesh, placements: list[Any], ndim: int | None) -> lis
                     "from 0, pass shape= to the call, or pass ndim= to the Layout"
                 )
             if dim < -ndim:
-                raise LayoutError(f"placement {placement} for axis {axis!r}: the tensor has {ndim} dims")
+                raise LayoutError(f"placement {placement} for axis {axis!r}: the tensor has {count_of(ndim, 'dim')}")
             dim += ndim
         factor = int(getattr(placement, "split_factor", 1))
         steps.setdefault(dim, []).append(axis if factor == 1 else Strided(axis, factor))

@@ -14,7 +14,7 @@ import numpy as np
 
 from reshard.codecs import find_block_codec
 from reshard.errors import TopologyError
-from reshard.formatting import format_rate
+from reshard.formatting import count_of, format_rate
 from reshard.sharding import MAX_RANK
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
@@ -229,7 +229,7 @@ class Topology:
             where = "" if pod is None else f" in pod {pod}"
             ports = Counter(nics)
             named = " and ".join(f"{count} x {_describe_port(port)}" for port, count in ports.items())
-            lines.append(f"hosts{where}: {number} x ({ranks} ranks, NICs {named})")
+            lines.append(f"hosts{where}: {number} x ({count_of(ranks, 'rank')}, NICs {named})")
         lines += [f"uplink of pod {number}: {_describe_port(port)}" for number, port in enumerate(self.pods)]
         rate = "no limit" if self.inside_bytes_per_second is None else format_rate(self.inside_bytes_per_second)
         lines.append(f"inside a host: {rate} for each rank")

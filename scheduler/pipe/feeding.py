@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from ..runtime.engine import Engine
 from .partition.batches import (
@@ -74,7 +75,7 @@ class Feeder:
         if not is_local:
             check_same_values({rank: gathered[rank][3] for rank in outlines})
         if outline.rows < accumulate:
-            raise ArgumentError(f"accumulate is {accumulate}, but the batch has only {outline.rows} rows")
+            raise ArgumentError(f"accumulate is {accumulate}, but the batch has only {count_of(outline.rows, 'row')}")
         self._check_given(outline, outlines, is_local, accumulate)
         return named or outline.empty(0), outline
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from .presets import PRESETS, GPTConfig, Preset, find_preset
 
@@ -112,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
     result = launch(job, options.device, on_ray=options.launcher == "ray", options=wanted)
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
-        skipped = f", {len(result.skipped)} steps skipped" if result.skipped else ""
+        skipped = f", {count_of(len(result.skipped), 'step')} skipped" if result.skipped else ""
         steps = f"steps {result.start} to {max(result.start, job.steps)}"
         print(f"{job.name} on {stages or 'a strategy'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
     return 0

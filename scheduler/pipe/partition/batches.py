@@ -10,6 +10,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import count_of
 from reshard.runtime.cpu.verification import digest_array
 from reshard.sharding import Mesh
 
@@ -43,7 +44,7 @@ class BatchOutline:
     entries: tuple[Entry, ...]
 
     def __str__(self) -> str:
-        return f"{self.rows} rows of {', '.join(map(str, self.entries))}"
+        return f"{count_of(self.rows, 'row')} of {', '.join(map(str, self.entries))}"
 
     @property
     def names(self) -> list[str]:
