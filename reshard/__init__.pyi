@@ -12,6 +12,7 @@ from .api.mover import (
 from .api.transfers import (
     Handle as Handle,
 )
+from .cli.html_report import plan_to_html as plan_to_html
 from .codecs.codec import Codec as Codec
 from .coordination.process_group import (
     Group as Group,

@@ -58,11 +58,14 @@ class _HostGroups:
         return f"host {first}" if first == last else f"hosts {first}-{last}"
 
 
-def format_html(plan: Plan) -> str:
-    """Format a plan as a self-contained HTML page.
+def plan_to_html(plan: Plan) -> str:
+    """Draw a plan as a self-contained HTML page: bytes between hosts, loads of ports, trees and simulated times.
 
     A page for more than :data:`MAX_GROUPS` hosts shows groups of hosts. If the plan is too large to simulate, the page
     has no timeline.
+
+    Returns:
+        The text of the page, to be written to a file.
     """
     groups = _HostGroups.of(plan)
     timeline = None if CostReport(plan).predicted_seconds is None else simulate(plan)

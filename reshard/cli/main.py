@@ -181,7 +181,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _print_plan(plan: Plan, form: str, rank: int | None) -> None:
     """Print a plan in the form that ``--format`` names; with ``rank``, only the messages of that rank."""
-    from reshard.cli.html_report import format_html
+    from reshard.cli.html_report import plan_to_html
     from reshard.cli.report import describe_plan
 
     if form == "json":
@@ -189,7 +189,7 @@ def _print_plan(plan: Plan, form: str, rank: int | None) -> None:
     elif form == "html":
         if rank is not None:
             raise ArgumentError("--format html draws the whole plan; omit --rank")
-        print(format_html(plan), end="")
+        print(plan_to_html(plan), end="")
     elif form == "summary":
         if rank is not None:
             raise ArgumentError("--format summary covers the whole plan; omit --rank")
