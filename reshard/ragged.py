@@ -22,6 +22,16 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return np.arange(total, dtype=np.int64) - np.repeat(before - first, counts)
 
 
+def distinct_values(values: np.ndarray) -> np.ndarray:
+    """The different values, ascending. ``values``: ``(entries,)`` integers, at least 0."""
+    size = int(values.max(initial=0)) + 1
+    if size > 4 * len(values) + _MOST_MARKED:
+        return np.unique(values)
+    is_present = np.zeros(size, dtype=bool)
+    is_present[values] = True
+    return np.flatnonzero(is_present)
+
+
 def number_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The different values, ascending, and for each entry the index of its value among them.
 

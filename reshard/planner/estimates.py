@@ -12,7 +12,7 @@ from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.direct import global_cuts
 from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, Problem
-from reshard.ragged import NO_RANK, number_values, ranges
+from reshard.ragged import NO_RANK, distinct_values, number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
 #: Relative error of sums that are added in another order.
@@ -212,7 +212,7 @@ class Floors:
         last = receivers.max(axis=1)
         is_sent = last != NO_RANK
         nbytes = np.bincount(sender_of[holder[is_sent]], weights=classes.nbytes[single][is_sent], minlength=len(rate))
-        pairs = np.unique(holder[is_sent] * len(host) + last[is_sent])
+        pairs = distinct_values(holder[is_sent] * len(host) + last[is_sent])
         count = np.bincount(sender_of[pairs // len(host)], minlength=len(rate))
         return float((nbytes / rate + count * latency * port_part).max())
 

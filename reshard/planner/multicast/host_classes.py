@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.planner.multicast.classes import Classes, group_rows, sum_by
-from reshard.ragged import NO_RANK, ranges
+from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import Topology
 
 #: Chunks through the busiest port if messages have no latency. With this many, filling the pipeline takes little time.
@@ -170,7 +170,7 @@ class _FanOut:
         share = host_classes.classes.nbytes / host_classes.nbytes[host_classes.host_class]
         receivers = np.bincount(host_classes.host_class, weights=real.sum(axis=1) * share, minlength=len(host_classes))
         host_class = np.repeat(np.arange(len(host_classes)), hosts)
-        ranks = np.unique(host_classes.classes.receivers[real])
+        ranks = distinct_values(host_classes.classes.receivers[real])
         return cls(
             host=host_classes.destinations[1],
             host_class=host_class,
