@@ -151,3 +151,36 @@ def test_the_stub_of_the_native_module_names_its_parameters():
     made = {name: getattr(_native, name) for name in dir(_native) if not name.startswith("_")}
     found = {name: re.findall(r"(\w+): ", function.__nb_signature__[0][0]) for name, function in made.items()}
     assert found == declared
+
+
+#: Modules that may use private names of torch: one of the library and one of the engine, two that lie below both, and
+#: one that derives classes from private ones.
+PRIVATE_TORCH = {
+    "reshard.runtime.torch_compat",
+    "reshard.scheduler.runtime.torch_compat",
+    "reshard.sharding.spec",
+    "reshard.forks",
+    "reshard.compression.fsdp_collectives",
+}
+
+
+def _private_torch_names(path):
+    """Dotted names with a private part, of what a file imports from torch."""
+    tree, names, used = ast.parse(path.read_text()), set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            modules = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
+            names |= {alias.asname or "torch" for alias in modules}
+            used |= {alias.name for alias in modules}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            names |= {alias.asname or alias.name for alias in node.names}
+            used |= {f"{node.module}.{alias.name}" for alias in node.names}
+    texts = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {text for text in texts if re.fullmatch(r"[\w.]+", text) and text.split(".")[0] in names}
+    return {name for name in used if re.search(r"(^|\.)_(?!_)", name)}
+
+
+def test_private_names_of_torch_stay_in_modules_for_them():
+    found = {name: _private_torch_names(path) for name, path in _modules().items() if name.startswith("reshard")}
+    assert {name: used for name, used in found.items() if used and name not in PRIVATE_TORCH} == {}
+    assert found["reshard.scheduler.runtime.torch_compat"]

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch.distributed as dist
-import torch.distributed.distributed_c10d as c10d
 
 from reshard.coordination.descriptors import has_descriptors
 from reshard.coordination.messages import RankStatus
@@ -19,6 +18,7 @@ from reshard.coordination.store import Store
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child, find_creator_pid, keep_in_child
 from reshard.formatting import count_of, describe_ranks
+from reshard.runtime.torch_compat import is_alive, store_of
 
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
@@ -295,11 +295,6 @@ def own_client(store: dist.Store) -> dist.Store:
         return store
 
 
-def is_alive(process_group: Any) -> bool:
-    """Whether torch knows this process group and has not destroyed it."""
-    return process_group is not None and process_group in c10d._world.pg_map
-
-
 def find_group(group: Any) -> Group:
     """The Group of a ``torch.distributed`` process group (None: the world) or of a joined group.
 
@@ -336,7 +331,7 @@ def _find_group(group: Any) -> Group:
             rank = dist.get_rank(process_group)
             if rank < 0:
                 raise ArgumentError("this process is not a member of the process group that it passes")
-            store = c10d._get_process_group_store(process_group)
+            store = store_of(process_group)
             prefixed = dist.PrefixStore(f"reshard/{process_group.group_name}", own_client(store))
             found = Group(prefixed, rank, dist.get_world_size(process_group), process_group)
             _groups[process_group] = found

@@ -13,6 +13,7 @@ from torch import nn
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.runtime.gradient_sums import CHECK_EVERY, digest_of, mark_replaced
+from reshard.runtime.torch_compat import held_modules, not_compiled
 
 from .graphs import check_graph
 from .grid import Grid
@@ -22,7 +23,6 @@ from .layers.embedding import Embedding
 from .layers.linear import Linear
 from .layers.loss import CrossEntropy
 from .layers.norms import LayerNorm, RMSNorm
-from .layers.parameters import not_compiled
 from .products.dataflow import PANEL_WIDTH
 
 #: ``convert(module, conversion, path) -> module on the grid``.
@@ -74,7 +74,7 @@ class Conversion:
 
     def convert_children(self, module: nn.Module, path: str) -> nn.Module:
         """Convert the children of a module in place."""
-        for name, child in list(module._modules.items()):  # under each of its names
+        for name, child in list(held_modules(module).items()):  # under each of its names
             if child is not None:
                 setattr(module, name, self.convert(child, f"{path}.{name}" if path else name))
         return module

@@ -16,6 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.runtime.cpu.verification import digest_array
+from reshard.runtime.torch_compat import local_of
 
 #: Replicas are compared in the first step and every so many steps after it.
 CHECK_EVERY = 100
@@ -130,12 +131,6 @@ def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> N
             different = [text for key, entries in buckets.items() for text in _compare(entries, axes_by_key[key])]
             if different:
                 raise DisagreementError(different[0])
-
-
-def local_of(array: Any) -> torch.Tensor:
-    """The local tensor of a DTensor; another tensor as it is."""
-    local: torch.Tensor = getattr(array, "_local_tensor", array)
-    return local
 
 
 def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> None:

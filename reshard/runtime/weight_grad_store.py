@@ -16,6 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from reshard.errors import ArgumentError
+from reshard.runtime import torch_compat
 
 Tasks = list[Callable[[], None]]
 _tasks: ContextVar[Tasks | None] = ContextVar("tasks", default=None)
@@ -59,11 +60,11 @@ class WeightGradStore(TorchFunctionMode):
                 "the backward of a forward that calls autograd cannot be split; do not split that stage's backward, as "
                 "auto_schedule(..., can_split=False) does"
             )
-        versions = [each._version for each in held]
+        versions = [torch_compat.version_of(each) for each in held]
         self.held += held
 
         def checked() -> None:
-            if [each._version for each in held] != versions:
+            if [torch_compat.version_of(each) for each in held] != versions:
                 raise ArgumentError(
                     "the input of a layer, or a gradient, was changed in place between the input-gradient and the "
                     "weight-gradient pass; change a copy, or do not split that stage's backward, as "
@@ -96,7 +97,8 @@ class WeightGradStore(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_compiling() or _has_saved_tensor_hooks():
+        # an activation checkpoint, which sets such hooks, expects the tensors that torch itself saves
+        if torch.compiler.is_compiling() or torch_compat.has_saved_tensor_hooks():
             return func(*args, **kwargs)
         if func is _F.linear:
             call = _read(args, kwargs, ("input", "weight", "bias"))
@@ -135,9 +137,12 @@ def _can_defer(call: dict[str, Any], weight_dims: int) -> bool:
     if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
         return False
     given = [each for each in (array, weight, bias) if each is not None]
-    if any(each.layout is not torch.strided or not each.is_floating_point() or _is_transformed(each) for each in given):
+    if any(
+        each.layout is not torch.strided or not each.is_floating_point() or torch_compat.is_transformed(each)
+        for each in given
+    ):
         return False
-    if any(_has_hooks(each) for each in (weight, bias) if each is not None):
+    if any(torch_compat.has_hooks(each) for each in (weight, bias) if each is not None):
         return False
     dtypes = {each.dtype for each in given}
     if _autocast_dtype(array.device.type) is None:
@@ -146,21 +151,6 @@ def _can_defer(call: dict[str, Any], weight_dims: int) -> bool:
         has_one_dtype = torch.float64 not in dtypes  # autocast does not cast float64
     has_valid_shapes = weight.dim() == weight_dims and weight.numel() > 0 and array.dim() > 0
     return has_one_dtype and has_valid_shapes and (bias is None or (bias.is_leaf and bias.shape == weight.shape[:1]))
-
-
-def _has_saved_tensor_hooks() -> bool:
-    """Whether hooks replace saved tensors. An activation checkpoint expects the tensors that torch itself saves."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
-
-
-def _is_transformed(array: torch.Tensor) -> bool:
-    """Whether the tensor belongs to a ``torch.func`` transform."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
-
-
-def _has_hooks(parameter: torch.Tensor) -> bool:
-    """Whether hooks expect one call with the whole gradient of a backward."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _each(value: Any, dims: int) -> list[int]:

@@ -14,17 +14,22 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from reshard.errors import ReshardError
+from reshard.runtime.torch_compat import held_modules, version_of
 
 __all__ = [
+    "FLASH_ATTENTION_ON_CPU",
     "NEEDS_DATA",
+    "StorageRef",
     "TorchDispatchMode",
     "copy_parts",
     "fake_mode",
@@ -36,18 +41,26 @@ __all__ = [
     "inner_tensor",
     "is_async",
     "is_connection_error",
+    "is_fake",
+    "is_in_backward",
     "is_profiling",
     "is_store_error",
     "is_strided_shard",
     "keep_rng",
     "largest_magnitudes",
+    "local_shape_and_offset",
+    "make_shapeless_subclass",
     "multiply_",
     "reset_reducer",
     "share_parts",
+    "storage_key",
+    "tree_leaves",
     "version_of",
     "wait_inside",
 ]
 
+#: Attention on the CPU, as dispatch modes see it.
+FLASH_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 #: What operations raise on fake tensors if their results depend on data, or if they cannot run on such tensors.
 NEEDS_DATA = (
@@ -81,12 +94,12 @@ def is_profiling() -> bool:
     return torch.autograd.profiler._is_profiler_enabled
 
 
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1
+
+
 # Modules
-
-
-def held_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The children of a module, as the dict that it keeps them in."""
-    return module._modules
 
 
 def held_tensors(module: torch.nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -153,9 +166,32 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
     return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """The number of changes of a tensor in place."""
-    return tensor._version
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no data."""
+    return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """What tells living storages apart, also those without data."""
+    return storage._cdata
+
+
+class StorageRef:
+    """A weak reference to a storage, whichever tensors share it."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._weak: int | None = storage._weak_ref()
+
+    def nbytes(self) -> int | None:
+        """The size of the storage in bytes; None after it was freed."""
+        if self._weak is None:
+            return None
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._weak)
+        if storage is None:
+            torch.UntypedStorage._free_weak_ref(self._weak)
+            self._weak = None
+            return None
+        return int(storage.nbytes())
 
 
 def is_strided_shard(placement: Any) -> bool:

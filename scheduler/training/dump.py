@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from reshard.compression.policy import DIMENSIONS
-from reshard.runtime.gradient_sums import local_of
+from reshard.runtime.torch_compat import local_of
 
 from ..pipe.engine import PipelineEngine
 from ..runtime.compression import describe_modules

@@ -8,16 +8,13 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from ..autoparallel import Strategy
 from ..runtime import torch_compat
 from .loop import Job, make_loaders, make_optimizer, make_pipe
 
 
-class StorageCounter(TorchDispatchMode):
+class StorageCounter(torch_compat.TorchDispatchMode):
     """Records the storage of each tensor that an operation returns while this mode is active.
 
     :meth:`sample` adds up the storages that are alive. Call it between operations, so that it counts no temporary
@@ -33,39 +30,39 @@ class StorageCounter(TorchDispatchMode):
     def __init__(self, ignored: Any = ()) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._ignored = {each.untyped_storage()._cdata for each in tree_leaves(ignored)}
-        self._storages: dict[int, int] = {}  # address of a storage -> a weak reference to it
+        self._ignored = {torch_compat.storage_key(each.untyped_storage()) for each in torch_compat.tree_leaves(ignored)}
+        self._storages: dict[int, torch_compat.StorageRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record the storages of its results."""
         results, is_gather = func(*args, **(kwargs or {})), "split_with_sizes_copy" in str(func)
-        for each in tree_leaves(results):
+        for each in torch_compat.tree_leaves(results):
             if isinstance(each, torch.Tensor) and each.layout is torch.strided:
                 plain = torch_compat.inner_tensor(each)
-                if plain.device.type == "meta" or isinstance(plain, FakeTensor):
+                if torch_compat.is_fake(plain):
                     continue
                 storage = plain.untyped_storage()
-                if storage._cdata not in self._storages and storage._cdata not in self._ignored:
-                    self._storages[storage._cdata] = storage._weak_ref()
+                key = torch_compat.storage_key(storage)
+                if key not in self._storages and key not in self._ignored:
+                    self._storages[key] = torch_compat.StorageRef(storage)
         if is_gather:
             self.sample()  # FSDP has just gathered the parameters of a layer
         return results
 
     def sample_in_backward(self, *_: Any) -> None:
         """Take a sample if a backward is running."""
-        if torch._C._current_graph_task_id() != -1:
+        if torch_compat.is_in_backward():
             self.sample()
 
     def sample(self, *_: Any) -> None:
         """Add up the bytes of all live storages, and update ``peak_bytes``."""
         total = 0
-        for address, weak in list(self._storages.items()):
-            storage = torch.UntypedStorage._new_with_weak_ptr(weak)
-            if storage is None:
-                torch.UntypedStorage._free_weak_ref(weak)
-                del self._storages[address]
+        for key, storage in list(self._storages.items()):
+            nbytes = storage.nbytes()
+            if nbytes is None:
+                del self._storages[key]
             else:
-                total += storage.nbytes()
+                total += nbytes
         self.peak_bytes = max(self.peak_bytes, total)
 
 

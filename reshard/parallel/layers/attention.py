@@ -11,11 +11,11 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
+from reshard.runtime.torch_compat import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import Span, balanced_spans, chunk_spans, intersect, size_of
 from .dropout import dropout_mask
-from .parameters import not_compiled
 
 
 @dataclass(frozen=True)

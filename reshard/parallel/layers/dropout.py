@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError
+from reshard.runtime.torch_compat import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, size_of
-from .parameters import not_compiled
 
 # Multipliers of a 64-bit integer hash (splitmix64; Steele et al., 2014) as signed integers.
 _GAMMA = -7046029254386353131

@@ -10,10 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
 from reshard.runtime.gradient_sums import declare_sums
+from reshard.runtime.torch_compat import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, intersect, size_of
-from .parameters import gradient_axes, local_of, not_compiled, shard_parameter
+from .parameters import gradient_axes, local_of, shard_parameter
 
 
 class Embedding(nn.Module):

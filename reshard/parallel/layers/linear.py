@@ -12,13 +12,14 @@ from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
 from reshard.runtime.gradient_sums import declare_sums
+from reshard.runtime.torch_compat import not_compiled
 from reshard.runtime.weight_grad_store import later_tasks
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
 from ..products.dataflow import PANEL_WIDTH, ProductShape
 from ..products.multiply import Product, Steps, run_together
-from .parameters import gradient_axes, local_of, not_compiled, shard_parameter
+from .parameters import gradient_axes, local_of, shard_parameter
 
 
 class Linear(nn.Module):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
+from reshard.runtime.torch_compat import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
-from .parameters import not_compiled
 
 
 class CrossEntropy(nn.Module):

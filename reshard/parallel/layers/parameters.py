@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def not_compiled(function: F) -> F:
-    """Decorate a function that torch.compile must call instead of trace: it exchanges messages with other ranks."""
-    wrapped: F = torch._disable_dynamo(function)  # torch.compiler.disable would import the compiler at once
-    return wrapped
 
 
 def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_dim: int | None) -> nn.Parameter:

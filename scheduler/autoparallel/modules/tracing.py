@@ -37,7 +37,7 @@ def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> in
 
 
 #: Operations that torch's counter does not know.
-_ATTENTION = {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops}
+_ATTENTION = {torch_compat.FLASH_ATTENTION_ON_CPU: _attention_flops}
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _count_work(
         with (
             FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
             SizeRecorder(rows).on(module) as recorder,
-            count_saved_bytes(lambda each: each._cdata) as counted,
+            count_saved_bytes(torch_compat.storage_key) as counted,
         ):
             hooks = list(_mark_divided(module, plan, counted))
             run_layer(module, inputs, autocast)
@@ -283,7 +283,7 @@ def _count_work(
         inner = dict(module.named_modules()).get(path)
         within = SavedBytes()
         if inner is not None:
-            with count_saved_bytes(lambda each: each._cdata) as within:
+            with count_saved_bytes(torch_compat.storage_key) as within:
                 hooks = list(_count_within(inner, within))
                 run_layer(module, inputs, autocast)
             for hook in hooks:

@@ -1,0 +1,63 @@
+"""Parts of torch that are not public. ``reshard`` uses only public names elsewhere, with three exceptions.
+
+``sharding/spec`` and ``forks`` lie below this module. ``compression/fsdp_collectives`` derives classes from private
+ones, which are slow to import. The engine of ``reshard.scheduler`` has its own module of this name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def held_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
+    """The children of a module, as the dict that it keeps them in."""
+    return module._modules
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """The number of changes of a tensor in place."""
+    return tensor._version
+
+
+def local_of(array: Any) -> torch.Tensor:
+    """The local tensor of a DTensor, outside of autograd; another tensor as it is."""
+    local: torch.Tensor = getattr(array, "_local_tensor", array)
+    return local
+
+
+def has_hooks(parameter: torch.Tensor) -> bool:
+    """Whether hooks expect one call with the whole gradient of a backward."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_saved_tensor_hooks() -> bool:
+    """Whether hooks replace the tensors that autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def is_transformed(array: torch.Tensor) -> bool:
+    """Whether a tensor belongs to a ``torch.func`` transform."""
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
+
+
+def not_compiled(function: F) -> F:
+    """Decorate a function that torch.compile must call instead of trace: it exchanges messages with other ranks."""
+    wrapped: F = torch._disable_dynamo(function)  # torch.compiler.disable would import the compiler at once
+    return wrapped
+
+
+def is_alive(process_group: Any) -> bool:
+    """Whether torch knows this process group and has not destroyed it."""
+    return process_group is not None and process_group in c10d._world.pg_map
+
+
+def store_of(process_group: dist.ProcessGroup) -> dist.Store:
+    """The store that the ranks of a process group met in."""
+    return c10d._get_process_group_store(process_group)
