@@ -305,8 +305,6 @@ class Pipe:
                     module = placement.wrap(module, device_mesh["depth"])
             elif placement.dp > 1:
                 wrap = placement.wrap or (fsdp if placement.tp > 1 else ddp)
-                if wrap is ddp and not any(each.requires_grad for each in module.parameters()):
-                    wrap = _unwrapped  # DDP refuses a module without gradients
                 module = wrap(module, device_mesh["dp"])
             made[stage] = module
         return made
@@ -323,11 +321,6 @@ def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
         return auto_schedule(pipeline, num_microbatches, can_split=can_split, memory_limit_bytes=memory_limit_bytes)
 
     return build
-
-
-def _unwrapped(module: torch.nn.Module, _: Any) -> torch.nn.Module:
-    """The module unwrapped."""
-    return module
 
 
 def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:

@@ -26,9 +26,13 @@ Wrap = Callable[[Any, Any], Any]
 
 
 def ddp(module: Any, device_mesh: Any) -> Any:
-    """Replicate a stage over ``device_mesh`` with ``DistributedDataParallel``."""
+    """Replicate a stage over ``device_mesh`` with ``DistributedDataParallel``, or as it does if the stage is frozen."""
     from torch.nn.parallel import DistributedDataParallel
 
+    from ..runtime.data_parallel import FrozenReplicas
+
+    if not any(each.requires_grad for each in module.parameters()):
+        return FrozenReplicas(module, device_mesh.get_group())
     return DistributedDataParallel(module, process_group=device_mesh.get_group())
 
 

@@ -24,6 +24,30 @@ from ..graph import Pipeline
 from . import torch_compat
 
 
+class FrozenReplicas(torch.nn.Module):
+    """Replicas of a module without trainable parameters, which DDP refuses.
+
+    As DDP does, it gives all replicas the parameters and buffers of the first one now. The engine synchronizes buffers
+    before each step, as it does under DDP.
+    """
+
+    def __init__(self, module: torch.nn.Module, process_group: Any) -> None:
+        super().__init__()
+        self.module, self.process_group = module, process_group
+        self.broadcast_buffers = self.require_forward_param_sync = True
+        self.parameters_to_ignore: frozenset[str] = frozenset()
+        for each in (*module.parameters(), *module.buffers()):
+            dist.broadcast(each.detach(), group=process_group, group_src=0)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module."""
+        return self.module(*args, **kwargs)
+
+
+#: Wrappers of a whole stage whose replicas the engine synchronizes.
+REPLICATED = (DistributedDataParallel, FrozenReplicas)
+
+
 def check_module(stage: int, module: Any) -> None:
     """Raise ArgumentError unless the module can run in a pipeline."""
     if not isinstance(module, torch.nn.Module):
@@ -98,8 +122,8 @@ def plain_parameters(
 
 
 def without_ddp(module: torch.nn.Module) -> torch.nn.Module:
-    """The module that DDP wraps, or the module itself."""
-    inside: torch.nn.Module = module.module if isinstance(module, DistributedDataParallel) else module
+    """The module that DDP or :class:`FrozenReplicas` wraps, or the module itself."""
+    inside: torch.nn.Module = module.module if isinstance(module, REPLICATED) else module
     return inside
 
 
@@ -115,9 +139,7 @@ def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> No
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     plain = [each for each in parameters if not hasattr(each, "to_local")]
     # a tensor-parallel module keeps its plain parameters equal on all ranks
-    are_summed = isinstance(module, DistributedDataParallel) or (
-        len(plain) < len(parameters) and not _fsdp_modules(module)
-    )
+    are_summed = isinstance(module, REPLICATED) or (len(plain) < len(parameters) and not _fsdp_modules(module))
     if plain and not are_summed and is_sharded(pipeline, stage):
         warnings.warn(
             f"ranks of stage {stage} hold shards of the tensors on its edges, but nothing sums the gradients of "
@@ -163,7 +185,7 @@ def check_loss_replicas(stage: int, module: Any, num_loss_shards: LossShards, nu
             f"stage {stage} gives a loss on {num_ranks} rank{'s' * (num_ranks > 1)}, but num_loss_shards is {number}; "
             "if stages with a loss differ, pass num_loss_shards={stage: number, ...}"
         )
-    if isinstance(module, DistributedDataParallel):
+    if isinstance(module, REPLICATED):
         wrapper, replicas = "DDP", dist.get_world_size(module.process_group)
     else:
         wrapper, replicas = "FSDP", len(fsdp_ranks(module))

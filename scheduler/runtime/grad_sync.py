@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from reshard.api.tensor_checks import has_overlapping_elements
 from reshard.coordination import Group, Monitor, Request, find_channel, resolve
@@ -27,7 +26,7 @@ from reshard.sharding import Mesh
 
 from . import torch_compat
 from .compression import CodedSums
-from .data_parallel import fsdp_ranks
+from .data_parallel import REPLICATED, fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
 POLL_SECONDS = 0.0005
@@ -48,7 +47,7 @@ def find_replicas(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[in
     Raises:
         ArgumentError: the process group of DDP or FSDP has a rank that is not in the mesh of the stage.
     """
-    if not isinstance(module, DistributedDataParallel):
+    if not isinstance(module, REPLICATED):
         if group.process_group is not None:
             _check_inside(stage, "FSDP", [group.translate(rank) for rank in fsdp_ranks(module)], mesh)
         return ()
@@ -77,7 +76,7 @@ class ReplicaSync:
 
     Args:
         stage: index of the stage.
-        module: the module, wrapped by DDP.
+        module: the module, wrapped by DDP or FrozenReplicas.
         group: group of the engine.
         ranks: ranks of the replicas in ``group``, ascending.
         device: device type of the module.
@@ -99,7 +98,8 @@ class ReplicaSync:
         timeout_seconds: float,
         coded: CodedSums | None = None,
     ) -> None:
-        self.stage, self._module, self._timeout_seconds, self.coded = stage, module, timeout_seconds, coded
+        self.stage, self._module, self._device = stage, module, device
+        self._timeout_seconds, self.coded = timeout_seconds, coded
         self._group, self._channel = group, find_channel(group, ranks)
         outline = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
         request = Request(group.rank, outline, hostname=group.hostname)
@@ -268,7 +268,7 @@ class ReplicaSync:
         """Integers as an int64 tensor on the device of the module, from which its connections can send."""
         named = itertools.chain(self._module.module.named_parameters(), self._buffers())
         first = next((each for name, each in named if self._is_synced(name)), None)
-        return torch.tensor(numbers, dtype=torch.int64, device=None if first is None else first.device)
+        return torch.tensor(numbers, dtype=torch.int64, device=self._device if first is None else first.device)
 
     def _all_reduce(
         self,

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from reshard.api.mover import Mover
 from reshard.coordination import Group
@@ -16,7 +15,7 @@ from reshard.plan import Plan
 from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape
 
 from ..graph import Pipeline
-from .data_parallel import find_parameter, is_sharded
+from .data_parallel import REPLICATED, find_parameter, is_sharded
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def check_ties(
 
 def _is_plain(module: torch.nn.Module, name: str) -> bool:
     """Whether no wrapper sums the gradients of the replicas of a parameter."""
-    return not isinstance(module, DistributedDataParallel) and not hasattr(find_parameter(module, name), "to_local")
+    return not isinstance(module, REPLICATED) and not hasattr(find_parameter(module, name), "to_local")
 
 
 def _layout(tie: TiedParameter, pipeline: Pipeline, stage: int) -> AnyLayout:

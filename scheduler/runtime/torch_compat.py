@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -142,7 +143,8 @@ def has_comm_hooks(ddp: Any) -> bool:
 
 def reset_reducer(ddp: Any) -> None:
     """Make DDP's reducer forget a forward, which may have prepared it for a backward."""
-    ddp.reducer._reset_state()
+    if isinstance(ddp, DistributedDataParallel):
+        ddp.reducer._reset_state()
 
 
 def fsdp_ranks(module: Any) -> list[int] | None:

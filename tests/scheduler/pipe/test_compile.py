@@ -93,8 +93,10 @@ def test_an_error_of_one_rank_is_raised_on_all():
         assert found[2].endswith("a batch must be a dict of tensors, a tensor or a tuple of tensors, not NoneType")
 
 
-def make_frozen():
+def make_frozen(layer=None):
     model = make_chain()
+    if layer is not None:
+        model.layers[0] = layer
     model.head = nn.Linear(8, 11, bias=False)
     for part in (model.embed, *model.layers[:2]):
         part.requires_grad_(False)
@@ -107,3 +109,21 @@ def test_stage_without_trainable_parameters_is_replicated():
         make_frozen, [make_batch(seed) for seed in range(3)], make_batch(9), lambda model, batch: model(**batch)
     )
     check_equal(case, pipe_of(["layers.2"], "2x1,1x1"), 3)
+
+
+def train_frozen_counter(rank):
+    torch.set_num_threads(1)
+    torch.manual_seed(rank)
+    counter = Counter()  # of unlike values on the replicas
+    with rs.Pipe(make_frozen(counter), ["layers.2"], stages="2x1,1x1").compile(make_batch(0), 4) as engine:
+        if rank == 1:
+            counter.count.fill_(100)
+        engine.step(make_batch(0))
+        engine.step(make_batch(1))
+        return float(counter.count), counter.layer.weight.sum().item()
+
+
+def test_replicas_of_a_frozen_stage_have_the_parameters_and_buffers_of_the_first():
+    first, second, _ = run_processes(train_frozen_counter, 3)
+    assert first == second
+    assert first[0] == 8
