@@ -21,13 +21,15 @@ from ..passes.compression import CodecChoice, choose_codecs, code_edges
 from ..runtime.engine import Engine
 from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
-from .partition.batches import BatchOutline
+from .partition.batches import BatchOutline, Entry
 from .partition.stage_graph import Skeleton, StageGraph
 from .partition.stage_mesh import num_row_shards
 from .profile import Profile, ScheduleBuilder
 
 #: Most programs that an engine keeps, for batches of different shapes.
 MOST_PROGRAMS = 8
+#: Most stage graphs that it keeps, for batches of different outlines.
+MOST_GRAPHS = 32
 
 
 class Planner:
@@ -40,8 +42,8 @@ class Planner:
 
     def __init__(self, skeleton: Skeleton, meshes: Sequence[Mesh]) -> None:
         self._skeleton, self.meshes = skeleton, tuple(meshes)
-        self._graphs: dict[tuple[Any, ...], StageGraph] = {}
-        self._without_rows: dict[Any, str | None] = {}
+        self._graphs: collections.OrderedDict[tuple[Entry, ...], StageGraph] = collections.OrderedDict()
+        self._failures: dict[tuple[Entry, ...], dict[int, str | None]] = {}  # of stages that get no rows, as text
 
     @property
     def first_rank(self) -> int:
@@ -57,18 +59,23 @@ class Planner:
         key = outline.entries
         if key not in self._graphs:
             self._graphs[key] = self._skeleton.find(outline)
+            if len(self._graphs) > MOST_GRAPHS:
+                oldest, _ = self._graphs.popitem(last=False)
+                self._failures.pop(oldest, None)
+        self._graphs.move_to_end(key)
         return self._graphs[key]
 
     def check_no_rows(self, outline: BatchOutline, stage: int, rows: int) -> None:
         """Raise ArgumentError if a stage under FSDP fails on a replica that has none of a microbatch's rows."""
-        key = (outline.entries, stage)
-        if key not in self._without_rows:
-            self._without_rows[key] = self._skeleton.find_failure_without_rows(outline, self.graph(outline), stage)
-        if self._without_rows[key] is not None:
+        graph = self.graph(outline)
+        failures = self._failures.setdefault(outline.entries, {})
+        if stage not in failures:
+            failures[stage] = self._skeleton.find_failure_without_rows(outline, graph, stage)
+        if failures[stage] is not None:
             replicas = num_row_shards(self.meshes[stage])
             raise ArgumentError(
                 f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has {rows} "
-                f"row{'s' * (rows > 1)}, and the stage does not run on 0 rows ({self._without_rows[key]}); pass at "
+                f"row{'s' * (rows > 1)}, and the stage does not run on 0 rows ({failures[stage]}); pass at "
                 f"least {replicas} rows, or use DDP"
             )
 
@@ -115,7 +122,7 @@ class Programs:
 
     def find(self, outline: BatchOutline, sizes: tuple[int, ...], schedule: Schedule | None) -> Program:
         """The program for microbatches of these numbers of rows. All ranks keep the same programs."""
-        key = (outline.entries, sizes, schedule)
+        key = (self._planner.graph(outline), sizes, schedule)  # not the outline: scalars may change with each batch
         if key in self._programs:
             self._programs.move_to_end(key)
             return self._programs[key]

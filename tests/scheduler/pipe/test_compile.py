@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import reshard.scheduler as rs
 from reshard.errors import ReshardError
+from reshard.scheduler.pipe import planner
 from reshard.testing import run_processes
 from tests.scheduler.pipe.test_pipe import Chain, make_batch, make_chain
 from tests.support.whole_models import Case, check_equal, pipe_of
@@ -127,3 +129,30 @@ def test_replicas_of_a_frozen_stage_have_the_parameters_and_buffers_of_the_first
     first, second, _ = run_processes(train_frozen_counter, 3)
     assert first == second
     assert first[0] == 8
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, scale):
+        return self.second(self.first(x) * scale).square().mean()
+
+
+def step_with_changing_scalars(rank):
+    torch.set_num_threads(1)
+    batch, num = {"x": torch.ones(4, 4)}, planner.MOST_GRAPHS + 2
+    model, losses = Scaled(), []
+    with rs.Pipe(model, ["second"], stages="1x1,1x1").compile(batch | {"scale": 0.5}, 2) as engine:
+        made = mock.Mock(side_effect=engine._engine.make_program)
+        engine._engine.make_program = made
+        for number in range(num):
+            losses.append(engine.evaluate(batch | {"scale": float(number)}).loss)
+        return losses, made.call_count, len(engine._planner._graphs)
+
+
+def test_scalars_that_change_with_each_batch_share_one_program_and_few_graphs():
+    for losses, made, graphs in run_processes(step_with_changing_scalars, 2):
+        assert len(set(losses)) == len(losses)
+        assert (made, graphs) == (0, planner.MOST_GRAPHS)
