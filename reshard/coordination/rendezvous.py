@@ -164,7 +164,9 @@ class Rendezvous:
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
-            raise explain_lost_store(self.group, error) from error
+            explained = explain_lost_store(self.group, error)
+            self.links.reason = describe_error(explained)
+            raise explained from error
         finally:
             self._publish_waiting(None)
 
@@ -225,6 +227,8 @@ class Rendezvous:
             decision = Decision(error=describe_error(error))
         self._number += 1
         decision = replace(decision, round=self._number)
+        # ranks that get no answer learn from this rank's goodbye why the round ended
+        self.links.reason = None if len(hub.pending) == len(others) else decision.error
         hub.in_round = False
         hub.answer(decision.__dict__)
         return decision

@@ -9,6 +9,7 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import reshard
 import reshard.api.call
@@ -18,6 +19,7 @@ from reshard.coordination.communicator import find_channel
 from reshard.coordination.process_group import find_group
 from reshard.runtime.transport import BrokenConnectionError
 from reshard.testing.processes import LaunchError, run_processes
+from tests.support.interpreters import find_free_port
 
 ROWS = Layout(Mesh.of("2"), "S0")
 COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
@@ -157,6 +159,28 @@ def _leaves_early(rank):
 
 def test_rank_that_exits_after_its_part_does_not_fail_the_others():
     assert run_processes(_leaves_early, 4) == [True] * 4
+
+
+def _calls_after_the_store_is_gone(rank, _, port):
+    """Rank 0, which serves the store and leads the rounds, learns of the death and exits before rank 1 calls."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4", "RANK": str(rank)}
+    dist.init_process_group("gloo")
+    source = torch.ones(3, 4) if rank < 2 else None
+    reshard.reshard(source, ROWS, COLS, shape=(6, 4))
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(rank == 1)
+    with pytest.raises(reshard.RemoteError) as caught:
+        reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=8)
+    return str(caught.value)
+
+
+def test_rank_that_calls_after_the_others_have_left_names_the_dead_one():
+    with pytest.raises(LaunchError) as caught:
+        run_processes(_calls_after_the_store_is_gone, 4, find_free_port(), grace_seconds=30, init_group=False)
+    assert [failure.rank for failure in caught.value.failures] == [3]
+    for text in caught.value.results.values():
+        assert text.startswith("rank 3 is gone"), text
 
 
 def _explain_lost_connection(rank, lost):
