@@ -16,8 +16,8 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from reshard.formatting import unwrapped_name
 from reshard.parallel.state import find_plain_forms
 
-from ..runtime import torch_compat
-from ..runtime.data_parallel import without_ddp
+from ...runtime import torch_compat
+from ...runtime.data_parallel import without_ddp
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,25 @@
+"""Checkpoints by ``torch.distributed.checkpoint``, under the names of the whole model.
+
+A checkpoint of step 100 is the folder ``step-00000100``. Its keys are ``model.NAME``, ``optimizer.state.NAME.KEY`` and
+``optimizer.param_groups.NAME.KEY``, as in torch's flattened optimizer state, so ``torch.distributed.checkpoint`` can
+load them into the whole model in one process. The keys ``engine``, ``lr_scheduler``, ``rng.RANK`` and ``loader.RANK``
+hold pickled state. All ranks need access to the same file system.
+
+A checkpoint is written to ``step-00000100.unfinished``, which is then renamed. If a rank dies while it saves step 100
+again, the earlier checkpoint of step 100 is still there.
+"""
+
+from .folders import find_checkpoints, folder_of
+from .loading import find_entries, load
+from .saving import CHECKPOINT_TIMEOUT_SECONDS, save
+from .state import TrainingState
+
+__all__ = [
+    "CHECKPOINT_TIMEOUT_SECONDS",
+    "TrainingState",
+    "find_checkpoints",
+    "find_entries",
+    "folder_of",
+    "load",
+    "save",
+]

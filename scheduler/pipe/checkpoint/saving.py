@@ -1,0 +1,97 @@
+"""Write a checkpoint, all ranks together."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from reshard.errors import ArgumentError
+
+from .folders import begin, finish, prune, unfinished_folder
+from .state import TrainingState, rng_state
+
+#: How long ranks wait for one that writes or reads. A rank that dies is detected at once.
+CHECKPOINT_TIMEOUT_SECONDS = 3600.0
+#: ``exchange(value, error)``: the values of all ranks, by rank; an error of one rank is raised on all.
+Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
+
+
+def save(folder: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
+    """Write a checkpoint, and delete old ones. All ranks call this.
+
+    The steps are those of ``torch.distributed.checkpoint.save``. Ranks communicate by ``exchange``, which ends on all
+    of them if one fails or dies.
+    """
+    writer = dcp.FileSystemWriter(unfinished_folder(folder))
+    planner = dcp.DefaultSavePlanner()
+
+    def share(step: Callable[[], Any]) -> dict[int, Any]:
+        """Run a step on this rank, and return the results by rank. An error on one rank is raised on all."""
+        value: str | None = None
+        failure: Exception | None = None
+        try:
+            value = base64.b85encode(zlib.compress(pickle.dumps(step()))).decode()
+        except OSError as error:
+            failure = ArgumentError(f"cannot write the checkpoint {folder}: {error}")
+        except Exception as error:  # such as that a loader's state cannot be pickled
+            failure = error
+        gathered = exchange(value, failure)
+        return {rank: pickle.loads(zlib.decompress(base64.b85decode(each))) for rank, each in sorted(gathered.items())}
+
+    def plan() -> Any:
+        planner.set_up_planner(_saved_entries(state), writer.storage_meta(), state.is_first)
+        writer.set_up_storage_writer(state.is_first)
+        return writer.prepare_local_plan(planner.create_local_plan())
+
+    def write() -> Any:
+        own = global_plans[[*plans].index(state.rank)]
+        writing = writer.write_data(planner.finish_plan(own), planner)
+        writing.wait()
+        return writing.value()
+
+    def complete() -> None:
+        if state.is_first:
+            writer.finish(metadata, [*results.values()])
+            finish(folder)
+            prune(folder.parent, keep)
+
+    share(lambda: begin(folder) if state.is_first else None)
+    plans = share(plan)
+    global_plans, metadata = planner.create_global_plan([*plans.values()])
+    global_plans = writer.prepare_global_plan(global_plans)
+    results = share(write)
+    share(complete)
+
+
+def _saved_entries(state: TrainingState) -> dict[str, Any]:
+    """What this rank saves, by key."""
+    saved: dict[str, Any] = {"model": dict(state.model(for_save=True)), "engine": pickle.dumps(state.counters)}
+    saved[f"rng.{state.rank}"] = pickle.dumps(rng_state())
+    saved |= {f"feedback.{state.rank}.{name}": error for name, error in state.sums.state_dict()["errors"].items()}
+    if state.optimizer is not None:
+        saved["optimizer"] = _optimizer_state(state)
+    if state.lr_scheduler is not None:
+        saved["lr_scheduler"] = pickle.dumps(state.lr_scheduler.state_dict())
+    if state.loader is not None:
+        saved[f"loader.{state.rank}"] = pickle.dumps(state.loader.state_dict())
+    return saved
+
+
+def _optimizer_state(state: TrainingState) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for plain, group in state.optimized_parameters(for_save=True):
+        values = [state.optimizer.state.get(each, {}) for each in plain.parameters]
+        for key, value in values[0].items():
+            has_shape = isinstance(value, torch.Tensor) and value.shape == plain.parameters[0].shape
+            flat[f"state.{plain.name}.{key}"] = plain.join([each[key] for each in values]) if has_shape else value
+        for key, value in group.items():
+            if key != "params":
+                flat[f"param_groups.{plain.name}.{key}"] = value
+    return flat

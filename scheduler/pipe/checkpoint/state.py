@@ -1,0 +1,85 @@
+"""What one rank saves and loads: modules, optimizer, scheduler, loader, counters, random number generators."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...runtime.compression import StageSums
+from .plain_parameters import PlainParameter, divide_state
+
+
+@dataclass(frozen=True)
+class TrainingState:
+    """What one rank saves to a checkpoint, or loads from it.
+
+    Attributes:
+        rank: of this process. is_first: whether it decides for all. modules: ``{stage: module}`` of this rank.
+        ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
+        optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
+        counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.
+        sums: coded sums of gradients, whose errors are saved and loaded.
+    """
+
+    rank: int
+    is_first: bool
+    modules: Mapping[int, torch.nn.Module]
+    ties: Sequence[Mapping[int, str]]
+    optimizer: Any
+    lr_scheduler: Any
+    loader: Any
+    counters: dict[str, Any]
+    sums: StageSums
+
+    def model(self, for_save: bool = False) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and persistent buffers, with their names in the whole model."""
+        found: list[tuple[str, torch.Tensor]] = []
+        for stage, module in self.modules.items():
+            parameters, buffers = divide_state(module)
+            found += [
+                (each.name, each.join(each.parameters))
+                for each in parameters
+                if not for_save or self.saves(stage, each.name)
+            ]
+            found += buffers.items()
+        return found
+
+    def optimized_parameters(self, for_save: bool = False) -> list[tuple[PlainParameter, dict[str, Any]]]:
+        """``(parameter, parameter group)`` of each parameter in the optimizer; a tied one once per name."""
+        groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
+        every = [(stage, each) for stage, module in self.modules.items() for each in divide_state(module)[0]]
+        return [
+            (each, groups[id(each.parameters[0])])
+            for stage, each in every
+            if id(each.parameters[0]) in groups and (not for_save or self.saves(stage, each.name))
+        ]
+
+    def saves(self, stage: int, name: str) -> bool:
+        """Whether a stage saves its parameter of this name. If stages share it under one name, the first does."""
+        return not any(tie.get(stage) == name and name in (tie[s] for s in tie if s < stage) for tie in self.ties)
+
+    def aliases(self, name: str) -> list[str]:
+        """The name, then the other names of the same parameter."""
+        return [name, *(each for tie in self.ties if name in tie.values() for each in tie.values() if each != name)]
+
+
+def rng_state() -> dict[str, Any]:
+    """States of the random number generators of torch, Python and NumPy."""
+    state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def restore_rng(state: Mapping[str, Any]) -> None:
+    """Restore what :func:`rng_state` returned."""
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
