@@ -72,6 +72,8 @@ struct Search {
     std::vector<std::pair<int64_t, int64_t>> fronts;   // by state: [begin, end) in `points`
     std::vector<Front> merged;                         // by (cut, class, at): what follows a stage, of a chain
     std::vector<char> is_merged;
+    std::vector<char> can_stand;                       // by (class, first, end): whether any option is fast and fits
+    std::vector<char> in_plan;                         // by (first, at): whether stages can stand before and from here
 
     int64_t state(int64_t first, int64_t end, int64_t at, int64_t c) const {
         const int64_t ends = is_chain ? 1 : size;
@@ -153,7 +155,49 @@ struct Search {
         return is_fast;
     }
 
+    // Finds the states that a plan may pass through: their suffix can be divided into stages that are fast enough and
+    // fit with one microbatch, and so can the layers before it, on the devices before it. All others are skipped.
+    void find_states() {
+        std::vector<double> most_memory(num_classes, -INFINITE);
+        for (int64_t c = 0; c < num_classes; ++c)
+            for (int64_t at = 1; at < num_ends; ++at)
+                if (next_at[c * num_ends + at] >= 0)
+                    most_memory[c] = std::max(most_memory[c], memory[c * num_ends + at]);
+        can_stand.assign(num_classes * size * size, 0);
+        for (int64_t o = 0; o < num_options; ++o)
+            for (int64_t first = 0; first < num_layers; ++first)
+                for (int64_t end = first + 1; end < size; ++end) {
+                    const int64_t entry = (o * size + first) * size + end, c = option_class[o];
+                    if (forward[entry] + backward[entry] <= pace && fixed[entry] + activation[entry] <= most_memory[c])
+                        can_stand[(c * size + first) * size + end] = 1;
+                }
+        const auto for_stages = [&](int64_t first, int64_t at, const auto &visit) {
+            for (int64_t c = 0; c < num_classes; ++c) {
+                const int64_t rest = next_at[c * num_ends + at];
+                for (int64_t end = first + 1; rest >= 0 && end < size; ++end)
+                    if (can_stand[(c * size + first) * size + end] && visit(end * num_ends + rest))
+                        return true;
+            }
+            return false;
+        };
+        std::vector<char> has_rest(size * num_ends, 0); // whether the layers from here on can be divided
+        has_rest[num_layers * num_ends] = 1;
+        for (int64_t first = num_layers - 1; first >= 0; --first)
+            for (int64_t at = 1; at < num_ends; ++at)
+                has_rest[first * num_ends + at] = for_stages(first, at, [&](int64_t next) { return has_rest[next] != 0; });
+        in_plan.assign(size * num_ends, 0);
+        in_plan[num_ends - 1] = has_rest[num_ends - 1];
+        for (int64_t first = 0; first < num_layers; ++first)
+            for (int64_t at = num_ends - 1; at > 0; --at)
+                if (in_plan[first * num_ends + at])
+                    for_stages(first, at, [&](int64_t next) {
+                        in_plan[next] = has_rest[next];
+                        return false;
+                    });
+    }
+
     void run() {
+        find_states();
         fronts.assign(num_layers * (is_chain ? 1 : size) * num_ends * num_classes, {0, 0});
         if (is_chain) {
             merged.resize(size * num_classes * num_ends);
@@ -164,10 +208,12 @@ struct Search {
             for (int64_t at = 1; at < num_ends; ++at)
                 for (int64_t c = 0; c < num_classes; ++c) {
                     const int64_t rest = next_at[c * num_ends + at];
-                    if (rest < 0)
+                    if (rest < 0 || !in_plan[first * num_ends + at])
                         continue;
                     front.clear();
                     for (int64_t end = first + 1; end < size; ++end) {
+                        if (!can_stand[(c * size + first) * size + end] || !in_plan[end * num_ends + rest])
+                            continue;
                         const bool is_fast = extend(front, scratch, first, end, c, at, end == num_layers);
                         if (!is_chain) {
                             keep(front, state(first, end, at, c));

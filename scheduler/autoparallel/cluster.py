@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import itertools
 from dataclasses import dataclass
@@ -79,12 +80,28 @@ class Cluster:
 
     def hosts_of(self, first: int, end: int) -> tuple[tuple[int, int, int], ...]:
         """``(host, first rank, end)`` of each host of ranks ``first`` to ``end - 1``, without its other ranks."""
-        return tuple((h, max(a, first), min(b, end)) for h, a, b in self.hosts if a < end and b > first)
+        at, stop = bisect.bisect_right(self._first_ranks, first) - 1, bisect.bisect_left(self._first_ranks, end)
+        return tuple((h, max(a, first), min(b, end)) for h, a, b in self.hosts[max(at, 0) : stop] if b > first)
 
     def is_mesh(self, first: int, end: int) -> bool:
         """Whether ranks ``first`` to ``end - 1`` are on one host, or are all ranks of their hosts."""
-        parts = self.hosts_of(first, end)
-        return len(parts) == 1 or all((h, a, b) in self.hosts for h, a, b in parts)
+        at, last = (bisect.bisect_right(self._first_ranks, rank) - 1 for rank in (first, end - 1))
+        return at == last or (self.hosts[at][1] == first and self.hosts[last][2] == end)
+
+    @cached_property
+    def host_starts(self) -> frozenset[int]:
+        """First rank of each host."""
+        return frozenset(first for _, first, _ in self.hosts)
+
+    @cached_property
+    def host_ends(self) -> frozenset[int]:
+        """End of the ranks of each host."""
+        return frozenset(end for _, _, end in self.hosts)
+
+    @cached_property
+    def _first_ranks(self) -> list[int]:
+        """First rank of each host, ascending."""
+        return [first for _, first, _ in self.hosts]
 
     def memory_of(self, first: int, end: int) -> float:
         """The least memory in bytes of a device of ranks ``first`` to ``end - 1``."""

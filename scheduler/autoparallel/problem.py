@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -108,8 +108,10 @@ class Problem:
     compression: Policy | None = None
     codes_all: bool = False
     prices: EdgePrices = field(init=False, compare=False)
+    memo: dict[Hashable, Any] = field(init=False, compare=False, repr=False)
     _layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = field(init=False, compare=False)
     _choices: dict[tuple[int, int], tuple[Choice, ...]] = field(init=False, compare=False)
+    _places: dict[tuple[int, int], Place] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
@@ -128,8 +130,8 @@ class Problem:
             codecs = self.compression.pair("pp")
         prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds, codecs)
         object.__setattr__(self, "prices", prices)
-        object.__setattr__(self, "_layer_costs", {})
-        object.__setattr__(self, "_choices", {})
+        for name in ("memo", "_layer_costs", "_choices", "_places"):
+            object.__setattr__(self, name, {})
 
     @cached_property
     def host_devices(self) -> int:
@@ -189,7 +191,9 @@ class Problem:
 
     def place(self, first: int, end: int) -> Place:
         """The place of ranks ``first`` to ``end - 1``."""
-        return Place.of(self.cluster, self.profile, first, end)
+        if (first, end) not in self._places:
+            self._places[first, end] = Place.of(self.cluster, self.profile, first, end)
+        return self._places[first, end]
 
     def stage_cost(self, stage: StagePlan, microbatches: int) -> StageCost:
         """The cost of a stage for one of ``microbatches`` equal microbatches."""

@@ -59,10 +59,9 @@ def best_plans(problem: Problem) -> Iterator[Candidate]:
         if made is None:
             continue
         tables[count], prices[count] = made, {}
-        paces = pace_grid(made)
-        trip, _, _ = made.best_stages(math.inf if not paces else paces[-1] * 1e6, {})
+        trip = made.least_trip()
         if trip < math.inf:
-            heap += [_Entry(trip + (count - 1) * pace, count, pace, False, ()) for pace in paces]
+            heap += [_Entry(trip + (count - 1) * pace, count, pace, False, ()) for pace in pace_grid(made)]
     heapq.heapify(heap)
     while heap:
         entry = heapq.heappop(heap)

@@ -26,8 +26,11 @@ from reshard import _native
 
 from ...ir.communication import RECVS_AHEAD
 from ..choices import Choice, GridShape
-from ..problem import Problem, Stages, cut_row_bytes
+from ..costs import Place
+from ..problem import Problem, Stages
 from ..result.stages import StagePlan
+from .option_tables import OptionTables, num_recomputed
+from .range_bytes import RangeBytes, bytes_of_cuts
 
 #: Parts of a stage's layers that are recomputed, from its first layer on.
 RECOMPUTED_PARTS = (0.0, 0.5, 1.0)
@@ -117,6 +120,34 @@ class Tables:
         )  # fmt: skip
         return trip, excess, tuple(self.stage(*each) for each in chosen)
 
+    def least_trip(self) -> float:
+        """A round trip that no plan beats at any pace; infinite if no plan fits the memory at any pace.
+
+        It is the least sum of the times of stages if edges take no time, each with one microbatch in flight.
+        """
+        num_ends, size = len(self.ends), len(self.problem.graph.layers) + 1
+        seconds = self.forward + self.backward
+        needed = self.fixed + self.activation
+        fastest: dict[tuple[bytes, float], np.ndarray] = {}  # ``[first, end]``, of the options of a position
+        least = np.full((num_ends, size), np.inf)
+        least[0, -1] = 0.0  # no layer and no device is left
+        for at in range(1, num_ends):
+            for c in np.flatnonzero(self.next_at[:, at] >= 0):
+                rest, memory = least[self.next_at[c, at]], float(self.memory[c, at])
+                options = np.flatnonzero(self.allowed[:, at] & (self.option_class == c))
+                key = (options.tobytes(), memory)
+                if key not in fastest:
+                    fits = np.where(needed[options] <= memory, seconds[options], np.inf)
+                    fastest[key] = np.where(self._is_range, fits.min(axis=0, initial=np.inf), np.inf)
+                least[at] = np.minimum(least[at], (fastest[key] + rest).min(axis=1))
+        return float(least[-1, 0]) * (1 - 1e-9)
+
+    @cached_property
+    def _is_range(self) -> np.ndarray:
+        """``[first, end]``: whether it is a range of layers."""
+        size = len(self.problem.graph.layers) + 1
+        return np.triu(np.ones((size, size), dtype=bool), 1)
+
     def edge_index(self, src: StagePlan, dst: StagePlan) -> int:
         """The index of the edge between two stages that follow each other."""
         num_classes, num_ends = self.next_at.shape
@@ -142,78 +173,74 @@ class Tables:
         return StagePlan(first, end, begin, begin + self.classes[chosen.stage_class].num_ranks, choices)
 
 
-def num_recomputed(part: float, count: int) -> int:
-    """How many of ``count`` layers are recomputed."""
-    return int(np.ceil(part * count - 1e-9))
-
-
 def make_tables(problem: Problem, microbatches: int) -> Tables | None:
-    """The tables of a problem; None if no stage can have its rows."""
-    cluster, graph, rows = problem.cluster, problem.graph, problem.rows // microbatches
-    total, num = cluster.num_ranks, len(graph.layers)
+    """The tables of a problem, made once for each number of microbatches; None if no stage can have its rows."""
+    key = ("tables of stages", microbatches)
+    if key not in problem.memo:
+        problem.memo[key] = _make_tables(problem, microbatches)
+    return problem.memo[key]
+
+
+def _make_tables(problem: Problem, microbatches: int) -> Tables | None:
+    graph, rows = problem.graph, problem.rows // microbatches
     ends = _reachable(problem)
     classes, options, places = _find_options(problem, ends, rows)
     if not options:
         return None
-    at_of = {used: at for at, used in enumerate(ends)}
-    shape = (len(classes), len(ends))
-    next_at = np.full(shape, -1, dtype=np.int64)
-    port_in, port_out, memory = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    allowed = np.zeros((len(options), len(ends)), dtype=np.uint8)
-    for c, at in itertools.product(range(len(classes)), range(1, len(ends))):
-        used, size = ends[at], classes[c].num_ranks
-        begin, end = total - used, total - used + size
-        if size > used or (used - size) not in at_of or not cluster.is_mesh(begin, end):
-            continue
-        next_at[c, at] = at_of[used - size]
-        memory[c, at] = cluster.memory_of(begin, end)
-        port_in[c, at], port_out[c, at] = _port_seconds(problem, begin, end)
-        place = places.index(problem.place(begin, end))
-        for o, option in enumerate(options):
-            allowed[o, at] |= option.stage_class == c and option.place == place
-    costs = [_option_tables(problem, option, places, microbatches) for option in options]
-    received, sent = (np.zeros((num + 1, num + 1)) for _ in range(2))
-    cut = {option.choice.cols: (np.zeros((num + 1, num + 1)), np.zeros((num + 1, num + 1))) for option in options}
-    for first in range(num):
-        for end in range(first + 1, num + 1):
-            reads, writes = problem.received(first, end), problem.sent(first, end)
-            received[first, end] = rows * cut_row_bytes(reads, 1) * problem.prices.least_ratio
-            sent[first, end] = rows * cut_row_bytes(writes, 1) * problem.prices.least_ratio
-            returned = problem.returned_row_bytes(first, end)
-            for cols, (ahead, kept) in cut.items():
-                ahead[first, end] = rows * (cut_row_bytes(reads, cols) + returned / cols)
-                kept[first, end] = rows * cut_row_bytes(writes, cols)
+    class_of = np.array([option.stage_class for option in options])
+    next_at, port_in, port_out, memory, place_at = _positions(problem, ends, classes, places)
+    allowed = place_at[class_of] == np.array([option.place for option in options])[:, None]
+    tables = OptionTables(problem, microbatches)
+    costs = [tables.of(option.choice, places[option.place], option.recomputed) for option in options]
     forward, backward, activation, fixed, sync = (np.stack(each) for each in zip(*costs, strict=True))
+    exchanged = {cols: RangeBytes.of(graph, cols) for cols in {1, *(option.choice.cols for option in options)}}
     for o, option in enumerate(options):
         shards = option.choice.row_shards(classes[option.stage_class].num_ranks)
-        ahead, kept = cut[option.choice.cols]
+        cols = option.choice.cols
+        own = exchanged[cols]
+        ahead, kept = rows * (own.received + own.returned / cols), rows * own.sent
         fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / shards  # as Problem.buffer_bytes
         activation[o] += kept / shards  # as Problem.kept_bytes
+    received, sent = (rows * each * problem.prices.least_ratio for each in (exchanged[1].received, exchanged[1].sent))
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
-        problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync, allowed, next_at,
-        port_in, port_out, memory, received, sent, _bytes_of_cuts(problem, rows), factor,
+        problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync,
+        allowed.astype(np.uint8), next_at, port_in, port_out, memory, received, sent,
+        rows * bytes_of_cuts(graph), factor,
     )  # fmt: skip
 
 
-def _bytes_of_cuts(problem: Problem, rows: int) -> np.ndarray:
-    """``[first, cut, end]``: bytes of a microbatch from a stage of layers first to cut to one of layers cut to end."""
-    graph, num = problem.graph, len(problem.graph.layers)
-    sides = 1 if graph.is_chain else num + 1
-    table = np.zeros((sides, num + 1, sides))
-    for cut in range(1, num):
-        for first in range(1 if graph.is_chain else cut):
-            for end in [0] if graph.is_chain else range(cut + 1, num + 1):
-                tensors = graph.between(first, cut, end or num)
-                table[first, cut, end] = rows * sum(tensor.row_bytes for tensor in tensors)
-    return table
+def _positions(
+    problem: Problem, ends: Sequence[int], classes: Sequence[StageClass], places: Sequence[Place]
+) -> tuple[np.ndarray, ...]:
+    """``next_at``, ``port_in``, ``port_out`` and ``memory`` of :class:`Tables`, and the index of the place, -1 if none.
+
+    All are ``[class, u]``.
+    """
+    cluster, total = problem.cluster, problem.cluster.num_ranks
+    shape = (len(classes), len(ends))
+    next_at, place_at = (np.full(shape, -1, dtype=np.int64) for _ in range(2))
+    port_in, port_out, memory = np.zeros(shape), np.zeros(shape), np.zeros(shape)
+    at_of, index_of = ({value: at for at, value in enumerate(values)} for values in (ends, places))
+    sizes = np.array([each.num_ranks for each in classes])
+    for size, at in itertools.product(sorted(set(sizes.tolist())), range(1, len(ends))):
+        used = ends[at]
+        begin, end = total - used, total - used + size
+        if size > used or (used - size) not in at_of or not cluster.is_mesh(begin, end):
+            continue
+        c = sizes == size
+        next_at[c, at] = at_of[used - size]
+        memory[c, at] = cluster.memory_of(begin, end)
+        port_in[c, at], port_out[c, at] = _port_seconds(problem, begin, end)
+        place_at[c, at] = index_of[problem.place(begin, end)]
+    return next_at, port_in, port_out, memory, place_at
 
 
 def _reachable(problem: Problem) -> tuple[int, ...]:
     """Numbers of devices that a suffix of stages can use, ascending."""
     total = problem.cluster.num_ranks
     whole_hosts = total > 128  # of larger clusters, a suffix begins with a host
-    starts = {first for _, first, _ in problem.cluster.hosts}
+    starts = problem.cluster.host_starts
     reached = {0}
     for used in range(total):
         if used in reached:
@@ -228,19 +255,17 @@ def _reachable(problem: Problem) -> tuple[int, ...]:
 
 def _find_options(
     problem: Problem, ends: Sequence[int], rows: int
-) -> tuple[tuple[StageClass, ...], tuple[Option, ...], list]:
+) -> tuple[tuple[StageClass, ...], tuple[Option, ...], tuple[Place, ...]]:
     """All classes and options, and the kinds of places they stand on."""
     total, known = problem.cluster.num_ranks, set(ends)
-    places: list = []
+    places: dict[Place, int] = {}  # to its index
     by_size: dict[int, set[int]] = {}
     for used in ends[1:]:
         for size in problem.cluster.mesh_sizes:
             begin = total - used
             if size <= used and used - size in known and problem.cluster.is_mesh(begin, begin + size):
-                place = problem.place(begin, begin + size)
-                if place not in places:
-                    places.append(place)
-                by_size.setdefault(size, set()).add(places.index(place))
+                place = places.setdefault(problem.place(begin, begin + size), len(places))
+                by_size.setdefault(size, set()).add(place)
     classes: list[StageClass] = []
     options: list[Option] = []
     for size in sorted(by_size):
@@ -258,7 +283,7 @@ def _find_options(
                 for part in parts
                 for place in sorted(by_size[size])
             ]
-    return tuple(classes), tuple(options), places
+    return tuple(classes), tuple(options), tuple(places)
 
 
 def _port_seconds(problem: Problem, begin: int, end: int) -> tuple[float, float]:
@@ -269,63 +294,13 @@ def _port_seconds(problem: Problem, begin: int, end: int) -> tuple[float, float]
     """
     cluster = problem.cluster
     parts = cluster.hosts_of(begin, end)
-    starts, stops = {first for _, first, _ in cluster.hosts}, {stop for _, _, stop in cluster.hosts}
-    before = begin in starts and begin > 0
-    behind = end in stops and end < cluster.num_ranks
+    starts_host, ends_host = begin in cluster.host_starts, end in cluster.host_ends
+    before = starts_host and begin > 0
+    behind = ends_host and end < cluster.num_ranks
     rate = sum(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
-    is_shared = len(parts) == 1 and before != behind and not (begin in starts and end in stops)
+    is_shared = len(parts) == 1 and before != behind and not (starts_host and ends_host)
     per_byte = 1.0 / rate / (SHARED_PORT if is_shared else 1.0)
     return per_byte * before, per_byte * behind
-
-
-def _option_tables(problem: Problem, option: Option, places: list, count: int) -> tuple[np.ndarray, ...]:
-    """Forward, backward, activation, fixed bytes and sync of an option, each over ``[first, end]``."""
-    num, place, choice = len(problem.graph.layers), places[option.place], option.choice
-    is_able = [problem.can_have(choice, layer, layer + 1) for layer in range(num)]
-    plain, again = (
-        [
-            problem.layer_cost(layer, replace(choice, recompute=flag) if is_able[layer] else Choice(), place, count)
-            for layer in range(num)
-        ]
-        for flag in (False, True)
-    )
-    first, end = np.indices((num + 1, num + 1))
-    middle = np.minimum(first + np.ceil(option.recomputed * np.maximum(end - first, 0) - 1e-9).astype(int), num)
-
-    def total(name: str) -> np.ndarray:
-        sums = [np.concatenate([[0.0], np.cumsum([getattr(c, name) for c in costs])]) for costs in (again, plain)]
-        return (sums[0][middle] - sums[0][first]) + (sums[1][end] - sums[1][middle])
-
-    def running_max(values: Sequence[float]) -> np.ndarray:
-        table = np.zeros((num + 1, num + 1))
-        for start in range(num):
-            table[start, start + 1 :] = np.maximum.accumulate(np.array(values[start:]))
-        return table
-
-    activation = total("activation_bytes")
-    kept = np.cumsum([0.0] + [cost.activation_bytes for cost in again])
-    peaks = running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)])[first, middle]
-    recompute = np.maximum(0.0, peaks - kept[first] - activation)  # as Problem's recompute_bytes
-    fixed = total("state_bytes") + recompute + _gathered_bytes([cost.gathered_bytes for cost in plain])
-    fixed += running_max([cost.panel_bytes for cost in plain])
-    unable = np.cumsum([0] + [not each for each in is_able])
-    forward = np.where(unable[end] > unable[first], np.inf, total("forward_seconds"))
-    return forward, total("backward_seconds"), activation, fixed, total("sync_seconds")
-
-
-def _gathered_bytes(values: Sequence[float]) -> np.ndarray:
-    """``[first, end]``: sum of the two largest values of a range, and the largest once more."""
-    num = len(values)
-    table = np.zeros((num + 1, num + 1))
-    for start in range(num):
-        largest, second = 0.0, 0.0
-        for end in range(start, num):
-            if values[end] > largest:
-                largest, second = values[end], largest
-            else:
-                second = max(second, values[end])
-            table[start, end + 1] = 2 * largest + second
-    return table
 
 
 def _bound_factors(
@@ -334,14 +309,13 @@ def _bound_factors(
     """``[class, u, next class]``: seconds per byte of an edge that no plan beats."""
     total = problem.cluster.num_ranks
     factor = np.zeros((len(classes), len(ends), len(classes)))
-    memo: dict[tuple[int, int, int], float] = {}
-    for c, at, d in itertools.product(range(len(classes)), range(1, len(ends)), range(len(classes))):
-        if next_at[c, at] <= 0 or next_at[d, next_at[c, at]] < 0:
-            continue
-        begin = total - ends[at]
-        cut = begin + classes[c].num_ranks
-        stop = cut + classes[d].num_ranks
-        if (begin, cut, stop) not in memo:
-            memo[begin, cut, stop] = problem.prices.bound_per_byte((begin, cut, 1), (cut, stop, 1))
-        factor[c, at, d] = memo[begin, cut, stop]
+    sizes = np.array([each.num_ranks for each in classes])
+    rest_of = {size: next_at[np.flatnonzero(sizes == size)[0]] for size in sorted(set(sizes.tolist()))}
+    for (size, rests), at in itertools.product(rest_of.items(), range(1, len(ends))):
+        rest = rests[at]
+        begin, cut = total - ends[at], total - ends[at] + size
+        for other in rest_of if rest > 0 else ():
+            if rest_of[other][rest] >= 0:
+                bound = problem.prices.bound_per_byte((begin, cut, 1), (cut, cut + other, 1))
+                factor[np.ix_(sizes == size, [at], sizes == other)] = bound
     return factor

@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from reshard.scheduler.autoparallel import Candidate
@@ -66,6 +68,17 @@ def test_native_recurrence_equals_its_reference(seed):
             [prices[i][0] for i in at], [prices[i][1] for i in at], tables.microbatches, limit,
         )  # fmt: skip
         assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*each) for each in stages))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_no_round_trip_is_below_the_bound(seed):
+    """The bound is the least round trip if neither edges nor sums of gradients take time."""
+    problem = make_problem(600 + seed, grids=seed % 2 == 1)
+    tables = pace.make_tables(problem, problem.microbatches[0])
+    free = replace(tables, cut_bytes=np.zeros_like(tables.cut_bytes), sync=np.zeros_like(tables.sync))
+    slowest = joint.pace_grid(tables)[-1] * 1e6
+    assert tables.least_trip() == pytest.approx(free.best_stages(slowest, {})[0], rel=1e-8)
+    assert tables.least_trip() <= tables.best_stages(slowest, {})[0]
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -1,0 +1,136 @@
+"""What a stage costs under one choice of its layers, for all ranges of layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..choices import Choice
+from ..costs import LayerCost, Place
+from ..problem import Problem
+
+
+def num_recomputed(part: float, count: int) -> int:
+    """How many of ``count`` layers are recomputed."""
+    return int(np.ceil(part * count - 1e-9))
+
+
+#: Costs of layers that add up over the layers of a stage.
+SUMMED = ("forward_seconds", "backward_seconds", "activation_bytes", "state_bytes", "sync_seconds")
+
+
+class OptionTables:
+    """Makes the tables of options, for one number of microbatches. Layers of one class share their costs."""
+
+    def __init__(self, problem: Problem, microbatches: int) -> None:
+        self.problem, self.microbatches = problem, microbatches
+        self._num = len(problem.graph.layers)
+        self._first, self._end = np.indices((self._num + 1, self._num + 1))
+        self._middles: dict[float, np.ndarray] = {}
+        self._costs: dict[tuple[Choice, Place], _ChoiceCosts] = {}
+
+    def of(self, choice: Choice, place: Place, recomputed: float) -> tuple[np.ndarray, ...]:
+        """Forward, backward, activation, fixed bytes and sync over ``[first, end]``.
+
+        Args:
+            choice: of all layers. place: of the stage.
+            recomputed: part of the layers that are recomputed, from the first one on.
+        """
+        key = (replace(choice, recompute=False), place)
+        if key not in self._costs:
+            self._costs[key] = self._find_costs(*key)
+        costs, first, end = self._costs[key], self._first, self._end
+        if recomputed not in self._middles:
+            again = np.ceil(recomputed * np.maximum(end - first, 0) - 1e-9).astype(int)
+            self._middles[recomputed] = np.minimum(first + again, self._num)
+        middle = self._middles[recomputed]
+
+        def total(name: str) -> np.ndarray:
+            sums = costs.sums[name]
+            return (sums[0][middle] - sums[0][first]) + (sums[1][end] - sums[1][middle])
+
+        activation = total("activation_bytes")
+        peaks = costs.peaks[first, middle]
+        recompute = np.maximum(0.0, peaks - costs.kept[first] - activation)  # as Problem's recompute_bytes
+        fixed = total("state_bytes") + recompute + costs.gathered
+        fixed += costs.panels
+        forward = np.where(costs.unable[end] > costs.unable[first], np.inf, total("forward_seconds"))
+        return forward, total("backward_seconds"), activation, fixed, total("sync_seconds")
+
+    def _find_costs(self, choice: Choice, place: Place) -> _ChoiceCosts:
+        problem, class_of = self.problem, self.problem.class_of
+        firsts = [class_of.index(number) for number in range(len(problem.layer_classes))]
+        is_able = [problem.can_have(choice, layer, layer + 1) for layer in firsts]
+        plain, again = (
+            [
+                problem.layer_cost(
+                    layer, replace(choice, recompute=flag) if able else Choice(), place, self.microbatches
+                )
+                for layer, able in zip(firsts, is_able, strict=True)
+            ]
+            for flag in (False, True)
+        )
+        return _ChoiceCosts.of(
+            [plain[c] for c in class_of], [again[c] for c in class_of], [is_able[c] for c in class_of]
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _ChoiceCosts:
+    """Costs of all layers under one choice on one place.
+
+    Attributes:
+        sums: of each of :data:`SUMMED`, running sums from the first layer on, with all layers recomputed and with none.
+        kept: running sum of activations with all layers recomputed.
+        peaks: ``[first, end]``: most bytes that one of these recomputed layers and those before it need.
+        gathered, panels: ``[first, end]``: gathered parameters, and panels of the largest product.
+        unable: running number of layers that cannot have the choice.
+    """
+
+    sums: dict[str, tuple[np.ndarray, np.ndarray]]
+    kept: np.ndarray
+    peaks: np.ndarray
+    gathered: np.ndarray
+    panels: np.ndarray
+    unable: np.ndarray
+
+    @classmethod
+    def of(cls, plain: Sequence[LayerCost], again: Sequence[LayerCost], is_able: Sequence[bool]) -> _ChoiceCosts:
+        """From the costs of each layer without and with recomputation."""
+
+        def running_sums(name: str) -> tuple[np.ndarray, np.ndarray]:
+            both = [np.concatenate([[0.0], np.cumsum([getattr(c, name) for c in costs])]) for costs in (again, plain)]
+            return both[0], both[1]
+
+        kept = np.cumsum([0.0] + [cost.activation_bytes for cost in again])
+        return cls(
+            {name: running_sums(name) for name in SUMMED},
+            kept,
+            _running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)]),
+            _gathered_bytes([cost.gathered_bytes for cost in plain]),
+            _running_max([cost.panel_bytes for cost in plain]),
+            np.cumsum([0] + [not each for each in is_able]),
+        )
+
+
+def _running_max(values: Sequence[float]) -> np.ndarray:
+    """``[first, end]``: the largest value of a range, 0 if it is empty. No value is negative."""
+    num = len(values)
+    table = np.zeros((num + 1, num + 1))
+    table[:num, 1:] = np.maximum.accumulate(np.triu(np.broadcast_to(values, (num, num))), axis=1)
+    return table
+
+
+def _gathered_bytes(values: Sequence[float]) -> np.ndarray:
+    """``[first, end]``: sum of the two largest values of a range, and the largest once more."""
+    num = len(values)
+    table = np.zeros((num + 1, num + 1))
+    largest, second = np.zeros(num), np.zeros(num)  # of the ranges from each first layer
+    for end in range(num if any(values) else 0):
+        begun = slice(0, end + 1)
+        second[begun] = np.maximum(second[begun], np.minimum(largest[begun], values[end]))
+        largest[begun] = np.maximum(largest[begun], values[end])
+        table[begun, end + 1] = 2 * largest[begun] + second[begun]
+    return table

@@ -1,0 +1,72 @@
+"""Bytes that stages exchange, for all ranges of layers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graph import LayerGraph, Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RangeBytes:
+    """What a stage of layers ``first`` to ``end - 1`` exchanges, in bytes of one row. Arrays are ``[first, end]``.
+
+    Attributes:
+        received, sent: in a forward, of a rank of a stage that divides features over some columns.
+        returned: gradients that come back for what was sent, of all features.
+    """
+
+    received: np.ndarray
+    sent: np.ndarray
+    returned: np.ndarray
+
+    @classmethod
+    def of(cls, graph: LayerGraph, cols: int) -> RangeBytes:
+        """As :meth:`LayerGraph.between` finds the tensors, and ``cut_row_bytes`` counts them."""
+        size = len(graph.layers) + 1
+        received, sent, returned = (np.zeros((size, size)) for _ in range(3))
+        first, end = np.arange(size)[:, None], np.arange(size)[None, :]
+        upper = first < end
+        for tensor, last_holder, next_reader in _neighbours(graph):
+            nbytes = tensor.row_bytes / (cols if tensor.has_gradient else 1)
+            received += np.where(upper & (tensor.writer < first) & (next_reader[:, None] < end), nbytes, 0.0)
+            leaves = upper & (last_holder[None, :] >= first) & (tensor.readers[-1] >= end)
+            sent += np.where(leaves, nbytes, 0.0)
+            returned += np.where(leaves & tensor.has_gradient, tensor.row_bytes, 0.0)
+        return cls(received, sent, returned)
+
+
+def bytes_of_cuts(graph: LayerGraph) -> np.ndarray:
+    """``[first, cut, end]``: bytes of a row from a stage of layers first to cut to one of layers cut to end.
+
+    Chains have ``[0, cut, 0]`` only.
+    """
+    size = len(graph.layers) + 1
+    sides = 1 if graph.is_chain else size
+    table = np.zeros((sides, size, sides))
+    cut = np.arange(size)[None, :, None]
+    first, end = np.arange(sides)[:, None, None], np.arange(sides)[None, None, :]
+    if graph.is_chain:
+        end = np.full((1, 1, 1), size - 1)
+    inside = (first < cut) & (cut < end)
+    for tensor, last_holder, next_reader in _neighbours(graph):
+        crosses = (last_holder[None, :, None] >= first) & (next_reader[None, :, None] < end)
+        table += np.where(inside & crosses, tensor.row_bytes, 0)
+    return table
+
+
+def _neighbours(graph: LayerGraph) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray]]:
+    """Each tensor, with the last layer that has it before each layer (-1: none), and its first reader from there on.
+
+    If no reader is left, the latter is the number of layers + 1.
+    """
+    size = len(graph.layers) + 1
+    layers = np.arange(size)
+    for tensor in graph.tensors:
+        holders = np.array([-1, tensor.writer, *tensor.readers])
+        readers = np.array([*tensor.readers, size])
+        last_holder = holders[np.searchsorted(holders, layers, side="left") - 1]
+        yield tensor, last_holder, readers[np.searchsorted(readers, layers, side="left")]
