@@ -6,6 +6,7 @@ Only modules that need whole heads or whole features are replaced. Blocks and mo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -134,7 +135,21 @@ def _convert_gpt2(module: Any, conversion: Conversion, path: str) -> nn.Module:
     for name, child in list(module.named_children()):
         if name != "wpe":
             setattr(module, name, conversion.convert(child, f"{path}.{name}" if path else name))
+    module.register_forward_pre_hook(_omit_empty_mask, with_kwargs=True)
     return module
+
+
+def _omit_empty_mask(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """On a rank without rows, call ``GPT2Model`` without a mask, which it could not reshape. There is nothing to mask.
+
+    An exception on one rank would leave the other ranks waiting in a collective.
+    """
+    names = [*inspect.signature(module.forward).parameters][: len(args)]
+    values = {**dict(zip(names, args, strict=True)), **kwargs}
+    mask = values.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and not mask.numel():
+        values["attention_mask"] = None
+    return tuple(values.pop(name) for name in names), values
 
 
 def _convert_causal_lm(module: Any, conversion: Conversion, path: str) -> nn.Module:

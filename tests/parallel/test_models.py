@@ -252,6 +252,26 @@ def test_positions_may_come_first_and_a_cache_is_refused():
     run_processes(check_arguments, 2)
 
 
+def check_mask_of_no_rows(rank):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    tokens = make_batch(1)[0]
+    mask = torch.ones_like(tokens)
+    mask[0, 0] = 0
+    model, plain = (make_transformers_model("gpt2") for _ in range(2))
+    model = parallelize(model, Grid.make(2, 1, 1))
+    for each in (model, plain):
+        each(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
+    sync_gradients(model)
+    name = "transformer.wte.weight"
+    return relative_error(model.get_parameter(name).grad.full_tensor(), plain.get_parameter(name).grad)
+
+
+def test_a_rank_without_rows_takes_a_mask():
+    make_transformers_model("gpt2")
+    assert max(run_processes(check_mask_of_no_rows, 2)) < 2e-5
+
+
 def check_different_batches(rank):
     model = parallelize(make_gpt(), Grid.make(1, 2, 2))
     tokens, targets = make_batch(4)
