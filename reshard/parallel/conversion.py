@@ -23,6 +23,7 @@ from .layers.embedding import Embedding
 from .layers.linear import Linear
 from .layers.loss import CrossEntropy
 from .layers.norms import LayerNorm, RMSNorm
+from .optimizers import watch_optimizers
 from .products.dataflow import PANEL_WIDTH
 
 #: ``convert(module, conversion, path) -> module on the grid``.
@@ -244,6 +245,7 @@ def parallelize(
             module.declare(f"{path}." if path else "")
     kept = set(map(id, result.parameters()))
     mark_replaced([each for each in before if id(each) not in kept], "parallelize")
+    watch_optimizers()
     _Input(grid, has_local_input).attach(result)
     result.reshard_grid = grid  # type: ignore[assignment]
     return result

@@ -14,6 +14,7 @@ from reshard.runtime.gradient_sums import mark_replaced
 
 from .grid import Grid
 from .layers.attention import check_heads
+from .optimizers import check_state, is_on_grid
 
 
 def relayout(
@@ -39,13 +40,16 @@ def relayout(
 
     Raises:
         ArgumentError: the model is not on a grid, ranks differ, the model does not fit the new grid, a backward is
-            still to come, a parameter has a gradient, the policy does not fit, or there is no state to encode.
+            still to come, a parameter has a gradient, the optimizer has state that cannot move, the policy does not
+            fit, or there is no state to encode.
         ReshardError: what :func:`reshard.reshard` raises.
     """
     old_grid = getattr(model, "reshard_grid", None)
     if not isinstance(old_grid, Grid):
         raise ArgumentError("relayout needs a model that parallelize has returned")
     _check(model, old_grid, grid)
+    if optimizer is not None:
+        check_state(optimizer, model.named_parameters())
     codec = None if compression is None else compression.check_only("optimizer", "relayout")
     meshes = [each.mesh for each in (old_grid, grid)]
     parameters = _holders(model)
@@ -54,7 +58,7 @@ def relayout(
     placements: dict[str, list[Any]] = {}
     for number, (parameter, _) in enumerate(parameters):
         for key, value in [("", parameter), *state.get(parameter, {}).items()]:
-            if _is_dtensor(value):
+            if is_on_grid(value):
                 sources[f"{number}.{key}"] = value.detach().to_local()
                 placements[f"{number}.{key}"] = _placements_on_grid(value)
     coded = {name for name in sources if codec is not None and not name.endswith(".")}
@@ -74,7 +78,7 @@ def relayout(
         if parameter in state:
             old = state.pop(parameter)
             state[made] = {
-                key: _make_dtensor(moved[f"{number}.{key}"], value, grid) if _is_dtensor(value) else value
+                key: _make_dtensor(moved[f"{number}.{key}"], value, grid) if is_on_grid(value) else value
                 for key, value in old.items()
             }
     if optimizer is not None:
@@ -98,7 +102,7 @@ def _check(model: nn.Module, old_grid: Grid, grid: Grid) -> None:
     for name, parameter in model.named_parameters():
         if parameter.grad is not None:
             raise ArgumentError(f"{name!r} has a gradient; call optimizer.zero_grad() before relayout")
-        if tuple(getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", ())) != ("row", "col"):
+        if not is_on_grid(parameter):
             raise ArgumentError(f"{name!r} is not a parameter on (row, col); relayout cannot move it under FSDP")
     for module in model.modules():
         heads = getattr(module, "heads", None)
@@ -113,10 +117,6 @@ def _holders(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module,
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
     return list(found.values())
-
-
-def _is_dtensor(value: Any) -> bool:
-    return hasattr(value, "placements") and hasattr(value, "to_local")
 
 
 def _placements_on_grid(value: Any) -> list[Any]:

@@ -86,3 +86,40 @@ def check_order(rank):
 
 def test_ranks_in_any_order_give_the_plain_state():
     run_processes(check_order, 8)
+
+
+class ListState(torch.optim.SGD):
+    """Keeps earlier values of each parameter in a list."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["history"] = [parameter.detach().clone()]
+
+
+def check_optimizers(rank):
+    torch.set_num_threads(1)
+    grids = [Grid.make(1, 2, 1), Grid.make(2, 1, 1)]
+    model = parallelize(make_gpt(), grids[0])
+    before = plain_state_dict(model)
+    model(*make_batch(2)).backward()
+    for make, name in (
+        (torch.optim.Adafactor, "Adafactor"),
+        (torch.optim.Rprop, "Rprop"),
+        (lambda parameters: torch.optim.SGD(parameters, 0.1, fused=True), "SGD with fused=True"),
+    ):
+        optimizer = make(model.parameters())
+        with pytest.raises(ArgumentError, match=rf"torch\.optim\.{name} does not work on DTensors"):
+            optimizer.step()
+    model.zero_grad()
+    with pytest.raises(ArgumentError, match=r"SGD with fused=True does not work on DTensors"):
+        relayout(model, grids[1], optimizer)
+    optimizer = ListState(model.parameters(), 0.1)
+    optimizer.step()
+    with pytest.raises(ArgumentError, match="cannot move the state 'history' of ListState for"):
+        relayout(model, grids[1], optimizer)
+    assert model.reshard_grid.shape == (1, 2, 1)
+    assert all(torch.equal(before[name], value) for name, value in plain_state_dict(model).items())
+
+
+def test_optimizers_that_cannot_run_or_move_are_refused():
+    run_processes(check_optimizers, 2)
