@@ -171,6 +171,10 @@ def speed() -> None:
             f"{len(graph.layers)} layers on {8 * hosts} devices: {took:.2f} CPU s to the first exact plan, "
             f"{problem.prices.num_priced} prices; {plan.predicted_seconds:.4g} s, {len(plan.stages)} stages"
         )
+        begun = time.process_time()
+        best = decide(problem, auto(problem), moves=True)[0]
+        took = time.process_time() - begun
+        print_line(f"  auto: {took:.1f} more CPU s; {best.seconds:.4g} s, {best.candidate.text}")
 
 
 def main() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -35,79 +37,111 @@ def alpa(problem: Problem) -> tuple[Candidate, ...]:
     return tuple(sorted(found, key=lambda each: (each.predicted_seconds, each.microbatches)))[:3]
 
 
+def num_sums(problem: Problem) -> int:
+    """How many sums of times one pass of the dynamic programming compares, at most."""
+    num_ranks, num_layers = problem.cluster.num_ranks, len(problem.graph.layers)
+    return num_ranks * len(problem.cluster.mesh_sizes) * min(num_layers, num_ranks) * num_layers**2
+
+
 def best_stages(tables: Tables) -> tuple[float, Stages]:
     """Least sum of the times of all stages and m - 1 times that of the slowest one, with the stages."""
     most = min(len(tables.problem.graph.layers), tables.problem.cluster.num_ranks)
-    times = [_fastest(tables, depth) for depth in range(1, most + 1)]
-    values = np.unique(np.concatenate([each[0][np.isfinite(each[0])] for each in times]))
+    places = _Places(tables)
+    # a stage holds at most all microbatches
+    different = [places.fastest(held) for held in range(1, min(most, tables.microbatches) + 1)]
+    times = different + [different[-1]] * (most - len(different))
+    values = np.unique(np.concatenate([each[0][np.isfinite(each[0])] for each in different]))
     if not len(values):
         return math.inf, ()
     limits = values[np.concatenate([[True], np.diff(values) > SAME * values[:-1]])]
     if len(limits) > MOST_LIMITS:
         limits = limits[np.unique(np.linspace(0, len(limits) - 1, MOST_LIMITS).astype(int))]
     more = tables.microbatches - 1
-    least, best = _with_limit(tables, times, math.inf)
+    least, best = _with_limit(places, times, math.inf)
     if not best:
         return math.inf, ()
     low, high = 0, len(limits) - 1  # the tightest limit under which any stages exist
     while low < high:
         middle = (low + high) // 2
-        low, high = (low, middle) if _with_limit(tables, times, limits[middle])[1] else (middle + 1, high)
+        low, high = (low, middle) if _with_limit(places, times, limits[middle])[1] else (middle + 1, high)
     seconds = least + more * max(time for time, _ in best)
     for limit in limits[low:]:
         if least + more * limit >= seconds:
             break  # no sum is smaller than that without a limit
-        found, stages = _with_limit(tables, times, limit)
+        found, stages = _with_limit(places, times, limit)
         slowest = max(time for time, _ in stages)
         if found + more * slowest < seconds:
             seconds, best = found + more * slowest, stages
     return seconds, tuple(stage for _, stage in best)
 
 
-def _fastest(tables: Tables, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
-    """``[class, u, first, end]``: seconds of the fastest option that fits with some microbatches in flight, and it."""
-    num_classes, num_ends = tables.next_at.shape
-    size = len(tables.problem.graph.layers) + 1
-    seconds = np.full((num_classes, num_ends, size, size), np.inf)
-    option = np.zeros(seconds.shape, dtype=np.int64)
-    held = min(in_flight, tables.microbatches)
-    upper = np.triu(np.ones((size, size), dtype=bool), 1)
-    for o, c in enumerate(tables.option_class):
-        needed = tables.fixed[o] + held * tables.activation[o]
-        for at in np.flatnonzero(tables.allowed[o]):
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """The places where stages may stand. Those with the same class, memory and options share one table of times."""
+
+    tables: Tables
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, np.ndarray], ...]:
+        """``(class, u)`` of each kind of place: the numbers of devices left where a stage of the class may begin."""
+        found: dict[tuple[int, float, bytes], list[int]] = {}
+        for c, row in enumerate(self.tables.next_at):
+            for at in np.flatnonzero(row >= 0).tolist():
+                key = c, float(self.tables.memory[c, at]), self.tables.allowed[:, at].tobytes()
+                found.setdefault(key, []).append(at)
+        return tuple((c, np.array(ends)) for (c, _, _), ends in found.items())
+
+    @cached_property
+    def kind_at(self) -> dict[tuple[int, int], int]:
+        """The kind of the place of each class and ``u``."""
+        return {(c, at): kind for kind, (c, ends) in enumerate(self.kinds) for at in ends.tolist()}
+
+    def fastest(self, held: int) -> tuple[np.ndarray, np.ndarray]:
+        """``[kind, first, end]``: seconds of the fastest option that fits ``held`` microbatches, and the option."""
+        tables, size = self.tables, len(self.tables.problem.graph.layers) + 1
+        seconds = np.full((len(self.kinds), size, size), np.inf)
+        option = np.zeros(seconds.shape, dtype=np.int64)
+        upper = np.triu(np.ones((size, size), dtype=bool), 1)
+        for o, of_class in enumerate(tables.option_class):
+            needed = tables.fixed[o] + held * tables.activation[o]
             whole = tables.forward[o] + tables.backward[o] + tables.sync[o] / tables.microbatches
-            time = np.where((needed <= tables.memory[c, at]) & upper, whole, np.inf)
-            is_faster = time < seconds[c, at]
-            seconds[c, at] = np.where(is_faster, time, seconds[c, at])
-            option[c, at] = np.where(is_faster, o, option[c, at])
-    return seconds, option
+            for kind, (c, ends) in enumerate(self.kinds):
+                if c != of_class or not tables.allowed[o, ends[0]]:
+                    continue
+                time = np.where((needed <= tables.memory[c, ends[0]]) & upper, whole, np.inf)
+                is_faster = time < seconds[kind]
+                seconds[kind] = np.where(is_faster, time, seconds[kind])
+                option[kind] = np.where(is_faster, o, option[kind])
+        return seconds, option
 
 
 def _with_limit(
-    tables: Tables, times: list[tuple[np.ndarray, np.ndarray]], limit: float
+    places: _Places, times: list[tuple[np.ndarray, np.ndarray]], limit: float
 ) -> tuple[float, list[tuple[float, StagePlan]]]:
     """Least sum of stage times with no stage slower than a limit, and ``(seconds, stage)`` of each stage."""
-    num_classes, num_ends = tables.next_at.shape
-    size = len(tables.problem.graph.layers) + 1
+    tables = places.tables
+    num_ends, size = tables.next_at.shape[1], len(tables.problem.graph.layers) + 1
     sums = [np.full((num_ends, size), np.inf)]
     sums[0][0, -1] = 0.0  # no layer and no device is left
-    chosen: list[np.ndarray] = []
+    chosen: list[tuple[np.ndarray, np.ndarray]] = []
     for seconds, _ in times:
         before, now = sums[-1], np.full((num_ends, size), np.inf)
-        pick = np.zeros((num_ends, size, 2), dtype=np.int64)
-        for c in range(num_classes):
-            for at in np.flatnonzero(tables.next_at[c] >= 0):
-                rest = before[tables.next_at[c, at]]
-                if np.isinf(rest).all():
-                    continue
-                stage = np.where(seconds[c, at] <= limit, seconds[c, at], np.inf) + rest[None, :]
-                end = stage.argmin(axis=1)
-                value = stage[np.arange(size), end]
-                is_less = value < now[at]
-                now[at] = np.where(is_less, value, now[at])
-                pick[at][is_less] = np.stack([np.full(size, c), end], axis=1)[is_less]
+        classes, stops = (np.zeros((num_ends, size), dtype=np.int64) for _ in range(2))
+        for kind, (c, ends) in enumerate(places.kinds):
+            rest = before[tables.next_at[c, ends]]
+            is_reached = np.isfinite(rest).any(axis=1)
+            if not is_reached.any():
+                continue
+            at, stage = ends[is_reached], np.where(seconds[kind] <= limit, seconds[kind], np.inf)
+            sum_at = stage[None, :, :] + rest[is_reached][:, None, :]
+            end = sum_at.argmin(axis=2)
+            value = np.take_along_axis(sum_at, end[:, :, None], axis=2)[:, :, 0]
+            is_less = value < now[at]
+            now[at] = np.where(is_less, value, now[at])
+            classes[at] = np.where(is_less, c, classes[at])
+            stops[at] = np.where(is_less, end, stops[at])
         sums.append(now)
-        chosen.append(pick)
+        chosen.append((classes, stops))
     depth = min(range(1, len(sums)), key=lambda d: (sums[d][-1, 0], d))
     least = float(sums[depth][-1, 0])
     if math.isinf(least):
@@ -115,9 +149,8 @@ def _with_limit(
     stages: list[tuple[float, StagePlan]] = []
     left, first = num_ends - 1, 0
     for number in range(depth - 1, -1, -1):
-        c, end = (int(each) for each in chosen[number][left, first])
-        seconds, option = times[number]
-        chosen_option = int(option[c, left, first, end])
-        stages.append((float(seconds[c, left, first, end]), tables.stage(first, end, left, chosen_option)))
+        c, end = (int(each[left, first]) for each in chosen[number])
+        seconds, option = (each[places.kind_at[c, left], first, end] for each in times[number])
+        stages.append((float(seconds), tables.stage(first, end, left, int(option))))
         left, first = int(tables.next_at[c, left]), end
     return least, stages

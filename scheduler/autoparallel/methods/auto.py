@@ -11,7 +11,7 @@ from ..grids import why_no_grid
 from ..iteration import Evaluation, evaluate, step_bound
 from ..problem import Candidate, Problem
 from ..result.stages import StagePlan
-from .alpa import alpa
+from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .joint import joint
 from .moves import neighbours
@@ -27,6 +27,8 @@ METHODS: dict[str, Method] = {
     "alpa": alpa,
     "pure": pure,
 }
+#: ``auto`` leaves out ``alpa`` where one pass of its dynamic programming adds more times than this.
+MOST_SUMS = 250_000_000
 #: Evaluations that are improved by moves. Each may simulate this many computations for its moves.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Evaluations at the end for which ``auto_schedule`` is tried.
@@ -36,9 +38,11 @@ LEAST_GAIN = 1e-6
 
 
 def auto(problem: Problem) -> tuple[Candidate, ...]:
-    """The candidates of all methods. :func:`decide` improves them by moves."""
+    """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves."""
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
+        if method is alpa and num_sums(problem) > MOST_SUMS:
+            continue
         for candidate in method(problem):
             found.setdefault(candidate.text, candidate)
     return tuple(found.values())
