@@ -50,8 +50,8 @@ def check_cast(src: str, dst: str, what: str) -> None:
     try:
         if not is_same_kind and not _promotes(a, b):
             raise ArgumentError(f"{what}: cannot cast {src} to {dst}: values could change by more than rounding")
-        torch.zeros(1, dtype=a).to(b)
-        negative = torch.tensor([-1.0])
+        torch.zeros(1, dtype=a, device="cpu").to(b)
+        negative = torch.tensor([-1.0], dtype=torch.float32, device="cpu")
         if b.is_floating_point and float(negative.to(b).float()) > 0 and not float(negative.to(a).float()) > 0:
             raise ArgumentError(f"{what}: cannot cast {src} to {dst}, which has no negative values")
     except (RuntimeError, TypeError) as error:
@@ -90,7 +90,7 @@ def encode_source(array: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.T
     assert spec.codec is not None
     source, num_rows = array.contiguous(), spec.ndim - 1
     num_elements = spec.codec.num_elements(array.shape[num_rows:], 0)
-    coded = torch.empty((*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8)
+    coded = torch.empty((*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8, device=array.device)
     return coded, spec.codec.encode_measured(source, coded, num_rows)
 
 

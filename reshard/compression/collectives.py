@@ -22,7 +22,7 @@ def encode_rows(rows: torch.Tensor, codec: BlockCodec | None) -> torch.Tensor:
     """Rows as they travel: ``(rows, bytes)`` uint8, or the rows themselves without a codec."""
     if codec is None:
         return rows
-    coded = torch.empty(len(rows), codec.nbytes(rows.shape[1:], 0), dtype=torch.uint8)
+    coded = torch.empty(len(rows), codec.nbytes(rows.shape[1:], 0), dtype=torch.uint8, device=rows.device)
     codec.encode(rows, coded, 1)
     return coded
 

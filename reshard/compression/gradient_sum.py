@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import itertools
+import operator
 import socket
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.api.tensor_checks import has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
@@ -65,34 +68,47 @@ class GradientSum:
         feedback: bool = False,
         module: torch.nn.Module | None = None,
     ) -> None:
-        self.codec: BlockCodec | None = None if codec is None else parse_codec(codec)
+        if group is not None and not isinstance(group, dist.ProcessGroup):
+            raise ArgumentError(f"group must be a torch process group, not {type(group).__name__}")
         self._group = dist.group.WORLD if group is None else group
         self._size, self._rank = dist.get_world_size(self._group), dist.get_rank(self._group)
+        failure, given = None, None
+        try:
+            self.codec: BlockCodec | None = None if codec is None else parse_codec(codec)
+            given = _read_hosts(host_of_rank)
+            for name, flag in (("average", average), ("feedback", feedback)):
+                if not isinstance(flag, bool):
+                    raise ArgumentError(f"{name} is {flag!r}; it must be True or False")
+            if module is not None and not isinstance(module, torch.nn.Module):
+                raise ArgumentError(f"module must be a torch module, not {type(module).__name__}")
+        except ArgumentError as error:
+            failure = str(error)
+        hosts = self._agree([None if failure else codec, given, bool(average), bool(feedback)], failure)
         self._average, self.feedback = average, feedback
         named = () if module is None else module.named_parameters()
         self.names = {id(parameter): name for name, parameter in named}
-        hosts = self._agree([codec, None if host_of_rank is None else list(host_of_rank), average, feedback])
         levels = split_by_host(hosts, self._rank)
         if levels is None:
             counts = ", ".join(f"{host} has {number}" for host, number in Counter(hosts).items())
             raise ArgumentError(f"a hierarchical sum needs equally many ranks on each host, but {counts}")
         self._groups = tuple(self._new_group(ranks) for ranks in levels)
         self._inside, self._across = map(GroupLevel, self._groups)
-        self._compared: set[tuple[Any, ...]] = set()
+        self._digests: dict[tuple[Any, ...], int] = {}
         self._errors = CodingErrors()
         self._buffers: dict[str, torch.Tensor] = {}
 
-    def _agree(self, arguments: list[Any]) -> list[Any]:
-        """The host of each rank, after comparing the arguments of all ranks."""
+    def _agree(self, arguments: list[Any], failure: str | None) -> list[Any]:
+        """The host of each rank, after comparing the arguments of all ranks. Raises the error of any rank."""
         every: list[Any] = [None] * self._size
-        dist.all_gather_object(every, (arguments, socket.gethostname()), group=self._group)
-        for rank, (other, _) in enumerate(every):
+        dist.all_gather_object(every, (arguments, socket.gethostname(), failure), group=self._group)
+        _raise_first([failed for _, _, failed in every])
+        for rank, (other, _, _) in enumerate(every):
             if other != every[0][0]:
                 raise DisagreementError(
                     f"ranks disagree on a gradient sum: rank 0 passes codec, host_of_rank, average and feedback "
                     f"{every[0][0]}, rank {rank} passes {other}"
                 )
-        hosts: list[Any] = [name for _, name in every] if arguments[1] is None else arguments[1]
+        hosts: list[Any] = [name for _, name, _ in every] if arguments[1] is None else arguments[1]
         if len(hosts) != self._size:
             raise ArgumentError(f"host_of_rank has {len(hosts)} entries, but the group has {self._size} ranks")
         return hosts
@@ -104,21 +120,29 @@ class GradientSum:
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Replace each gradient by the sum or mean over all ranks, in place.
 
+        The ranks compare names, dtypes and shapes. If those of any rank are wrong or differ, all ranks raise the same
+        error, and no gradient has changed.
+
         Args:
             gradients: ``{parameter name: gradient}``, fp32, bf16 or fp16 CPU tensors; the same names in the same order
-                on all ranks. Ranks compare names, dtypes and shapes the first time that they pass them.
+                on all ranks.
 
         Raises:
             ArgumentError: a gradient is no tensor, of another dtype or device, sparse, or overlaps itself in memory; or
                 its kept error has another size.
             DisagreementError: ranks pass other gradients.
         """
-        self.check(gradients)
-        self._compare([(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()])
-        if not gradients:
-            return
+        failure, given = None, []
+        try:
+            self.check(gradients)
+            given = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
+        except ArgumentError as error:
+            failure = str(error)
+        self._compare(given, failure)
         gradients = {name: gradient.detach() for name, gradient in gradients.items()}
         sizes = [gradient.numel() for gradient in gradients.values()]
+        if not sum(sizes):
+            return
         flat = self._flatten(list(gradients.values()))
         pieces = flat[: sum(sizes)].split(sizes)
         self._errors.add_to(list(zip(gradients, pieces, strict=True)))
@@ -148,6 +172,8 @@ class GradientSum:
 
     def check(self, gradients: Mapping[str, Any]) -> None:
         """Raise ArgumentError if this rank cannot sum these gradients."""
+        if not isinstance(gradients, Mapping):
+            raise ArgumentError(f"gradients must be {{name: gradient}}, not {type(gradients).__name__}")
         for name, gradient in gradients.items():
             self._check_one(name, gradient)
 
@@ -159,7 +185,7 @@ class GradientSum:
         if dtype_name(gradient.dtype) not in GRADIENT_DTYPES:
             supported = ", ".join(GRADIENT_DTYPES)
             raise ArgumentError(f"the gradient of {name!r} is {dtype_name(gradient.dtype)}; supported are {supported}")
-        if any(size > 1 and not stride for size, stride in zip(gradient.shape, gradient.stride(), strict=True)):
+        if has_overlapping_elements(gradient):
             raise ArgumentError(
                 f"the gradient of {name!r} has overlapping elements: its strides are {gradient.stride()}"
             )
@@ -169,35 +195,50 @@ class GradientSum:
                 f"the gradient of {name!r} has {gradient.numel()} values, but its kept error has {kept}"
             )
 
-    def _compare(self, given: list[tuple[str, str, list[int]]]) -> None:
-        """Compare the gradients of all ranks, if this rank has not compared such ones before.
+    def _compare(self, given: list[tuple[str, str, list[int]]], failure: str | None) -> None:
+        """Raise the same error on all ranks unless all pass the same gradients and no rank has a ``failure``.
 
-        Collectives of unequal sizes would abort the process. The group of the caller may be in use by another thread.
+        Collectives of unequal sizes would abort the process, and a rank that leaves a sum would take part in the next
+        one while others are still in this one. The group of the caller may be in use by another thread.
         """
         signature = tuple((name, dtype, *shape) for name, dtype, shape in given)
-        if signature in self._compared:
+        digest = 0 if failure else self._digest(signature)
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device="cpu")
+        for group in self._groups:
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+        largest, smallest = int(extremes[0]), -int(extremes[1])
+        if largest == smallest != 0:
             return
-        every: Any = [(self._rank, given)]
+        every: Any = [(self._rank, given, failure)]
         for group in self._groups:
             found: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(found, every, group=group)
             every = [entry for entries in found for entry in entries]
         every.sort(key=lambda entry: entry[0])
+        _raise_first([failed for _, _, failed in every])
         first = every[0][1]
-        for rank, other in every:
+        for rank, other, _ in every:
             if other != first:
                 mine, yours = next(pair for pair in itertools.zip_longest(first, other) if pair[0] != pair[1])
                 raise DisagreementError(
                     f"ranks disagree on the gradients of a sum: rank 0 passes {_describe(mine)}, rank {rank} "
                     f"{_describe(yours)}"
                 )
-        self._compared.add(signature)
+
+    def _digest(self, signature: tuple[Any, ...]) -> int:
+        """A positive number that is the same on all ranks with the same signature."""
+        known = self._digests.get(signature)
+        if known is None:
+            data = hashlib.blake2b(repr(signature).encode(), digest_size=8).digest()
+            known = self._digests[signature] = (int.from_bytes(data, "big") >> 2) + 1
+        return known
 
     def _buffer(self, name: str, numel: int) -> torch.Tensor:
         """Scratch memory, which the next sum reuses."""
         kept = self._buffers.get(name)
         if kept is None or kept.numel() < numel:
-            kept = self._buffers[name] = torch.empty(numel)
+            kept = self._buffers[name] = torch.empty(numel, dtype=torch.float32, device="cpu")
         return kept[:numel]
 
     @functools.cached_property
@@ -212,6 +253,20 @@ class GradientSum:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
         self._errors.load_state_dict(state)
+
+
+def _read_hosts(host_of_rank: Any) -> list[int] | None:
+    try:
+        return None if host_of_rank is None else [operator.index(host) for host in host_of_rank]
+    except TypeError:
+        raise ArgumentError(f"host_of_rank is {host_of_rank!r}; it must have the host number of each rank") from None
+
+
+def _raise_first(failures: Sequence[str | None]) -> None:
+    """Raise the first failure as an ArgumentError that names the rank."""
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise ArgumentError(f"rank {rank}: {failure}")
 
 
 def _describe(gradient: tuple[str, str, list[int]] | None) -> str:

@@ -210,7 +210,9 @@ class WeightSync:
         rank = self._group.rank
         self._sent, self._received = (
             {
-                name: torch.zeros(size, dtype=torch.uint8) if rank in getattr(self._buckets[name], side) else None
+                name: torch.zeros(size, dtype=torch.uint8, device="cpu")
+                if rank in getattr(self._buckets[name], side)
+                else None
                 for name, size in self._capacity.items()
             }
             for side in ("holders", "receivers")

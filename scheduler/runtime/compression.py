@@ -75,9 +75,9 @@ class CodedSums:
             parts: names and sizes of the parameters whose gradients they are, in this order.
         """
         size = padded_size(gradients.numel(), self._size, self._codec)
-        flat = torch.zeros(size)
+        flat = torch.zeros(size, dtype=torch.float32, device="cpu")
         flat[: gradients.numel()] = gradients
-        errors = None if self.errors is None else torch.zeros(size)
+        errors = None if self.errors is None else torch.zeros(size, dtype=torch.float32, device="cpu")
         names, sizes = zip(*parts, strict=True)
         if self.errors is not None:
             self.errors.add_to(list(zip(names, flat[: gradients.numel()].split(sizes), strict=True)))

@@ -143,6 +143,25 @@ def test_autograd_is_told_that_out_changes(dst_dtype, with_mover):
     assert run_processes(_move_under_autograd, 2, dst_dtype, with_mover) == [[6.0] * 4, [5.0] * 4]
 
 
+def _move_under_other_defaults(rank):
+    """Transfers that cast, code, encode without loss and verify, after the caller has changed torch's defaults."""
+    given = [{"dst_dtype": "bfloat16"}, {"compression": "int8x128", "max_error": 0.1}, {"compression": "delta"}]
+    given += [{"verify": True}, {"on_loss": "recover"}]
+    shard = torch.full((64, 256), float(rank)) if rank < 2 else None
+    torch.set_default_device("meta")
+    torch.set_default_dtype(torch.float64)
+    try:
+        outs = [reshard.reshard(shard, ROWS, COLS, shape=(128, 256), dtype="float32", **each) for each in given]
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    return None if shard is not None else [out.float()[::64, 0].tolist() for out in outs]
+
+
+def test_defaults_of_torch_do_not_matter():
+    assert run_processes(_move_under_other_defaults, 4)[2:] == [[[0.0, 1.0]] * 5] * 2
+
+
 def _override_dtensors(rank):
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor

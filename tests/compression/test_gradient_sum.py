@@ -91,8 +91,39 @@ def _wrong_gradients(rank):
         model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
 
 
-def test_wrong_gradients_raise_an_error_on_every_rank():
-    run_processes(_wrong_gradients, 4)
+def _wrong_on_one_rank(rank):
+    """Every rank raises the error of rank 1, no gradient changes, and the next sum is right."""
+    for name, wrong, text in (
+        ("codec", "int9", "rank 1: there is no codec 'int9'"),
+        ("host_of_rank", 5, "rank 1: host_of_rank is 5; it must have the host number of each rank"),
+        ("average", None, "rank 1: average is None"),
+        ("feedback", 1, "rank 1: feedback is 1"),
+        ("module", 5, "rank 1: module must be a torch module, not int"),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            GradientSum(**{"codec": None, "host_of_rank": HOSTS} | ({name: wrong} if rank == 1 else {}))
+    summed = GradientSum(None, host_of_rank=HOSTS)
+    torch.set_default_dtype(torch.bfloat16)
+    for names in ("a", "b"):
+        summed({names: torch.zeros(8, dtype=torch.float32)})
+    for wrong, kind, text in (
+        ({"a": None}, ArgumentError, "rank 1: the gradient of 'a' is NoneType"),
+        (None, ArgumentError, "rank 1: gradients must be {name: gradient}, not NoneType"),
+        ({"b": torch.ones(8, dtype=torch.float32)}, DisagreementError, "rank 0 passes 'a' of .*, rank 1 'b' of"),
+    ):
+        gradients = {"a": torch.full((8,), float(rank), dtype=torch.float32)}
+        with pytest.raises(kind, match=text):
+            summed(wrong if rank == 1 else gradients)
+        assert gradients["a"][0] == rank
+    summed({"empty": torch.zeros(0, 3, dtype=torch.float32)})
+    fine = {"a": torch.full((8,), 1 + rank / 4096, dtype=torch.float32)}
+    summed(fine)
+    assert fine["a"].tolist() == [1 + 1.5 / 4096] * 8  # bf16 would round to 1
+
+
+@pytest.mark.parametrize("wrong", [_wrong_gradients, _wrong_on_one_rank])
+def test_wrong_gradients_raise_an_error_on_every_rank(wrong):
+    run_processes(wrong, 4)
 
 
 @pytest.mark.parametrize("piece_values", [gradient_sum.PIECE_VALUES, 4096], ids=["one piece", "pieces"])

@@ -149,7 +149,7 @@ class LosslessTransfer:
             for name, bucket in self._buckets.items()
         ]
         received: list[torch.Tensor | None] = [
-            torch.empty(capacities[name], dtype=torch.uint8) if self._rank in bucket.receivers else None
+            torch.empty(capacities[name], dtype=torch.uint8, device="cpu") if self._rank in bucket.receivers else None
             for name, bucket in self._buckets.items()
         ]
         return sent, received

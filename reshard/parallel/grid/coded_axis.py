@@ -63,7 +63,7 @@ class CodedAxis:
         pending = axis.start_exchange(self._encode(others), sent_bytes, received_bytes)
 
         def finish() -> torch.Tensor:
-            total = torch.zeros(numel)
+            total = torch.zeros(numel, dtype=torch.float32, device="cpu")
             for position, data in enumerate(pending.wait().split(received_bytes)):
                 if position == axis.index:
                     total += own.reshape(-1)
@@ -104,7 +104,7 @@ class CodedAxis:
     def _encode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         """The concatenated messages of some parts, as bytes."""
         sizes = [self._message_bytes(part.numel(), part.itemsize) for part in parts]
-        out = torch.empty(sum(sizes), dtype=torch.uint8)
+        out = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         for part, start, size in zip(parts, accumulate(sizes, initial=0), sizes, strict=False):
             flat = part.contiguous().reshape(-1)
             if self._is_coded(part.numel(), part.itemsize):

@@ -123,7 +123,7 @@ class _Slabs:
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """A new array that any thread may write, even if the caller is in inference mode."""
     with torch.inference_mode(False):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def coded_array(array: Any) -> Any:

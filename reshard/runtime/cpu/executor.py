@@ -233,7 +233,7 @@ class _Execution:
             unsent = self.to_notify[rank]
             while unsent and unsent[0] in self.done:
                 unsent.popleft()
-                byte = torch.zeros(1, dtype=torch.uint8)
+                byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
                 self.notifying.append((self.transport.send(byte, rank, self.tag + NOTIFY_TAG), byte, rank))
 
     def post(self) -> None:
@@ -242,7 +242,7 @@ class _Execution:
             return
         queue = self.notifications
         while queue.next < len(queue.ops) and len(queue.posted) < _NOTIFY_AHEAD:
-            op, byte = queue.ops[queue.next], torch.empty(1, dtype=torch.uint8)
+            op, byte = queue.ops[queue.next], torch.empty(1, dtype=torch.uint8, device="cpu")
             queue.posted.append((op, self.transport.recv(byte, op.sender, self.tag + NOTIFY_TAG), byte))
             queue.next += 1
         while self.recvs.next < len(self.recvs.ops) and self.post_recv():

@@ -76,7 +76,7 @@ class Pool:
     def take(self) -> torch.Tensor | None:
         """A free slot as flat uint8; None if all are in use."""
         if self._storage is None:
-            self._storage = torch.empty(self._num_slots * self._slot_bytes, dtype=torch.uint8)
+            self._storage = torch.empty(self._num_slots * self._slot_bytes, dtype=torch.uint8, device="cpu")
             self._free = list(self._storage.split(self._slot_bytes)) if self._slot_bytes else []
         return self._free.pop() if self._free else None
 

@@ -267,15 +267,15 @@ def compare_digests(
             wait(transport.send(flat_bytes(own), first, tag), first)
         text = _recv_text(transport, first, tag, wait)
     else:
-        tables = {other: torch.zeros(hops.count(other), dtype=torch.int64) for other in others}
+        tables = {other: torch.zeros(hops.count(other), dtype=torch.int64, device="cpu") for other in others}
         works = [
             (transport.recv(flat_bytes(table), other, tag), other) for other, table in tables.items() if len(table)
         ]
         for work, other in works:
             wait(work, other)
         text = hops.find_fault({first: own, **tables}) or ""
-        data = torch.tensor(list(text.encode()), dtype=torch.uint8)
-        size = torch.tensor([len(data)])
+        data = torch.tensor(list(text.encode()), dtype=torch.uint8, device="cpu")
+        size = torch.tensor([len(data)], device="cpu")
         works = [(transport.send(flat_bytes(size), other, tag), other) for other in others]
         if len(data):
             works += [(transport.send(data, other, tag), other) for other in others]
@@ -286,14 +286,14 @@ def compare_digests(
 
 
 def _recv_text(transport: Any, rank: int, tag: int, wait: Callable[[Any, int], None]) -> str:
-    count = torch.zeros(1, dtype=torch.int64)
+    count = torch.zeros(1, dtype=torch.int64, device="cpu")
     wait(transport.recv(flat_bytes(count), rank, tag), rank)
     if not 0 <= int(count) <= MAX_TEXT_BYTES:
         raise ConnectionError(
             f"rank {rank} announced a verification result of {int(count)} bytes, outside 0 to {MAX_TEXT_BYTES}: the "
             "count was corrupted on the way"
         )
-    data = torch.zeros(int(count), dtype=torch.uint8)
+    data = torch.zeros(int(count), dtype=torch.uint8, device="cpu")
     if len(data):
         wait(transport.recv(data, rank, tag), rank)
     return bytes(data.tolist()).decode()

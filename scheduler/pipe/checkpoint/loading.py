@@ -35,7 +35,7 @@ def find_entries(folder: Path, state: TrainingState) -> Request:
         if any(key in known for key in keys):
             request.want(keys)
     for key in (each for each in known if each.startswith(f"feedback.{state.rank}.")):
-        request.want([key], torch.empty(known[key].size))
+        request.want([key], torch.empty(known[key].size, dtype=torch.float32, device="cpu"))
     if state.lr_scheduler is not None:
         request.want(["lr_scheduler"])
     if state.loader is not None:
