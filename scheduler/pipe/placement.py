@@ -6,7 +6,6 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -55,14 +54,11 @@ def make_device_mesh(mesh: Mesh, device: Any, group: Any, timeout_seconds: float
     """
     import torch
     import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
 
-    array = torch.tensor(dist.get_process_group_ranks(group))[torch.tensor(mesh.array)]
-    (place,) = (array == dist.get_rank()).nonzero().tolist()
-    lines = [array[(*place[:axis], slice(None), *place[axis + 1 :])] for axis in range(array.dim())]
-    timeout = timedelta(seconds=timeout_seconds)
-    groups = [dist.new_group(line.tolist(), timeout, use_local_synchronization=True) for line in lines]
-    return DeviceMesh.from_group(groups, device.type, mesh=array, mesh_dim_names=mesh.axes)
+    from reshard.runtime import device_mesh
+
+    ranks = torch.tensor(dist.get_process_group_ranks(group))[torch.tensor(mesh.array)]
+    return device_mesh.make_device_mesh(ranks, mesh.axes, device.type, timeout_seconds)
 
 
 @dataclass(frozen=True)

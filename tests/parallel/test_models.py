@@ -192,21 +192,30 @@ def _size(grid_shape):
     return rows * cols * depth
 
 
-def check_killed(rank, victim):
+def check_lost(rank, victim, how):
     torch.set_num_threads(1)
-    model = parallelize(make_gpt(), Grid.make(2, 2, 1))
+    model = parallelize(make_gpt(), Grid.make(2, 2, 1, timeout_seconds=4))
     for step in range(50):
         if rank == victim and step == 3:
-            os.kill(os.getpid(), signal.SIGKILL)
+            if how == "raises":
+                raise KeyError("an error of the user")
+            os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
         model(*make_batch(4)).backward()
         sync_gradients(model)
         model.zero_grad()
 
 
-@pytest.mark.parametrize("victim", [3, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_killed_rank_is_named_by_every_survivor(victim):
+@pytest.mark.parametrize(
+    ("victim", "how"),
+    [(3, "killed")]
+    + [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in [(1, "killed"), (2, "raises"), (0, "raises"), (3, "stops")]
+    ],
+)
+def test_a_lost_rank_is_named_by_every_survivor(victim, how):
     with pytest.raises(LaunchError) as caught:
-        run_processes(check_killed, 4, victim, timeout_seconds=60, grace_seconds=20)
+        run_processes(check_lost, 4, victim, how, timeout_seconds=60, grace_seconds=5)
     texts = {failure.rank: str(failure.error) for failure in caught.value.failures if failure.rank != victim}
     assert len(texts) == 3
     for text in texts.values():

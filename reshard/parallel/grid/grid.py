@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import ArgumentError, MeshError
+from reshard.runtime.device_mesh import make_device_mesh
 from reshard.sharding import Mesh
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 from .coded_axis import CodedAxis
 from .collectives import Axis
@@ -35,7 +37,8 @@ class Grid:
 
     Args:
         device_mesh: a ``DeviceMesh`` whose axes are named ``("depth", "row", "col")``, in this order.
-        timeout_seconds: of the process groups that the grid adds to those of the mesh; default: the backend's.
+        timeout_seconds: of the process groups that the grid adds to those of the mesh, which keep their own; default:
+            the backend's.
 
     Attributes:
         depth, rows, cols: sizes of the axes.
@@ -67,7 +70,7 @@ class Grid:
             "row": Axis("row", device_mesh.get_group("row"), ranks[k, :, j].tolist(), i),
             "col": Axis("col", device_mesh.get_group("col"), ranks[k, i, :].tolist(), j),
         }
-        self._timeout = None if timeout_seconds is None else timedelta(seconds=timeout_seconds)
+        self._timeout = None if timeout_seconds is None else timedelta(seconds=check_timeout(timeout_seconds))
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
         watch = Watch(ranks.flatten().tolist(), device_mesh.shape)
         for axis in self._axes.values():
@@ -81,20 +84,33 @@ class Grid:
         self.open_calls: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @classmethod
-    def make(cls, rows: int, cols: int, depth: int = 1, device_type: str = "cpu") -> Grid:
+    def make(
+        cls,
+        rows: int,
+        cols: int,
+        depth: int = 1,
+        device_type: str = "cpu",
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> Grid:
         """A grid of ``rows`` x ``cols`` x ``depth`` ranks: all ranks of the default process group, in order.
+
+        Args:
+            rows, cols, depth: shape of the grid. device_type: such as "cpu".
+            timeout_seconds: of each collective of the grid.
 
         Raises:
             MeshError: a size is below 1, or the group has another number of ranks.
+            ArgumentError: the timeout is not a positive number of seconds.
         """
+        seconds = check_timeout(timeout_seconds)
         world = dist.get_world_size()
         if min(rows, cols, depth) < 1 or rows * cols * depth != world:
             raise MeshError(
                 f"a grid of {rows} x {cols} x {depth} has {rows * cols * depth} ranks, but the group has {world}"
             )
-        from torch.distributed.device_mesh import init_device_mesh
-
-        return cls(init_device_mesh(device_type, (depth, rows, cols), mesh_dim_names=AXES))
+        ranks = torch.arange(world).view(depth, rows, cols)
+        return cls(make_device_mesh(ranks, AXES, device_type, seconds), timeout_seconds=seconds)
 
     def __repr__(self) -> str:
         return f"Grid(rows={self.rows}, cols={self.cols}, depth={self.depth})"

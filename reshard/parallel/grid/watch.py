@@ -7,14 +7,15 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from reshard.coordination import Request, explain_lost_store, find_channel, find_group, resolve
+from reshard.coordination import Monitor, Request, explain_lost_store, find_channel, find_group, resolve
+from reshard.coordination.liveness.status import SILENT_SECONDS, HeartbeatReader
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
-#: How long to wait for another rank to report the root cause, and between two looks.
-ROOT_CAUSE_SECONDS = 3.0
-LOOK_SECONDS = 0.05
+#: How long to wait for a lost connection, a report of another rank, or a silent rank; and between two looks.
+ROOT_CAUSE_SECONDS = SILENT_SECONDS + 2.0
+LOOK_SECONDS = 0.1
 
 
 class Watch:
@@ -30,6 +31,7 @@ class Watch:
 
     def __init__(self, ranks: Sequence[int], shape: Sequence[int]) -> None:
         self._group = group = find_group(None)
+        Monitor.of(group)  # sends the heartbeats of this rank
         self._channel = find_channel(group, tuple(sorted(ranks)))
         arguments = [("the ranks of a grid", str(list(ranks))), ("the shape of a grid", str(list(shape)))]
         request = Request(dist.get_rank(), arguments, hostname=group.hostname)
@@ -37,17 +39,28 @@ class Watch:
         self._generation = decision.generation
 
     def explain(self, error: RuntimeError) -> ReshardError:
-        """The error to raise where a collective failed: that of another rank, or which rank is gone."""
+        """The error to raise where a collective failed: that of another rank, or which rank is gone.
+
+        A rank that was killed is found by its connection to the first rank of the grid, or else by its heartbeats. A
+        rank that ended after an error of its own, or that has stopped, is found by its heartbeats.
+        """
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
+        heartbeats = HeartbeatReader(self._group.store)
         while time.monotonic() < deadline:
             try:
                 reported = self._channel.reported_error(self._generation)
+                silent = [rank for rank in self._channel.members if heartbeats.is_silent(rank)]
             except RuntimeError as lost:
                 return explain_lost_store(self._group, lost)
             if reported is not None:
                 return reported
+            if silent:
+                verb = "is" if len(silent) == 1 else "are"
+                text = f"{describe_ranks(silent)} {verb} gone or stopped: no heartbeat for {SILENT_SECONDS:g} s"
+                return self._channel.fail(self._generation, RemoteError(f"{text}; a collective of a grid failed"))
             time.sleep(LOOK_SECONDS)
         members = describe_ranks(self._channel.members)
         return self._channel.fail(
-            self._generation, RemoteError(f"a collective of {members} of a grid failed, and all ranks live: {error}")
+            self._generation,
+            RemoteError(f"a collective of {members} of a grid failed, and all ranks send heartbeats: {error}"),
         )
