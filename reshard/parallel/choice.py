@@ -136,8 +136,8 @@ def choose_grid(
 
     Each product uses the dataflow that moves the fewest elements. Its communication overlaps with its local
     multiplication, except for one panel. The estimate counts bytes by the formulas of
-    :mod:`~reshard.parallel.products.dataflow`, on NICs and inside hosts, and one latency per collective and panel. It
-    ignores the uplinks of pods.
+    :mod:`~reshard.parallel.products.dataflow`, on NICs, on uplinks of pods and inside hosts, and one latency per
+    collective and panel.
 
     Args:
         model: :class:`TransformerSizes`, or a model or config that :meth:`TransformerSizes.of` reads.

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from reshard.topology import Topology
+from reshard.topology import Port, Topology
 
 from .grid.cuts import size_of
 from .products.dataflow import ProductKind, ProductShape, busiest_elements
@@ -20,12 +20,12 @@ from .products.dataflow import ProductKind, ProductShape, busiest_elements
 class AxisTraffic:
     """What one collective along an axis moves if every rank holds one part.
 
-    A gather and a sum move the same: each rank receives the part of every other rank of its axis, through NICs or
-    inside its host. Where hosts have equally many ranks of an axis, both run in two levels, as
+    A gather and a sum move the same: each rank receives the part of every other rank of its axis, through NICs and
+    uplinks of pods, or inside its host. Where hosts have equally many ranks of an axis, both run in two levels, as
     :class:`~reshard.parallel.grid.collectives.Levels` does.
 
     Attributes:
-        nic_seconds: seconds of the busiest NIC for parts of one byte.
+        nic_seconds: seconds of the busiest NIC, or uplink of a pod, for parts of one byte.
         inside_seconds: seconds of the busiest rank inside its host for parts of one byte.
         latency_seconds: time that does not depend on bytes.
         parts: parts that a rank receives.
@@ -56,6 +56,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
     if size == 1:
         return AxisTraffic(0.0, 0.0, 0.0, 0)
     received: dict[tuple[int, int], float] = {}
+    pod_received = [0.0] * len(topology.pods)
     most_inside, has_levels, crosses = 0.0, False, False
     for group in groups.tolist():
         hosts = [topology.host_of_rank[rank] for rank in group]
@@ -68,13 +69,23 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
             nic = (host, topology.nic_of_rank[rank])
             received[nic] = received.get(nic, 0.0) + outside
             most_inside = max(most_inside, inside)
+            if topology.pods:
+                pod = topology.host(host).pod
+                others = {each: 1 if has_levels else count for each, count in counts.items()}
+                pod_received[pod or 0] += sum(n for each, n in others.items() if topology.host(each).pod != pod)
     nic_seconds = 0.0
     for (host, number), parts in received.items():
         port = topology.host(host).nics[number]
-        nic_seconds = max(nic_seconds, parts / min(port.egress_bytes_per_second, port.ingress_bytes_per_second))
+        nic_seconds = max(nic_seconds, parts / _slower_rate(port))
+    for parts, uplink in zip(pod_received, topology.pods, strict=True):  # as much leaves a pod as enters it
+        nic_seconds = max(nic_seconds, parts / _slower_rate(uplink))
     inside_rate = topology.inside_bytes_per_second or math.inf
     latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if most_inside else 0.0)
     return AxisTraffic(nic_seconds, most_inside / inside_rate, latency, size - 1)
+
+
+def _slower_rate(port: Port) -> float:
+    return min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
 
 
 class ProductSeconds(NamedTuple):

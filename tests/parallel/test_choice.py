@@ -8,7 +8,7 @@ import pytest
 
 from reshard.errors import ArgumentError
 from reshard.parallel import TransformerSizes, choose_grid
-from reshard.topology import Topology
+from reshard.topology import Host, Port, Topology
 
 
 def sizes(hidden, sequence=128, heads=16, vocabulary=1):
@@ -51,6 +51,22 @@ def test_mapping_keeps_the_busier_axis_inside_hosts():
     price = best_of(choice, 1, 4, 4)
     assert price.order[-1] == "col"  # activations move more often than gradients
     assert price.ranks(range(16))[0, 0].tolist() == [0, 1, 2, 3]
+
+
+def test_slow_uplinks_of_pods_change_the_winner():
+    """Two pods of four hosts. A sum over all hosts moves 4 x 4 parts over each uplink, and 7 parts over each NIC."""
+
+    def choose(pods):
+        hosts = tuple(Host((Port.of(50e6),), host // 4 if pods else None) for host in range(8))
+        topology = Topology(tuple(range(8)), hosts=hosts, pods=pods, latency_seconds=0.0)
+        return choose_grid(sizes(256), topology, range(8), rows=16, flops_per_second=1e18)
+
+    flat, fast, slow = choose(()), choose((Port.of(200e6),) * 2), choose((Port.of(10e6),) * 2)
+    assert fast.best == flat.best
+    assert (fast.best.kind, slow.best.kind) == ("replicas", "2.5-D")
+    assert slow.best.order[0] == "depth"  # each layer is in one pod
+    ratio = best_of(slow, 1, 1, 8).depth_seconds / best_of(fast, 1, 1, 8).depth_seconds
+    assert ratio == pytest.approx((16 / 10e6) / (7 / 50e6))
 
 
 def test_memory_limit_and_refusals():
