@@ -14,6 +14,7 @@ from reshard.api.casts import finish_received, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
 from reshard.api.lossless.repeated import LosslessTransfers, check_lossless_codec
 from reshard.api.lossless.transfer import Arrays
+from reshard.api.memory_in_use import check_unused
 from reshard.api.mover_arrays import MoverArrays
 from reshard.api.options import check_coding, check_device_type, check_verify
 from reshard.api.tensor_checks import check_no_aliasing, detach_source
@@ -182,7 +183,8 @@ class Mover:
             A handle. Several transfers may be in progress; they finish in the order in which they were started.
 
         Raises:
-            ArgumentError: an array does not fit the plan; this error ends all unfinished transfers of the Mover on
+            ArgumentError: an array does not fit the plan, or an unfinished transfer of another Mover or call writes the
+                source, or reads or writes ``out``; this error ends all unfinished transfers of the Mover on
                 every rank. Also if the Mover or its group is closed, or was created by another thread or process.
         """
         self._group.check_usable()
@@ -204,6 +206,7 @@ class Mover:
             dst = self._arrays.targets(given)
             outs = [None if one is None else array for one, array in zip(given, dst, strict=True)]
             check_no_aliasing(src, dst, names)
+            check_unused(src, dst, names)
             by_name = [dict(zip(names, arrays, strict=True)) for arrays in (src, bases, outs, dst)]
             return by_name[0], by_name[1], by_name[2], by_name[3]
 
@@ -231,6 +234,7 @@ class Mover:
             outs = self.plan.by_tensor(out)
             dst = self._arrays.targets(outs)
             check_no_aliasing(src, dst, names)
+            check_unused(src, dst, names, self._transfers.order)
             tensors, device = self.plan.tensors, self._arrays.device_type
             src = [wire_source(detach_source(array), spec, device) for array, spec in zip(src, tensors, strict=True)]
             received = [wire_target(array, spec, device) for array, spec in zip(dst, tensors, strict=True)]

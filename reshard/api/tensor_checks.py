@@ -161,7 +161,7 @@ def check_no_aliasing(
     for out in outs:
         active = [other for other in active if other[1] > out[0]]
         for other in active:
-            if _may_share_memory(other[2], out[2]):
+            if Place(other[2]).may_overlap(Place(out[2])):
                 raise ArgumentError(
                     f"{other[3]} and {out[3]} share memory, as tied tensors do; move one of them, or pass separate "
                     "memory for each"
@@ -169,19 +169,12 @@ def check_no_aliasing(
         active.append(out)
 
 
-def _may_share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two arrays share a byte; also True if NumPy reaches its work limit before it knows."""
-    try:
-        return np.shares_memory(_Strided(a), _Strided(b), max_work=_MAX_WORK)  # type: ignore[arg-type,call-overload]
-    except np.exceptions.TooHardError:
-        return True
-
-
-class _Strided:
-    """NumPy array interface with the address and strides of a tensor. NumPy never reads the elements."""
+class Place:
+    """The memory of an array, without a reference to it. NumPy reads the address and strides, never the elements."""
 
     def __init__(self, array: torch.Tensor) -> None:
         size = array.element_size()
+        self.start, self.stop = _address_range(array)
         self.__array_interface__ = {
             "data": (array.data_ptr(), False),
             "shape": tuple(array.shape),
@@ -189,6 +182,15 @@ class _Strided:
             "typestr": f"|V{size}",
             "version": 3,
         }
+
+    def may_overlap(self, other: Place) -> bool:
+        """Whether two arrays share a byte; also True if NumPy reaches its work limit before it knows."""
+        if self.stop <= other.start or other.stop <= self.start:
+            return False
+        try:
+            return np.shares_memory(self, other, max_work=_MAX_WORK)  # type: ignore[arg-type,call-overload]
+        except np.exceptions.TooHardError:
+            return True
 
 
 def _address_range(array: torch.Tensor) -> tuple[int, int]:

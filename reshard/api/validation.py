@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
+from reshard.api.memory_in_use import check_unused
 from reshard.api.options import check_compression, check_on_loss, check_verify
 from reshard.api.tensor_checks import check_base, check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.codecs import codec_name, find_codec, is_lossless
@@ -104,6 +105,7 @@ def _check_local(
         arguments.append((f"the destination dtype{f' of {one.name!r}' if one.name else ''}", str(one.dst_dtype)))
     outs, names = [item.out for item in checked], [item.name for item in checked]
     check_no_aliasing([item.tensor for item in checked], outs, names)
+    check_unused([item.tensor for item in checked], outs, names)
     check_no_aliasing([item.base for item in checked], outs, names, "a base, which the transfer must not change")
     checked = [replace(item, tensor=detach_source(item.tensor), base=detach_source(item.base)) for item in checked]
     for item in checked:

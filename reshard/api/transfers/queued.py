@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.memory_in_use import note_use
 from reshard.api.transfers.handle import EXIT_SECONDS, Handle
 from reshard.coordination import Monitor, call_at_exit
 from reshard.errors import VerificationError
@@ -54,6 +55,11 @@ class QueuedTransfers:
         self._group.resources.add_user(self)
 
     @property
+    def order(self) -> object:
+        """What the transfers that run one after another have in common."""
+        return self._jobs
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes allocated for staging buffers."""
         return self._staging.allocated_bytes
@@ -71,6 +77,7 @@ class QueuedTransfers:
             weakref.finalize(self, self._jobs.put, None).atexit = False  # ends the thread if nobody calls close
             _running.add(self)
             call_at_exit(_finish_all, priority=20)
+        note_use(self._jobs, handle._done, src, dst)
         self._jobs.put((self, handle, src, dst))
         return handle
 

@@ -41,6 +41,11 @@ class StreamedTransfers:
         self._channel.group.resources.add_user(self)
 
     @property
+    def order(self) -> object:
+        """See :attr:`QueuedTransfers.order`."""
+        return self
+
+    @property
     def allocated_bytes(self) -> int:
         """Bytes allocated for buffers and tables."""
         return 0 if self.on_stream is None else self.on_stream.allocated_bytes
