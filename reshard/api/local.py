@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,14 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
         ArgumentError: a shard is missing or has the wrong shape or dtype.
         PlanError: the plan does not deliver every element.
     """
+    if not isinstance(plan, Plan):
+        raise ArgumentError(f"execute_local needs a Plan, not {type(plan).__name__}")
+    if not isinstance(shards, Collection) or not all(isinstance(each, Mapping) for each in shards):
+        raise ArgumentError("pass shards as a list with {source rank: local array} for each tensor of the plan")
+    if len(shards) != len(plan.tensors):
+        raise ArgumentError(f"the plan moves {len(plan.tensors)} tensors, but shards has {len(shards)}")
+    for arrays in shards:
+        _read_shards(arrays)
     ensure_checked(plan)
     for spec, arrays in zip(plan.tensors, shards, strict=True):
         _check_shards(spec.plain.src_shards, spec.plain.dtype, arrays, spec.name)
@@ -185,14 +193,16 @@ def reshard_local(
         dtype_on_wire = wire_dtype(dtype, dst_dtype)
     make = functools.partial(plan_tensors, strategy=strategy, topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
-    if compression != "delta" and (base is not None or out is not None):
+    if not (isinstance(compression, str) and compression == "delta") and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
     if is_lossless(compression):
         _check_lossless(tensor, compression, dst_dtype, max_error)
         _check_shards(tensor.src_shards, dtype, shards, None)
         if isinstance(src, Mesh) and src_spec is None:
             _check_replicas({rank: shards[rank] for rank in src.ranks})
-        return _move_lossless(tensor, str(compression), shards, base or {}, out or {}, make)
+        return _move_lossless(
+            tensor, str(compression), shards, {} if base is None else base, {} if out is None else out, make
+        )
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
@@ -232,6 +242,9 @@ def _move_lossless(
 
     like = next(iter(shards.values()))
     for what, given, side in (("base", base, tensor.src_shards), ("out", out, tensor.dst_shards)):
+        if not isinstance(given, Mapping):
+            raise ArgumentError(f"{what} must be {{rank: array}}, not {type(given).__name__}")
+        _read_shards(given)
         for rank, array in given.items():
             found = tuple(array.shape), dtype_name(array.dtype)
             needed = (side.local_shape(rank), tensor.dtype) if rank in side.layout.ranks else None

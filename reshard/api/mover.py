@@ -272,6 +272,9 @@ class Mover:
             if self._lossless is not None:
                 self._lossless.close()
 
+    def __reduce__(self) -> Any:
+        raise ArgumentError("a Mover cannot be copied or pickled: its connections belong to one object; make another")
+
     def __enter__(self) -> Mover:
         return self
 

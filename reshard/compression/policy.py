@@ -134,6 +134,8 @@ def parse_policy(text: str) -> Policy:
     Raises:
         ArgumentError: the text names an unknown dimension or codec, or a dimension twice.
     """
+    if not isinstance(text, str):
+        raise ArgumentError(f"a policy is a text such as 'dp=int8x128', not {type(text).__name__}")
     found: dict[str, Codecs] = {}
     options: dict[str, Any] = {}
     for part in filter(None, (each.strip() for each in text.split(","))):

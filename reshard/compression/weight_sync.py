@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.mover import Mover
 from reshard.api.tensor_checks import check_array, check_no_aliasing, mark_written
 from reshard.coordination import calling, describe_error, find_channel, find_group
-from reshard.errors import DisagreementError, VerificationError
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError, DisagreementError, VerificationError
 from reshard.formatting import describe_ranks
 from reshard.planner import plan_tensors
-from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec
+from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec, check_shape
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
@@ -77,11 +79,21 @@ class WeightSync:
         topology: Topology | None = None,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        def of(value: Any, name: str) -> Any:
+        def of(value: Any, name: str, what: str) -> Any:
+            if isinstance(value, Mapping) and name not in value:
+                raise ArgumentError(f"{what} has no entry for {name!r}, which shape has")
             return value[name] if isinstance(value, Mapping) else value
 
+        if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
+            raise ArgumentError(f"shape must be {{name: global shape}}, not {shape!r:.60}")
         self._specs = [
-            TensorSpec(tuple(shape[name]), of(dtype, name), of(src, name), of(dst, name), name)
+            TensorSpec(
+                check_shape(shape[name]),
+                dtype_name(of(dtype, name, "dtype")),
+                of(src, name, "src"),
+                of(dst, name, "dst"),
+                name,
+            )
             for name in sorted(shape)
         ]
         self._group, self._topology, self._timeout_seconds = find_group(group), topology, timeout_seconds
@@ -116,6 +128,7 @@ class WeightSync:
             because = _why_full(reports)
             if because and any(report["base"] is not None for report in reports.values()):
                 reports, data = self._offer(tensors, out, version, {})
+            version = int(version)
             sizes, digests = _agree_on_buckets(reports, self._buckets)
             received = self._move(data, sizes)
             base, self.version = self.version, None  # until all ranks hold the new version
@@ -141,8 +154,11 @@ class WeightSync:
             The reports of all ranks, and this rank's buckets.
         """
         data: dict[str, np.ndarray] = {}
-        report: dict[str, Any] = {"failed": None, "version": version, "base": self.version, "buckets": {}}
+        report: dict[str, Any] = {"failed": None, "version": None, "base": self.version, "buckets": {}}
         try:
+            if isinstance(version, bool) or not isinstance(version, Integral):
+                raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
+            report["version"] = int(version)
             self._check(tensors, out)
             for name, bucket in self._buckets.items():
                 if self._group.rank in bucket.holders:
@@ -158,6 +174,7 @@ class WeightSync:
         given: list[list[Any]] = []
         rank = self._group.rank
         for arrays, side in ((tensors, "src"), (out, "dst")):
+            _check_names(arrays, [spec.name for spec in self._specs], "the source" if side == "src" else "out")
             found = []
             for spec in self._specs:
                 shards = spec.src_shards if side == "src" else spec.dst_shards
@@ -241,6 +258,15 @@ class WeightSync:
                     f"the weights from ranks {bucket.holders} are not version {version} after the differences to "
                     f"the last version were applied: out did not hold it; the next transfer sends the weights in full"
                 )
+
+
+def _check_names(arrays: Any, names: Sequence[str | None], what: str) -> None:
+    """Raise ArgumentError unless ``arrays`` is None or a mapping without unknown names."""
+    if arrays is not None and not isinstance(arrays, Mapping):
+        raise ArgumentError(f"{what} must be {{name: shard}} or None, not {type(arrays).__name__}")
+    unknown = [] if arrays is None else [name for name in arrays if name not in names]
+    if unknown:
+        raise ArgumentError(f"{what} has {unknown[0]!r:.60}, which the weights do not have")
 
 
 def _why_full(reports: Mapping[int, Any]) -> str:

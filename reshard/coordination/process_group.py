@@ -8,7 +8,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import torch.distributed as dist
 
@@ -388,4 +388,6 @@ def join(store: Any, rank: int, world_size: int) -> Group:
     """
     if not isinstance(store, dist.Store):
         raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
+    if not (isinstance(rank, SupportsIndex) and isinstance(world_size, SupportsIndex)):
+        raise ArgumentError(f"rank {rank!r} and world_size {world_size!r} must be integers")
     return Group(dist.PrefixStore("reshard/join", own_client(store)), int(rank), int(world_size))

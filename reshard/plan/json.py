@@ -28,6 +28,8 @@ from reshard.topology import topology_to_json
 
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
     """The plan as plain values with all messages expanded; with ``rank``, only the messages of that rank."""
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan_to_json needs a Plan, not {type(plan).__name__}")
     return {
         "tensors": [_tensor_to_json(spec) for spec in plan.tensors],
         "host_of_rank": list(plan.topology.host_of_rank),

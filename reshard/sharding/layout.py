@@ -247,6 +247,8 @@ class RegionLayout:
         Raises:
             LayoutError: a rank has no new rank, or two ranks have the same one.
         """
+        if not isinstance(rank_of, Mapping):
+            raise LayoutError(f"rank_of must be {{rank: new rank}}, not {type(rank_of).__name__}")
         missing = [rank for rank in self.ranks if rank not in rank_of]
         if missing:
             raise LayoutError(f"no new rank is given for rank {missing[0]}")

@@ -129,6 +129,8 @@ class Mesh:
     @classmethod
     def from_jax(cls, jax_mesh: Any) -> Mesh:
         """A mesh from a ``jax.sharding.Mesh``; the rank of a device is its ``id``."""
+        if not hasattr(jax_mesh, "devices") or not hasattr(jax_mesh, "axis_names"):
+            raise MeshError(f"{type(jax_mesh).__name__} is not a jax Mesh")
         devices = np.asarray(jax_mesh.devices)
         ids = np.array([device.id for device in devices.ravel()], dtype=np.int64).reshape(devices.shape)
         return cls.from_array(ids, list(jax_mesh.axis_names))
@@ -153,6 +155,8 @@ class Mesh:
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Mesh:
         """The same grid with each rank ``r`` replaced by ``rank_of[r]``."""
+        if not isinstance(rank_of, Mapping):
+            raise MeshError(f"rank_of must be {{rank: new rank}}, not {type(rank_of).__name__}")
         missing = [rank for rank in self.ranks if rank not in rank_of]
         if missing:
             raise MeshError(f"no new rank is given for rank {missing[0]}")

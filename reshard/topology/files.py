@@ -52,7 +52,7 @@ def read_topology(path: str | Path) -> Topology:
         if Path(path).suffix in (".yaml", ".yml"):
             return topology_from_json(_load_yaml(text))
         return topology_from_json(json.loads(text, object_pairs_hook=_reject_duplicates))
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ReshardError):
             raise TopologyError(f"{path}: {error}") from None
         raise TopologyError(f"cannot read {path}: {error}") from None

@@ -216,7 +216,10 @@ class Topology:
             size = getattr(self, name)
             if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
                 raise TopologyError(f"{name} is {brief(size)}; it must be a number of bytes")
-        set_(self, "codec_rates", tuple(self.codec_rates))
+        rates = self.codec_rates
+        if not isinstance(rates, (tuple, list)) or not all(isinstance(rate, CodecRate) for rate in rates):
+            raise TopologyError("codec_rates must be a list of CodecRate values")
+        set_(self, "codec_rates", tuple(rates))
         if len({rate.codec for rate in self.codec_rates}) != len(self.codec_rates):
             raise TopologyError("codec_rates has several entries for one codec")
 
@@ -262,7 +265,7 @@ class Topology:
         Raises:
             TopologyError: see :class:`Topology`.
         """
-        return cls(tuple(host_of_rank), (Host((Port.of(nic_bytes_per_second),)),))
+        return cls(check_indices(host_of_rank, "hosts"), (Host((Port.of(nic_bytes_per_second),)),))
 
     @classmethod
     def from_hostnames(cls, hostnames: Sequence[str]) -> Topology:
@@ -270,6 +273,8 @@ class Topology:
 
         Latencies are the defaults: 100 us between hosts and 50 us inside a host. ``turn_seconds`` is 200 us.
         """
+        if not isinstance(hostnames, Sequence) or not all(isinstance(name, str) for name in hostnames):
+            raise TopologyError("hostnames must be a list with the host name of each rank")
         number: dict[str, int] = {}
         host_of_rank = tuple(number.setdefault(name, len(number)) for name in hostnames)
         return cls(host_of_rank, turn_seconds=2 * MESSAGE_SECONDS)

@@ -98,7 +98,7 @@ def load_preset(name: str, num_ranks: int) -> Topology:
     Raises:
         TopologyError: the name is unknown, or ``num_ranks`` is not an integer from 1 to ``MAX_RANKS``.
     """
-    if name not in MACHINES:
+    if not isinstance(name, str) or name not in MACHINES:
         raise TopologyError(f"no preset {name!r}; choose one of {', '.join(MACHINES)}")
     if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or not 0 < num_ranks <= MAX_RANKS:
         raise TopologyError(f"num_ranks is {num_ranks!r:.40}; it must be an integer from 1 to {MAX_RANKS:,}")

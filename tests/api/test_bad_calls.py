@@ -12,6 +12,7 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, Topology
+from reshard.compression import parse_policy
 from reshard.testing.processes import run_processes
 from tests.support.devices import HAS_GPU
 from tests.support.interpreters import run_interpreters
@@ -20,6 +21,44 @@ from tests.support.tensors import same_bytes, take_shard, whole_tensor
 ROWS = Layout(Mesh.of("2"), "S0")
 COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
 WHOLE = whole_tensor((6, 4), torch.float32)
+
+
+PLAN = reshard.make_plan(ROWS, COLS, (6, 4), "float32")
+HALVES = {0: WHOLE[:3], 1: WHOLE[3:]}
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: reshard.execute_local(str(PLAN), [HALVES]), "needs a Plan, not str"),
+        (lambda: reshard.execute_local(PLAN, HALVES), "a list with {source rank"),
+        (lambda: reshard.execute_local(PLAN, []), "moves 1 tensors, but shards has 0"),
+        (lambda: reshard.execute_local(PLAN, [{0: 5, 1: 6}]), "rank 0 holds int"),
+        (
+            lambda: reshard.reshard_local(HALVES, ROWS, COLS, shape=(6, 4), compression="delta", base=[WHOLE]),
+            "base must be {rank: array}, not list",
+        ),
+        (
+            lambda: reshard.reshard_local(HALVES, ROWS, COLS, shape=(6, 4), compression="delta", out={2: 5}),
+            "rank 2 holds int",
+        ),
+        (lambda: reshard.join(dist.HashStore(), "x", 2), "rank 'x' and world_size 2 must be integers"),
+        (lambda: reshard.join(dist.HashStore(), 0.7, 2), "rank 0.7 and world_size 2 must be integers"),
+        (lambda: Mesh.from_jax([0, 1]), "list is not a jax Mesh"),
+        (lambda: ROWS.with_ranks("01"), "rank_of must be {rank: new rank}, not str"),
+        (lambda: RegionLayout({0: [[(0, 6)]]}).with_ranks(5), "rank_of must be {rank: new rank}, not int"),
+        (lambda: Topology.uniform(5), "must be integers"),
+        (lambda: Topology.from_hostnames([["a"]]), "hostnames must be"),
+        (lambda: Topology((0, 0), codec_rates=["int8x128"]), "codec_rates must be"),
+        (lambda: reshard.load_preset(["tcp"], 4), "no preset"),
+        (lambda: reshard.read_topology(5), "cannot read 5"),
+        (lambda: reshard.plan_to_json(str(PLAN)), "needs a Plan, not str"),
+        (lambda: parse_policy(5), "not int"),
+    ],
+)
+def test_arguments_of_wrong_types_are_named(call, text):
+    with pytest.raises(reshard.ReshardError, match=text):
+        call()
 
 
 def _cut_storage(array):

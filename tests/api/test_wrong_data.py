@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 
 import numpy as np
@@ -141,6 +142,20 @@ def _move_under_autograd(rank, dst_dtype, with_mover):
 @pytest.mark.parametrize(("dst_dtype", "with_mover"), [("float32", False), ("float64", False), ("float32", True)])
 def test_autograd_is_told_that_out_changes(dst_dtype, with_mover):
     assert run_processes(_move_under_autograd, 2, dst_dtype, with_mover) == [[6.0] * 4, [5.0] * 4]
+
+
+def _copy_mover(rank):
+    with reshard.Mover(reshard.make_plan(ROWS, COLS, (8, 6), "float32")) as mover:
+        handle = mover.start(take_shard(ROWS, rank, WHOLE))
+        texts = [result_or_error(lambda one=one: copy.copy(one)) for one in (mover, handle)]
+        handle.wait()
+    return texts
+
+
+def test_movers_and_handles_are_not_copied():
+    """A transfer of a copy would wait for ever after the original is closed."""
+    mover, handle = run_processes(_copy_mover, 4)[0]
+    assert "a Mover cannot be copied" in mover and "the handle of a transfer cannot be copied" in handle
 
 
 def _use_memory_of_a_transfer(rank):

@@ -7,7 +7,7 @@ import torch
 
 from reshard import Layout, Mesh, Topology
 from reshard.compression import WeightSync
-from reshard.errors import ArgumentError, DisagreementError, VerificationError
+from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard
 
@@ -58,6 +58,13 @@ def _sync(rank):
         sync(_shards(SRC, rank, 3), out, version=4 if rank == 2 else 3)
     with pytest.raises(ArgumentError, match=r"rank 1: .*all ranks keep version 2"):
         send(3, **({"tensors": {}} if rank == 1 else {}))
+    for wrong in (None, 3.5, "3", True):
+        with pytest.raises(ArgumentError, match=r"rank 1: .*version is .*must be an integer"):
+            sync(_shards(SRC, rank, 3), out, version=wrong if rank == 1 else 3)
+    if rank == 1:
+        tensors = _shards(SRC, rank, 3) | {"other": torch.zeros(3)}
+    with pytest.raises(ArgumentError, match=r"rank 1: .*the source has 'other', which the weights do not have"):
+        send(3, **({"tensors": tensors} if rank == 1 else {}))
     spoiled = _shards(SRC, rank, 3)
     if rank == 1:
         spoiled["scale"][0] += 1
@@ -77,6 +84,20 @@ def _sync(rank):
     restarted = send(4)
     assert (restarted.base, restarted.because) == (None, "rank 4 holds no version") and holds(4)
     assert send(5).base == 4 and holds(5)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"shape": 5}, "shape must be {name: global shape}"),
+        ({"shape": {"w": 5}}, "shape 5 is not a sequence"),
+        ({"src": {"v": SRC["w"]}}, "src has no entry for 'w'"),
+        ({"dtype": "float31"}, "'float31' is not supported"),
+    ],
+)
+def test_wrong_weights_are_named(change, text):
+    with pytest.raises(ReshardError, match=text):
+        WeightSync(**{"src": SRC["w"], "dst": DST["w"], "shape": {"w": (4, 4)}, "dtype": "float32"} | change)
 
 
 def test_versions_arrive_bit_for_bit_and_failures_leave_or_name_a_version():

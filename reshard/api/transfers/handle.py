@@ -51,6 +51,9 @@ class Handle:
         state = "in progress" if not self.done() else "done" if self._error is None else type(self._error).__name__
         return f"Handle(transfer {self._generation} of {describe_ranks(self.members)}: {state})"
 
+    def __reduce__(self) -> Any:
+        raise ArgumentError("the handle of a transfer cannot be copied or pickled")
+
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""
