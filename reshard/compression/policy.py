@@ -24,7 +24,7 @@ class Policy:
 
     Args:
         dp: of sums of gradients over data-parallel replicas: raw inside a host, coded between hosts. Replicas on one
-            host are coded among themselves.
+            host are coded among themselves. Also of the sums over pipeline stages that share a parameter.
         pp: of transfers between pipeline stages: a codec, or ``(activations, gradients)``. A direction of an edge is
             coded only where the simulation of the schedule says that the iteration gets shorter.
         tp: of the panels and all-to-alls of :mod:`reshard.parallel`.
@@ -33,7 +33,7 @@ class Policy:
             that is bf16.
         force_pp: code all edges between stages, whatever the simulation says.
         feedback: ``("dp",)``, ``("zero",)`` or both: each rank adds the errors of its codings to its next gradients, in
-            sums over replicas or in FSDP2's reduce-scatters. At 4 bits and more, training with Adam does not need it.
+            sums over replicas or in FSDP2's reduce-scatters; not in sums over stages. At 4 bits and more, training with Adam does not need it.
         raw_steps: number of first steps whose sums of gradients (``dp``) are not coded.
 
     Raises:

@@ -79,6 +79,7 @@ class PipelineEngine:
     Attributes:
         modules: ``{stage: module}`` of this rank, parallelized.
         schedule: schedule of a step on a batch like the example.
+        tied_stages: stages that share a parameter with another.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class PipelineEngine:
         self._feeder = Feeder(engine, planner, names, options.microbatches, fsdp_stages, options.example)
         self._loss_scale = LossScale() if options.scales_loss else None
         self._rank, self._is_first = engine.rank, engine.rank == planner.first_rank
+        self.tied_stages = {stage for tie in options.ties for stage in tie}
         self._tied_elsewhere: dict[int, set[str]] = {}
         for tie in options.ties:
             for stage in sorted(tie)[1:]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,6 +25,7 @@ from ..graph import Pipeline
 from ..ir.schedule import Schedule
 from ..passes.compression import choose_codecs, code_edges
 from .data_parallel import is_fsdp
+from .tied_params import TiedParameters
 
 #: ``exchange(received, sent, rows)`` with the number of rows from and to each replica.
 Exchange = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
@@ -99,13 +100,17 @@ class StageSums:
     Args:
         sums: by stage; None where the gradients of a stage are not coded.
         scatters: see :func:`find_scatters`.
+        ties: parameters that several stages share.
     """
 
     def __init__(
-        self, sums: Mapping[int, CodedSums | None], scatters: Mapping[str, CodedReduceScatter] | None = None
+        self,
+        sums: Mapping[int, CodedSums | None],
+        scatters: Mapping[str, CodedReduceScatter],
+        ties: TiedParameters,
     ) -> None:
         self._sums = {stage: each for stage, each in sums.items() if each is not None}
-        self._scatters = dict(scatters or {})
+        self._scatters, self._ties = dict(scatters), ties
         self._steps = 0  # of the engine, so that it is the same on ranks without coded sums
 
     def count_step(self) -> None:
@@ -113,7 +118,7 @@ class StageSums:
         self._set_steps(self._steps + 1)
 
     def _set_steps(self, steps: int) -> None:
-        self._steps = steps
+        self._steps = self._ties.steps = steps
         for each in self._sums.values():
             each.steps = steps
 
@@ -172,13 +177,15 @@ def code_sums(
     return CodedSums(policy.dp, hosts, replicas.index(rank), sizes, feedback=feedback, raw_steps=policy.raw_steps)
 
 
-def describe_modules(modules: Mapping[int, torch.nn.Module], schedule: Schedule) -> dict[str, list[int]]:
-    """The stages of this rank that have each kind of parallelism."""
+def describe_modules(
+    modules: Mapping[int, torch.nn.Module], schedule: Schedule, tied_stages: Collection[int]
+) -> dict[str, list[int]]:
+    """The stages of this rank that have each kind of parallelism. Sums over tied stages count as sums over replicas."""
     found: dict[str, list[int]] = {"dp": [], "zero": [], "tp": [], "torch tp": [], "pp": []}
     if len(schedule.rows) > 1:
         found["pp"] = list(modules)
     for stage, module in sorted(modules.items()):
-        if isinstance(module, DistributedDataParallel):
+        if isinstance(module, DistributedDataParallel) or stage in tied_stages:
             found["dp"].append(stage)
         if is_fsdp(module):
             found["zero"].append(stage)
@@ -210,7 +217,7 @@ def check_policy(policy: Policy, described: Sequence[Mapping[str, Sequence[int]]
         raise ArgumentError(f"engines code CPU tensors only, so compression={policy} cannot be used on {device}")
     lacks = {
         "pp": "all stages are on the same ranks",
-        "dp": "no stage has replicas under DDP, whose gradients the engine sums",
+        "dp": "no stage has replicas under DDP or a tied parameter, whose gradients the engine sums",
         "zero": "no stage is sharded by fully_shard",
         "tp": "no stage is on a grid of reshard.parallel",
     }

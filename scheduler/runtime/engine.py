@@ -145,19 +145,19 @@ class Engine:
         self._channel = find_channel(self._group, ranks)
         hostnames, self._device = self._agree(modules)
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
-        self._topology = topology or Topology.from_hostnames(names)
+        self._topology, policy = topology or Topology.from_hostnames(names), options.policy
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
-        if options.policy.dimensions:
+        if policy.dimensions:
             pipelines = self._code(modules, pipelines)
         used = (*(0,) * (schedule.num_microbatches - 1), len(pipelines) - 1)
         self._program = self.make_program(schedule, pipelines, used)
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         replicas = self._make_replicas()
-        self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules))
-        plan_tied = functools.partial(plan_tensors, strategy=strategy, topology=self._topology)
-        tied = TiedParameters(ties, pipeline, modules, self._group, plan_tied, self._timeout_seconds, self._device)
+        plan = functools.partial(plan_tensors, strategy=strategy, topology=self._topology)
+        tied = TiedParameters(ties, pipeline, modules, self._group, plan, self._timeout_seconds, self._device, policy)
         tied.share_values()
+        self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
         self._state = EngineState(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
 
     def _agree(self, modules: Mapping[int, torch.nn.Module]) -> tuple[Mapping[int, str], str]:
@@ -190,7 +190,7 @@ class Engine:
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
         """Code the collectives of the modules by the policy. Returns the pipelines with the codecs of their edges."""
         policy, strategy = self._options.policy, self._options.strategy
-        described = self.exchange(describe_modules(modules, self.schedule))
+        described = self.exchange(describe_modules(modules, self.schedule, self._options.tied_stages))
         check_policy(policy, list(described.values()), self._device)
         self.exchange(error=code_modules(modules, policy))
         self._topology = add_codec_rates(self._topology, self.exchange(measure_codecs(policy, self._topology)))

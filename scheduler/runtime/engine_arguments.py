@@ -42,6 +42,11 @@ class EngineOptions:
         """The codecs of each parallel dimension, or none."""
         return self.compression or Policy()
 
+    @property
+    def tied_stages(self) -> set[int]:
+        """Stages that share a parameter with another."""
+        return {stage for tie in self.ties for stage in tie.names}
+
     def check_pipelines(self, schedule: Any, pipeline: Any) -> None:
         """Raise ArgumentError unless these arguments, which say what all ranks do, have the right types."""
         wanted: list[tuple[str, Any, type]] = [("schedule", schedule, Schedule), ("pipeline", pipeline, Pipeline)]

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from reshard.api.mover import Mover
+from reshard.codecs import parse_codec
+from reshard.compression import Policy
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape
+from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape, code_tensor
 
 from ..graph import Pipeline
 from .data_parallel import REPLICATED, find_parameter, is_sharded
@@ -60,6 +62,25 @@ class TiedParameter:
         return f"{self.dtype} {list(self.shape)} of {parameters}"
 
 
+#: The Movers of a tie by sending and receiving stage.
+Movers = dict[tuple[int, int], Mover]
+
+
+@dataclass(frozen=True)
+class _Tie:
+    """A tied parameter on one rank.
+
+    Attributes:
+        mine: the parameter in the stages of this rank.
+        raw: between stages. coded: between stages, and from each stage to itself; empty if gradients are not coded.
+    """
+
+    tie: TiedParameter
+    mine: Mapping[int, Any]
+    raw: Movers
+    coded: Movers
+
+
 class TiedParameters:
     """Synchronizes all tied parameters of one rank.
 
@@ -70,6 +91,11 @@ class TiedParameters:
         make_plan: makes the same plan for a tensor on all ranks.
         timeout_seconds: limit for one transfer.
         device: device type of the modules.
+        policy: codes gradients with its codec of ``dp``. Each stage then adds its own gradient as the others receive
+            it, so that all stages get the same sum. Gradients that do not fit blocks are sent raw.
+
+    Attributes:
+        steps: number of steps taken, for ``raw_steps`` of the policy.
     """
 
     def __init__(
@@ -81,61 +107,84 @@ class TiedParameters:
         make_plan: Callable[[list[TensorSpec]], Plan],
         timeout_seconds: float,
         device: str = "cpu",
+        policy: Policy | None = None,
     ) -> None:
-        self._ties: list[tuple[TiedParameter, dict[int, Any], dict[tuple[int, int], Mover]]] = []
+        codec, self._raw_steps = (None, 0) if policy is None else (policy.dp, policy.raw_steps)
+        self.steps = 0
+
+        def open_movers(specs: Mapping[tuple[int, int], TensorSpec]) -> Movers:
+            options = {"timeout_seconds": timeout_seconds, "device": device, "both_ways": True}
+            return {
+                pair: Mover(make_plan([spec]), group, **options)  # type: ignore[arg-type]
+                for pair, spec in specs.items()
+                if group.rank in (*spec.src.ranks, *spec.dst.ranks)
+            }
+
+        self._ties: list[_Tie] = []
         for tie in ties:
-            movers = {}
-            for a in sorted(tie.names):
-                for b in sorted(tie.names):
-                    src, dst = (_layout(tie, pipeline, stage) for stage in (a, b))
-                    if a != b and group.rank in (*src.ranks, *dst.ranks):
-                        plan = make_plan([TensorSpec(tie.shape, tie.dtype, src, dst)])
-                        movers[a, b] = Mover(
-                            plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
-                        )
             mine = {
                 stage: find_parameter(modules[stage], name) for stage, name in tie.names.items() if stage in modules
             }
-            self._ties.append((tie, mine, movers))
+            raw = {(a, b): spec for (a, b), spec in _specs(tie, pipeline) if a != b}
+            coded = {} if codec is None else _code(tie, pipeline, codec)
+            self._ties.append(_Tie(tie, mine, open_movers(raw), open_movers(coded)))
 
     def parameters(self) -> list[torch.Tensor]:
         """Tied parameters of this rank."""
-        return [parameter for _, mine, _ in self._ties for parameter in mine.values()]
+        return [parameter for each in self._ties for parameter in each.mine.values()]
 
     def share_values(self) -> None:
         """Copy the values of the first stage of each tie to the others."""
-        for tie, mine, movers in self._ties:
-            first = min(tie.names)
-            values = {stage: _local(parameter.detach()) for stage, parameter in mine.items()}
-            from_first = {pair: mover for pair, mover in movers.items() if pair[0] == first}
+        for each in self._ties:
+            first = min(each.tie.names)
+            values = {stage: _local(parameter.detach()) for stage, parameter in each.mine.items()}
+            from_first = {pair: mover for pair, mover in each.raw.items() if pair[0] == first}
             for stage, received in _exchange(values, from_first).items():
                 values[stage].copy_(received[first])
 
     def add_gradients(self) -> None:
         """Replace each stage's gradient by the sum over stages, added in the order of stages on every rank."""
-        for _, mine, movers in self._ties:
-            for parameter in mine.values():
+        for each in self._ties:
+            for parameter in each.mine.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            own = {stage: _local(parameter.grad) for stage, parameter in mine.items()}
-            for stage, received in _exchange(own, movers).items():
-                terms = [own[stage] if other == stage else received[other] for other in sorted({stage, *received})]
-                own[stage].copy_(torch.stack(terms).sum(0))
-            for parameter in mine.values():
+            own = {stage: _local(parameter.grad) for stage, parameter in each.mine.items()}
+            is_coded = bool(each.coded) and self.steps >= self._raw_steps
+            for stage, received in _exchange(own, each.coded if is_coded else each.raw).items():
+                terms = received if is_coded else {**received, stage: own[stage]}
+                own[stage].copy_(torch.stack([terms[other] for other in sorted(terms)]).sum(0))
+            for parameter in each.mine.values():
                 if not parameter.requires_grad:
                     parameter.grad = None
 
+    def _movers(self) -> Iterator[Mover]:
+        for each in self._ties:
+            yield from (*each.raw.values(), *each.coded.values())
+
     def fail(self, error: BaseException) -> None:
         """End all transfers with an error, on all ranks that take part in them."""
-        for _, _, movers in self._ties:
-            for mover in movers.values():
-                mover.fail(error)
+        for mover in self._movers():
+            mover.fail(error)
 
     def close(self) -> None:
         """Close the Movers."""
-        for _, _, movers in self._ties:
-            for mover in movers.values():
-                mover.close()
+        for mover in self._movers():
+            mover.close()
+
+
+def _specs(tie: TiedParameter, pipeline: Pipeline) -> Iterator[tuple[tuple[int, int], TensorSpec]]:
+    """The moves of a tied parameter by sending and receiving stage, also from each stage to itself."""
+    for a in sorted(tie.names):
+        for b in sorted(tie.names):
+            src, dst = (_layout(tie, pipeline, stage) for stage in (a, b))
+            yield (a, b), TensorSpec(tie.shape, tie.dtype, src, dst)
+
+
+def _code(tie: TiedParameter, pipeline: Pipeline, codec: str) -> dict[tuple[int, int], TensorSpec]:
+    """The coded moves of a tied parameter; empty unless all of them have the same blocks, which all stages add up."""
+    coded = {pair: code_tensor(spec, parse_codec(codec)) for pair, spec in _specs(tie, pipeline)}
+    blocks = {(spec.shape, spec.dtype) for spec in coded.values()}
+    return coded if len(blocks) == 1 and all(spec.codec is not None for spec in coded.values()) else {}
 
 
 def _exchange(

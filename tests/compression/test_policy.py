@@ -190,7 +190,7 @@ def _refused(rank, cases):
 
 def test_dimensions_that_a_job_has_not_are_errors():
     cases = (
-        (Policy(dp="int8x128"), "1x1,1x1", "has dp=, but no stage has replicas"),
+        (Policy(dp="int8x128"), "1x1,1x1", "has dp=, but no stage has replicas under DDP or a tied parameter"),
         (Policy(zero="int8x128"), "1x1,1x1", "has zero=, but no stage is sharded"),
         (Policy(tp="int8x128"), "1x1,1x1", "has tp=, but no stage is on a grid"),
         (Policy(optimizer="int8x128"), "1x1,1x1", "moves no optimizer state"),
@@ -237,6 +237,55 @@ def _feed_back(rank, folder):
 
 def test_errors_of_sums_are_fed_back_after_raw_steps_and_saved(tmp_path):
     run_processes(_feed_back, 3, str(tmp_path))
+
+
+class _Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.middle = nn.Embedding(200, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 200, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(torch.tanh(self.middle(self.embed(x)))), y)
+
+
+def _sum_ties(rank, policies):
+    """Bytes that this rank sends, and the gradient of the tied parameter, in the first and in the second step."""
+    results = []
+    x, y = torch.arange(2 * ROWS).remainder(200).reshape(2, ROWS)
+    for policy in policies:
+        torch.manual_seed(0)
+        pipe = rs.Pipe(_Tied(), ["middle"], stages="1x1,2x1")
+        options = {"topology": Topology.uniform((0, 1, 2), 1e8), "schedule": rs.one_f_one_b}
+        with pipe.compile({"x": x, "y": y}, 1, compression=policy, **options) as engine:
+            parameter = next(
+                each for name, each in engine.named_parameters() if name in ("embed.weight", "head.weight")
+            )
+            steps = []
+            for _ in range(2):
+                with pytest.MonkeyPatch.context() as patch:
+                    wire = _Wire(patch)
+                    engine.step({"x": x, "y": y})
+                steps.append((wire.pp, parameter.grad.clone()))
+                parameter.grad = None
+            results.append(steps)
+    return results
+
+
+def test_gradients_of_tied_parameters_are_coded_and_stay_equal():
+    policies = (None, Policy(dp="int8x128"), Policy(dp="int8x128", raw_steps=1))
+    ranks = run_processes(_sum_ties, 3, policies)
+    raw, coded, late = ranks[0]
+    fewer = 200 * (4 * WIDTH - 132)  # the embedding of 200 blocks goes to one rank, which passes it on
+    assert raw[0][0] - coded[0][0] == fewer and late[0][0] == raw[0][0] and late[1][0] == coded[1][0]
+    for policy in range(3):
+        for step in range(2):
+            one, *others = (ranks[rank][policy][step][1] for rank in range(3))
+            assert all(torch.equal(one, other) for other in others)
+    exact = raw[0][1]
+    assert torch.equal(late[0][1], exact)
+    assert 1e-4 < float((coded[0][1] - exact).norm() / exact.norm()) < 0.03
 
 
 def _feed_back_scatters(rank, folder):
