@@ -3,12 +3,14 @@
 All grids run on the same emulated hosts, in turns. The bound is the longest time that a NIC, or a rank inside
 its host, needs at its calibrated rate for what must pass it at least: each element enters a host once. ``dtensor`` is
 torch's own matrix product on the same placements. ``panels`` overlaps communication with the products by panels,
-``one panel`` gathers first and then multiplies. Times of local products alone are printed too.
+``one panel`` gathers first and then multiplies. ``processor`` is the processor time of all ranks in "transfers" divided
+by the number of processors: all ranks share them, so "transfers" cannot take less in this implementation.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
@@ -123,8 +125,11 @@ def time_settings(
     hidden: int,
     repeats: int,
     with_dtensor: bool,
-) -> dict[tuple[int, str], list[float]]:
-    """Seconds of each step of each setting and variant, the longest of all ranks. Variants run in turns."""
+) -> dict[tuple[int, str], list[tuple[float, float]]]:
+    """Seconds of each step by setting and variant: the longest of all ranks, and the processor time of all ranks.
+
+    Variants run in turns.
+    """
     torch.set_num_threads(1)
     sizes = transformer_linears(hidden)
     variants: dict[tuple[int, str], Callable[[], None]] = {}
@@ -138,16 +143,18 @@ def time_settings(
         variants[number, "panels"] = stack.run_step
         if with_dtensor:
             variants[number, "dtensor"] = DTensorStack(mesh, sizes, tokens).run_step
-    seconds: dict[tuple[int, str], list[float]] = {key: [] for key in variants}
+    seconds: dict[tuple[int, str], list[tuple[float, float]]] = {key: [] for key in variants}
     for turn in range(repeats + 1):
         for key, run in variants.items():
             dist.barrier()
-            begun = time.perf_counter()
+            begun, processor_begun = time.perf_counter(), time.process_time()
             run()
             longest = torch.tensor(time.perf_counter() - begun)
+            processor = torch.tensor(time.process_time() - processor_begun)
             dist.all_reduce(longest, dist.ReduceOp.MAX)
+            dist.all_reduce(processor)
             if turn:  # the first turn connects
-                seconds[key].append(float(longest))
+                seconds[key].append((float(longest), float(processor)))
     return seconds
 
 
@@ -195,19 +202,28 @@ def main() -> int:
 
 
 def _print_table(
-    settings: list[Setting], seconds: dict[tuple[int, str], list[float]], links: Topology, tokens: int, hidden: int
+    settings: list[Setting],
+    seconds: dict[tuple[int, str], list[tuple[float, float]]],
+    links: Topology,
+    tokens: int,
+    hidden: int,
 ) -> None:
     names = sorted({name for _, name in seconds}, key=["transfers", "one panel", "panels", "dtensor"].index)
     print_line(f"\n{tokens} tokens, hidden {hidden}: milliseconds, forward + backward + depth sums; medians")
     print_line(
-        f"{'grid':>10} {'ranks vary along':>18} {'bound':>8} " + " ".join(f"{name:>10}" for name in names) + "  ratio"
+        f"{'grid':>10} {'ranks vary along':>18} {'bound':>8} {'processor':>9} "
+        + " ".join(f"{name:>10}" for name in names)
+        + "  ratio"
     )
+    processors = len(os.sched_getaffinity(0))
     for number, setting in enumerate(settings):
         bound = bound_seconds(setting, links, tokens, hidden)
-        medians = [statistics.median(seconds[number, name]) for name in names]
+        medians = [statistics.median(longest for longest, _ in seconds[number, name]) for name in names]
+        processor = statistics.median(each for _, each in seconds[number, "transfers"]) / processors
         cells = " ".join(f"{1e3 * each:>10.0f}" for each in medians)
         order = ", ".join(reversed([axis for axis in setting.order if _size(setting, axis) > 1]))
-        print_line(f"{setting.shape!s:>10} {order:>18} {1e3 * bound:>8.0f} {cells}  {medians[0] / bound:.2f}")
+        limits = f"{1e3 * bound:>8.0f} {1e3 * processor:>9.0f}"
+        print_line(f"{setting.shape!s:>10} {order:>18} {limits} {cells}  {medians[0] / bound:.2f}")
 
 
 def _size(setting: Setting, axis: str) -> int:

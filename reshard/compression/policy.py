@@ -33,7 +33,8 @@ class Policy:
             that is bf16.
         force_pp: code all edges between stages, whatever the simulation says.
         feedback: ``("dp",)``, ``("zero",)`` or both: each rank adds the errors of its codings to its next gradients, in
-            sums over replicas or in FSDP2's reduce-scatters; not in sums over stages. At 4 bits and more, training with Adam does not need it.
+            sums over replicas or in FSDP2's reduce-scatters, but not in sums over stages. At 4 bits and more, training
+            with Adam does not need it.
         raw_steps: number of first steps whose sums of gradients (``dp``) are not coded.
 
     Raises:
