@@ -50,9 +50,9 @@ class SyncReport:
 class WeightSync:
     """Sends weights from their shards to the shards of replicas, version by version, as differences to the last one.
 
-    Each source rank keeps a copy of its shards at the last version that all ranks have confirmed. The first transfer,
-    and any transfer for which some rank does not hold that version, sends the weights in full. Digests check that
-    replicas of the source are equal, and that every receiver holds the new version in the end.
+    Each source rank keeps a copy of its shards at the last version whose data all ranks have received. The first
+    transfer, and any transfer for which some rank does not hold that version, sends the weights in full. Digests check
+    that replicas of the source are equal, and that every receiver holds the new version in the end.
 
     Args:
         src, dst: the layouts, or ``{name: layout}``.
@@ -132,6 +132,7 @@ class WeightSync:
             sizes, digests = _agree_on_buckets(reports, self._buckets)
             received = self._move(data, sizes)
             base, self.version = self.version, None  # until all ranks hold the new version
+            self._keep_base(tensors, {} if because else data)
             failure = None
             try:
                 if out is not None:
@@ -140,7 +141,6 @@ class WeightSync:
             except Exception as error:
                 failure = describe_error(error)
             self._report({"failed": failure}, "confirms a version")
-            self._keep_base(tensors, {} if because else data)
             self.version = version
         plain = sum(bucket.nbytes for bucket in self._buckets.values())
         return SyncReport(version, None if because else base, because, sum(sizes.values()), plain)

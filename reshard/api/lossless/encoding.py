@@ -76,7 +76,10 @@ def encode_bucket(
     """
     plain = [bytes_of(view) for view in bucket.views(tensors, "src")]
     num_pieces = sum(-(-len(words) // PIECE_BYTES) for words in plain)
-    out = np.zeros(capacity_of(bucket.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * num_pieces), dtype=np.uint8)
+    most = capacity_of(bucket.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * num_pieces)
+    # Differences are usually few, and the pages of a large buffer take longer to map than they take to encode.
+    few = _ENTRY_BYTES * num_pieces + 2 * (PIECE_BYTES + HEADER_BYTES)
+    out = np.zeros(most if base is None else min(most, few), dtype=np.uint8)
     at, sizes, hasher, base_hasher = _ENTRY_BYTES * num_pieces, [], xxhash.xxh3_64(), xxhash.xxh3_64()
     bases = [None] * len(plain) if base is None else bucket.views(base, "src")
     for words, old_view, view in zip(plain, bases, bucket.views(tensors, "src"), strict=True):
@@ -85,6 +88,8 @@ def encode_bucket(
             piece = words[start : start + PIECE_BYTES]
             old_piece = None if old is None else old[start : start + PIECE_BYTES]
             limit = at + len(piece) + HEADER_BYTES
+            if limit > len(out):
+                out = _enlarged(out, at, min(most, 2 * len(out)))
             if codec == "delta":
                 sizes.append(encode_delta(piece, old_piece, out[at:limit], word_width(view.element_size())))
             else:
@@ -94,6 +99,8 @@ def encode_bucket(
                 hasher.update(piece.data)
             if with_base_digest and old_piece is not None:
                 base_hasher.update(old_piece.data)
+    if capacity_of(at) > len(out):
+        out = _enlarged(out, at, capacity_of(at))
     out[: _ENTRY_BYTES * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
     out[at : capacity_of(at)] = 0  # the encoder may have written behind its result
     return EncodedBucket(
@@ -102,6 +109,13 @@ def encode_bucket(
         hasher.intdigest() if with_digest else None,
         base_hasher.intdigest() if with_base_digest and base is not None else None,
     )
+
+
+def _enlarged(buffer: np.ndarray, used: int, nbytes: int) -> np.ndarray:
+    """A larger buffer with the first ``used`` bytes of another."""
+    larger = np.zeros(nbytes, dtype=np.uint8)
+    larger[:used] = buffer[:used]
+    return larger
 
 
 def decode_bucket(
