@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import xxhash
 
-from reshard.api.lossless.encoding import decode_bucket, encode_bucket
+from reshard.api.lossless.encoding import decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.mover import Mover
@@ -52,7 +53,8 @@ class WeightSync:
 
     Each source rank keeps a copy of its shards at the last version whose data all ranks have received. The first
     transfer, and any transfer for which some rank does not hold that version, sends the weights in full. Digests check
-    that replicas of the source are equal, and that every receiver holds the new version in the end.
+    that replicas of the source are equal, that differences arrive as they were sent, and that every receiver holds the
+    version to which they refer. Receivers compute the last one while the differences are on their way.
 
     Args:
         src, dst: the layouts, or ``{name: layout}``.
@@ -105,6 +107,7 @@ class WeightSync:
         self._capacity: dict[str, int] = {}
         self._sent: dict[str, Any] = {}
         self._received: dict[str, Any] = {}
+        self._digests: dict[str, int] = {}  # of the plain bytes of each bucket, at the last version
         self.version: int | None = None
 
     def __call__(self, tensors: Shards | None, out: Shards | None, *, version: int) -> SyncReport:
@@ -118,8 +121,8 @@ class WeightSync:
 
         Raises:
             DisagreementError: ranks pass different versions, or replicas of the source differ.
-            VerificationError: a receiver does not hold the new version, for example since ``out`` did not hold the last
-                one. The next transfer sends the weights in full.
+            VerificationError: ``out`` of a receiver does not hold the last version, and has not changed; or data
+                arrived with other bytes than were sent. The next transfer sends the weights in full.
             ReshardError: a rank failed, or its arguments are wrong. If that happened before all ranks had received
                 their data, all keep the old version.
         """
@@ -129,21 +132,26 @@ class WeightSync:
             if because and any(report["base"] is not None for report in reports.values()):
                 reports, data = self._offer(tensors, out, version, {})
             version = int(version)
-            sizes, digests = _agree_on_buckets(reports, self._buckets)
-            received = self._move(data, sizes)
+            entries = _agree_on_buckets(reports, self._buckets)
+            try:
+                received = self._move(data, entries, None if because else out)
+            except VerificationError:
+                self.version = None
+                raise
             base, self.version = self.version, None  # until all ranks hold the new version
             self._keep_base(tensors, {} if because else data)
             failure = None
             try:
                 if out is not None:
                     mark_written(out.values())
-                    self._apply(received, out, digests, version)
+                    self._apply(received, out, entries)
             except Exception as error:
                 failure = describe_error(error)
             self._report({"failed": failure}, "confirms a version")
-            self.version = version
+            self.version, self._digests = version, {name: entry.digest for name, entry in entries.items()}
         plain = sum(bucket.nbytes for bucket in self._buckets.values())
-        return SyncReport(version, None if because else base, because, sum(sizes.values()), plain)
+        encoded = sum(entry.nbytes for entry in entries.values())
+        return SyncReport(version, None if because else base, because, encoded, plain)
 
     def _offer(
         self, tensors: Shards | None, out: Shards | None, version: int, base: Shards
@@ -165,7 +173,8 @@ class WeightSync:
                     assert tensors is not None
                     encoded = encode_bucket(bucket, tensors, base or None)
                     data[name] = encoded.data
-                    report["buckets"][name] = encoded.nbytes, encoded.digest
+                    sent = xxhash.xxh3_64(encoded.data.data).intdigest() if base else None
+                    report["buckets"][name] = encoded.nbytes, encoded.digest, sent
         except Exception as error:
             report["failed"] = describe_error(error)
         return self._report(report, "offers a version"), data
@@ -185,24 +194,42 @@ class WeightSync:
             given.append(found)
         check_no_aliasing(given[0], given[1], [spec.name for spec in self._specs])
 
-    def _report(self, report: dict[str, Any], purpose: str) -> dict[int, Any]:
-        """The reports of all ranks; raises the error of the first rank that failed."""
-        held = "" if self.version is None else f"all ranks keep version {self.version}"
+    def _report(self, report: dict[str, Any], purpose: str, held: str | None = None) -> dict[int, Any]:
+        """The reports of all ranks; raises the error of the first rank that failed, and says what ranks hold."""
+        if held is None:
+            held = "" if self.version is None else f"all ranks keep version {self.version}"
         return exchange_reports(self._channel, {"failed": None} | report, purpose, self._timeout_seconds, held)
 
-    def _move(self, data: Mapping[str, np.ndarray], sizes: Mapping[str, int]) -> Mapping[str, torch.Tensor | None]:
-        """Move the buckets; returns those that this rank receives, followed by unused bytes."""
+    def _move(
+        self, data: Mapping[str, np.ndarray], entries: Mapping[str, _Entry], base: Shards | None
+    ) -> Mapping[str, torch.Tensor | None]:
+        """Move the buckets; returns those that this rank receives, followed by unused bytes.
+
+        Args:
+            base: this rank's destination shards if the buckets are differences to what they hold.
+        """
         failure = None
+        sizes = {name: entry.nbytes for name, entry in entries.items()}
         try:
             if any(self._group.rank in (*each.holders, *each.receivers) for each in self._buckets.values()):
                 mover = self._find_mover(sizes)
                 for name, bucket in data.items():
                     self._sent[name][: len(bucket)] = torch.from_numpy(bucket)
-                mover({name: self._sent.get(name) for name in sizes}, out=self._received)
+                handle = mover.start({name: self._sent.get(name) for name in sizes}, out=self._received)
+                lost = self._find_lost(base)
+                handle.wait()
+                if base is not None:
+                    self._check_received(entries)
+                if lost is not None:
+                    raise VerificationError(
+                        f"out does not hold version {self.version} of the weights from ranks "
+                        f"{self._buckets[lost].holders}, to which the differences refer; the next transfer sends the "
+                        "weights in full"
+                    )
         except Exception as error:
             failure = describe_error(error)
         try:
-            self._report({"failed": failure}, "confirms the data")
+            self._report({"failed": failure}, "confirms the data", "no out has changed")
         except Exception:
             self._mover = None  # its connections may be broken
             raise
@@ -248,16 +275,49 @@ class WeightSync:
             else:
                 self._base[name] = tensor.detach().clone()
 
-    def _apply(self, received: Mapping[str, Any], out: Shards, digests: Mapping[str, int], version: int) -> None:
-        """Turn the last version into the new one, and compare its digests."""
+    def _find_lost(self, out: Shards | None) -> str | None:
+        """A bucket of which this rank's destination shards do not hold the last version; None if there is none."""
         for name, bucket in self._buckets.items():
-            if self._group.rank not in bucket.receivers:
-                continue
-            if decode_bucket(bucket, received[name].numpy(), out) != digests[name]:
-                raise VerificationError(
-                    f"the weights from ranks {bucket.holders} are not version {version} after the differences to "
-                    f"the last version were applied: out did not hold it; the next transfer sends the weights in full"
-                )
+            needed = out is not None and self._group.rank in bucket.receivers
+            if needed and digest_regions(bucket, out or {}, "dst") != self._digests[name]:
+                return name
+        return None
+
+    def _check_received(self, entries: Mapping[str, _Entry]) -> None:
+        for name, bucket in self._buckets.items():
+            if self._group.rank in bucket.receivers:
+                data = self._received[name][: entries[name].nbytes].numpy()
+                if xxhash.xxh3_64(data.data).intdigest() != entries[name].sent_digest:
+                    raise _wrong_bytes(bucket)
+
+    def _apply(self, received: Mapping[str, Any], out: Shards, entries: Mapping[str, _Entry]) -> None:
+        """Turn the last version into the new one. Weights in full have no digest but that of their plain bytes."""
+        for name, bucket in self._buckets.items():
+            if self._group.rank in bucket.receivers:
+                in_full = entries[name].sent_digest is None
+                digest = decode_bucket(bucket, received[name].numpy(), out, with_digest=in_full)
+                if in_full and digest != entries[name].digest:
+                    raise _wrong_bytes(bucket)
+
+
+class _Entry(NamedTuple):
+    """What all holders of a bucket report alike.
+
+    Attributes:
+        nbytes: of the bucket. digest: of the plain bytes that it encodes. sent_digest: of the bucket, if it has
+            differences; None if it has the weights in full.
+    """
+
+    nbytes: int
+    digest: int
+    sent_digest: int | None
+
+
+def _wrong_bytes(bucket: Bucket) -> VerificationError:
+    return VerificationError(
+        f"weights from ranks {bucket.holders} arrived with other bytes than were sent; the next transfer sends the "
+        "weights in full"
+    )
 
 
 def _check_names(arrays: Any, names: Sequence[str | None], what: str) -> None:
@@ -282,10 +342,8 @@ def _why_full(reports: Mapping[int, Any]) -> str:
     return ""
 
 
-def _agree_on_buckets(
-    reports: Mapping[int, Any], buckets: Mapping[str, Bucket]
-) -> tuple[dict[str, int], dict[str, int]]:
-    """The size of each bucket and the digest of its plain bytes, which all its holders must report alike.
+def _agree_on_buckets(reports: Mapping[int, Any], buckets: Mapping[str, Bucket]) -> dict[str, _Entry]:
+    """What all holders of each bucket report alike.
 
     Raises:
         DisagreementError: ranks send different versions, or replicas of a region differ.
@@ -295,7 +353,7 @@ def _agree_on_buckets(
     for rank, version in versions.items():
         if version != versions[first]:
             raise DisagreementError(f"rank {first} passes version {versions[first]}, rank {rank} version {version}")
-    sizes, digests = {}, {}
+    entries = {}
     for name, bucket in buckets.items():
         found = [tuple(reports[rank]["buckets"][name]) for rank in bucket.holders]
         for rank, entry in zip(bucket.holders, found, strict=True):
@@ -303,5 +361,5 @@ def _agree_on_buckets(
                 raise DisagreementError(
                     f"ranks {bucket.holders[0]} and {rank} hold the same regions, but other weights in them"
                 )
-        sizes[name], digests[name] = found[0]
-    return sizes, digests
+        entries[name] = _Entry(*found[0])
+    return entries

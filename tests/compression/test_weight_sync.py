@@ -7,6 +7,7 @@ import torch
 
 from reshard import Layout, Mesh, Topology
 from reshard.compression import WeightSync
+from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard
@@ -74,9 +75,11 @@ def _sync(rank):
 
     if rank == 4:
         out["w"][5, 5] += 1  # a receiver that lost its base
-    with pytest.raises(VerificationError, match=r"rank 4: .* are not version 3 .* in full"):
+    with pytest.raises(VerificationError, match=r"rank 4: out does not hold version 2 .* in full; no out has changed"):
         send(3)
     assert sync.version is None
+    wanted = _shards(DST, rank, 2) if out is not None else {}
+    assert rank == 4 or all(same_bytes(out[name], wanted[name]) for name in wanted)
     again = send(3)
     assert (again.base, again.because) == (None, "no rank holds a version") and holds(3)
     if rank == 4:
@@ -84,6 +87,23 @@ def _sync(rank):
     restarted = send(4)
     assert (restarted.base, restarted.because) == (None, "rank 4 holds no version") and holds(4)
     assert send(5).base == 4 and holds(5)
+
+    transport = GlooTransport.send
+    if rank == 0:
+
+        def flip(self, data, *args):
+            spoiled = data.clone()
+            if data.numel() > 256:  # a bucket
+                spoiled[data.numel() // 4] ^= 1
+            return transport(self, spoiled, *args)
+
+        GlooTransport.send = flip
+    with pytest.raises(VerificationError, match=r"from ranks .* arrived with other bytes .* no out has changed"):
+        send(6)
+    GlooTransport.send = transport
+    wanted = _shards(DST, rank, 5) if out is not None else {}
+    assert sync.version is None and all(same_bytes(out[name], wanted[name]) for name in wanted)
+    assert send(6).base is None and holds(6)
 
 
 @pytest.mark.parametrize(
