@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan, encode_measured
-from reshard.api.casts import finish_received, wire_dtype, wire_source, wire_target
+from reshard.api.casts import finish_received, unfinished, wire_dtype
 from reshard.api.inputs import Item, read_items, report_bad_arguments
 from reshard.api.lossless.call import LosslessCall
+from reshard.api.memory_in_use import note_wait
 from reshard.api.mover import Mover
-from reshard.api.mover_arrays import find_target, shard_shapes, wrap_results
+from reshard.api.mover_arrays import call_arrays, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfers import Handle
 from reshard.api.validation import Options, make_request
@@ -42,7 +43,7 @@ from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
 from reshard.planner import Strategy, code_tensors, plan_tensors
-from reshard.runtime.cpu.staging import CastSource
+from reshard.planner.tracing import not_compiled
 from reshard.runtime.cuda.stream import make_runner
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner
@@ -51,6 +52,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
 
+@not_compiled
 def reshard(
     tensor: Any = None,
     src_mesh: Any = None,
@@ -157,6 +159,7 @@ def reshard(
     ).wait()
 
 
+@not_compiled
 def reshard_async(
     tensor: Any = None,
     src_mesh: Any = None,
@@ -218,10 +221,6 @@ def reshard_async(
         return _Call(found, items, members, options, timeout_seconds).start()
 
 
-#: No tensor is encoded yet.
-_NOTHING: Mapping[str, torch.Tensor | None] = {}
-
-
 class _Call:
     """One call on one rank, with its arguments read: agrees, plans, allocates and starts the transfer."""
 
@@ -255,10 +254,11 @@ class _Call:
         if lost:
             return self._start_recovery(channel, decision, lost, excess)
         try:
-            src, dst, finish = self._arrays(plan, decision, encoded)
+            src, dst, targets = call_arrays(self.items, plan, decision, self.group.rank, encoded)
         except Exception as error:  # for example out of memory; the other ranks wait for this one
             raise channel.fail(decision.generation, error) from error
         limit, verify = self.timeout_seconds, self.options.verify
+        finish = functools.partial(self._finish, decision, dst, targets)
         try:
             mover = Mover.agreed(AgreedPlan(plan, program, runner, channel, call, decision), limit, verify)
         except Exception as error:
@@ -271,8 +271,11 @@ class _Call:
             handle = mover.start_checked(src, dst, finish)
             mover.close()
         if not self.fault_tolerant:
+            note_wait(handle, (), unfinished(dst, targets))
             return handle
-        return FaultTolerantHandle(handle, self._recovery(channel, plan, src, dst), finish)
+        handle = FaultTolerantHandle(handle, self._recovery(channel, plan, src, dst), finish)
+        note_wait(handle, src, targets)  # a recovery may send from the source again
+        return handle
 
     def _agree(self) -> tuple[Channel, int, Decision, Request, set[int]]:
         """The channel of the ranks that called, their agreement and, in a fault-tolerant call, the lost ranks."""
@@ -295,10 +298,13 @@ class _Call:
     def _start_recovery(self, channel: Channel, decision: Decision, lost: set[int], raw: frozenset[str]) -> Handle:
         """The handle of a transfer that lost ranks before it began, so that recovery has to move all data."""
         plan = self._make_plan(decision, raw)
-        src, dst, finish = self._arrays(plan, decision)
+        src, dst, targets = call_arrays(self.items, plan, decision, self.group.rank, {})
+        finish = functools.partial(self._finish, decision, dst, targets)
         handle = Handle(channel, decision.generation, finish)
         handle.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time"))
-        return FaultTolerantHandle(handle, self._recovery(channel, plan, src, dst, lost), finish)
+        handle = FaultTolerantHandle(handle, self._recovery(channel, plan, src, dst, lost), finish)
+        note_wait(handle, src, targets)
+        return handle
 
     def _recovery(
         self, channel: Channel, plan: Plan, src: Sequence[Any], dst: Sequence[Any], lost: Collection[int] = ()
@@ -376,25 +382,7 @@ class _Call:
                 coded[at] = replace(tensors[at], dtype=on_wire[at])
         return plan(coded)
 
-    def _arrays(
-        self, plan: Plan, decision: Decision, encoded: Mapping[str, torch.Tensor | None] = _NOTHING
-    ) -> tuple[list[torch.Tensor | CastSource | None], list[torch.Tensor | None], Callable[[], Any]]:
-        """The arrays to send, the arrays to receive into, and a function that returns this rank's result.
-
-        Args:
-            encoded: source shards that are encoded already, by tensor.
-        """
-        rank, device = self.group.rank, decision.device_type
-        shapes = shard_shapes(plan, rank, "dst")
-        targets = [find_target(item, shape, decision, rank) for item, shape in zip(self.items, shapes, strict=True)]
-        src = [
-            encoded.get(item.name) if spec.codec and item.name in encoded else wire_source(item.tensor, spec, device)
-            for item, spec in zip(self.items, plan.tensors, strict=True)
-        ]
-        dst = [wire_target(target, spec, device) for target, spec in zip(targets, plan.tensors, strict=True)]
-
-        def finish() -> Any:
-            finish_received(dst, targets)
-            return wrap_results(self.items, targets, decision)
-
-        return src, dst, finish
+    def _finish(self, decision: Decision, dst: Sequence[Any], targets: Sequence[torch.Tensor | None]) -> Any:
+        """Complete the destination shards ``targets`` from what ``dst`` received; returns this rank's result."""
+        finish_received(dst, targets)
+        return wrap_results(self.items, targets, decision)

@@ -120,6 +120,11 @@ def finish_received(received: Sequence[Any], targets: Sequence[torch.Tensor | No
             cast_received([array], [target])
 
 
+def unfinished(received: Sequence[Any], targets: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    """The targets that :func:`finish_received` writes."""
+    return [target for array, target in zip(received, targets, strict=True) if array is not target]
+
+
 def cast_source(array: torch.Tensor | None, dtype: str) -> torch.Tensor | CastSource | None:
     """The source itself if it has this dtype, else a wrapper that casts it message by message."""
     if array is None or array.dtype == getattr(torch, dtype):

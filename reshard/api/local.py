@@ -16,12 +16,14 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
 from reshard.planner import Strategy, code_tensors, plan_tensors
+from reshard.planner.tracing import not_compiled
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape
 from reshard.topology import Topology
 
 Array = Any
 
 
+@not_compiled
 def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, Array]]:
     """Execute a plan's messages in order on the shards of all ranks, held in this process.
 
@@ -119,6 +121,7 @@ def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, A
     return out
 
 
+@not_compiled
 def reshard_local(
     shards: Mapping[int, Array],
     src: AnyLayout | Mesh,

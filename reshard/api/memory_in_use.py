@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from reshard.api.tensor_checks import Place
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child
+from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.cpu.staging import CastSource
 
 
 @dataclass(frozen=True, eq=False)
 class _Use:
     """The memory of one transfer. It refers to no array, so a result that the caller drops is freed at once."""
 
-    owner: object  # transfers of one owner run one after another
-    ended: threading.Event
+    owner: object  # transfers of one owner run one after another; None if this use is not in their order
+    is_over: Callable[[], bool]
     read: list[Place]
     written: list[Place]
+
+
+class Pending(Protocol):
+    """A handle, as far as this module knows it."""
+
+    def has_work(self) -> bool:
+        """Whether ``wait`` still reads or writes arrays."""
 
 
 _uses: list[_Use] = []
@@ -35,11 +45,27 @@ def note_use(owner: object, ended: threading.Event, src: Sequence[Any], dst: Seq
 
     Args:
         owner: transfers of the same owner run in the order in which they are started.
-        src, dst: arrays; anything else, such as an encoded copy, is ignored.
+        src, dst: arrays, or what casts or codes them on the way.
     """
-    use = _Use(owner, ended, _places(src), _places(dst))
+    _add(_Use(owner, ended.is_set, _places(src), _places(dst)))
+
+
+def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
+    """Note what ``wait`` of a handle reads and writes, until it has done so or the handle is gone."""
+    found = weakref.ref(handle)
+
+    def is_over() -> bool:
+        waited = found()
+        return waited is None or not waited.has_work()
+
+    read, written = _places(src), _places(dst)
+    if read or written:
+        _add(_Use(None, is_over, read, written))
+
+
+def _add(use: _Use) -> None:
     with _lock:
-        _uses[:] = [each for each in _uses if not each.ended.is_set()]
+        _uses[:] = [each for each in _uses if not each.is_over()]
         _uses.append(use)
 
 
@@ -49,9 +75,12 @@ def check_unused(
     names: Sequence[str | None],
     owner: object = None,
 ) -> None:
-    """Raise ArgumentError if an unfinished transfer of another owner writes a source, or reads or writes an out."""
+    """Raise ArgumentError if an unfinished transfer of another owner writes a source, or reads or writes an out.
+
+    A transfer whose ``wait`` still has to cast, decode or recover its result is unfinished, whatever its owner.
+    """
     with _lock:
-        uses = [each for each in _uses if each.owner is not owner and not each.ended.is_set()]
+        uses = [each for each in _uses if (owner is None or each.owner is not owner) and not each.is_over()]
     if not uses:
         return
     for arrays, what in ((src, "the source"), (dst, "out")):
@@ -61,7 +90,7 @@ def check_unused(
             place = Place(array)
             for use in uses:
                 for others, verb in ((use.written, "writes"), (use.read if what == "out" else [], "reads")):
-                    if any(place.may_overlap(other) for other in others) and not use.ended.is_set():
+                    if any(place.may_overlap(other) for other in others) and not use.is_over():
                         raise ArgumentError(
                             f"{what}{f' of {name!r}' if name else ''} lies in memory that an unfinished transfer "
                             f"{verb}: call wait() of its handle first"
@@ -71,6 +100,13 @@ def check_unused(
 def _places(arrays: Sequence[Any]) -> list[Place]:
     return [
         Place(array)
-        for array in arrays
+        for array in map(_memory_of, arrays)
         if isinstance(array, torch.Tensor) and array.device.type == "cpu" and array.numel()
     ]
+
+
+def _memory_of(array: Any) -> Any:
+    """The caller's array behind one that is cast or coded on the way."""
+    if isinstance(array, EncodedSource | DecodedTarget):
+        return array.plain
+    return array.array if isinstance(array, CastSource) else array

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.casts import finish_received, wire_source, wire_target
+from reshard.api.casts import finish_received, unfinished, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
 from reshard.api.lossless.repeated import LosslessTransfers, check_lossless_codec
 from reshard.api.lossless.transfer import Arrays
-from reshard.api.memory_in_use import check_unused
+from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.mover_arrays import MoverArrays
 from reshard.api.options import check_coding, check_device_type, check_verify
 from reshard.api.tensor_checks import check_no_aliasing, detach_source
@@ -36,6 +36,7 @@ from reshard.coordination import (
 from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
+from reshard.planner.tracing import not_compiled
 from reshard.runtime.cuda.stream import make_runner
 from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -74,6 +75,7 @@ class Mover:
 
     _lossless: LosslessTransfers | None = None
 
+    @not_compiled
     def __init__(
         self,
         plan: Plan,
@@ -163,12 +165,14 @@ class Mover:
         """Bytes allocated beyond the source and destination shards; at most the plan's ``staging_bytes``."""
         return self._transfers.allocated_bytes
 
+    @not_compiled
     def __call__(
         self, tensor: Any = None, *, out: Any = None, base: Any = None, timeout_seconds: float | None = None
     ) -> Any:
         """Start a transfer and wait for its result; see :meth:`start` and :meth:`Handle.wait`."""
         return self.start(tensor, out=out, base=base).wait(timeout_seconds)
 
+    @not_compiled
     def start(self, tensor: Any = None, *, out: Any = None, base: Any = None) -> Handle:
         """Start a transfer.
 
@@ -248,7 +252,9 @@ class Mover:
             finish_received(received, dst)
             return self._results(tensor, outs, dst)
 
-        return self._transfers.start(src, received, finish)
+        handle = self._transfers.start(src, received, finish)
+        note_wait(handle, (), unfinished(received, dst))
+        return handle
 
     def start_checked(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
@@ -264,6 +270,7 @@ class Mover:
         """Raise the error that another rank published, if there is one."""
         self._channel.check_reported(self._generation)
 
+    @not_compiled
     def close(self) -> None:
         """End the progress thread after the transfers in progress. The group's connections stay open."""
         if not self._closed:

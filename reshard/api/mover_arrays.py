@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
+from reshard.api.casts import wire_source, wire_target
 from reshard.api.dtensors import check_same_layout, is_dtensor, layout_of
 from reshard.api.inputs import Item
 from reshard.api.tensor_checks import check_array, wait_for_collective
@@ -36,6 +37,24 @@ def find_target(item: Item, shape: tuple[int, ...] | None, decision: Decision, r
         device = current_device(decision.device_type) if item.tensor is None else item.tensor.device
         out = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
     return check_array(out, shape, dtype, "the destination", item.name or None, rank, decision.device_type)
+
+
+def call_arrays(
+    items: Sequence[Item], plan: Plan, decision: Decision, rank: int, encoded: Mapping[str, torch.Tensor | None]
+) -> tuple[list[Any], list[Any], list[torch.Tensor | None]]:
+    """The arrays to send, the arrays to receive into, and this rank's destination shards.
+
+    Args:
+        encoded: source shards that are encoded already, by tensor.
+    """
+    device, shapes = decision.device_type, shard_shapes(plan, rank, "dst")
+    targets = [find_target(item, shape, decision, rank) for item, shape in zip(items, shapes, strict=True)]
+    src = [
+        encoded.get(item.name) if spec.codec and item.name in encoded else wire_source(item.tensor, spec, device)
+        for item, spec in zip(items, plan.tensors, strict=True)
+    ]
+    dst = [wire_target(target, spec, device) for target, spec in zip(targets, plan.tensors, strict=True)]
+    return src, dst, targets
 
 
 def wrap_results(items: Sequence[Item], targets: Sequence[torch.Tensor | None], decision: Decision) -> Any:

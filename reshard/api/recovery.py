@@ -36,6 +36,7 @@ from reshard.errors import RankLostError, ReshardError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
 from reshard.planner.recovery import Arrived, find_missing, plan_remainder, view_pieces, whole_tensors
+from reshard.planner.tracing import not_compiled
 from reshard.runtime.cpu.coding import coded_array
 from reshard.runtime.cpu.progress import Tally
 
@@ -201,9 +202,9 @@ class FaultTolerantHandle(ConfirmedHandle):
         self._recovery = recovery
         self._deadline = time.monotonic() + recovery.timeout_seconds + OUTCOME_SECONDS
         self._completing = threading.RLock()
-        self._final_error: ReshardError | None = None
         self._is_complete = False
 
+    @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait as :meth:`Handle.wait` does. Then exchange outcomes with the other ranks and recover if ranks are lost.
 

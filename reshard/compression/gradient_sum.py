@@ -21,6 +21,7 @@ from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.planner.tracing import not_compiled
 
 #: Dtypes of gradients. Sums are computed in fp32.
 GRADIENT_DTYPES = ("float32", "bfloat16", "float16")
@@ -117,6 +118,7 @@ class GradientSum:
         world = [dist.get_global_rank(self._group, rank) for rank in ranks]
         return dist.new_group(world, backend="gloo", use_local_synchronization=True)
 
+    @not_compiled
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Replace each gradient by the sum or mean over all ranks, in place.
 

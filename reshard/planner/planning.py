@@ -14,6 +14,7 @@ from reshard.planner.auto import choose_fastest
 from reshard.planner.compression import AUTO_CODEC, code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
+from reshard.planner.tracing import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors
 from reshard.topology import Topology
 
@@ -21,6 +22,7 @@ from reshard.topology import Topology
 MAX_HOLDINGS = 10_000_000
 
 
+@not_compiled
 def make_plan(
     src: AnyLayout | Mapping[str, AnyLayout],
     dst: AnyLayout | Mapping[str, AnyLayout],

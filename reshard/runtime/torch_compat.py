@@ -6,14 +6,11 @@ ones, which are slow to import. The engine of ``reshard.scheduler`` has its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def held_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
@@ -45,12 +42,6 @@ def has_saved_tensor_hooks() -> bool:
 def is_transformed(array: torch.Tensor) -> bool:
     """Whether a tensor belongs to a ``torch.func`` transform."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
-
-
-def not_compiled(function: F) -> F:
-    """Decorate a function that torch.compile must call instead of trace: it exchanges messages with other ranks."""
-    wrapped: F = torch._disable_dynamo(function)  # torch.compiler.disable would import the compiler at once
-    return wrapped
 
 
 def is_alive(process_group: Any) -> bool:

@@ -158,31 +158,6 @@ def test_movers_and_handles_are_not_copied():
     assert "a Mover cannot be copied" in mover and "the handle of a transfer cannot be copied" in handle
 
 
-def _use_memory_of_a_transfer(rank):
-    """Rank 0 uses the arrays of a transfer that cannot end, because rank 1 has not started it."""
-    rows, cols = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
-    source, out = WHOLE[4 * rank : 4 * rank + 4].clone(), torch.full((8, 3), -1.0)
-    with reshard.Mover(reshard.make_plan(rows, cols, (8, 6), "float32")) as mover:
-        if rank == 0:
-            handle = mover.start(source, out=out)
-        texts = [result_or_error(lambda: reshard.reshard(out, cols, rows))]
-        texts.append(result_or_error(lambda: reshard.reshard(out.clone(), cols, rows, out=source)))
-        reshard.reshard(source, rows, cols)  # both transfers only read it
-        if rank == 1:
-            handle = mover.start(source, out=out)
-        mover.start(source, out=out)  # transfers of one Mover run in order
-        assert torch.equal(handle.wait(), WHOLE[:, 3 * rank : 3 * rank + 3])
-        assert torch.equal(mover(source, out=out), out)
-    assert torch.equal(reshard.reshard(out, cols, rows), source)
-    return texts
-
-
-def test_memory_of_an_unfinished_transfer_is_not_used_again():
-    source, out = run_processes(_use_memory_of_a_transfer, 2)[1]
-    assert "rank 0: the source lies in memory that an unfinished transfer writes" in source
-    assert "rank 0: out lies in memory that an unfinished transfer reads" in out
-
-
 def _move_under_other_defaults(rank):
     """Transfers that cast, code, encode without loss and verify, after the caller has changed torch's defaults."""
     given = [{"dst_dtype": "bfloat16"}, {"compression": "int8x128", "max_error": 0.1}, {"compression": "delta"}]

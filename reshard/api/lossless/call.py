@@ -10,6 +10,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.inputs import Item
 from reshard.api.lossless.handle import LosslessHandle
 from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
+from reshard.api.memory_in_use import note_wait
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
@@ -87,21 +88,25 @@ class LosslessCall:
         def finish() -> Any:
             return wrap_results(self._items, targets, decision)
 
+        handle: Handle
         if agreed_plan is None:  # no surviving rank receives anything
             inner = Handle(channel, decision.generation, lambda: None)
             inner.succeed()
-            return LosslessHandle(inner, report, complete, finish)
-        agreed = AgreedPlan(agreed_plan, program, runner, channel, call, decision)
-        inner = self._start(agreed, sent, received, lost)
-        if not options.fault_tolerant:
-            return LosslessHandle(inner, report, complete, finish)
-        recovery = Recovery(channel, agreed_plan, sent, received, lost, options, self._timeout_seconds)
+        else:
+            agreed = AgreedPlan(agreed_plan, program, runner, channel, call, decision)
+            inner = self._start(agreed, sent, received, lost)
+        if agreed_plan is None or not options.fault_tolerant:
+            handle = LosslessHandle(inner, report, complete, finish)
+        else:
+            recovery = Recovery(channel, agreed_plan, sent, received, lost, options, self._timeout_seconds)
 
-        def complete_recovered() -> None:
-            transfer.exclude(recovery.survivors)
-            complete(None)
+            def complete_recovered() -> None:
+                transfer.exclude(recovery.survivors)
+                complete(None)
 
-        return RecoveredLosslessHandle(inner, recovery, report, complete_recovered, finish)
+            handle = RecoveredLosslessHandle(inner, recovery, report, complete_recovered, finish)
+        note_wait(handle, (), targets)
+        return handle
 
     def _start(self, agreed: AgreedPlan, sent: Sequence[Any], received: Sequence[Any], lost: set[int]) -> Handle:
         """The handle of this rank's part, which has failed already if ranks were lost."""

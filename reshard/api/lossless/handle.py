@@ -8,6 +8,7 @@ from typing import Any
 from reshard.api.lossless.transfer import LosslessReport
 from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.errors import ReshardError
+from reshard.planner.tracing import not_compiled
 
 
 class LosslessHandle(ConfirmedHandle):
@@ -26,10 +27,10 @@ class LosslessHandle(ConfirmedHandle):
     ) -> None:
         super().__init__(inner, finish)
         self._complete = complete
-        self._outcome: ReshardError | None = None
         self._is_complete = False
         self.report = report
 
+    @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Wait as :meth:`Handle.wait` does. Then confirm with the other ranks that all data has arrived, and decode it.
 
@@ -42,10 +43,10 @@ class LosslessHandle(ConfirmedHandle):
         with self._finishing:
             if not self._is_complete and self._interruption is None:
                 try:
-                    self._outcome, self._is_complete = self._confirm(self._complete), True
+                    self._final_error, self._is_complete = self._confirm(self._complete), True
                 except BaseException as error:
                     self._interruption = type(error).__name__
                     raise
-        if self._outcome is not None:
-            raise self._outcome
+        if self._final_error is not None:
+            raise self._final_error
         return self._take_result()

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from reshard.api.lossless.handle import LosslessHandle
 from reshard.api.lossless.transfer import Arrays, CallArrays, LosslessTransfer, check_dtypes
+from reshard.api.memory_in_use import note_wait
 from reshard.api.tensor_checks import check_base, check_no_aliasing, detach_source
 from reshard.api.transfers import Handle
 from reshard.codecs import LOSSLESS_CODECS
@@ -95,7 +96,9 @@ class LosslessTransfers:
                 self.close()  # its connections may be broken
                 raise
 
-        return LosslessHandle(started, report, complete, lambda: finish(targets))
+        handle = LosslessHandle(started, report, complete, lambda: finish(targets))
+        note_wait(handle, (), list(targets.values()))
+        return handle
 
     def close(self) -> None:
         """Close the Mover of the buckets, after the transfers in progress."""

@@ -14,6 +14,7 @@ from reshard.coordination import Channel, Monitor, call_at_exit
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
 from reshard.formatting import describe_ranks
+from reshard.planner.tracing import not_compiled
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cuda.stream import Mark, StreamTransfers
 from reshard.timeouts import check_wait_timeout
@@ -63,6 +64,7 @@ class Handle:
         """Whether the transfer has ended, so that :meth:`wait` does not block."""
         return self._done.is_set()
 
+    @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Block until the transfer has ended and return its result.
 
@@ -112,6 +114,10 @@ class Handle:
                     self._is_finishing = False
         return self._result
 
+    def has_work(self) -> bool:
+        """Whether :meth:`wait` still completes the result, for example by casts."""
+        return self._finish is not None and self._interruption is None and self._error is None
+
     def release(self) -> None:
         """Drop the result after :meth:`wait`. Later calls of :meth:`wait` return None."""
         self._result = None
@@ -133,6 +139,7 @@ class Handle:
             error.__notes__ = [] if self.describe is None else [self.describe()]
             raise error
 
+    @not_compiled
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Like :meth:`wait`, but also block the CPU until a transfer on a GPU has ended."""
         return self.wait(timeout_seconds)
@@ -161,10 +168,15 @@ class ConfirmedHandle(Handle):
     def __init__(self, inner: Handle, finish: Callable[[], Any]) -> None:
         super().__init__(inner._channel, inner._generation, finish)
         self._inner = inner
+        self._final_error: ReshardError | None = None
 
     def done(self) -> bool:
         """Whether this rank's part has ended. Even then, :meth:`wait` may block."""
         return self._inner.done()
+
+    def has_work(self) -> bool:
+        """See :meth:`Handle.has_work`."""
+        return super().has_work() and self._final_error is None
 
     def _wait_for_part(self, timeout_seconds: float | None) -> None:
         """Block until this rank's part has ended. Raises as :meth:`Handle.wait`, except for errors of the transfer."""
@@ -316,6 +328,7 @@ class StreamHandle(Handle):
         """See :meth:`Handle.stop`."""
         self.watch.stop(error)
 
+    @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Return the result without blocking the CPU. Later work on the current stream waits for the transfer.
 
@@ -334,6 +347,7 @@ class StreamHandle(Handle):
             self.watch.mark.wait()
         return self._take_result()
 
+    @not_compiled
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Block until the device has finished the transfer, and return its result. Raises like :meth:`Handle.wait`."""
         self.check_process()

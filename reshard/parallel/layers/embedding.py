@@ -9,8 +9,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
+from reshard.planner.tracing import not_compiled
 from reshard.runtime.gradient_sums import declare_sums
-from reshard.runtime.torch_compat import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, intersect, size_of

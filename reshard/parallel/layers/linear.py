@@ -11,8 +11,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
+from reshard.planner.tracing import not_compiled
 from reshard.runtime.gradient_sums import declare_sums
-from reshard.runtime.torch_compat import not_compiled
 from reshard.runtime.weight_grad_store import later_tasks
 
 from ..grid import Grid

@@ -30,6 +30,7 @@ class EncodedSource:
     """
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
+        self.plain = plain
         self._slabs = _Slabs(plain, codec, num_row_dims)
         self.coded = self._slabs.coded
         self._lock = threading.Lock()
@@ -60,7 +61,7 @@ class DecodedTarget:
     """
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int, *, decodes_early: bool) -> None:
-        self._plain, self._decodes_early = plain, decodes_early
+        self.plain, self._decodes_early = plain, decodes_early
         self._decoded = plain if decodes_early else _empty(plain.shape, torch.float32)
         self._slabs = _Slabs(self._decoded, codec, num_row_dims)
         self.coded = self._slabs.coded
@@ -83,7 +84,7 @@ class DecodedTarget:
         """Decode what is not decoded yet."""
         self._decode(0, len(self.coded))
         if not self._decodes_early:
-            write_into(self._plain, self._decoded)
+            write_into(self.plain, self._decoded)
 
     def _decode(self, lo: int, hi: int) -> None:
         for first, end in self._slabs.take(lo, hi):

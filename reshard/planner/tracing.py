@@ -1,0 +1,29 @@
+"""Keeps torch.compile out of functions."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def not_compiled(function: F) -> F:
+    """Decorate a function that torch.compile must call instead of trace.
+
+    Such a function exchanges messages with other ranks, or computes with NumPy, which torch.compile replaces by torch.
+    """
+    uncompiled: list[Callable[..., Any]] = []
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if "torch._dynamo" not in sys.modules:  # nothing is compiled, and the import takes seconds
+            return function(*args, **kwargs)
+        if not uncompiled:
+            uncompiled.append(sys.modules["torch"].compiler.disable(function))
+        return uncompiled[0](*args, **kwargs)
+
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # compiled callers call it, and do not trace it
+    return cast(F, call)
