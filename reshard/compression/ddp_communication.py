@@ -5,32 +5,37 @@ import torch.distributed as dist
 
 from reshard.compression.gradient_sum import GradientSum
 from reshard.errors import ArgumentError
+from reshard.runtime.torch_compat import call_after_backward
 
 
 def ddp_hook(state: GradientSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum the gradients of a bucket: ``ddp.register_comm_hook(GradientSum("int8x128"), ddp_hook)``.
 
-    The sum runs in a thread, so that the backward continues.
+    The sum runs in a thread, so that the backward continues. If it fails, the backward raises its error on every rank.
 
     Raises:
-        ArgumentError: error feedback without ``module``, whose parameter names key the errors; or a gradient that the
-            sum refuses.
+        ArgumentError: error feedback without ``module``, or with another module than the one inside DDP, whose
+            parameter names key the errors; or a gradient that the sum refuses on any rank.
+        DisagreementError: ranks pass other gradients.
     """
-    if state.feedback and not state.names:
-        raise ArgumentError("a GradientSum with feedback needs module=, whose parameter names key the errors")
-    pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-    gradients = {
-        state.names.get(id(parameter), str(number)): gradient for number, (parameter, gradient) in enumerate(pairs)
-    }
-    state.check(gradients)  # an error of the thread would lose its class in torch
+    parameters, failure = bucket.parameters(), None
+    names = [state.names.get(id(parameter)) for parameter in parameters]
+    if None in names:
+        if state.feedback:
+            failure = ArgumentError(
+                "a GradientSum with feedback needs module=, whose parameter names key the errors; its module names "
+                f"{len(state.names)} parameters, but not one of shape {list(parameters[names.index(None)].shape)}"
+            )
+        names = list(map(str, range(len(parameters))))
+    gradients = dict(zip(names, bucket.gradients(), strict=True))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 
     def run() -> None:
         try:
-            state(gradients)
+            state.sum(gradients, failure)
+        finally:
             future.set_result(bucket.buffer())
-        except Exception as error:
-            future.set_exception(error)
 
-    state.thread.submit(run)
+    done = state.thread.submit(run)
+    call_after_backward(done.result)  # before DDP waits for the future, whose errors would lose their class
     return future

@@ -134,8 +134,14 @@ class GradientSum:
                 its kept error has another size.
             DisagreementError: ranks pass other gradients.
         """
+        self.sum(gradients)
+
+    def sum(self, gradients: Mapping[str, torch.Tensor], found: ArgumentError | None = None) -> None:
+        """As a call; ``found`` is what this rank already knows to be wrong, and is raised on all ranks."""
         failure, given = None, []
         try:
+            if found is not None:
+                raise found
             self.check(gradients)
             given = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
         except ArgumentError as error:

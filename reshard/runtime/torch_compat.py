@@ -6,6 +6,7 @@ ones, which are slow to import. The engine of ``reshard.scheduler`` has its own 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,6 +43,11 @@ def has_saved_tensor_hooks() -> bool:
 def is_transformed(array: torch.Tensor) -> bool:
     """Whether a tensor belongs to a ``torch.func`` transform."""
     return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
+
+
+def call_after_backward(callback: Callable[[], object]) -> None:
+    """Call ``callback()`` at the end of the backward that runs now. An error that it raises ends the backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 def is_alive(process_group: Any) -> bool:

@@ -121,7 +121,24 @@ def _wrong_on_one_rank(rank):
     assert fine["a"].tolist() == [1 + 1.5 / 4096] * 8  # bf16 would round to 1
 
 
-@pytest.mark.parametrize("wrong", [_wrong_gradients, _wrong_on_one_rank])
+def _wrong_hook_on_one_rank(rank):
+    """Every rank raises the error of rank 1 in its backward, and none waits for the others."""
+    for feedback, dtype, text in (
+        (True, torch.float32, "rank 1: a GradientSum with feedback needs module=, .* names 0 parameters, but not one"),
+        (False, torch.float64, "rank 1: the gradient of '.*' is float64"),
+    ):
+        module = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+        model = DistributedDataParallel(module, bucket_cap_mb=1e-5)
+        state = GradientSum(None, host_of_rank=HOSTS, feedback=feedback, module=None if rank == 1 else module)
+        if rank == 1:
+            check = state.check
+            state.check = lambda given, check=check, dtype=dtype: check({k: v.to(dtype) for k, v in given.items()})
+        model.register_comm_hook(state, ddp_hook)
+        with pytest.raises(ArgumentError, match=text):
+            model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize("wrong", [_wrong_gradients, _wrong_on_one_rank, _wrong_hook_on_one_rank])
 def test_wrong_gradients_raise_an_error_on_every_rank(wrong):
     run_processes(wrong, 4)
 
