@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 _BY_SIZE = {
     1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
@@ -41,5 +42,5 @@ def dtype_name(dtype: Any) -> str:
     name = name.removeprefix("torch.")
     name = _ALIASES.get(name, name)
     if name not in ITEMSIZE:
-        raise ArgumentError(f"dtype {name!r} is not supported; supported dtypes are {', '.join(sorted(ITEMSIZE))}")
+        raise ArgumentError(f"dtype {brief(name)} is not supported; supported dtypes are {', '.join(sorted(ITEMSIZE))}")
     return name

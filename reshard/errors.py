@@ -19,7 +19,7 @@
     └── VerificationError    a shard differs from its source; only with ``verify=True``
 
 Each message names the thing, the rule and the numbers. An error found while ranks agree on a call is raised
-on every calling rank, with the same text, before any data moves.
+on every calling rank, with the same text, before any data moves. Lines of more than 2,000 characters are cut.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from reshard.formatting import cut_lines
+
 
 class ReshardError(Exception):
     """Base of every error raised on purpose by this package."""
+
+    def __init__(self, *args: Any) -> None:
+        # a text, name or spec of the caller's may have any length
+        super().__init__(*(cut_lines(each) if isinstance(each, str) else each for each in args))
 
 
 class MeshError(ReshardError, ValueError):

@@ -2,10 +2,40 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 #: Maximum number of names that an error lists.
 MAX_SHOWN = 3
+#: Maximum number of characters in a line of an error.
+MAX_LINE = 2000
+
+
+def brief(value: Any, limit: int = 60) -> str:
+    """A short text for any value, for error messages: its ``repr``, of at most ``limit`` characters."""
+    if type(value) is str and len(value) < limit:
+        return repr(value)
+    try:
+        text = reprlib.repr(value)  # repr() would print every use of a YAML alias in full
+    except ValueError:  # an integer of thousands of digits
+        return "a huge number"
+    except Exception:  # the repr is the caller's
+        return f"a {type(value).__name__} that cannot be printed"
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def cut_lines(text: str) -> str:
+    """The text, with the middle of each very long line left out."""
+    if len(text) <= MAX_LINE:
+        return text
+    half = MAX_LINE // 2
+    return "\n".join(
+        line
+        if len(line) <= MAX_LINE
+        else f"{line[:half]} ... ({len(line) - 2 * half} characters left out) ... {line[-half:]}"
+        for line in text.split("\n")
+    )
 
 
 def format_names(names: Iterable[object]) -> str:

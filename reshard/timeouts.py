@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 from reshard.errors import ArgumentError
@@ -15,7 +16,7 @@ def check_timeout(timeout_seconds: Any) -> float:
     Raises:
         ArgumentError: the timeout is not a number of seconds above 0 and at most a million.
     """
-    is_number = isinstance(timeout_seconds, (int, float)) and not isinstance(timeout_seconds, bool)
+    is_number = isinstance(timeout_seconds, Real) and not isinstance(timeout_seconds, bool)
     if not is_number or not 0 < timeout_seconds <= 1e6:
         is_finite = is_number and abs(timeout_seconds) < 1e300
         shown = format(timeout_seconds, ".6g") if is_finite else _safe_repr(timeout_seconds)

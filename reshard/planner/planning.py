@@ -15,7 +15,7 @@ from reshard.planner.compression import AUTO_CODEC, code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.planner.tracing import not_compiled
-from reshard.sharding import AnyLayout, TensorSpec, check_shape, check_tensors
+from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 
 #: Limit on (region, rank that holds or needs it) pairs; a plan with more takes more than 4 GB.
@@ -102,8 +102,7 @@ def plan_tensors(
     check_tensors(tensors)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
-    if isinstance(staging_bytes, bool) or not isinstance(staging_bytes, int):
-        raise ArgumentError(f"staging_bytes must be an integer, not {staging_bytes!r}")
+    staging_bytes = check_integer(staging_bytes, "staging_bytes", 0, 2**62)
     name, function = find_strategy(strategy)
     count = 1 + max(max(spec.src.ranks + spec.dst.ranks) for spec in tensors)
     if topology is None:

@@ -7,6 +7,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.ray.driver import call_actors, check_open, session, store_address
 from reshard.ray.worker import Device, pack_array, shard_of, unpack_array, whole_of
-from reshard.sharding import Layout, Mesh, check_shape, cut_shards
+from reshard.sharding import MAX_RANK, Layout, Mesh, check_integer, check_shape, cut_shards
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 #: After waiting this long for free resources, warn with what the cluster has.
@@ -56,7 +57,8 @@ class ActorMesh:
     ) -> None:
         self.mesh, self.name = Mesh.of(shape, axes=axes), name
         size = self.mesh.size
-        if isinstance(num_hosts, bool) or not isinstance(num_hosts, int) or num_hosts < 1 or size % num_hosts:
+        num_hosts = check_integer(num_hosts, "num_hosts", 1, MAX_RANK, MeshError)
+        if size % num_hosts:
             raise MeshError(f"{size} ranks of {name!r} cannot be divided evenly over {num_hosts!r} hosts")
         _check_resources(name, num_cpus, num_gpus)
         check_timeout(timeout_seconds)
@@ -276,7 +278,7 @@ def _check_resources(name: str, num_cpus: float, num_gpus: float) -> None:
     if not ray.is_initialized():
         raise ArgumentError("Ray is not connected: call ray.init() first")
     for what, number in (("num_cpus", num_cpus), ("num_gpus", num_gpus)):
-        if isinstance(number, bool) or not isinstance(number, (int, float)) or not 0 <= number < float("inf"):
+        if isinstance(number, bool) or not isinstance(number, Real) or not 0 <= number < float("inf"):
             raise ArgumentError(f"{what} of {name!r} is {number!r}; it must be a number of at least 0")
     if not num_cpus and not num_gpus:
         raise ArgumentError(f"num_cpus and num_gpus of {name!r} are both 0; Ray places actors by what they reserve")

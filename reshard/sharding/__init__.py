@@ -7,7 +7,7 @@ from reshard.sharding.block_grid import code_tensor
 from reshard.sharding.box_search import find_overlapping, locate_points
 from reshard.sharding.dim_cuts import check_shape
 from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format_box
-from reshard.sharding.mesh import MAX_RANK, Mesh, parse_ranks
+from reshard.sharding.mesh import MAX_RANK, Mesh, check_integer, parse_ranks
 from reshard.sharding.spec import Strided, axis_of, parse_axis_names, read_spec, write_2023, write_axis_names
 from reshard.sharding.tensor_spec import Coding, TensorSpec, check_tensors
 from reshard.sharding.tiles import Shards, cut_shards, find_overlaps
@@ -24,6 +24,7 @@ __all__ = [
     "Strided",
     "TensorSpec",
     "axis_of",
+    "check_integer",
     "check_shape",
     "check_tensors",
     "code_tensor",

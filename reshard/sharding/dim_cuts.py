@@ -10,6 +10,7 @@ from operator import index
 import numpy as np
 
 from reshard.errors import LayoutError
+from reshard.formatting import brief
 from reshard.sharding.spec import Step, split_factor_of
 
 MAX_PIECES = 2**22
@@ -45,7 +46,7 @@ def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
             raise TypeError
         return tuple(index(size) for size in shape)
     except TypeError:
-        raise LayoutError(f"shape {shape!r} is not a sequence of integers") from None
+        raise LayoutError(f"shape {brief(shape)} is not a sequence of integers") from None
 
 
 def check_sizes(shape: Sequence[int]) -> tuple[int, ...]:

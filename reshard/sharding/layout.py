@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import LayoutError
-from reshard.formatting import count_of, format_ranks
+from reshard.formatting import brief, count_of, format_ranks
 from reshard.sharding.dim_cuts import MAX_NDIM, DimCuts, check_sizes, cut_dim
-from reshard.sharding.mesh import MAX_RANK, Mesh
+from reshard.sharding.mesh import MAX_RANK, Mesh, check_integer
 from reshard.sharding.spec import Spec, axis_of, read_spec, write_2023, write_axis_names, write_jax, write_placements
 
 #: A half-open interval per tensor dim.
@@ -45,6 +45,8 @@ class Layout:
     def __init__(self, mesh: Mesh, spec: Any = None, *, ndim: int | None = None) -> None:
         if not isinstance(mesh, Mesh):
             raise LayoutError(f"a Layout needs a Mesh, not {type(mesh).__name__}")
+        if ndim is not None:
+            ndim = check_integer(ndim, "ndim", 0, MAX_NDIM, LayoutError)
         object.__setattr__(self, "mesh", mesh)
         object.__setattr__(self, "spec", read_spec(mesh, spec, ndim))
 
@@ -78,7 +80,7 @@ class Layout:
 
     def parts_of(self, rank: int, ndim: int) -> tuple[int, ...]:
         """The index of a rank's part of each tensor dim, counted major first over the dim's axes."""
-        if rank not in self.mesh.ranks:
+        if check_integer(rank, "rank", 0, MAX_RANK) not in self.mesh.ranks:
             raise LayoutError(f"rank {rank} is not in {self}")
         coords = np.unravel_index(self.mesh.ranks.index(rank), self.mesh.sizes) if self.mesh.sizes else ()
         at = dict(zip(self.mesh.axes, map(int, coords), strict=True))
@@ -108,7 +110,9 @@ class Layout:
         return Layout(self.mesh.with_ranks(rank_of), self.spec)
 
     def to_2023(self, ndim: int | None = None) -> str:
-        """The spec in the notation of the 2023 study, for example ``S01 R R``."""
+        """The spec in the notation of the 2023 study, for example ``S01 R R``; padded to ``ndim`` dims."""
+        if ndim is not None:
+            ndim = check_integer(ndim, "ndim", 0, MAX_NDIM)
         return write_2023(self.mesh, self.spec, ndim)
 
     def to_placements(self) -> list[Any]:
@@ -154,18 +158,19 @@ class RegionLayout:
         ndim: int | None = None,
     ) -> None:
         rows: list[tuple[int, tuple[Box, ...]]] = []
-        for name, value in (("join_dim", join_dim), ("ndim", 0 if ndim is None else ndim)):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise LayoutError(f"{name} must be an integer, not {value!r}")
+        join_dim = check_integer(join_dim, "join_dim", 0, MAX_NDIM, LayoutError)
+        if ndim is not None:
+            ndim = check_integer(ndim, "ndim", 0, MAX_NDIM, LayoutError)
         if not isinstance(regions, Mapping) or not regions:
             raise LayoutError("regions must be a mapping {rank: [box, ...]} with at least one rank")
         for rank, boxes in regions.items():
-            if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MAX_RANK:
-                raise LayoutError(f"rank {rank!r} must be an integer from 0 to {MAX_RANK}")
+            rank = check_integer(rank, "a rank", 0, MAX_RANK, LayoutError)
             try:
                 rows.append((rank, tuple(tuple((index(lo), index(hi)) for lo, hi in box) for box in boxes)))
             except (TypeError, ValueError, OverflowError):
-                raise LayoutError(f"rank {rank}: a box is a (start, stop) pair per tensor dim, not {boxes!r}") from None
+                raise LayoutError(
+                    f"rank {rank}: a box is a (start, stop) pair per tensor dim, not {brief(boxes)}"
+                ) from None
         rows.sort()
         dims = {len(box) for _, row in rows for box in row} | (set() if ndim is None else {ndim})
         if len(dims) != 1:
@@ -216,6 +221,7 @@ class RegionLayout:
         return [box for box in self._boxes_of(rank) if all(hi > lo for lo, hi in box)]
 
     def _boxes_of(self, rank: int) -> tuple[Box, ...]:
+        rank = check_integer(rank, "rank", 0, MAX_RANK)
         for holder, row in self.boxes:
             if holder == rank:
                 return row

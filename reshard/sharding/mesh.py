@@ -12,14 +12,25 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import MeshError
-from reshard.formatting import count_of, format_ranks
+from reshard.errors import ArgumentError, MeshError, ReshardError
+from reshard.formatting import brief, count_of, format_ranks
 
 _AXIS = re.compile(r"[A-Za-z0-9_.]+\Z")
 #: Bounds the size of arrays that are indexed by rank.
 MAX_RANK = 2**22 - 1
 MAX_MESH_RANKS = 2**20
 MAX_AXES = 16
+
+
+def check_integer(value: Any, what: str, least: int, most: int, error: type[ReshardError] = ArgumentError) -> int:
+    """The value as an ``int``. Integers of NumPy are accepted, arrays and bools are not.
+
+    Args:
+        what: name of the value in the error. least, most: its bounds, both included. error: the class to raise.
+    """
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most:
+        return int(value)
+    raise error(f"{what} is {brief(value)}; it must be an integer from {least} to {most:,}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +68,7 @@ class Mesh:
             if axis_sizes is None:
                 axis_sizes = {"0": len(flat)}
             if not isinstance(axis_sizes, Mapping):
-                raise MeshError(f"axis sizes must be a mapping such as {{'dp': 2, 'tp': 4}}, not {axis_sizes!r}")
+                raise MeshError(f"axis sizes must be a mapping such as {{'dp': 2, 'tp': 4}}, not {brief(axis_sizes)}")
             sizes = tuple(index(size) for size in axis_sizes.values())
         except (TypeError, ValueError, OverflowError) as error:
             raise MeshError(f"ranks and axis sizes must be integers: {error}") from None
@@ -66,7 +77,7 @@ class Mesh:
             raise MeshError(f"a mesh has at most {MAX_AXES} axes, not {len(axes)}")
         for axis in axes:
             if not isinstance(axis, str) or not _AXIS.match(axis):
-                raise MeshError(f"axis name {axis!r} must be letters, digits, '_' or '.'")
+                raise MeshError(f"axis name {brief(axis)} must be letters, digits, '_' or '.'")
         for axis, size in zip(axes, sizes, strict=True):
             if size < 1:
                 raise MeshError(f"axis {axis!r} has size {size}; every axis needs at least 1")
@@ -93,21 +104,20 @@ class Mesh:
         if isinstance(grid, str) and axes is None and "=" in grid:
             words = [word.strip().partition("=") for word in grid.split(",")]
             if not all(re.fullmatch("[0-9]{1,9}", size) for _, _, size in words):
-                raise MeshError(f"mesh {grid!r} is not of the form dp=2,tp=4")
+                raise MeshError(f"mesh {brief(grid)} is not of the form dp=2,tp=4")
             axes, sizes = [name for name, _, _ in words], [int(size) for _, _, size in words]
         elif isinstance(grid, str):
             if not re.fullmatch(r"[0-9]{1,9}(x[0-9]{1,9})*", grid):
-                raise MeshError(f"mesh {grid!r} is not of the form 2x4 or dp=2,tp=4")
+                raise MeshError(f"mesh {brief(grid)} is not of the form 2x4 or dp=2,tp=4")
             sizes = [int(size) for size in grid.split("x")]
         else:
             try:
-                sizes = [index(size) for size in ((grid,) if isinstance(grid, int) else grid)]
+                sizes = [index(size) for size in ((grid,) if isinstance(grid, (int, np.integer)) else grid)]
             except TypeError:
-                raise MeshError(f"mesh {grid!r} is not of the form '2x4', 'dp=2,tp=4', (2, 4) or 8") from None
+                raise MeshError(f"mesh {brief(grid)} is not of the form '2x4', 'dp=2,tp=4', (2, 4) or 8") from None
         if math.prod(sizes) > MAX_MESH_RANKS:
-            raise MeshError(f"mesh {grid!r} has more than {MAX_MESH_RANKS} ranks")
-        if isinstance(first_rank, bool) or not isinstance(first_rank, int):
-            raise MeshError(f"first_rank {first_rank!r} must be an integer")
+            raise MeshError(f"mesh {brief(grid)} has more than {MAX_MESH_RANKS} ranks")
+        first_rank = check_integer(first_rank, "first_rank", 0, MAX_RANK, MeshError)
         names = _axis_names(axes, len(sizes))
         return cls(range(first_rank, first_rank + math.prod(sizes)), dict(zip(names, sizes, strict=True)))
 
@@ -150,7 +160,7 @@ class Mesh:
     def axis_size(self, axis: str) -> int:
         """The size of one axis."""
         if axis not in self.axes:
-            raise MeshError(f"no axis {axis!r} in {self}; its axes are {', '.join(self.axes) or 'none'}")
+            raise MeshError(f"no axis {brief(axis)} in {self}; its axes are {', '.join(self.axes) or 'none'}")
         return self.sizes[self.axes.index(axis)]
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Mesh:
@@ -193,7 +203,7 @@ def _axis_names(axes: Sequence[str] | None, count: int) -> list[str]:
     if axes is None:
         return [str(i) for i in range(count)]
     if isinstance(axes, str) or not isinstance(axes, Sequence) or not all(isinstance(name, str) for name in axes):
-        raise MeshError(f"axes must be a sequence of names, not {axes!r}")
+        raise MeshError(f"axes must be a sequence of names, not {brief(axes)}")
     if len(axes) != count:
         raise MeshError(f"{len(axes)} axis names for {count_of(count, 'axis')}")
     for name in axes:
@@ -212,9 +222,9 @@ def parse_ranks(text: str) -> list[int]:
     for run in text.split(","):
         match = re.fullmatch(r"\s*([0-9]{1,10})(?:-([0-9]{1,10}))?\s*", run)
         if not match:
-            raise MeshError(f"{run!r} is not a rank or a range of ranks such as 0-3")
+            raise MeshError(f"{brief(run)} is not a rank or a range of ranks such as 0-3")
         first, last = int(match[1]), int(match[2] or match[1])
         if last < first or len(ranks) + last - first >= MAX_MESH_RANKS:
-            raise MeshError(f"range of ranks {run!r} is empty or too long")
+            raise MeshError(f"range of ranks {brief(run)} is empty or too long")
         ranks.extend(range(first, last + 1))
     return ranks

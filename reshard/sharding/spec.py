@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from reshard.errors import LayoutError, PartialError
-from reshard.formatting import count_of
+from reshard.formatting import brief, count_of
 from reshard.sharding.mesh import Mesh
 
 _SPEC_2023 = re.compile(r"R|S([0-9]+)")
@@ -83,7 +83,7 @@ def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
         steps = _read_axis_names(mesh, list(spec))
     elif not isinstance(spec, Sequence):
         raise LayoutError(
-            f"spec {spec!r} must be a string such as 'S0 R' or '(dp, -)', a tuple of axis names, or placements"
+            f"spec {brief(spec)} must be a string such as 'S0 R' or '(dp, -)', a tuple of axis names, or placements"
         )
     elif any(_is_placement(entry) for entry in spec):
         steps = _read_placements(mesh, list(spec), ndim)
@@ -96,11 +96,11 @@ def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
             if axis not in mesh.axes:
                 is_2023 = all(isinstance(each, str) and _SPEC_2023.fullmatch(each) for each in spec)
                 raise LayoutError(
-                    f"spec {spec!r} names axis {axis!r}, but {mesh} has axes {', '.join(mesh.axes) or 'none'}"
-                    + (f"; write {' '.join(spec)!r} as one string" if is_2023 else "")
+                    f"spec {brief(spec)} names axis {brief(axis)}, but {mesh} has axes {', '.join(mesh.axes) or 'none'}"
+                    + (f"; write {brief(' '.join(spec))} as one string" if is_2023 else "")
                 )
             if axis in seen:
-                raise LayoutError(f"spec {spec!r} names axis {axis!r} twice; an axis shards at most one dim")
+                raise LayoutError(f"spec {brief(spec)} names axis {brief(axis)} twice; an axis shards at most one dim")
             seen.add(axis)
     while steps and not steps[-1]:
         steps.pop()
@@ -113,13 +113,13 @@ def _read_2023(mesh: Mesh, text: str) -> list[tuple[Step, ...]]:
         match = _SPEC_2023.fullmatch(word)
         if not match:
             raise LayoutError(
-                f"{word!r} in spec {text!r} is neither R nor S followed by axis digits; "
+                f"{brief(word)} in spec {brief(text)} is neither R nor S followed by axis digits; "
                 "write axis names as in '(dp, -, tp)'"
             )
         for digit in match[1] or "":
             if int(digit) >= len(mesh.axes):
                 raise LayoutError(
-                    f"spec {text!r} names axis {digit}, but {mesh} has {count_of(len(mesh.axes), 'axis')}, "
+                    f"spec {brief(text)} names axis {digit}, but {mesh} has {count_of(len(mesh.axes), 'axis')}, "
                     "counted from 0"
                 )
         steps.append(tuple(mesh.axes[int(digit)] for digit in match[1] or ""))
@@ -136,7 +136,7 @@ def _read_axis_names(mesh: Mesh, entries: list[Any]) -> list[tuple[Step, ...]]:
         elif isinstance(entry, (tuple, list)) and all(isinstance(step, (str, Strided)) for step in entry):
             steps.append(tuple(entry))
         else:
-            raise LayoutError(f"spec entry {entry!r} must be None, an axis name, or a tuple of axis names")
+            raise LayoutError(f"spec entry {brief(entry)} must be None, an axis name, or a tuple of axis names")
     for dim in steps:
         for step in dim:
             if not isinstance(split_factor_of(step), int) or split_factor_of(step) < 1:
@@ -254,14 +254,14 @@ def parse_axis_names(text: str) -> Spec:
     """The inverse of :func:`write_axis_names`."""
     match = re.fullmatch(r"\s*\((.*)\)\s*", text)
     if not match:
-        raise LayoutError(f"spec {text!r} is not of the form (dp, -, tp+pp)")
+        raise LayoutError(f"spec {brief(text)} is not of the form (dp, -, tp+pp)")
     spec: list[tuple[Step, ...]] = []
     for entry in match[1].split(",") if match[1].strip() else []:
         steps: list[Step] = []
         for word in entry.strip().split("+") if entry.strip() != "-" else []:
             part = re.fullmatch(r"([A-Za-z0-9_.]+)(?:~([0-9]{1,9}))?", word.strip())
             if not part:
-                raise LayoutError(f"{word!r} in spec {text!r} is not an axis name")
+                raise LayoutError(f"{brief(word)} in spec {brief(text)} is not an axis name")
             steps.append(part[1] if part[2] is None else Strided(part[1], int(part[2])))
         spec.append(tuple(steps))
     return tuple(spec)

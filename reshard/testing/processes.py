@@ -25,6 +25,7 @@ import torch.distributed as dist
 from reshard.coordination import serve_store
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import describe_ranks
+from reshard.sharding import MAX_RANK, check_integer
 from reshard.timeouts import check_timeout
 
 #: After the first failure, how long the other ranks may run before they are killed.
@@ -87,8 +88,7 @@ def run_processes(
     """
     if not callable(function):
         raise ArgumentError(f"run_processes needs a function, not {type(function).__name__}")
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or num_ranks < 1:
-        raise ArgumentError(f"num_ranks is {num_ranks!r}; it must be a positive integer")
+    num_ranks = check_integer(num_ranks, "num_ranks", 1, MAX_RANK)
     check_timeout(timeout_seconds)
     for module in ("reshard.api.call", "numpy.ma"):  # import once here, not in each child
         importlib.import_module(module)

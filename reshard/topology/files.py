@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ReshardError, TopologyError
+from reshard.formatting import brief
 from reshard.topology.model import (
     MAX_HOSTS,
     MAX_RANKS,
@@ -17,7 +18,6 @@ from reshard.topology.model import (
     Host,
     Port,
     Topology,
-    brief,
     check_indices,
     check_rate,
 )

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Real
 from operator import index
 from typing import Any
 
 import numpy as np
 
 from reshard.codecs import find_block_codec
-from reshard.errors import TopologyError
-from reshard.formatting import count_of, format_rate
-from reshard.sharding import MAX_RANK
+from reshard.errors import ArgumentError, TopologyError
+from reshard.formatting import brief, count_of, format_rate
+from reshard.sharding import MAX_RANK, check_integer
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
 TEN_GBIT = 1.25e9
@@ -32,14 +32,6 @@ MAX_NICS = 128
 MAX_HOSTS = 2**16
 #: Limit on the ranks of a topology, which covers ranks 0 to MAX_RANK at most.
 MAX_RANKS = MAX_RANK + 1
-
-
-def brief(value: Any) -> str:
-    """A short text for any value, for error messages."""
-    try:
-        return reprlib.repr(value)[:60]  # repr() would print every use of a YAML alias in full
-    except ValueError:  # an integer of thousands of digits
-        return "a huge number"
 
 
 def check_rate(value: Any, name: str) -> float:
@@ -91,8 +83,8 @@ class Host:
         if not 1 <= len(self.nics) <= MAX_NICS:
             raise TopologyError(f"a host has 1 to {MAX_NICS} NICs, not {len(self.nics)}")
         object.__setattr__(self, "nics", tuple(self.nics))
-        if self.pod is not None and (isinstance(self.pod, bool) or not isinstance(self.pod, int)):
-            raise TopologyError(f"pod is {brief(self.pod)}; it must be an integer")
+        if self.pod is not None:
+            object.__setattr__(self, "pod", check_integer(self.pod, "pod", 0, MAX_HOSTS, TopologyError))
 
     @property
     def egress_bytes_per_second(self) -> float:
@@ -213,9 +205,7 @@ class Topology:
         for name in ("latency_seconds", "inside_latency_seconds", "turn_seconds", "start_seconds"):
             set_(self, name, _check_latency(getattr(self, name), name))
         for name in ("send_buffer_bytes", "burst_bytes"):
-            size = getattr(self, name)
-            if isinstance(size, bool) or not isinstance(size, int) or not 0 <= size < 2**63:
-                raise TopologyError(f"{name} is {brief(size)}; it must be a number of bytes")
+            set_(self, name, check_integer(getattr(self, name), name, 0, 2**63 - 1, TopologyError))
         rates = self.codec_rates
         if not isinstance(rates, (tuple, list)) or not all(isinstance(rate, CodecRate) for rate in rates):
             raise TopologyError("codec_rates must be a list of CodecRate values")
@@ -286,14 +276,19 @@ class Topology:
 
     def host(self, number: int) -> Host:
         """The description of host ``number``."""
-        return self.hosts[0] if len(self.hosts) == 1 else self.hosts[number]
+        is_uniform = len(self.hosts) == 1
+        number = check_integer(number, "the number of a host", 0, MAX_RANK if is_uniform else len(self.hosts) - 1)
+        return self.hosts[0 if is_uniform else number]
 
     def nic(self, rank: int) -> Port:
         """The NIC that a rank uses."""
+        rank = check_integer(rank, "rank", 0, MAX_RANK)
+        self.check_covers((rank,))
         return self.host(self.host_of_rank[rank]).nics[self.nic_of_rank[rank]]
 
     def ranks_of_host(self, number: int) -> list[int]:
         """The ranks of host ``number``, ascending."""
+        number = check_integer(number, "the number of a host", 0, MAX_RANK)
         return np.flatnonzero(self.host_by_rank == number).tolist()
 
     @cached_property
@@ -321,6 +316,7 @@ class Topology:
 
     def first(self, count: int) -> Topology:
         """The topology of the first ``count`` ranks, so that unused hosts do not change the hash of a plan."""
+        count = check_integer(count, "count", 0, MAX_RANKS)
         if len(self.host_of_rank) <= count:
             return self
         host_of_rank = self.host_of_rank[:count]
@@ -332,7 +328,13 @@ class Topology:
         )
 
     def only(self, ranks: Iterable[int]) -> Topology:
-        """The topology with only the hosts of ``ranks``, renumbered from 0. Ranks on other hosts move to host 0."""
+        """The topology with only the hosts of ``ranks``, renumbered from 0. Ranks on other hosts move to host 0.
+
+        Raises:
+            ArgumentError: a rank is not an integer. TopologyError: a rank has no host.
+        """
+        ranks = _check_ranks(ranks)
+        self.check_covers(ranks)
         kept = sorted({self.host_of_rank[rank] for rank in ranks})
         if kept == list(range(self.num_hosts)):
             return self
@@ -347,12 +349,23 @@ class Topology:
         )
 
     def check_covers(self, ranks: Sequence[int]) -> None:
-        """Raise TopologyError unless every rank has a host."""
+        """Raise TopologyError unless every rank has a host, and ArgumentError if a rank is not an integer."""
+        ranks = _check_ranks(ranks)
         if ranks and max(ranks) >= len(self.host_of_rank):
             raise TopologyError(
                 f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}, "
                 f"{1 + max(ranks)} are needed"
             )
+
+
+def _check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
+    try:
+        numbers = tuple(map(index, ranks))
+    except TypeError:
+        raise ArgumentError(f"ranks must be a sequence of integers, not {brief(ranks)}") from None
+    if numbers and min(numbers) < 0:
+        raise ArgumentError(f"rank {min(numbers)} is outside 0..{MAX_RANK}")
+    return numbers
 
 
 def _describe_port(port: Port) -> str:
@@ -361,7 +374,7 @@ def _describe_port(port: Port) -> str:
 
 
 def _check_latency(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
         raise TopologyError(f"{name} is {brief(value)}; it must be a number of seconds from 0 to 1")
     return float(value)
 

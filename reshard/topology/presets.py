@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import TopologyError
+from reshard.formatting import brief
+from reshard.sharding import check_integer
 from reshard.topology.model import MAX_RANKS, MESSAGE_SECONDS, Host, Port, Topology
 
 _GBIT = 1e9 / 8
@@ -99,9 +101,8 @@ def load_preset(name: str, num_ranks: int) -> Topology:
         TopologyError: the name is unknown, or ``num_ranks`` is not an integer from 1 to ``MAX_RANKS``.
     """
     if not isinstance(name, str) or name not in MACHINES:
-        raise TopologyError(f"no preset {name!r}; choose one of {', '.join(MACHINES)}")
-    if isinstance(num_ranks, bool) or not isinstance(num_ranks, int) or not 0 < num_ranks <= MAX_RANKS:
-        raise TopologyError(f"num_ranks is {num_ranks!r:.40}; it must be an integer from 1 to {MAX_RANKS:,}")
+        raise TopologyError(f"no preset {brief(name)}; choose one of {', '.join(MACHINES)}")
+    num_ranks = check_integer(num_ranks, "num_ranks", 1, MAX_RANKS, TopologyError)
     machine = MACHINES[name]
     return Topology(
         tuple(rank // machine.devices for rank in range(num_ranks)),

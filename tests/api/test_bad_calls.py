@@ -25,6 +25,7 @@ WHOLE = whole_tensor((6, 4), torch.float32)
 
 PLAN = reshard.make_plan(ROWS, COLS, (6, 4), "float32")
 HALVES = {0: WHOLE[:3], 1: WHOLE[3:]}
+HOSTS = Topology((0, 0, 1, 1))
 
 
 @pytest.mark.parametrize(
@@ -54,11 +55,70 @@ HALVES = {0: WHOLE[:3], 1: WHOLE[3:]}
         (lambda: reshard.read_topology(5), "cannot read 5"),
         (lambda: reshard.plan_to_json(str(PLAN)), "needs a Plan, not str"),
         (lambda: parse_policy(5), "not int"),
+        (lambda: HOSTS.first("2"), "count is '2'; it must be an integer from 0 to 4,194,304"),
+        (lambda: HOSTS.only([0, "1"]), "ranks must be a sequence of integers, not"),
+        (lambda: HOSTS.only([9]), "rank 9 has no host: the topology covers ranks 0..3"),
+        (lambda: HOSTS.only(5), "ranks must be a sequence of integers, not 5"),
+        (lambda: HOSTS.nic(4), "rank 4 has no host: the topology covers ranks 0..3"),
+        (lambda: HOSTS.nic(-1), "rank is -1; it must be an integer from 0"),
+        (lambda: HOSTS.host(2.0), "the number of a host is 2.0; it must be an integer from 0"),
+        (lambda: HOSTS.ranks_of_host(np.arange(2)), "the number of a host is array.*; it must be an integer"),
+        (lambda: HOSTS.check_covers("ab"), "ranks must be a sequence of integers, not 'ab'"),
+        (lambda: HOSTS.check_covers([-1]), "rank -1 is outside 0.."),
+        (lambda: ROWS.to_2023(ndim="2"), "ndim is '2'; it must be an integer from 0 to 8"),
+        (lambda: ROWS.local_shape((6, 4), np.arange(2)), "rank is array.*; it must be an integer from 0"),
+        (lambda: ROWS.regions((6, 4), torch.arange(2)), r"rank is tensor.*; it must be an integer from 0"),
+        (lambda: RegionLayout({0: [[(0, 6)]]}).local_shape((6,), np.arange(2)), "rank is array.*; it must be an"),
+        (lambda: Layout(Mesh.of("2"), "S0", ndim="2"), "ndim is '2'; it must be an integer from 0 to 8"),
     ],
 )
 def test_arguments_of_wrong_types_are_named(call, text):
     with pytest.raises(reshard.ReshardError, match=text):
         call()
+
+
+def test_integers_of_numpy_are_integers():
+    one, two = np.int64(1), np.int32(2)
+    assert Mesh.of(two, first_rank=one) == Mesh([1, 2]) == Mesh(np.array([1, 2]))
+    assert ROWS.local_shape((np.int64(6), 4), one) == (3, 4) and ROWS.to_2023(two) == "S0 R"
+    regions = RegionLayout({one: [[(0, two)]], two: [[(two, 4)]]}, join_dim=np.int8(0), ndim=one)
+    assert regions == RegionLayout({1: [[(0, 2)]], 2: [[(2, 4)]]}) and regions.local_shape((4,), two) == (2,)
+    assert (
+        HOSTS.first(two) == Topology((0, 0)) and HOSTS.nic(one) == HOSTS.nic(1) and HOSTS.ranks_of_host(one) == [2, 3]
+    )
+    assert Topology((0,), burst_bytes=np.int64(5), latency_seconds=np.float32(0.5)) == Topology(
+        (0,), burst_bytes=5, latency_seconds=0.5
+    )
+    plan = reshard.make_plan(ROWS, COLS, (6, 4), "float32", staging_bytes=np.int64(2**20))
+    assert plan == reshard.make_plan(ROWS, COLS, (6, 4), "float32", staging_bytes=2**20)
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: reshard.make_plan(ROWS, COLS, (6, 4), LONG),
+        lambda: Layout(ROWS.mesh, LONG),
+        lambda: Layout(ROWS.mesh, f"({LONG}, -)"),
+        lambda: Layout(ROWS.mesh, (LONG,)),
+        lambda: Mesh.of(LONG),
+        lambda: Mesh([0], {LONG + "-": 1}),
+        lambda: reshard.make_plan(ROWS, COLS, (6, 4), "float32", strategy=LONG),
+        lambda: reshard.make_plan(ROWS, COLS, (6, 4), "float32", compression=LONG),
+        lambda: reshard.make_plan(ROWS, COLS, {LONG: (6, "x")}, "float32"),
+        lambda: reshard.load_preset(LONG, 4),
+        lambda: reshard.read_topology(LONG),
+        lambda: reshard.topology_from_json({"hosts": [{"devices": 1, LONG: 1}]}),
+        lambda: reshard.parse_plan(LONG),
+        lambda: reshard.plan_from_json({LONG: 1}),
+    ],
+)
+def test_long_texts_are_cut_in_errors(call):
+    with pytest.raises(reshard.ReshardError) as caught:
+        call()
+    assert len(str(caught.value)) < 2200
 
 
 def _cut_storage(array):

@@ -80,9 +80,9 @@ def test_region_layout_ignores_the_order_of_ranks():
 @pytest.mark.parametrize("wrong", [True, 1.0, "0"])
 def test_join_dim_and_ndim_must_be_integers(wrong):
     box = [[(0, 2), (0, 4)]]
-    with pytest.raises(LayoutError, match="join_dim must be an integer"):
+    with pytest.raises(LayoutError, match=f"join_dim is {wrong!r}; it must be an integer from 0 to 8"):
         RegionLayout({0: box}, join_dim=wrong)
-    with pytest.raises(LayoutError, match="ndim must be an integer"):
+    with pytest.raises(LayoutError, match=f"ndim is {wrong!r}; it must be an integer from 0 to 8"):
         RegionLayout({0: box}, ndim=wrong)
 
 

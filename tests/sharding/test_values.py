@@ -144,7 +144,7 @@ def test_spec_notations_are_equivalent():
     [
         (lambda: RegionLayout({}), "at least one rank"),
         (lambda: RegionLayout({0: []}), "give ndim"),
-        (lambda: RegionLayout({-1: [[(0, 1)]]}), "rank -1"),
+        (lambda: RegionLayout({-1: [[(0, 1)]]}), "a rank is -1; it must be an integer from 0"),
         (lambda: RegionLayout({0: [[(2, 1)]]}), "start <= stop"),
         (lambda: RegionLayout({0: [[(0, 1)], [(0, 1), (0, 1)]]}), "same number"),
         (lambda: RegionLayout({0: [[(0, 1), (0, 2)], [(1, 2), (0, 3)]]}), "cannot be joined along dim 0"),
