@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 
 from reshard.api.tensor_checks import DEVICE_TYPES
@@ -36,7 +36,11 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
     if compression is not None and not is_auto and not is_lossless(compression):
         find_codec(compression)
     if max_error is not None:
-        if isinstance(max_error, bool) or not isinstance(max_error, Real) or not 0 < max_error < math.inf:
+        if (
+            isinstance(max_error, bool)
+            or not isinstance(max_error, (int, float, np.integer, np.floating))
+            or not 0 < max_error < math.inf
+        ):
             raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
         if compression is None or is_lossless(compression):
             reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"

@@ -10,6 +10,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
+from reshard.runtime.torch_compat import is_transformed
 
 #: Supported device types. All arrays of one transfer must have the same device type.
 DEVICE_TYPES = ("cpu", "cuda")
@@ -76,6 +77,8 @@ def check_movable(array: Any, what: str, rank: int) -> None:
     """Raise ArgumentError unless the array is a dense torch tensor with storage, on the CPU or the current GPU."""
     if not isinstance(array, torch.Tensor):
         raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
+    if is_transformed(array):
+        raise ArgumentError(f"{what}: rank {rank} passes a tensor inside a torch.func transform, such as vmap or grad")
     if array.layout is not torch.strided or array.is_quantized:
         raise ArgumentError(
             f"{what}: rank {rank} passes a sparse or quantized tensor; only dense tensors are supported"

@@ -160,7 +160,7 @@ def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest,
             raise ArgumentError(f"{what}: rank {rank} is not in the source layout and must pass None")
         tensor = None
     if item.out is not None:
-        check_movable(item.out, what, rank)
+        check_movable(item.out, f"out of {what}", rank)
         out = (list(item.out.shape), dtype_name(item.out.dtype))
         devices.append(item.out.device.type)
         _check_device(item.out.device.type, options)

@@ -19,14 +19,16 @@ def ddp_hook(state: GradientSum, bucket: dist.GradBucket) -> torch.futures.Futur
         DisagreementError: ranks pass other gradients.
     """
     parameters, failure = bucket.parameters(), None
-    names = [state.names.get(id(parameter)) for parameter in parameters]
-    if None in names:
-        if state.feedback:
-            failure = ArgumentError(
-                "a GradientSum with feedback needs module=, whose parameter names key the errors; its module names "
-                f"{len(state.names)} parameters, but not one of shape {list(parameters[names.index(None)].shape)}"
-            )
+    unnamed = next((one for one in parameters if id(one) not in state.names), None)
+    if unnamed is None:
+        names = [state.names[id(one)] for one in parameters]
+    else:
         names = list(map(str, range(len(parameters))))
+    if unnamed is not None and state.feedback:
+        failure = ArgumentError(
+            "a GradientSum with feedback needs module=, whose parameter names key the errors; its module names "
+            f"{len(state.names)} parameters, but not one of shape {list(unnamed.shape)}"
+        )
     gradients = dict(zip(names, bucket.gradients(), strict=True))
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
 

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from numbers import Real
 from operator import index
 from typing import Any
 
@@ -374,7 +373,7 @@ def _describe_port(port: Port) -> str:
 
 
 def _check_latency(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= value <= 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)) or not 0 <= value <= 1:
         raise TopologyError(f"{name} is {brief(value)}; it must be a number of seconds from 0 to 1")
     return float(value)
 

@@ -11,6 +11,7 @@ import torch
 
 import reshard
 from reshard import DisagreementError, Layout, Mesh, RegionLayout
+from reshard.api.tensor_checks import check_movable
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -233,6 +234,12 @@ def test_arguments_cannot_override_a_dtensor():
         for name, (result, text) in refused.items():
             assert text in str(result), (name, result)
         assert all(result is True for result in accepted.values()), accepted
+
+
+def test_tensors_of_transforms_are_refused():
+    for transform, array in ((torch.func.vmap, torch.ones(2)), (torch.func.grad, torch.ones(()))):
+        with pytest.raises(reshard.ArgumentError, match="rank 1 passes a tensor inside a torch"):
+            transform(lambda one: check_movable(one, "the tensor", 1))(array)
 
 
 def _replicas(rank):
