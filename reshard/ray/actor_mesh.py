@@ -21,7 +21,7 @@ from reshard.api.tensor_checks import check_movable
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.ray.driver import call_actors, check_open, session, store_address
-from reshard.ray.worker import Device, pack_array, shard_of, unpack_array, whole_of
+from reshard.ray.worker import Device, check_unmasked, pack_array, shard_of, unpack_array, whole_of
 from reshard.sharding import MAX_RANK, Layout, Mesh, check_integer, check_shape, cut_shards
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
@@ -123,6 +123,7 @@ class ActorMesh:
         Raises:
             ArgumentError: not an array of numbers. LayoutError: the spec does not fit the array.
         """
+        check_unmasked(array, "put got")
         try:
             whole = array if isinstance(array, torch.Tensor) else torch.from_numpy(np.array(array, order="C"))
             check_movable(whole, "the array", 0)

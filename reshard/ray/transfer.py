@@ -9,7 +9,7 @@ from typing import Any
 from reshard.codecs import Codec
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.formatting import compare_names
+from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES
 from reshard.planner import Strategy
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray, join_meshes
@@ -68,8 +68,8 @@ def reshard(
         RankLostError: with ``"recover"``, some data of a dead actor is on no other actor.
     """
     timeout_seconds = check_timeout(timeout_seconds)
-    if on_loss not in ("raise", "recover"):
-        raise ArgumentError(f"on_loss is {on_loss!r}; it must be 'raise' or 'recover'")
+    if not isinstance(on_loss, str) or on_loss not in ("raise", "recover"):
+        raise ArgumentError(f"on_loss is {brief(on_loss)}; it must be 'raise' or 'recover'")
     fault_tolerant = on_loss == "recover"
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     _check_arrays(arrays, src_mesh, dst_mesh)
@@ -82,8 +82,9 @@ def reshard(
     }
     bases = _by_name(base, arrays, "base")
     outs = _by_name(out, arrays, "out")
-    if compression != "delta" and any(one is not None for one in (*bases.values(), *outs.values())):
-        raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
+    is_delta = isinstance(compression, str) and compression == "delta"
+    if not is_delta and any(one is not None for one in (*bases.values(), *outs.values())):
+        raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
     for name, one in arrays.items():
         _check_version(bases[name], "base", name, one, src_mesh)
         _check_version(outs[name], "out", name, results[name], dst_mesh)
@@ -170,8 +171,10 @@ def _check_arrays(arrays: Mapping[Any, Any], src_mesh: Any, dst_mesh: Any) -> No
             raise ArgumentError(f"{what} is {type(one).__name__}, not a ShardedArray; mesh.put(...) makes one")
         if one.mesh is not src_mesh:
             raise ArgumentError(f"{what} is on {one.mesh}, not on {src_mesh}")
-    if not isinstance(dst_mesh, ActorMesh) or not arrays:
-        raise ArgumentError(f"reshard needs arrays and an ActorMesh to move them to, not {type(dst_mesh).__name__}")
+    if not isinstance(dst_mesh, ActorMesh):
+        raise ArgumentError(f"reshard needs an ActorMesh to move arrays to, not {type(dst_mesh).__name__}")
+    if not arrays:
+        raise ArgumentError("reshard needs at least one array, but the dict is empty")
 
 
 def _by_name(given: Any, arrays: Mapping[Any, ShardedArray], what: str) -> dict[Any, Any]:
@@ -209,7 +212,7 @@ def run(
         RemoteError: the function raised another exception, or an actor died; the text names the actor.
     """
     check_timeout(timeout_seconds)
-    if isinstance(meshes, ActorMesh) or not all(isinstance(mesh, ActorMesh) for mesh in meshes) or not meshes:
+    if not isinstance(meshes, (list, tuple)) or not all(isinstance(mesh, ActorMesh) for mesh in meshes) or not meshes:
         raise ArgumentError("run needs a list of ActorMeshes")
     if len({id(mesh) for mesh in meshes}) < len(meshes):
         raise ArgumentError("run needs different meshes: each actor is one rank")

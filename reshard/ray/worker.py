@@ -41,8 +41,14 @@ CONNECT_SECONDS = 60.0
 
 def pack_array(array: torch.Tensor) -> Packed:
     """``(dtype, shape, bytes)`` of a tensor. Ray passes NumPy arrays without a copy, but NumPy has no bfloat16."""
-    plain = array.detach().contiguous()
+    plain = array.detach().resolve_conj().resolve_neg().contiguous()
     return dtype_name(plain.dtype), tuple(plain.shape), plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def check_unmasked(array: Any, what: str) -> None:
+    """Raise ArgumentError for a masked array of NumPy, whose mask would be lost."""
+    if isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(f"{what} a MaskedArray, whose mask would be lost; pass array.filled(value)")
 
 
 def unpack_array(packed: Packed) -> torch.Tensor:
@@ -136,6 +142,7 @@ class Device:
         for box, local in shards.boxes_of(rank):
             wanted = tuple(hi - lo for lo, hi in box)
             made = function(tuple(slice(lo, hi) for lo, hi in box))
+            check_unmasked(made, "the function returned")
             block = torch.as_tensor(np.require(made, requirements=["C", "W"]) if isinstance(made, np.ndarray) else made)
             if tuple(block.shape) != wanted or block.dtype != array.dtype:
                 raise ArgumentError(

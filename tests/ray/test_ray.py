@@ -59,6 +59,10 @@ def _move_there_and_back():
         assert moved["b"].gather().equal(whole)
 
 
+def _masked(index):
+    return np.ma.array(np.ones(4), mask=[True, False, True, False])[index]
+
+
 def _ones(index):
     return torch.ones([cut.stop - cut.start for cut in index], dtype=torch.bfloat16)
 
@@ -103,6 +107,14 @@ def _wrong_calls():
         note(lambda: left.put(["a", "b"]))
         note(lambda: actors.ActorMesh(2, num_cpus=-1))
         note(lambda: actors.reshard(held, left, right, timeout_seconds="soon"))
+        note(lambda: left.put(np.ma.array([1.0, 2.0], mask=[True, False])))
+        note(lambda: left.make((4,), "float64", "S0", _masked))
+        note(lambda: actors.reshard(held, left, right, on_loss=np.arange(2)))
+        note(lambda: actors.reshard(held, left, right, compression=np.arange(2)))
+        note(lambda: actors.reshard({}, left, right))
+        note(lambda: actors.run(5, _fail_on_one))
+        turned = torch.complex(torch.ones(4), torch.ones(4)).conj()
+        assert left.put(turned, "S0").gather().equal(turned.resolve_conj())
         for array in (np.float32(3.0), np.zeros((0, 4)), np.arange(6.0)[::-1]):
             there = actors.reshard(left.put(array), left, right, verify=True)
             assert there.shape == np.shape(array) and np.array_equal(there.gather().numpy(), array)
@@ -236,6 +248,12 @@ def test_errors_of_wrong_calls_name_the_cause(drive):
         "ArgumentError: put needs an array of numbers",
         "ArgumentError: num_cpus of 'mesh' is -1",
         "ArgumentError: timeout_seconds is 'soon'",
+        "ArgumentError: put got a MaskedArray, whose mask would be lost",
+        "ArgumentError: the function returned a MaskedArray, whose mask would be lost",
+        r"ArgumentError: on_loss is array\(.*; it must be 'raise' or 'recover'",
+        "ArgumentError: .*compression",
+        "ArgumentError: reshard needs at least one array",
+        "ArgumentError: run needs a list of ActorMeshes",
         "ArgumentError: 'right' is closed",
     ]
     for error, start in zip(found, starts, strict=True):
