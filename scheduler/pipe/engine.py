@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..schedules.classic import zb_h1
 from ..simulation.replay import PipelineTimeline
 from . import checkpoint
+from .dry_run import DryRun, Shard
 from .feeding import Feeder
 from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
 from .partition.batches import BatchOutline, take_rows
@@ -59,6 +60,7 @@ class CompileOptions:
         device: device of the parameters. scales_loss: whether to scale the loss, as float16 needs.
         memory_limit_bytes: given to ``schedule`` if it is a function.
         process_group: process group of the ranks; None: the world. policy: codecs of each parallel dimension.
+        shards: how each stage of this rank is sharded; see :class:`DryRun`.
     """
 
     microbatches: int
@@ -71,6 +73,7 @@ class CompileOptions:
     memory_limit_bytes: int | None = None
     process_group: Any = None
     policy: Policy | None = None
+    shards: Mapping[int, Shard | None] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -89,8 +92,8 @@ class PipelineEngine:
         self._usual_microbatches = options.microbatches
         own = [stage for stage, module in modules.items() if is_fsdp(module)]
         fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
-        names = list(options.input_names)
-        self._feeder = Feeder(engine, planner, names, options.microbatches, fsdp_stages, options.example)
+        dry_run = DryRun(engine, planner, fsdp_stages, options.shards)
+        self._feeder = Feeder(engine, planner, options.input_names, options.microbatches, dry_run, options.example)
         self._loss_scale = LossScale() if options.scales_loss else None
         self._rank, self._is_first = engine.rank, engine.rank == planner.first_rank
         self.tied_stages = {stage for tie in options.ties for stage in tie}

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..runtime.engine import Engine
+from .dry_run import DryRun
 from .partition.batches import (
     Batch,
     BatchOutline,
@@ -22,7 +23,7 @@ from .partition.batches import (
     split_microbatches,
     split_rows,
 )
-from .partition.stage_mesh import num_row_shards, rows_of_loss
+from .partition.stage_mesh import rows_of_loss
 from .planner import Planner
 
 
@@ -34,7 +35,7 @@ class Feeder:
         planner: knows what each stage reads.
         input_names: names of the values of a batch that is a tuple.
         microbatches: number of microbatches of a part; fewer if it has fewer rows.
-        fsdp_stages: stages whose replicas run even on no rows, because collectives of FSDP need them all.
+        dry_run: checks that stages run on the rows that they get.
         example: outline of the batch that the engine was compiled with; see :func:`check_dtypes`.
     """
 
@@ -44,12 +45,12 @@ class Feeder:
         planner: Planner,
         input_names: Sequence[str],
         microbatches: int,
-        fsdp_stages: Collection[int],
+        dry_run: DryRun,
         example: BatchOutline,
     ) -> None:
         self._engine, self._planner = engine, planner
-        self._input_names, self._microbatches, self._fsdp_stages = input_names, microbatches, fsdp_stages
-        self._example = example
+        self._input_names, self._microbatches = input_names, microbatches
+        self._dry_run, self._example = dry_run, example
 
     def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
         """The batch by name, and its outline, once all ranks have passed batches that fit."""
@@ -86,10 +87,7 @@ class Feeder:
         graph = self._planner.graph(outline)
         check_dtypes(outline, self._example)
         parts = self.divide(outline.rows, accumulate)
-        fewest = min(len(rows) for part in parts for rows in part)
         for stage, mesh in enumerate(self._planner.meshes):
-            if stage in self._fsdp_stages and fewest < num_row_shards(mesh):
-                self._planner.check_no_rows(outline, stage, fewest)
             for rank in mesh.ranks:
                 wanted = sum(len(self.own(rows, rank)) for part in parts for rows in part)
                 given = outlines[rank].rows if rank in outlines else 0
@@ -102,6 +100,7 @@ class Feeder:
                         f"rank {rank} passes {given} rows of its own; of a batch of {outline.rows} rows, it computes "
                         f"{wanted} (see local_rows)"
                     )
+        self._dry_run.check(outline, min(len(rows) for part in parts for rows in part))
 
     def divide(self, rows: int, accumulate: int) -> list[list[range]]:
         """The rows of each microbatch of each part."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -23,10 +22,11 @@ from ..runtime.tied_params import TiedParameter
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import one_f_one_b
 from .agreement import Agreement
+from .dry_run import Shard
 from .engine import CompileOptions, PipelineEngine
 from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
-from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules
+from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules, copy_stage
 from .partition.materialize import Init, is_on_meta, materialize
 from .partition.stage_graph import Cut, Skeleton, StageGraph, find_ties
 from .partition.tracing import TracedCut, UntraceableError
@@ -210,13 +210,7 @@ class Pipe:
             microbatches = self._strategy.microbatches if microbatches is None else microbatches
             schedule = schedule or _schedule_of(self._strategy)
             compression = compression or self._strategy.compression
-        if schedule is not None and not isinstance(schedule, Schedule) and not callable(schedule):
-            raise ArgumentError(
-                f"schedule is {schedule!r}; it must be a Schedule, or a function that makes one, such as "
-                "reshard.scheduler.one_f_one_b"
-            )
-        if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-            raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
+        microbatches = _check_compile(schedule, microbatches)
         check_world(self.meshes, torch.distributed.get_world_size(group))
         device, agreement = torch.device(device), Agreement(group, check_timeout(timeout_seconds))
         with agreement.share_error():
@@ -228,7 +222,11 @@ class Pipe:
             shared = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
             kinds = [(tuple(each.shape), dtype_name(each.dtype)) for each in shared]
         with agreement.share_error():
-            modules = self._parallelize({stage: stages[stage] for stage in mine}, device, group, timeout_seconds)
+            device_meshes = {
+                stage: make_device_mesh(self.meshes[stage], device, group, timeout_seconds) for stage in mine
+            }
+            own = {stage: stages[stage] for stage in mine}
+            modules = self._parallelize(own, device, device_meshes, timeout_seconds)
         layouts = agreement.tied_layouts(ties, modules, self.meshes)
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         rows = split_microbatches(outline.rows, microbatches, self.meshes)
@@ -255,6 +253,7 @@ class Pipe:
             memory_limit_bytes=memory_limit_bytes,
             process_group=group,
             policy=compression,
+            shards={stage: self._shard_of(stage, device_mesh) for stage, device_mesh in device_meshes.items()},
         )
         made = PipelineEngine(engine, planner, modules, options)
         made.prepare(batch, profile)
@@ -283,14 +282,13 @@ class Pipe:
         return auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=False)
 
     def _parallelize(
-        self, modules: Mapping[int, Any], device: torch.device, group: Any, timeout_seconds: float
+        self, modules: Mapping[int, Any], device: torch.device, device_meshes: Mapping[int, Any], timeout_seconds: float
     ) -> dict[int, torch.nn.Module]:
         """Shard and wrap the modules of this rank."""
         made: dict[int, torch.nn.Module] = {}
         for stage, module in modules.items():
-            placement = self.placements[stage]
+            placement, device_mesh = self.placements[stage], device_meshes[stage]
             module = module.to(device)
-            device_mesh = make_device_mesh(self.meshes[stage], device, group, timeout_seconds)
             if placement.grid is not None:
                 module = put_on_grid(module, device_mesh, timeout_seconds)
             elif placement.tp > 1:
@@ -308,6 +306,26 @@ class Pipe:
                 module = wrap(module, device_mesh["dp"])
             made[stage] = module
         return made
+
+    def _shard_of(self, stage: int, device_mesh: Any) -> Shard | None:
+        """What shards a copy of a stage without data as the stage is sharded on this rank; None on one rank."""
+        if self.placements[stage].tp == 1:
+            return None
+        return functools.partial(
+            parallelize, device_mesh=device_mesh["tp"], plan=self._tp_plans[stage], moves_data=False
+        )
+
+
+def _check_compile(schedule: Any, microbatches: Any) -> int:
+    """Raise ArgumentError unless these arguments of ``compile`` have the right types. Returns the microbatches."""
+    if schedule is not None and not isinstance(schedule, Schedule) and not callable(schedule):
+        raise ArgumentError(
+            f"schedule is {schedule!r}; it must be a Schedule, or a function that makes one, such as "
+            "reshard.scheduler.one_f_one_b"
+        )
+    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
+        raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
+    return microbatches
 
 
 def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
@@ -332,7 +350,5 @@ def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
     for stage in mine:
         parameters = set(map(id, stages[stage].parameters()))
         if parameters & seen:
-            stages[stage] = made = copy.deepcopy(stages[stage])
-            if isinstance(made, BlockStage):
-                made.rebind()
+            stages[stage] = copy_stage(stages[stage])
         seen |= parameters

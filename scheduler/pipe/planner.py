@@ -5,8 +5,10 @@ from __future__ import annotations
 import collections
 import functools
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
@@ -23,7 +25,6 @@ from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
 from .partition.batches import BatchOutline, Entry
 from .partition.stage_graph import Skeleton, StageGraph
-from .partition.stage_mesh import num_row_shards
 from .profile import Profile, ScheduleBuilder
 
 #: Most programs that an engine keeps, for batches of different shapes.
@@ -43,7 +44,6 @@ class Planner:
     def __init__(self, skeleton: Skeleton, meshes: Sequence[Mesh]) -> None:
         self._skeleton, self.meshes = skeleton, tuple(meshes)
         self._graphs: collections.OrderedDict[tuple[Entry, ...], StageGraph] = collections.OrderedDict()
-        self._failures: dict[tuple[Entry, ...], dict[int, str | None]] = {}  # of stages that get no rows, as text
 
     @property
     def first_rank(self) -> int:
@@ -60,24 +60,15 @@ class Planner:
         if key not in self._graphs:
             self._graphs[key] = self._skeleton.find(outline)
             if len(self._graphs) > MOST_GRAPHS:
-                oldest, _ = self._graphs.popitem(last=False)
-                self._failures.pop(oldest, None)
+                self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def check_no_rows(self, outline: BatchOutline, stage: int, rows: int) -> None:
-        """Raise ArgumentError if a stage under FSDP fails on a replica that has none of a microbatch's rows."""
-        graph = self.graph(outline)
-        failures = self._failures.setdefault(outline.entries, {})
-        if stage not in failures:
-            failures[stage] = self._skeleton.find_failure_without_rows(outline, graph, stage)
-        if failures[stage] is not None:
-            replicas = num_row_shards(self.meshes[stage])
-            raise ArgumentError(
-                f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has {rows} "
-                f"row{'s' * (rows > 1)}, and the stage does not run on 0 rows ({failures[stage]}); pass at "
-                f"least {replicas} rows, or use DDP"
-            )
+    def find_failure_without_rows(
+        self, outline: BatchOutline, stage: int, shard: Callable[[torch.nn.Module], None] | None
+    ) -> str | None:
+        """See :meth:`Skeleton.find_failure_without_rows`."""
+        return self._skeleton.find_failure_without_rows(outline, self.graph(outline), stage, shard)
 
     def pipeline(self, outline: BatchOutline, rows: int) -> Pipeline:
         """The pipeline for microbatches of ``rows`` rows, without costs."""

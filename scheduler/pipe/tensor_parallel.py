@@ -80,12 +80,13 @@ def _parse_style(path: str, style: Any) -> Any:
     return known[style]()
 
 
-def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, Any]) -> None:
+def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, Any], *, moves_data: bool = True) -> None:
     """Shard the modules of a stage that the plan names, in place. Tied parameters stay tied.
 
     Args:
         module: of the stage. device_mesh: one-dimensional, of the tensor-parallel ranks.
         plan: as :func:`find_plan` returns it; names of other stages' modules are ignored.
+        moves_data: whether all ranks get the values of the first one; if not, the ranks need not call together.
 
     Raises:
         ArgumentError: two modules of the stage share a parameter, and the plan shards it in two ways.
@@ -99,7 +100,7 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
     shared: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
-    parallelize_module(module, device_mesh, own_plan)
+    parallelize_module(module, device_mesh, own_plan, src_data_rank=0 if moves_data else None)
     for first, *others in shared.values():
         _tie(module, first, others)
 

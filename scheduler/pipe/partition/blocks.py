@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -144,6 +145,14 @@ class BlockStage(torch.nn.Module):
                 )
             written.update(made)
         return StageOutput(written, loss, metrics, weight), read
+
+
+def copy_stage(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:
+    """A copy of the module of a stage. ``memo`` has what to take instead of copies, as in ``copy.deepcopy``."""
+    made = copy.deepcopy(module, memo)
+    if isinstance(made, BlockStage):
+        made.rebind()
+    return made
 
 
 def _check_path(root: torch.nn.Module, path: str) -> None:

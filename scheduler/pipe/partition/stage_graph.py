@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 from ...graph import Edge
 from ...runtime import torch_compat
 from .batches import BatchOutline
-from .blocks import BlockStage
+from .blocks import BlockStage, copy_stage
 from .stage_mesh import layout_of_tensor, num_row_shards
 
 
@@ -144,9 +144,8 @@ class Skeleton:
         self._mode = torch_compat.fake_mode()
         self._autocast = autocast
         self._device_type = device_type
-        tensors = [*model.parameters(), *model.buffers()]
         with self._mode:
-            memo: dict[int, Any] = {id(each): _without_data(each) for each in tensors}
+            memo = _without_data(model)
         self._stages = cut.build(copy.deepcopy(model, memo))
         self._inputs = cut.inputs
 
@@ -181,15 +180,26 @@ class Skeleton:
             values.append(Value(name, dtype_name(one.dtype), shape, row_dim, writer, tuple(readers), one.requires_grad))
         return StageGraph(tuple(values), tuple(tuple(sorted(names)) for names in few.inputs))
 
-    def find_failure_without_rows(self, outline: BatchOutline, graph: StageGraph, stage: int) -> str | None:
-        """The error, as text, that a stage raises on 0 rows of a batch; None if it raises none."""
+    def find_failure_without_rows(
+        self, outline: BatchOutline, graph: StageGraph, stage: int, shard: Callable[[torch.nn.Module], None] | None
+    ) -> str | None:
+        """The error, as text, that a stage raises on 0 rows of a batch; None if it raises none.
+
+        Args:
+            outline: of the batch. graph: for this outline. stage: index of the stage.
+            shard: shards a copy of the stage in place, as on this rank; None: the stage is not sharded.
+        """
         with self._without_computing():
             given = outline.empty(0)
             for value in graph.values:
                 if stage in value.readers:
                     given[value.name] = torch.empty(value.shape_for(0), dtype=getattr(torch, value.dtype))
+            module = self._stages[stage]
             try:
-                _run_stage(self._stages[stage], given)
+                if shard is not None:
+                    module = copy_stage(module, _without_data(module))
+                    shard(module)
+                _run_stage(module, given)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
         return None
@@ -270,11 +280,14 @@ def _row_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int | No
     return changed[0] if changed else None
 
 
-def _without_data(tensor: torch.Tensor) -> torch.Tensor:
-    empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-    return empty
+def _without_data(module: torch.nn.Module) -> dict[int, Any]:
+    """What to take for the parameters and buffers of a module in a copy without data."""
+    made: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return made
 
 
 def find_ties(stages: Sequence[torch.nn.Module]) -> list[dict[int, str]]:

@@ -9,6 +9,7 @@ from torch import nn
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.testing import run_processes
+from tests.scheduler.pipe.test_parallel_stages import PLAN, make_batch as make_mixer_batch, make_mixer
 from tests.scheduler.pipe.test_pipe import make_batch, make_chain
 
 
@@ -197,3 +198,20 @@ def test_few_rows_run_or_are_refused_before_the_step():
     expected = Flat()(torch.ones(1, 4)).item()
     for losses in run_processes(step_on_few_rows, 3):
         assert losses == pytest.approx([expected] * 8, rel=1e-6)
+
+
+def step_without_rows_on_shards(rank):
+    """With tp=2, DTensor cannot view 0 rows of an uneven sequence, though the whole stage can."""
+    torch.set_num_threads(1)
+    pipe = rs.Pipe(make_mixer(), ["layers.2"], stages=[rs.Placement(dp=2, tp=2), rs.Placement()], tp_plan=PLAN)
+    batches = [{name: each[:, :3] for name, each in make_mixer_batch(0, rows).items()} for rows in (4, 1)]
+    with pipe.compile(batches[0], 2) as engine:
+        before = engine.evaluate(batches[0]).loss
+        message = "stage 0 has 2 replicas under FSDP, .* does not run on 0 rows .* not evenly divisible by mesh dim"
+        for call in (engine.step, engine.evaluate):
+            fails(ArgumentError, message, lambda call=call: call(batches[1]))
+        return engine.step(batches[0]).loss == before
+
+
+def test_a_sharded_stage_that_cannot_run_on_0_rows_is_refused_before_the_step():
+    assert run_processes(step_without_rows_on_shards, 5) == [True] * 5
