@@ -22,17 +22,16 @@ from reshard.coordination import (
     find_channel,
     find_group,
     report_error,
-    resolve,
 )
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.planner import Strategy, plan_tensors
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
 from ..graph import Pipeline
 from ..ir.schedule import Kind, Schedule
 from ..simulation.replay import PipelineTimeline
-from ..simulation.validate import check_schedule, has_one_order
+from ..simulation.validate import has_one_order
 from . import torch_compat
 from .compression import (
     StageSums,
@@ -45,21 +44,21 @@ from .compression import (
     find_scatters,
     measure_codecs,
 )
-from .data_parallel import LossShards, check_loss_shards, check_split, warn_of_drift
+from .data_parallel import LossShards, warn_of_drift
 from .engine_arguments import (
     EngineOptions,
+    agree_on_arguments,
     check_feed,
-    check_last,
+    check_splits,
     find_ranks,
-    find_rows,
+    find_replica_ranks,
     read_loss_weights,
-    weigh_last,
 )
 from .executor import EngineState, Iteration, Program, Step, StepInputs
-from .grad_sync import ReplicaSync, find_replicas
-from .p2p import StageTransfers, find_device_type, plan_channels
+from .grad_sync import ReplicaSync
+from .p2p import StageTransfers, plan_channels
 from .stage import StageRun
-from .tied_params import TiedParameter, TiedParameters, check_ties
+from .tied_params import TiedParameter, TiedParameters
 from .timeline_gather import gather, gather_values
 
 logger = logging.getLogger(__name__)
@@ -143,7 +142,9 @@ class Engine:
             report_error(self._group, error)
             raise
         self._channel = find_channel(self._group, ranks)
-        hostnames, self._device = self._agree(modules)
+        part, hostnames = agree_on_arguments(options, schedule, pipeline, modules, self._group, self._channel)
+        self.row, self._stages, self._device = part.row, part.stages, part.device
+        self._last_weight, self._timeout_seconds = part.last_weight, part.timeout_seconds
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
         self._topology, policy = topology or Topology.from_hostnames(names), options.policy
         pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
@@ -160,33 +161,6 @@ class Engine:
         self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
         self._state = EngineState(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
 
-    def _agree(self, modules: Mapping[int, torch.nn.Module]) -> tuple[Mapping[int, str], str]:
-        """Check the arguments and compare them with those of all ranks. Returns ``{rank: host}`` and a device type."""
-        options, rank = self._options, self._group.rank
-        arguments: list[tuple[str, str]] = []
-        failure, device = None, "cpu"
-        seconds = DEFAULT_TIMEOUT_SECONDS
-        try:
-            seconds = self._timeout_seconds = check_timeout(options.timeout_seconds)
-            options.check_types()
-            check_schedule(self.schedule, self.pipeline)
-            rows = find_rows(self.schedule, self.pipeline)
-            self.row = next(row for row, row_ranks in enumerate(rows) if rank in row_ranks)
-            check_last(self.pipeline, options.last_pipeline)
-            self._last_weight = weigh_last(self.pipeline, options.last_pipeline)
-            check_loss_shards(options.num_loss_shards, self.pipeline)
-            self._stages = self._make_stages(modules)
-            if self._group.process_group is not None:
-                self._find_replicas()  # raises if a wrapper uses ranks of other stages
-            check_ties(options.ties, self.pipeline, modules, rank)
-            device = find_device_type(modules)
-            arguments = [*options.describe(self.schedule, self.pipeline), ("the type of device", device)]
-        except Exception as error:  # any error of this rank must reach the other ranks
-            failure = describe_error(error)
-        request = Request(rank, arguments, hostname=self._group.hostname, error=failure)
-        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), seconds)
-        return decision.hostnames, device
-
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
         """Code the collectives of the modules by the policy. Returns the pipelines with the codecs of their edges."""
         policy, strategy = self._options.policy, self._options.strategy
@@ -198,6 +172,7 @@ class Engine:
 
     def _make_replicas(self) -> tuple[ReplicaSync, ...]:
         """What sums the gradients of the stages of this rank over replicas."""
+        policy, rank = self._options.policy, self._group.rank
         try:
             return tuple(
                 ReplicaSync(
@@ -207,11 +182,9 @@ class Engine:
                     members,
                     self._device,
                     self._timeout_seconds,
-                    code_sums(
-                        self._options.policy, self._topology, members, self._group.rank, self._stages[stage].module
-                    ),
+                    code_sums(policy, self._topology, members, rank, self._stages[stage].module),
                 )
-                for stage, members in self._find_replicas().items()
+                for stage, members in find_replica_ranks(self._group, self.pipeline, self._stages).items()
             )
         except ReshardError as error:
             for each in self._program.transfers:  # ranks of other stages may already wait in a step
@@ -226,7 +199,7 @@ class Engine:
             pipelines: pipelines that differ from that of this engine in tensor shapes and costs only.
             used: for each microbatch, the index of its pipeline.
         """
-        self._check_split(schedule, self._stages)
+        check_splits(schedule, self.row, self._stages)
         transfers = []
         for one in pipelines:
             options = {"signal_only": self._options.signal_only}
@@ -238,32 +211,6 @@ class Engine:
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )
         return Program(schedule, tuple(pipelines), tuple(transfers), tuple(used))
-
-    def _make_stages(self, modules: Mapping[int, torch.nn.Module]) -> dict[int, StageRun]:
-        ours = [stage for stage, row in enumerate(self.schedule.row_of_stage) if row == self.row]
-        if not isinstance(modules, Mapping):
-            raise ArgumentError(f"modules must be {{stage: module}}, not {type(modules).__name__}")
-        if set(modules) != set(ours):
-            raise ArgumentError(f"rank {self._group.rank} computes stages {ours}, but has modules for {[*modules]}")
-        dtype = self._options.autocast
-        autocast = None if dtype is None else (find_device_type(modules), dtype)
-        stages = {stage: StageRun(stage, modules[stage], self.pipeline, self._group.rank, autocast) for stage in ours}
-        self._check_split(self.schedule, stages)
-        return stages
-
-    def _check_split(self, schedule: Schedule, stages: Mapping[int, StageRun]) -> None:
-        """Raise ArgumentError if the schedule splits the backward of a stage that cannot be split."""
-        for stage in {action.stage for action in schedule.rows[self.row] if action.kind is Kind.W}:
-            check_split(stage, stages[stage].module)
-
-    def _find_replicas(self) -> dict[int, tuple[int, ...]]:
-        """``{stage: ranks}`` of the replicas that DDP joins, for the stages of this rank under DDP."""
-        found = {}
-        for stage, run in self._stages.items():
-            mesh = self.pipeline.stages[stage].mesh
-            assert mesh is not None
-            found[stage] = find_replicas(self._group, stage, run.module, mesh)
-        return {stage: ranks for stage, ranks in found.items() if ranks}
 
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
         """Run one iteration: forward and backward of every microbatch, then gradient sums over replicas.

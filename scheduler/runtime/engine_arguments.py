@@ -1,4 +1,4 @@
-"""Checks of the arguments of an engine, and their description for the comparison between ranks."""
+"""Checks of the arguments of an engine, on this rank and between ranks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ from typing import Any
 import torch
 
 from reshard.compression import Policy
+from reshard.coordination import Channel, Group, Request, describe_error, resolve
 from reshard.errors import ArgumentError
 from reshard.formatting import format_ranks
 from reshard.planner import Strategy
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology, topology_to_json
 
 from ..graph import Pipeline
-from ..ir.schedule import Schedule
+from ..ir.schedule import Kind, Schedule
 from ..ir.text import format_schedule
-from .data_parallel import LossShards
-from .tied_params import TiedParameter
+from ..simulation.validate import check_schedule
+from .data_parallel import LossShards, check_loss_shards, check_split
+from .grad_sync import find_replicas
+from .p2p import find_device_type
+from .stage import StageRun
+from .tied_params import TiedParameter, check_ties
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,92 @@ class EngineOptions:
             ("autocast", str(self.autocast)),
             ("compression", str(self.compression)),
         ]
+
+
+@dataclass(frozen=True)
+class LocalPart:
+    """What the checked arguments of an engine say about this rank.
+
+    Attributes:
+        row: of the schedule. stages: the stages of this rank.
+        last_weight: weight of the last microbatch relative to the others.
+        device: type of the device of the modules. timeout_seconds: of the engine.
+    """
+
+    row: int
+    stages: dict[int, StageRun]
+    last_weight: float
+    device: str
+    timeout_seconds: float
+
+
+def agree_on_arguments(
+    options: EngineOptions, schedule: Schedule, pipeline: Pipeline, modules: Any, group: Group, channel: Channel
+) -> tuple[LocalPart, Mapping[int, str]]:
+    """Check the arguments and compare them with those of all ranks. Returns this rank's part, and ``{rank: host}``.
+
+    Raises:
+        ReshardError: the arguments of a rank are wrong, or those of two ranks differ; on all ranks alike.
+    """
+    part: LocalPart | None = None
+    arguments: list[tuple[str, str]] = []
+    failure, seconds = None, DEFAULT_TIMEOUT_SECONDS
+    try:
+        seconds = check_timeout(options.timeout_seconds)
+        part = _find_part(options, schedule, pipeline, modules, group)
+        arguments = [*options.describe(schedule, pipeline), ("the type of device", part.device)]
+    except Exception as error:  # any error of this rank must reach the other ranks
+        failure = describe_error(error)
+    request = Request(group.rank, arguments, hostname=group.hostname, error=failure)
+    _, decision = channel.agree(request, lambda requests: resolve(requests, {}), seconds)
+    assert part is not None
+    return part, decision.hostnames
+
+
+def _find_part(options: EngineOptions, schedule: Schedule, pipeline: Pipeline, modules: Any, group: Group) -> LocalPart:
+    """Check all arguments on this rank."""
+    options.check_types()
+    check_schedule(schedule, pipeline)
+    rows = find_rows(schedule, pipeline)
+    row = next(row for row, row_ranks in enumerate(rows) if group.rank in row_ranks)
+    check_last(pipeline, options.last_pipeline)
+    last_weight = weigh_last(pipeline, options.last_pipeline)
+    check_loss_shards(options.num_loss_shards, pipeline)
+    stages = _make_stages(schedule, row, pipeline, modules, group.rank, options.autocast)
+    if group.process_group is not None:
+        find_replica_ranks(group, pipeline, stages)  # raises if a wrapper uses ranks of other stages
+    check_ties(options.ties, pipeline, modules, group.rank)
+    return LocalPart(row, stages, last_weight, find_device_type(modules), float(options.timeout_seconds))
+
+
+def _make_stages(
+    schedule: Schedule, row: int, pipeline: Pipeline, modules: Any, rank: int, autocast_dtype: torch.dtype | None
+) -> dict[int, StageRun]:
+    ours = [stage for stage, stage_row in enumerate(schedule.row_of_stage) if stage_row == row]
+    if not isinstance(modules, Mapping):
+        raise ArgumentError(f"modules must be {{stage: module}}, not {type(modules).__name__}")
+    if set(modules) != set(ours):
+        raise ArgumentError(f"rank {rank} computes stages {ours}, but has modules for {[*modules]}")
+    autocast = None if autocast_dtype is None else (find_device_type(modules), autocast_dtype)
+    stages = {stage: StageRun(stage, modules[stage], pipeline, rank, autocast) for stage in ours}
+    check_splits(schedule, row, stages)
+    return stages
+
+
+def check_splits(schedule: Schedule, row: int, stages: Mapping[int, StageRun]) -> None:
+    """Raise ArgumentError if the schedule splits the backward of a stage of ``row`` that cannot be split."""
+    for stage in {action.stage for action in schedule.rows[row] if action.kind is Kind.W}:
+        check_split(stage, stages[stage].module)
+
+
+def find_replica_ranks(group: Group, pipeline: Pipeline, stages: Mapping[int, StageRun]) -> dict[int, tuple[int, ...]]:
+    """``{stage: ranks}`` of the replicas that DDP joins, for the stages of this rank under DDP."""
+    found = {}
+    for stage, run in stages.items():
+        mesh = pipeline.stages[stage].mesh
+        assert mesh is not None
+        found[stage] = find_replicas(group, stage, run.module, mesh)
+    return {stage: ranks for stage, ranks in found.items() if ranks}
 
 
 def _check_types(values: Sequence[tuple[str, Any, type]]) -> None:
