@@ -23,7 +23,7 @@ from .simulation.visualize import to_chrome_trace, to_svg
 if TYPE_CHECKING:
     from reshard.runtime.weight_grad_store import later_tasks
 
-    from .pipe.engine import PipelineEngine, StepResult
+    from .pipe.engine import PipelineEngine
     from .pipe.partition.blocks import Block
     from .pipe.pipe import Pipe
     from .pipe.placement import Placement, ddp, fsdp
@@ -42,7 +42,7 @@ _WITH_TORCH = {
     "Profile": "reshard.scheduler.pipe.profile",
     "StageOutput": "reshard.scheduler.runtime.stage",
     "StageTimes": "reshard.scheduler.pipe.profile",
-    "StepResult": "reshard.scheduler.pipe.engine",
+    "StepResult": "reshard.scheduler.pipe.totals",
     "TiedParameter": "reshard.scheduler.runtime.tied_params",
     "ddp": "reshard.scheduler.pipe.placement",
     "fsdp": "reshard.scheduler.pipe.placement",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -20,33 +19,15 @@ from ..runtime.engine import Engine
 from ..runtime.executor import StageTotals, Step, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..schedules.classic import zb_h1
-from ..simulation.replay import PipelineTimeline
 from . import checkpoint
 from .dry_run import DryRun, Shard
 from .feeding import Feeder
-from .gradients import LossScale, are_finite, local_power_sum, scale_gradients
+from .gradients import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
 from .partition.batches import BatchOutline, take_rows
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, leave_no_trace, profile_timelines
-from .totals import Totals, combine_totals
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The result of a step or an evaluation, the same on every rank.
-
-    Attributes:
-        loss: mean over all rows of the batch; weighted if a stage returns weights.
-        metrics: ``{name: mean}``, weighted as the loss is.
-        finite: whether the loss and all gradients are finite.
-        timeline: measured times; None unless asked for.
-    """
-
-    loss: float
-    metrics: Mapping[str, float]
-    finite: bool = True
-    timeline: PipelineTimeline | None = None
+from .totals import StepResult, Totals, combine_totals
 
 
 @dataclass(frozen=True)
@@ -193,14 +174,19 @@ class PipelineEngine:
         """Scale the gradients of the whole model so that their norm is at most ``max_norm``. Returns the norm before.
 
         The same as ``torch.nn.utils.clip_grad_norm_`` on the model in one process: tied parameters count once.
+
+        Raises:
+            ArgumentError: ``max_norm`` is negative or NaN, or ``norm_type`` is not above 0.
+            DisagreementError: ranks pass different arguments.
         """
         ranks = {stage: self._planner.meshes[stage].size for stage in self.modules}
-        own = local_power_sum(self.modules, ranks, self._tied_elsewhere, norm_type)
-        parts = list(self._engine.exchange(own).values())
-        if math.isinf(norm_type):
-            norm = math.nan if any(map(math.isnan, parts)) else max(parts)
-        else:
-            norm = math.fsum(parts) ** (1 / norm_type) if all(map(math.isfinite, parts)) else sum(parts)
+        own, failure = [], None
+        try:
+            max_norm, norm_type = check_clip(max_norm, norm_type)
+            own = [max_norm, norm_type, local_power_sum(self.modules, ranks, self._tied_elsewhere, norm_type)]
+        except ArgumentError as error:
+            failure = error
+        norm = combine_norm(self._engine.exchange(own, failure))
         scale_gradients(self.parameters(), min(1.0, max_norm / (norm + 1e-6)))
         return norm
 
@@ -227,15 +213,14 @@ class PipelineEngine:
             keep: number of newest checkpoints to keep; older ones are deleted.
 
         Raises:
-            ArgumentError: the folder cannot be made, or ``keep`` is not positive; on all ranks.
+            ArgumentError: the folder cannot be made, is another one on some ranks, or an argument is invalid; on all
+                ranks.
+            DisagreementError: ranks pass different steps.
         """
-        failure = None
-        if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-            failure = ArgumentError(f"keep is {keep!r}; it must be a positive integer")
-        self._engine.exchange(error=failure)
         state = self._training_state(optimizer, lr_scheduler, loader, step)
+        self._run_and_agree(lambda: checkpoint.check_saved(state, keep))
         exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
-        checkpoint.save(checkpoint.folder_of(path, step), state, exchange, keep)
+        checkpoint.save(Path(path), state, exchange, keep)
 
     def load(
         self,
@@ -269,6 +254,7 @@ class PipelineEngine:
                 f"there is no complete checkpoint at {path}; pass missing_ok=True to start from step 0 without one"
             )
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
+        self._run_and_agree(lambda: checkpoint.check_objects(state, "load_state_dict"))
         request = self._run_and_agree(lambda: checkpoint.find_entries(Path(folder), state))
         counters = self._run_and_agree(lambda: checkpoint.load(Path(folder), request, state))
         if self._loss_scale is not None and counters.get("loss_scale") is not None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from reshard.errors import ArgumentError, DisagreementError
 
 from ..runtime import torch_compat
 from ..runtime.data_parallel import plain_parameters
@@ -53,6 +55,44 @@ def local_power_sum(
             else:
                 total += norm**norm_type * num_shards / num_ranks[stage]
     return total
+
+
+def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
+    """Both arguments of a clip as numbers.
+
+    Raises:
+        ArgumentError: ``max_norm`` is negative or NaN, or ``norm_type`` is not above 0.
+    """
+    found = []
+    for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
+        try:
+            number = math.nan if isinstance(value, str) else float(value)
+        except (TypeError, ValueError):
+            number = math.nan
+        if not number >= 0 or (name == "norm_type" and number == 0):
+            least = "a number above 0" if name == "norm_type" else "a number that is 0 or more"
+            raise ArgumentError(f"{name} is {value!r}; it must be {least}")
+        found.append(number)
+    return found[0], found[1]
+
+
+def combine_norm(parts: Mapping[int, Sequence[float]]) -> float:
+    """The norm of all gradients, from ``(max_norm, norm_type, local_power_sum)`` of each rank.
+
+    Raises:
+        DisagreementError: ranks have different arguments.
+    """
+    (first, (*expected, _)), *others = sorted(parts.items())
+    for rank, (*other, _) in others:
+        if other != expected:
+            raise DisagreementError(
+                f"ranks {first} and {rank} clip gradients with max_norm {expected[0]:g} and {other[0]:g}, and "
+                f"norm_type {expected[1]:g} and {other[1]:g}; both must be equal on all ranks"
+            )
+    sums = [each[2] for each in parts.values()]
+    if math.isinf(expected[1]):
+        return math.nan if any(map(math.isnan, sums)) else max(sums)
+    return math.fsum(sums) ** (1 / expected[1]) if all(map(math.isfinite, sums)) else sum(sums)
 
 
 def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:

@@ -9,6 +9,24 @@ from dataclasses import dataclass
 from reshard.errors import ArgumentError
 
 from ..runtime.executor import StageTotals
+from ..simulation.replay import PipelineTimeline
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """The result of a step or an evaluation, the same on every rank.
+
+    Attributes:
+        loss: mean over all rows of the batch; weighted if a stage returns weights.
+        metrics: ``{name: mean}``, weighted as the loss is.
+        finite: whether the loss and all gradients are finite.
+        timeline: measured times; None unless asked for.
+    """
+
+    loss: float
+    metrics: Mapping[str, float]
+    finite: bool = True
+    timeline: PipelineTimeline | None = None
 
 
 @dataclass(frozen=True)

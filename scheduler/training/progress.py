@@ -7,7 +7,7 @@ import sys
 import time
 from typing import Any
 
-from ..pipe.engine import StepResult
+from ..pipe.totals import StepResult
 from .presets import GPTConfig, Preset
 
 

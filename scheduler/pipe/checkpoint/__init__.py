@@ -9,17 +9,18 @@ A checkpoint is written to ``step-00000100.unfinished``, which is then renamed. 
 again, the earlier checkpoint of step 100 is still there.
 """
 
-from .folders import find_checkpoints, folder_of
+from .folders import find_checkpoints
 from .loading import find_entries, load
-from .saving import CHECKPOINT_TIMEOUT_SECONDS, save
-from .state import TrainingState
+from .saving import CHECKPOINT_TIMEOUT_SECONDS, check_saved, save
+from .state import TrainingState, check_objects
 
 __all__ = [
     "CHECKPOINT_TIMEOUT_SECONDS",
     "TrainingState",
+    "check_objects",
+    "check_saved",
     "find_checkpoints",
     "find_entries",
-    "folder_of",
     "load",
     "save",
 ]

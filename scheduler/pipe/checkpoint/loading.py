@@ -147,6 +147,7 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
     for plain, group in optimized:
         aliases = names[id(plain.parameters[0])]
         if id(plain.parameters[0]) not in done:
+            request.restore += [state.optimizer.state[each].clear for each in plain.parameters]
             for key, stored in next((keys_of[each] for each in aliases if each in keys_of), {}).items():
                 _want_state(request, [state.optimizer.state[each] for each in plain.parameters], plain, key, stored)
         if id(group) not in done:
@@ -171,17 +172,21 @@ def _want_state(
         dtype = metadata.properties.dtype
         made = [torch.zeros_like(each, dtype=dtype, requires_grad=False) for each in plain.parameters]
         for each, tensor in zip(values, made, strict=True):
-            each[key] = tensor
+            request.restore.append(functools.partial(_set, each, key, tensor))
         request.want([stored], plain.join(made))
     else:
-        values[0][key] = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
-        request.want([stored], values[0][key])
-        for each in values[1:]:
-            request.restore.append(functools.partial(_clone_from, each, key, values[0]))
+        scalar = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
+        request.want([stored], scalar)
+        for each in values:
+            request.restore.append(functools.partial(_set_copy, each, key, scalar))
 
 
-def _clone_from(values: dict[str, Any], key: str, source: Mapping[str, Any]) -> None:
-    values[key] = source[key].clone()
+def _set(values: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
+    values[key] = tensor
+
+
+def _set_copy(values: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
+    values[key] = tensor.clone()
 
 
 def _set_from(values: dict[str, Any], key: str, request: Request, stored: str) -> None:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import base64
 import pickle
+import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
 
-from .folders import begin, finish, prune, unfinished_folder
-from .state import TrainingState, rng_state
+from .folders import begin, finish, folder_of, prune, unfinished_folder
+from .state import TrainingState, check_objects, rng_state
 
 #: How long ranks wait for one that writes or reads. A rank that dies is detected at once.
 CHECKPOINT_TIMEOUT_SECONDS = 3600.0
@@ -23,12 +24,28 @@ CHECKPOINT_TIMEOUT_SECONDS = 3600.0
 Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
 
 
-def save(folder: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
-    """Write a checkpoint, and delete old ones. All ranks call this.
+#: How long another rank waits until a shared file system shows the folder that the first rank has made.
+FOLDER_TIMEOUT_SECONDS = 5.0
+
+
+def check_saved(state: TrainingState, keep: Any) -> None:
+    """Raise ArgumentError unless this rank can save these objects, at this step."""
+    step = state.counters["step"]
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise ArgumentError(f"step is {step!r}; it must be the number of steps taken, an integer that is 0 or more")
+    if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
+        raise ArgumentError(f"keep is {keep!r}; it must be a positive integer")
+    check_objects(state, "state_dict")
+
+
+def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
+    """Write a checkpoint in a folder at ``path``, and delete old ones. All ranks call this.
 
     The steps are those of ``torch.distributed.checkpoint.save``. Ranks communicate by ``exchange``, which ends on all
     of them if one fails or dies.
     """
+    _check_alike(exchange([state.counters["step"], _has_optimizer(state)], None))
+    folder = folder_of(path, state.counters["step"])
     writer = dcp.FileSystemWriter(unfinished_folder(folder))
     planner = dcp.DefaultSavePlanner()
 
@@ -63,11 +80,45 @@ def save(folder: Path, state: TrainingState, exchange: Exchange, keep: int) -> N
             prune(folder.parent, keep)
 
     share(lambda: begin(folder) if state.is_first else None)
+    share(lambda: _check_shared(unfinished_folder(folder)))
     plans = share(plan)
     global_plans, metadata = planner.create_global_plan([*plans.values()])
     global_plans = writer.prepare_global_plan(global_plans)
     results = share(write)
     share(complete)
+
+
+def _has_optimizer(state: TrainingState) -> bool | None:
+    """Whether this rank passes an optimizer; None if it has no parameters, of which torch makes no optimizer."""
+    has_parameters = any(True for module in state.modules.values() for _ in module.parameters())
+    return state.optimizer is not None if has_parameters else None
+
+
+def _check_alike(values: Mapping[int, Sequence[Any]]) -> None:
+    """Raise DisagreementError unless the ranks save the same step, and all of them an optimizer or none."""
+    (first, (step, _)), *others = sorted(values.items())
+    for rank, (other, _) in others:
+        if other != step:
+            raise DisagreementError(f"ranks {first} and {rank} save steps {step} and {other}; all must save the same")
+    passing = [rank for rank, (_, has_optimizer) in sorted(values.items()) if has_optimizer]
+    lacking = [rank for rank, (_, has_optimizer) in sorted(values.items()) if has_optimizer is False]
+    if passing and lacking:
+        raise DisagreementError(
+            f"rank {passing[0]} saves an optimizer and rank {lacking[0]} none, though it has parameters; all must pass "
+            "theirs"
+        )
+
+
+def _check_shared(folder: Path) -> None:
+    """Raise ArgumentError unless this rank sees the folder that the first rank has made."""
+    deadline = time.monotonic() + FOLDER_TIMEOUT_SECONDS
+    while not folder.is_dir():
+        if time.monotonic() > deadline:
+            raise ArgumentError(
+                f"{folder}, which the first rank has made, is not there on this rank; all ranks must save to the same "
+                "folder, on a file system that they share"
+            )
+        time.sleep(0.05)
 
 
 def _saved_entries(state: TrainingState) -> dict[str, Any]:

@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.errors import ArgumentError
+from reshard.formatting import count_of
+
 from ...runtime.compression import StageSums
 from .plain_parameters import PlainParameter, divide_state
 
@@ -66,6 +69,25 @@ class TrainingState:
     def aliases(self, name: str) -> list[str]:
         """The name, then the other names of the same parameter."""
         return [name, *(each for tie in self.ties if name in tie.values() for each in tie.values() if each != name)]
+
+
+def check_objects(state: TrainingState, method: str) -> None:
+    """Raise ArgumentError unless the scheduler and the loader have this method, and the optimizer is of the engine."""
+    for name, each in (("lr_scheduler", state.lr_scheduler), ("loader", state.loader)):
+        if each is not None and not callable(getattr(each, method, None)):
+            raise ArgumentError(f"{name} is {type(each).__name__}, which has no {method}(); omit it, or give it one")
+    if state.optimizer is None:
+        return
+    if not isinstance(getattr(state.optimizer, "param_groups", None), list):
+        raise ArgumentError(f"optimizer is {type(state.optimizer).__name__}, which has no param_groups")
+    modules = state.modules.values()
+    own = {id(part) for module in modules for each in divide_state(module)[0] for part in each.parameters}
+    foreign = [each for group in state.optimizer.param_groups for each in group["params"] if id(each) not in own]
+    if foreign:
+        raise ArgumentError(
+            f"the optimizer has {count_of(len(foreign), 'parameter')} that the engine does not have, the first of "
+            f"shape {list(foreign[0].shape)}; make it of engine.parameters()"
+        )
 
 
 def rng_state() -> dict[str, Any]:

@@ -15,8 +15,8 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import reshard.scheduler as rs
-from reshard.errors import ArgumentError, ReshardError
-from reshard.scheduler.pipe.checkpoint import find_checkpoints
+from reshard.errors import ArgumentError, DisagreementError, ReshardError
+from reshard.scheduler.pipe.checkpoint import find_checkpoints, saving
 from reshard.testing import run_processes
 
 from .test_pipe import Chain, make_batch, make_chain
@@ -184,6 +184,49 @@ def save_again(rank, folder):
 
 def test_failed_save_is_an_error_on_all_ranks_and_keeps_the_earlier_checkpoint_of_the_step(tmp_path):
     assert run_processes(save_again, 2, str(tmp_path)) == [["step-00000001"]] * 2
+
+
+def use_wrongly(rank, folder):
+    """Wrong arguments of a save, a load and a clip: the same error on both ranks, and nothing is changed."""
+    torch.set_num_threads(1)
+    saving.FOLDER_TIMEOUT_SECONDS = 0.2
+    with rs.Pipe(make_chain(), CUTS[2], stages="1x1,1x1").compile(make_batch(0), 2) as engine:
+        sgd = torch.optim.SGD(engine.parameters(), 0.1, momentum=0.9)
+        engine.step(make_batch(0))
+        sgd.step()
+        other = torch.optim.SGD([nn.Parameter(torch.ones(2))], 0.1)
+        elsewhere = f"{folder}/{rank}" if rank else folder
+        engine.save(folder, sgd, step=1)
+        for kind, message, call in (
+            (DisagreementError, "0 and 1 save steps 3 and 4", lambda: engine.save(folder, sgd, step=3 + rank)),
+            (DisagreementError, "rank 0 saves an optimizer and rank 1", lambda: engine.save(folder, [sgd, None][rank])),
+            (ArgumentError, "rank 1: .*made, is not there", lambda: engine.save(elsewhere, sgd, step=5)),
+            (ArgumentError, "step is -1", lambda: engine.save(folder, sgd, step=-1)),
+            (
+                ArgumentError,
+                r"rank 1: loader is list, .* no state_dict\(\)",
+                lambda: engine.save(folder, sgd, None, [None, []][rank]),
+            ),
+            (ArgumentError, "1 parameter that the engine does not have", lambda: engine.save(folder, other)),
+            (DisagreementError, "max_norm 1 and 2", lambda: engine.clip_grad_norm_(1.0 + rank)),
+            (ArgumentError, "norm_type is 0", lambda: engine.clip_grad_norm_(1.0, 0)),
+        ):
+            with pytest.raises(kind, match=message):
+                call()
+        adam = torch.optim.AdamW(engine.parameters())
+        with pytest.raises(ArgumentError, match=r"has no optimizer\.param_groups"):
+            engine.load(folder, adam)
+        assert not any(adam.state.values())
+        fresh = torch.optim.SGD(engine.parameters(), 0.1, momentum=0.9)
+        engine.save(f"{folder}/fresh", fresh, step=0)
+        engine.load(f"{folder}/fresh", sgd)
+        assert not any(sgd.state.values())  # as after load_state_dict, nothing of the later steps is left
+        engine.step(make_batch(0))
+    return [path.name for _, path in find_checkpoints(folder)] == ["step-00000001"]
+
+
+def test_wrong_use_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
+    assert run_processes(use_wrongly, 2, str(tmp_path)) == [True, True]
 
 
 def test_complete_folders_are_found_under_either_name(tmp_path):
