@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -11,7 +12,7 @@ from ..graph import Pipeline
 from ..ir.schedule import Schedule
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
-from ..simulation.replay import PipelineTimeline, simulate
+from ..simulation.replay import PipelineTimeline, simulate_within
 from .problem import SCALED_LIMIT, Candidate, Problem, StageCost
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
@@ -56,41 +57,64 @@ class Evaluation:
         return busy, exposed, max(0.0, ends[row] - busy - exposed), self.costs[row].sync_seconds
 
 
-def evaluate(problem: Problem, candidate: Candidate, *, thorough: bool = False) -> Evaluation | None:
+def evaluate(
+    problem: Problem, candidate: Candidate, *, thorough: bool = False, below_seconds: float = math.inf
+) -> Evaluation | None:
     """Simulate a candidate under each known schedule, and return the best.
 
     The best is the fastest schedule that fits the memory. If none fits, it is the one that exceeds the memory least.
+    A simulation stops as soon as its schedule cannot be the best.
 
     Args:
         problem: the search.
         candidate: stages and number of microbatches.
         thorough: try :func:`reshard.scheduler.auto_schedule` too, which takes seconds.
+        below_seconds: only schedules that fit the memory and are faster than this are of interest.
 
     Returns:
-        The evaluation; None if there is no schedule.
+        The evaluation; None if there is no schedule, or none of interest.
     """
     stages, count = candidate.stages, candidate.microbatches
     pipeline = problem.pipeline(stages, count)
     costs = tuple(problem.stage_cost(stage, count) for stage in stages)
+    most_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
     for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough):
-        found = evaluate_schedule(candidate, pipeline, costs, schedule)
-        if best is None or _preference(found) < _preference(best):
-            best = found
-    return best
+        short = _short_bytes(costs, schedule)
+        if short > most_short:
+            continue
+        limit = below_seconds if best is None or short < best.short_bytes else best.seconds
+        found = _evaluate_within(limit, candidate, pipeline, costs, schedule)
+        if found is not None and (best is None or _preference(found) < _preference(best)):
+            best, most_short = found, short
+    return None if best is None or best.seconds >= below_seconds else best
 
 
 def evaluate_schedule(
     candidate: Candidate, pipeline: Pipeline, costs: tuple[StageCost, ...], schedule: Schedule
 ) -> Evaluation:
     """Simulate a candidate under one schedule."""
-    timeline = simulate(schedule, pipeline)
+    found = _evaluate_within(math.inf, candidate, pipeline, costs, schedule)
+    assert found is not None
+    return found
+
+
+def _evaluate_within(
+    limit_seconds: float, candidate: Candidate, pipeline: Pipeline, costs: tuple[StageCost, ...], schedule: Schedule
+) -> Evaluation | None:
+    """Simulate a candidate under one schedule. None if it is found to take longer than a limit."""
+    timeline = simulate_within(schedule, pipeline, limit_seconds, [cost.sync_seconds for cost in costs])
+    if timeline is None:
+        return None
     ends = _row_ends(timeline, len(costs))
     seconds = max(end + cost.sync_seconds for end, cost in zip(ends, costs, strict=True))
-    short = max(
-        cost.memory_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, schedule.in_flight, strict=True)
-    )
-    return Evaluation(candidate, schedule, pipeline, timeline, costs, seconds, max(0.0, short))
+    return Evaluation(candidate, schedule, pipeline, timeline, costs, seconds, _short_bytes(costs, schedule))
+
+
+def _short_bytes(costs: Sequence[StageCost], schedule: Schedule) -> float:
+    """Bytes that the stage with the least room lacks under a schedule; 0 if all fit."""
+    depths = schedule.in_flight
+    return max(0.0, *(cost.memory_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, depths, strict=True)))
 
 
 def step_bound(problem: Problem, candidate: Candidate) -> float:

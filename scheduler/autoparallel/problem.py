@@ -110,6 +110,7 @@ class Problem:
     prices: EdgePrices = field(init=False, compare=False)
     memo: dict[Hashable, Any] = field(init=False, compare=False, repr=False)
     _layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = field(init=False, compare=False)
+    _stage_costs: dict[tuple[StagePlan, int], StageCost] = field(init=False, compare=False)
     _choices: dict[tuple[int, int], tuple[Choice, ...]] = field(init=False, compare=False)
     _places: dict[tuple[int, int], Place] = field(init=False, compare=False)
 
@@ -130,7 +131,7 @@ class Problem:
             codecs = self.compression.pair("pp")
         prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds, codecs)
         object.__setattr__(self, "prices", prices)
-        for name in ("memo", "_layer_costs", "_choices", "_places"):
+        for name in ("memo", "_layer_costs", "_stage_costs", "_choices", "_places"):
             object.__setattr__(self, name, {})
 
     @cached_property
@@ -197,6 +198,12 @@ class Problem:
 
     def stage_cost(self, stage: StagePlan, microbatches: int) -> StageCost:
         """The cost of a stage for one of ``microbatches`` equal microbatches."""
+        key = (stage, microbatches)
+        if key not in self._stage_costs:
+            self._stage_costs[key] = self._find_stage_cost(stage, microbatches)
+        return self._stage_costs[key]
+
+    def _find_stage_cost(self, stage: StagePlan, microbatches: int) -> StageCost:
         place = self.place(stage.first_rank, stage.end_rank)
         costs = [
             self.layer_cost(stage.first_layer + at, choice, place, microbatches)

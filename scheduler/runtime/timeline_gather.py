@@ -13,7 +13,8 @@ from typing import Any
 from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
 
 from ..ir.schedule import Action, Channel, Kind
-from ..simulation.replay import PipelineTimeline, Span, StageTransfer
+from ..simulation.channels import StageTransfer
+from ..simulation.replay import PipelineTimeline, Span
 from .p2p import PendingTransfer
 
 

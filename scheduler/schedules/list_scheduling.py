@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from ..graph import Pipeline
 from ..ir.schedule import Action, Channel, Kind
-from ..simulation.replay import ChannelState, make_channel_states, share_links
+from ..simulation.channels import ChannelState, LinkRates, make_channel_states
 
 
 @dataclass(frozen=True)
@@ -61,6 +61,7 @@ class _ListScheduler:
         for stage, row in enumerate(row_of_stage):
             self.stages_of_row[row].append(stage)
         self.channels = make_channel_states(pipeline)
+        self.rates = LinkRates()
         for stage in range(len(pipeline.stages)):
             for other in pipeline.inputs[stage]:
                 self.stages[stage].arrived[other, True] = 0
@@ -75,7 +76,7 @@ class _ListScheduler:
         while True:
             self.begin_all()
             active = [state for state in self.channels.values() if state.remaining is not None]
-            share_links(active)
+            self.rates.set(active)
             step = min(
                 [state.seconds_remaining for state in active] + [self.ends[0][0] - self.now if self.ends else math.inf]
             )

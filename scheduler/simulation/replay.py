@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.errors import ArgumentError, ScheduleError
 
-from ..graph import Loads, Pipeline
+from ..graph import Pipeline
 from ..ir.schedule import Action, Channel, Kind, Schedule, check_fits
+from .channels import TOLERANCE, ChannelState, LinkRates, StageTransfer, make_channel_states
 from .dependencies import describe_cycle
 
-#: Relative tolerance of times and of transferred shares: smaller differences are rounding errors.
-_TOLERANCE = 1e-12
+#: Relative tolerance of the limit of :func:`simulate_within`: sums of times in another order differ by less.
+LIMIT_TOLERANCE = 1e-8
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,6 @@ class Span:
     start: float
     end: float
     exposed_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class StageTransfer:
-    """One transfer. Times in seconds: its data was computed at ``ready``, and it moved from ``start`` to ``end``."""
-
-    channel: Channel
-    microbatch: int
-    ready: float
-    start: float
-    end: float
 
 
 @dataclass(frozen=True)
@@ -88,99 +78,90 @@ def simulate(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
             error text shows the position of every row.
     """
     check_fits(schedule, pipeline)
-    return _Replay(schedule, pipeline).run()
+    timeline = _Replay(schedule, pipeline).run()
+    assert timeline is not None
+    return timeline
 
 
-@dataclass
-class ChannelState:
-    """The transfers of one channel, in the order in which its ends posted them.
+def simulate_within(
+    schedule: Schedule, pipeline: Pipeline, limit_seconds: float, after_seconds: Sequence[float]
+) -> PipelineTimeline | None:
+    """:func:`simulate`, but stop as soon as no row can be done by a limit.
 
-    Attributes:
-        seconds: duration of a transfer without contention.
-        loads: busy time of each link in one transfer.
-        sent: ``(microbatch, time when its data was computed)`` of each posted send.
-        received: microbatch of each posted receive.
-        at: index of the first transfer that has not ended.
-        remaining: fraction of the current transfer still to move, from 1 to 0; None between transfers.
-        started: start time of the current transfer.
-        rate: speed of the current transfer relative to its speed without contention.
-        arrived: arrival time by microbatch.
+    Args:
+        schedule, pipeline: what to simulate.
+        limit_seconds: latest time that is of interest.
+        after_seconds: ``(rows,)`` seconds that each row needs after its last computation.
+
+    Returns:
+        The timeline; None if a row is surely later than ``limit_seconds``. A timeline may be later than that, too.
+
+    Raises:
+        ScheduleError: see :func:`simulate`. A schedule that is stopped before its deadlock raises nothing.
     """
-
-    channel: Channel
-    seconds: float
-    loads: Loads
-    sent: list[tuple[int, float]] = field(default_factory=list)
-    received: list[int] = field(default_factory=list)
-    at: int = 0
-    remaining: float | None = None
-    started: float = 0.0
-    rate: float = 0.0
-    arrived: dict[int, float] = field(default_factory=dict)
-
-    @cached_property
-    def link_shares(self) -> dict[str, float]:
-        """Fraction of each link's capacity that a transfer uses at rate 1."""
-        link_shares: dict[str, float] = {}
-        for link, busy in self.loads:
-            if busy:
-                link_shares[link] = link_shares.get(link, 0.0) + busy / self.seconds
-        return link_shares
-
-    @property
-    def seconds_remaining(self) -> float:
-        """Time until the current transfer ends at its current rate; infinite if nothing moves."""
-        return math.inf if self.remaining is None or not self.rate else self.remaining * self.seconds / self.rate
-
-    def begin(self, now: float) -> None:
-        """Start the next transfer."""
-        self.remaining, self.started, self.rate = 1.0, now, 0.0
-
-    def advance(self, step: float) -> bool:
-        """Move the current transfer for ``step`` seconds. Returns whether it is complete."""
-        assert self.remaining is not None
-        self.remaining -= step * self.rate / self.seconds
-        return self.remaining <= _TOLERANCE
-
-    def end(self, now: float) -> StageTransfer:
-        """End the current transfer."""
-        microbatch, ready = self.sent[self.at]
-        self.remaining = None
-        self.at += 1
-        self.arrived[microbatch] = now
-        return StageTransfer(self.channel, microbatch, ready, self.started, now)
-
-
-def make_channel_states(pipeline: Pipeline) -> dict[Channel, ChannelState]:
-    """Initial states of the forward and the backward channel of every edge."""
-    states = {}
-    for edge in pipeline.edges:
-        forward, backward = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
-        states[forward] = ChannelState(forward, edge.forward_seconds, edge.forward_loads)
-        states[backward] = ChannelState(backward, edge.backward_seconds, edge.backward_loads)
-    return states
+    check_fits(schedule, pipeline)
+    return _Replay(schedule, pipeline, limit_seconds, after_seconds).run()
 
 
 class _Replay:
-    """The state of one simulation. ``at`` is the index of each row's current action."""
+    """The state of one simulation. ``at`` is the index of each row's current action.
 
-    def __init__(self, schedule: Schedule, pipeline: Pipeline) -> None:
+    A row or a channel is looked at again only when something has happened on which it may have waited.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        pipeline: Pipeline,
+        limit_seconds: float = math.inf,
+        after_seconds: Sequence[float] = (),
+    ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
-        self.at = [0] * len(schedule.rows)
-        self.until: list[float | None] = [None] * len(schedule.rows)  # end of each row's current computation
-        self.idle_since = [0.0] * len(schedule.rows)
-        self.posted = [False] * len(schedule.rows)  # whether the row has posted its current, blocking transfer
+        num_rows = len(schedule.rows)
+        self.at = [0] * num_rows
+        self.until: list[float | None] = [None] * num_rows  # end of each row's current computation
+        self.idle_since = [0.0] * num_rows
+        self.posted = [False] * num_rows  # whether the row has posted its current, blocking transfer
         self.done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> end time
         self.channels = make_channel_states(pipeline)
+        self.states = list(self.channels.values())
+        self.rates = LinkRates()
+        self.rows_to_try, self.channels_to_try = set(range(num_rows)), set[int]()
+        row_of = schedule.row_of_stage
+        self.is_regular = all(
+            row_of[stage] == row
+            for row, actions in enumerate(schedule.rows)
+            for stage in {action.stage for action in actions}
+        )
+        self.seconds = {
+            (kind, number): seconds
+            for number, stage in enumerate(pipeline.stages)
+            for kind, seconds in (
+                (Kind.F, stage.forward_seconds),
+                (Kind.B, stage.backward_seconds),
+                (Kind.I, stage.input_grad_seconds),
+                (Kind.W, stage.weight_grad_seconds),
+            )
+        }
         self.spans: list[Span] = []
         self.transfers: list[StageTransfer] = []
         self.now = 0.0
+        self.latest = limit_seconds * (1 + LIMIT_TOLERANCE)
+        self.is_late = False
+        self.left: list[float] | None = None  # seconds that each row still needs, if there is a limit
+        if limit_seconds < math.inf:
+            self.left = [
+                after + sum(self.seconds[a.kind, a.stage] for a in actions if not a.kind.is_transfer)
+                for after, actions in zip(after_seconds, schedule.rows, strict=True)
+            ]
 
-    def run(self) -> PipelineTimeline:
+    def run(self) -> PipelineTimeline | None:
         while True:
             self.start_all()
-            active = [state for state in self.channels.values() if state.remaining is not None]
-            share_links(active)
+            if self.left is not None and self.is_late:
+                return None
+            active = [state for state in self.states if state.remaining is not None]
+            self.rates.set(active)
             ends = [end for end in self.until if end is not None]
             step = min(
                 [end - self.now for end in ends] + [state.seconds_remaining for state in active], default=math.inf
@@ -190,9 +171,10 @@ class _Replay:
             self.now += step
             for state in active:
                 if state.advance(step):
-                    self.transfers.append(state.end(self.now))
+                    self.end_transfer(state)
+            done = self.now * (1 + TOLERANCE)
             for row, end in enumerate(self.until):
-                if end is not None and end <= self.now * (1 + _TOLERANCE):
+                if end is not None and end <= done:
                     self.finish(row)
         if any(at < len(row) for at, row in zip(self.at, self.schedule.rows, strict=True)):
             raise ScheduleError(
@@ -215,15 +197,16 @@ class _Replay:
 
     def start_all(self) -> None:
         """Start all computations and transfers that can start now."""
-        moved = True
-        while moved:
-            moved = False
-            for row, actions in enumerate(self.schedule.rows):
+        while self.rows_to_try or self.channels_to_try:
+            rows, self.rows_to_try = sorted(self.rows_to_try), set()
+            for row in rows:
+                actions = self.schedule.rows[row]
                 while (
                     self.until[row] is None and self.at[row] < len(actions) and self.advance(row, actions[self.at[row]])
                 ):
-                    moved = True
-            for state in self.channels.values():
+                    pass
+            numbers, self.channels_to_try = sorted(self.channels_to_try), set()
+            for state in (self.states[number] for number in numbers):
                 while state.remaining is None and state.at < min(len(state.sent), len(state.received)):
                     if state.sent[state.at][0] != state.received[state.at]:
                         raise ScheduleError(
@@ -233,8 +216,18 @@ class _Replay:
                         )
                     state.begin(self.now)
                     if state.seconds == 0:
-                        self.transfers.append(state.end(self.now))
-                    moved = True
+                        self.end_transfer(state)
+
+    def end_transfer(self, state: ChannelState) -> None:
+        """End the current transfer of a channel, and wake the rows at its ends."""
+        self.transfers.append(state.end(self.now))
+        self.channels_to_try.add(state.number)
+        row_of = self.schedule.row_of_stage
+        self.wake(row_of[state.channel.sender], row_of[state.channel.receiver])
+
+    def wake(self, *rows: int) -> None:
+        """Look at some rows again; at all, if a row has actions of stages that are not its own."""
+        self.rows_to_try.update(rows if self.is_regular else range(len(self.at)))
 
     def advance(self, row: int, action: Action) -> bool:
         """Start a row's current action if it can start now. Returns whether anything changed."""
@@ -243,9 +236,12 @@ class _Replay:
         ready = self.find_ready(action)
         if ready is None:
             return False
-        since = self.idle_since[row]
-        self.until[row] = self.now + self.seconds_of(action)
-        self.spans.append(Span(row, action, self.now, self.until[row] or 0.0, max(0.0, self.now - max(since, ready))))
+        since, seconds = self.idle_since[row], self.seconds[action.kind, action.stage]
+        self.until[row] = self.now + seconds
+        self.spans.append(Span(row, action, self.now, self.now + seconds, max(0.0, self.now - max(since, ready))))
+        if self.left is not None:
+            self.is_late = self.is_late or self.now + self.left[row] > self.latest
+            self.left[row] -= seconds
         return True
 
     def post(self, row: int, action: Action) -> bool:
@@ -261,6 +257,7 @@ class _Replay:
                 state.sent.append((action.microbatch, ready))
             else:
                 state.received.append(action.microbatch)
+            self.channels_to_try.add(state.number)
             self.posted[row] = True
             if action.blocks:
                 self.idle_since[row] = self.now
@@ -299,16 +296,6 @@ class _Replay:
             ready = max(ready, made)
         return ready
 
-    def seconds_of(self, action: Action) -> float:
-        """Duration of a computation."""
-        stage = self.pipeline.stages[action.stage]
-        return {
-            Kind.F: stage.forward_seconds,
-            Kind.B: stage.backward_seconds,
-            Kind.I: stage.input_grad_seconds,
-            Kind.W: stage.weight_grad_seconds,
-        }[action.kind]
-
     def finish(self, row: int) -> None:
         """End the current computation of a row and step to its next action."""
         action = self.schedule.rows[row][self.at[row]]
@@ -317,30 +304,4 @@ class _Replay:
         self.until[row] = None
         self.at[row] += 1
         self.idle_since[row] = self.now
-
-
-def share_links(active: Iterable[ChannelState]) -> None:
-    """Set the rate of each transfer by max-min fairness over shared links. Without contention the rate is 1."""
-    states = list(active)
-    loads = [state.link_shares for state in states]
-    if not any(loads):
-        for state in states:
-            state.rate = 1.0
-        return
-    capacity = {link: 1.0 for load in loads for link in load}
-    rate = [0.0] * len(states)
-    unfrozen = set(range(len(states)))
-    while unfrozen:
-        increase = 1.0 - max(rate[i] for i in unfrozen)  # all unfrozen transfers have the same rate
-        for link, remaining in capacity.items():
-            total = sum(loads[i].get(link, 0.0) for i in unfrozen)
-            if total:
-                increase = min(increase, remaining / total)
-        for i in unfrozen:
-            rate[i] += increase
-            for link, share in loads[i].items():
-                capacity[link] -= share * increase
-        full = {link for link, remaining in capacity.items() if remaining <= 1e-12}
-        unfrozen = {i for i in unfrozen if rate[i] < 1 - 1e-12 and not full & loads[i].keys()}
-    for state, each in zip(states, rate, strict=True):
-        state.rate = each
+        self.wake(row)

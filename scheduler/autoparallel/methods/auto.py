@@ -95,8 +95,8 @@ def improve(problem: Problem, start: Evaluation) -> Evaluation:
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
             left -= 3 * candidate.microbatches * len(candidate.stages)
-            found = evaluate(problem, candidate)
-            if found is not None and not found.short_bytes and found.seconds < target:
+            found = evaluate(problem, candidate, below_seconds=target)
+            if found is not None:
                 best, gained = found, True
                 break
     return best

@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from reshard.scheduler.autoparallel import Candidate
-from reshard.scheduler.autoparallel.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.iteration import evaluate, evaluate_schedule, step_bound
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
 from reshard.scheduler.autoparallel.result.reports import balance_degrees
 from reshard.scheduler.autoparallel.result.stages import StagePlan
+from reshard.scheduler.schedules.classic import eager_1f1b, one_f_one_b
+from reshard.scheduler.simulation.replay import simulate_within
 from tests.reference.pace import best_stages as reference_stages
 from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
 
@@ -164,6 +166,24 @@ def test_auto_is_never_behind_a_candidate(seed, grids):  # with seed 2, nothing 
             assert found is None or found.short_bytes or best.seconds <= found.seconds * (1 + 1e-9)
             assert found is None or step_bound(problem, candidate) <= found.seconds * (1 + 1e-9)
             assert found is None or problem.bound_seconds <= found.seconds * (1 + 1e-9)
+
+
+def test_simulations_stop_only_where_no_schedule_can_be_the_best():
+    problem, stopped = make_problem(1), 0
+    for candidate in auto(problem):
+        pipeline = problem.pipeline(candidate.stages, candidate.microbatches)
+        costs = tuple(problem.stage_cost(stage, candidate.microbatches) for stage in candidate.stages)
+        best = evaluate(problem, candidate)
+        found = [
+            evaluate_schedule(candidate, pipeline, costs, build(pipeline, 4)) for build in (one_f_one_b, eager_1f1b)
+        ]
+        assert best.seconds <= min(each.seconds for each in found if not each.short_bytes)
+        assert evaluate(problem, candidate, below_seconds=best.seconds * 1.001) == best
+        assert evaluate(problem, candidate, below_seconds=best.seconds) is None
+        syncs = [cost.sync_seconds for cost in costs]
+        assert simulate_within(best.schedule, pipeline, best.seconds, syncs) == best.timeline
+        stopped += simulate_within(best.schedule, pipeline, best.seconds / 2, syncs) is None
+    assert stopped
 
 
 def test_a_candidate_is_a_value():
