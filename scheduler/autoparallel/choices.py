@@ -137,8 +137,13 @@ class ChoiceRules:
 
     def __post_init__(self) -> None:
         for zero in self.zero:
-            if zero not in (0, 1, 2, 3):
+            if type(zero) is not int or not 0 <= zero <= 3:
                 raise ArgumentError(f"a stage of ZeRO is {zero!r}; it must be from 0 to 3")
+        if self.executable and not {0, 3} & set(self.zero):
+            raise ArgumentError(
+                f"the search may use only ZeRO {', '.join(map(str, self.zero))}, which Pipe does not run; it runs "
+                "ZeRO 0 and 3: to price others, search with ChoiceRules(executable=False)"
+            )
         if self.only_grid:
             Choice.on_grid(*self.only_grid)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.errors import ArgumentError, TopologyError
-from reshard.topology import Topology, topology_to_json
+from reshard.topology import Port, Topology, topology_to_json
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 LEAST_MEMORY_BYTES = 1 << 20
@@ -131,6 +131,11 @@ class Cluster:
                 for at in range(len(self.hosts) - count + 1):
                     sizes.add(self.hosts[at + count - 1][2] - self.hosts[at][1])
         return tuple(sorted(sizes))
+
+
+def slower_rate(port: Port) -> float:
+    """The rate of a port in its slower direction, in bytes per second."""
+    return min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
 
 
 def ring_seconds(

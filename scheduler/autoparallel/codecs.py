@@ -52,7 +52,7 @@ class CodecCost:
             rate, latency = place.inside_bytes_per_second, place.inside_latency_seconds
             return coding + ring_seconds(nbytes * self.ratio, hosts, rate, latency)
         raw = ring_seconds(nbytes, inside, place.inside_bytes_per_second, place.inside_latency_seconds)
-        coded = ring_seconds(nbytes * self.ratio, hosts, place.nic_bytes_per_second, place.latency_seconds)
+        coded = ring_seconds(nbytes * self.ratio, hosts, place.ring_bytes_per_second, place.latency_seconds)
         return coding + raw + coded
 
     def gather_seconds(self, place: Place, nbytes: float, tp: int) -> float:
@@ -78,8 +78,8 @@ class CodecCost:
         inside = replicas // place.num_hosts if place.num_hosts > 1 else replicas
         moved = (inside - 1) * (place.inside_latency_seconds + coded / replicas / place.inside_bytes_per_second)
         if place.num_hosts > 1:
-            leaving = coded * tp * inside * (1 - 1 / place.num_hosts)
-            moved = max(moved, (place.num_hosts - 1) * place.latency_seconds + leaving / place.nic_bytes_per_second)
+            between = place.exchange_seconds(coded * tp * inside / place.num_hosts)
+            moved = max(moved, (place.num_hosts - 1) * place.latency_seconds + between)
         return self.coding_seconds(nbytes, others) + moved
 
 

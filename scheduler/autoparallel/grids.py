@@ -14,7 +14,7 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.parallel.costs import AxisTraffic, find_traffic
 from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
-from reshard.topology import Topology
+from reshard.topology import Host, Port, Topology
 
 from .choices import Choice, GridShape
 from .codecs import CodecCost, CodecCosts
@@ -195,21 +195,25 @@ def _price(
 def _traffic(place: Place, grid: GridShape) -> Mapping[str, AxisTraffic]:
     """The traffic along each axis of a grid on the ranks of a place, layer by layer and row by row.
 
-    All hosts of a place have the NIC of its slowest one. Layers that fill the same part of hosts are alike, so that
-    traffic inside layers is found for the first ones only.
+    All hosts of a place have the NIC of its slowest one. Without pods, layers that fill the same part of hosts are
+    alike, so that traffic inside layers is found for the first ones only.
     """
     rows, cols, depth = grid
     num_hosts = place.num_hosts
     hosts = [rank * num_hosts // place.num_ranks for rank in range(place.num_ranks)]
-    topology = replace(
-        Topology.uniform(hosts, place.nic_bytes_per_second or 1.0),
+    nics = (Port.of(place.nic_bytes_per_second or 1.0),)
+    topology = Topology(
+        tuple(hosts),
+        tuple(Host(nics, pod) for pod in place.pods) or (Host(nics),),
+        pods=tuple(map(Port.of, place.uplinks)),
         inside_bytes_per_second=place.inside_bytes_per_second,
         inside_latency_seconds=place.inside_latency_seconds,
         latency_seconds=place.latency_seconds,
     )
     ranks = np.arange(place.num_ranks).reshape(depth, rows, cols)
     period = math.lcm(place.num_ranks // num_hosts, rows * cols) // (rows * cols) if num_hosts > 1 else 1
-    first = ranks[: period if place.num_ranks % num_hosts == 0 and depth % period == 0 else depth]
+    are_alike = not place.pods and place.num_ranks % num_hosts == 0 and depth % period == 0
+    first = ranks[: period if are_alike else depth]
     return {
         axis: find_traffic(topology, ranks if axis == "depth" else first, number) for number, axis in enumerate(AXES)
     }

@@ -9,10 +9,13 @@ import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, TopologyError
+from reshard.parallel.costs import find_traffic
+from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
@@ -30,7 +33,9 @@ from reshard.scheduler.autoparallel import (
     Tensor,
     search,
 )
-from reshard.topology import CodecRate, Topology
+from reshard.scheduler.autoparallel.costs import Place
+from reshard.scheduler.autoparallel.grids import _traffic
+from reshard.topology import CodecRate, Host, Port, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
 
@@ -227,14 +232,23 @@ def test_methods_are_functions_that_may_be_passed_in():
         search(GRAPH, CLUSTER, PROFILE, rows=8, method="best")
 
 
-def test_zero_1_and_2_are_priced_but_not_run():
-    rules = ChoiceRules(zero=(1,), recompute=(False,), max_tp=1, executable=False)
-    found = search(GRAPH, CLUSTER, PROFILE, rows=8, rules=rules, keep={"microbatches": 1})
-    replicated = [stage for stage in found.stages if stage.num_ranks > 1]
-    assert {choice.zero for stage in replicated for choice in stage.choices} == {1}
-    if replicated:
+@pytest.mark.parametrize("zero", [1, 2])
+def test_zero_1_and_2_are_priced_but_not_run(zero):
+    keep = {"zero": zero, "microbatches": 1}
+    with pytest.raises(ArgumentError, match=f"only ZeRO {zero}, which Pipe does not run; it runs ZeRO 0 and 3"):
+        search(GRAPH, CLUSTER, PROFILE, rows=8, keep=keep)
+    rules, profile = (
+        ChoiceRules(recompute=(False,), max_tp=1, executable=False),
+        Profile.estimate(GRAPH, flops_per_second=1e9),
+    )
+    for grid in (None, (1, 2, 2)):
+        found = search(GRAPH, CLUSTER, profile, rows=8, rules=rules, keep={**keep, "grid": grid})
+        shared = [stage for stage in found.stages if stage.num_ranks > 1]
+        assert {(choice.zero, choice.grid) for stage in shared for choice in stage.choices} == {(zero, grid or ())}
         with pytest.raises(ArgumentError, match="which Pipe does not run"):
             found.placements()
+    one_rank = search(GRAPH, Cluster(HOSTS, 1e9, 1), PROFILE, rows=8, rules=rules, keep=keep)
+    assert {choice.zero for choice in one_rank.stages[0].choices} == {0}  # it has no replicas
 
 
 def test_errors_name_the_thing_the_rule_and_the_numbers():
@@ -277,6 +291,22 @@ def test_a_faster_larger_sample_never_makes_more_rows_free():
 def test_a_memory_in_words_is_refused():
     with pytest.raises(ArgumentError, match="memory_bytes is '1GB'; it must be a number: write 80e9 for 80 GB"):
         Cluster(HOSTS, "1GB")
+
+
+def test_the_uplinks_of_pods_are_priced():
+    def place(pods, uplink=1e8):
+        topology = Topology(range(4), [Host((Port.of(1e9),), pod) for pod in pods], pods=[Port.of(uplink)] * 2)
+        return topology, Place.of(Cluster(topology, 1e9), PROFILE, 0, 4)
+
+    assert place((0, 0, 0, 0))[1].ring_bytes_per_second == 1e9
+    topology, two = place((0, 0, 1, 1))
+    assert two.replica_seconds(1e9, 1, 2.0) == pytest.approx(2 * 3 / 4 * 10, rel=1e-3)  # the ring passes each uplink
+    assert place((0, 1, 0, 1))[1].ring_bytes_per_second == 0.5e8  # twice
+    assert two.exchange_seconds(1e6) == pytest.approx(2 * 2 * 1e6 / 1e8)
+    for grid in ((1, 2, 2), (2, 1, 2), (2, 2, 1)):
+        rows, cols, depth = grid
+        ranks = np.arange(4).reshape(depth, rows, cols)
+        assert dict(_traffic(two, grid)) == {axis: find_traffic(topology, ranks, at) for at, axis in enumerate(AXES)}
 
 
 def test_less_memory_never_gives_a_faster_strategy():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import pytest
@@ -82,6 +83,16 @@ def test_a_strategy_trains_as_one_process():
 def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
     strategy = find_strategy((0,) * 5, {"grid": (2, 2, 1), "microbatches": 1}, flops=1e7)
     assert sorted(str(stage.choices[0]) for stage in strategy.stages) == ["grid=2x2x1", "tp=1"]
+    check_trains(strategy)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("grid", [(2, 2, 1), (2, 2, 2)], ids=str)
+def test_a_first_stage_on_a_grid_that_a_search_has_chosen_trains_as_one_process(grid):
+    on_grid = math.prod(grid)
+    strategy = find_strategy((0,) * on_grid + (1,), {"grid": grid, "microbatches": 2}, flops=1e7)
+    assert [stage.num_ranks for stage in strategy.stages] == [on_grid, 1]
+    assert {choice.grid for choice in strategy.stages[0].choices} == {grid}
     check_trains(strategy)
 
 
