@@ -172,14 +172,7 @@ def reshard_local(
     >>> reshard_local({0: whole[:2], 1: whole[2:]}, rows, cols, shape=(4, 4))[3][0]
     array([2, 3])
     """
-    src_layout = Layout(src, src_spec) if isinstance(src, Mesh) else src
-    dst_layout = Layout(dst, dst_spec) if isinstance(dst, Mesh) else dst
-    for what, layout in (("src", src_layout), ("dst", dst_layout)):
-        if not isinstance(layout, (Layout, RegionLayout)):
-            raise ArgumentError(f"{what} must be a Mesh, a Layout or a RegionLayout, not {type(layout).__name__}")
-    for what, given, spec in (("src", src, src_spec), ("dst", dst, dst_spec)):
-        if spec is not None and not isinstance(given, Mesh):
-            raise ArgumentError(f"{what} is a layout, which already has a spec; omit {what}_spec")
+    src_layout, dst_layout = _read_layouts(src, dst, src_spec, dst_spec)
     if not isinstance(shards, Mapping) or not shards:
         raise ArgumentError(f"pass shards as {{source rank: local array}}, not {type(shards).__name__}")
     for rank in shards:
@@ -208,7 +201,7 @@ def reshard_local(
         )
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
-    _check_shards(plan.tensors[0].plain.src_shards, dtype, shards, None)
+    _check_shards(spec.plain.src_shards, dtype, shards, None)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if max_error is not None:
@@ -220,6 +213,21 @@ def reshard_local(
             spec = plan.tensors[0]
     moved = execute_local(plan, [{rank: _cast(array, spec.plain.dtype) for rank, array in shards.items()}])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
+
+
+def _read_layouts(
+    src: AnyLayout | Mesh, dst: AnyLayout | Mesh, src_spec: Any, dst_spec: Any
+) -> tuple[AnyLayout, AnyLayout]:
+    """The layouts of both sides. Raises ArgumentError if one is neither a mesh nor a layout, or has two specs."""
+    src_layout = Layout(src, src_spec) if isinstance(src, Mesh) else src
+    dst_layout = Layout(dst, dst_spec) if isinstance(dst, Mesh) else dst
+    for what, layout in (("src", src_layout), ("dst", dst_layout)):
+        if not isinstance(layout, (Layout, RegionLayout)):
+            raise ArgumentError(f"{what} must be a Mesh, a Layout or a RegionLayout, not {type(layout).__name__}")
+    for what, given, spec in (("src", src, src_spec), ("dst", dst, dst_spec)):
+        if spec is not None and not isinstance(given, Mesh):
+            raise ArgumentError(f"{what} is a layout, which already has a spec; omit {what}_spec")
+    return src_layout, dst_layout
 
 
 def _check_lossless(tensor: TensorSpec, compression: Any, dst_dtype: str | None, max_error: Any) -> None:

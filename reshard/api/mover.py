@@ -98,8 +98,10 @@ class Mover:
             report_error(found, error)
             raise
         channel = find_channel(found, plan.ranks)
-        arguments: list[tuple[str, str]] = []
         program = runner = failure = None
+        options = {"both_ways": bool(both_ways), "device": device, "verify": bool(verify)}
+        options |= {"connection": connection, "compression": compression}
+        arguments: list[tuple[str, str]] = []
         try:
             timeout_seconds = check_timeout(timeout_seconds)
             check_device_type(device)
@@ -108,9 +110,7 @@ class Mover:
             if compression is not None:
                 check_lossless_codec(compression, plan, device)
             ensure_checked(plan)
-            arguments = [*plan_arguments(plan), ("both_ways", str(bool(both_ways))), ("device", str(device))]
-            arguments += [("verify", str(bool(verify))), ("connection", str(connection))]
-            arguments.append(("compression", str(compression)))
+            arguments = [*plan_arguments(plan), *((name, str(value)) for name, value in options.items())]
             program = build_program(plan, channel.group.rank)
             runner = make_runner(plan, program, device)
         except Exception as raised:  # the plan is wrong, or this rank cannot execute it
@@ -125,14 +125,7 @@ class Mover:
             assert program is not None
             warn_of_hosts(plan, decision.hostnames)
             agreed = AgreedPlan(plan, program, runner, channel, call, replace(decision, device_type=device))
-            transfers: QueuedTransfers | StreamedTransfers
-            if runner is None:
-                transfers = QueuedTransfers(agreed, both_ways or plan.is_two_way, timeout_seconds, verify, False)
-            else:
-                first = plan.tensors[0]
-                number = 2 * connection + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
-                transfers = StreamedTransfers(agreed, number, timeout_seconds, False)
-            self._setup(agreed, transfers)
+            self._setup(agreed, _make_transfers(agreed, timeout_seconds, verify, False, connection, both_ways))
         if compression is not None:
             self._lossless = LosslessTransfers(
                 channel, plan, compression, timeout_seconds, verify, functools.partial(self._open_inner, both_ways)
@@ -146,10 +139,7 @@ class Mover:
     def agreed(cls, agreed: AgreedPlan, timeout_seconds: float, verify: bool) -> Mover:
         """A Mover for ranks that have already agreed on the plan; reuses the channel's idle buffers."""
         self = cls.__new__(cls)
-        if agreed.runner is None:
-            self._setup(agreed, QueuedTransfers(agreed, agreed.plan.is_two_way, timeout_seconds, verify, True))
-        else:
-            self._setup(agreed, StreamedTransfers(agreed, 0, timeout_seconds, True))
+        self._setup(agreed, _make_transfers(agreed, timeout_seconds, verify, is_one_call=True))
         return self
 
     def _setup(self, agreed: AgreedPlan, transfers: QueuedTransfers | StreamedTransfers) -> None:
@@ -297,3 +287,19 @@ class Mover:
         if self.plan.tensors[0].name is None:
             return arrays[0]
         return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
+
+
+def _make_transfers(
+    agreed: AgreedPlan,
+    timeout_seconds: float,
+    verify: bool,
+    is_one_call: bool,
+    connection: int = 0,
+    both_ways: bool = False,
+) -> QueuedTransfers | StreamedTransfers:
+    """The transfers of a Mover. Those of a single call reuse what the channel keeps from earlier calls."""
+    if agreed.runner is None:
+        return QueuedTransfers(agreed, both_ways or agreed.plan.is_two_way, timeout_seconds, verify, is_one_call)
+    first = agreed.plan.tensors[0]
+    number = 2 * connection + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
+    return StreamedTransfers(agreed, number, timeout_seconds, is_one_call)

@@ -172,66 +172,76 @@ class Rendezvous:
 
     def _run_as_hub(self, args: _RoundArgs) -> Decision:
         """On the first member: wait for all requests, decide, answer."""
-        request, fault_tolerant = args.request, args.fault_tolerant
-        others = self.members[1:]
-        if not others:
-            return replace(args.decide([request]), attempts={request.rank: request.attempt})
+        if len(self.members) == 1:
+            return replace(args.decide([args.request]), attempts={args.request.rank: args.request.attempt})
         hub = self._open_hub(args.timeout_seconds)
+        decision = self._decide_as_hub(hub, args)
+        self._number += 1
+        decision = replace(decision, round=self._number)
+        # ranks that get no answer learn from this rank's goodbye why the round ended
+        self.links.reason = None if len(hub.pending) == len(self.members) - 1 else decision.error
+        hub.in_round = False
+        hub.answer(decision.__dict__)
+        return decision
+
+    def _find_missing(self, hub: Hub, fault_tolerant: bool) -> list[int]:
+        """Members whose requests have not arrived; with ``fault_tolerant``, without the dead ones."""
+        gone = self.find_dead() if fault_tolerant else ()
+        return [rank for rank in self.members[1:] if rank not in hub.pending and rank not in gone]
+
+    def _receive_requests(self, hub: Hub, args: _RoundArgs) -> list[Request]:
+        """The requests of all members in the order of their ranks, this rank's own included."""
 
         def missing() -> list[int]:
-            gone = self.find_dead() if fault_tolerant else ()
-            return [rank for rank in others if rank not in hub.pending and rank not in gone]
+            return self._find_missing(hub, args.fault_tolerant)
 
         def pump(seconds: float) -> None:
             hub.pump(seconds)
             if hub.timed_out and missing():
                 raise DeadlineError
 
+        hub.drain()  # drops requests that were withdrawn before this round
+        hub.in_round = True
         try:
-            hub.drain()  # drops requests that were withdrawn before this round
-            hub.in_round = True
-            try:
-                self._wait(args, pump, lambda: not missing(), missing, args.deadline)
-            except DeadlineError:
-                if not fault_tolerant:
-                    raise
-            hub.drain()  # a rank may have withdrawn while the last request arrived
-            received = {rank: Request.from_json(hub.pending[rank][1]) for rank in others if rank in hub.pending}
-            received[request.rank] = request
-            requests = [received[rank] for rank in self.members if rank in received]
-            decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
-            decision = replace(decision, attempts={each.rank: each.attempt for each in requests})
+            self._wait(args, pump, lambda: not missing(), missing, args.deadline)
         except DeadlineError:
-            decision = self._decide_missing(missing(), args.timeout_seconds)
+            if not args.fault_tolerant:
+                raise
+        hub.drain()  # a rank may have withdrawn while the last request arrived
+        received = {rank: Request.from_json(hub.pending[rank][1]) for rank in self.members[1:] if rank in hub.pending}
+        received[args.request.rank] = args.request
+        return [received[rank] for rank in self.members if rank in received]
+
+    def _decide_as_hub(self, hub: Hub, args: _RoundArgs) -> Decision:
+        """What the first member answers: the decision on all requests, or why there is none."""
+        request = args.request
+        try:
+            requests = self._receive_requests(hub, args)
+            decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
+            return replace(decision, attempts={each.rank: each.attempt for each in requests})
+        except DeadlineError:
+            return self._decide_missing(self._find_missing(hub, args.fault_tolerant), args.timeout_seconds)
         except CallLeftError as error:
             lagging = [
                 rank
                 for rank, left in zip(self.members, request.left, strict=True)
                 if rank == request.rank or (rank in hub.pending and hub.pending[rank][1]["left"][0] <= left)
             ]
-            decision = replace(error.decision, lagging=lagging)
+            return replace(error.decision, lagging=lagging)
         except ExcludedError as error:
-            decision = error.decision
-            if fault_tolerant:  # the ranks that wait for this rank do not know yet that it is lost
+            if args.fault_tolerant:  # the ranks that wait for this rank do not know yet that it is lost
                 hub.in_round = False
                 hub.answer(Decision(lost=[request.rank], generation=request.generation).__dict__)
+            return error.decision
         except RoundEndedError as error:
-            generation = max(error.decision.generation, request.generation)
-            decision = replace(error.decision, generation=generation)
+            return replace(error.decision, generation=max(error.decision.generation, request.generation))
         except OSError as error:  # ranks whose connections this rank cannot accept read the error in its status
             if not is_descriptor_shortage(error):
                 raise
             known = out_of_descriptors(request.rank, f"the rendezvous of ranks {format_ranks(self.members)}")
-            decision = Decision(error=describe_error(known), out_of_sync=str(known))
+            return Decision(error=describe_error(known), out_of_sync=str(known))
         except ReshardError as error:
-            decision = Decision(error=describe_error(error))
-        self._number += 1
-        decision = replace(decision, round=self._number)
-        # ranks that get no answer learn from this rank's goodbye why the round ended
-        self.links.reason = None if len(hub.pending) == len(others) else decision.error
-        hub.in_round = False
-        hub.answer(decision.__dict__)
-        return decision
+            return Decision(error=describe_error(error))
 
     def _open_hub(self, timeout_seconds: float) -> Hub:
         """The hub of these members. It starts to listen in the first round."""

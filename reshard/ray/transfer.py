@@ -80,16 +80,8 @@ def reshard(
         name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), one.shape, dtypes[name] or one.dtype)
         for name, one in arrays.items()
     }
-    bases = _by_name(base, arrays, "base")
-    outs = _by_name(out, arrays, "out")
-    is_delta = isinstance(compression, str) and compression == "delta"
-    if not is_delta and any(one is not None for one in (*bases.values(), *outs.values())):
-        raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
-    for name, one in arrays.items():
-        _check_version(bases[name], "base", name, one, src_mesh)
-        _check_version(outs[name], "out", name, results[name], dst_mesh)
-        if outs[name] is not None and outs[name].key in (one.key, getattr(bases[name], "key", None)):
-            raise ArgumentError(f"out{f' of {name!r}' if name else ''} is the source or its base; it would change them")
+    bases, outs = _by_name(base, arrays, "base"), _by_name(out, arrays, "out")
+    _check_versions(bases, outs, compression, arrays, results)
     results = {name: one if outs[name] is None else outs[name] for name, one in results.items()}
     rank_in_group = {rank: rank + first for rank in dst_mesh.mesh.ranks}
     specs_by_name = {
@@ -145,6 +137,24 @@ def _start_moves(
         }
         calls += [(mesh, rank, "move", (key, keys, specs, options, version_keys)) for rank in mesh.mesh.ranks]
     return PendingCalls(calls, meshes, key, options["on_loss"] == "recover")
+
+
+def _check_versions(
+    bases: Mapping[Any, Any],
+    outs: Mapping[Any, Any],
+    compression: str | Codec | None,
+    arrays: Mapping[Any, ShardedArray],
+    results: Mapping[Any, ShardedArray],
+) -> None:
+    """Raise ArgumentError unless the earlier versions of ``arrays`` and ``results`` can be used."""
+    is_delta = isinstance(compression, str) and compression == "delta"
+    if not is_delta and any(one is not None for one in (*bases.values(), *outs.values())):
+        raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
+    for name, one in arrays.items():
+        _check_version(bases[name], "base", name, one, one.mesh)
+        _check_version(outs[name], "out", name, results[name], results[name].mesh)
+        if outs[name] is not None and outs[name].key in (one.key, getattr(bases[name], "key", None)):
+            raise ArgumentError(f"out{f' of {name!r}' if name else ''} is the source or its base; it would change them")
 
 
 def _check_version(given: Any, what: str, name: Any, like: ShardedArray, mesh: ActorMesh) -> None:
