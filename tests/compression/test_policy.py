@@ -19,6 +19,7 @@ from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError
 from reshard.scheduler.runtime.grad_sync import ReplicaSync
 from reshard.testing.processes import run_processes
+from tests.support.whole_models import find_shapes
 
 WIDTH, ROWS = 128, 64
 
@@ -59,10 +60,20 @@ class _Model(nn.Module):
         return ((x - y) ** 2).mean()
 
 
+def _make_batch():
+    x, y = torch.randn(2, ROWS, WIDTH)
+    return {"x": x, "y": y}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cached():
+    """What torch and Python load once per process, so that forked ranks inherit it."""
+    find_shapes(rs.Pipe(_Model(), ["layers.1"], stages="1x1,1x1"), _make_batch())
+
+
 def _engine(compression, stages="1x1,2x1", **options):
     torch.manual_seed(0)
-    x, y = torch.randn(2, ROWS, WIDTH)
-    batch = {"x": x, "y": y}
+    batch = _make_batch()
     pipe = rs.Pipe(_Model(), ["layers.1"], stages=stages)
     options = {"topology": Topology.uniform((0, 1, 2), 1e8), "schedule": rs.one_f_one_b} | options
     return pipe.compile(batch, 1, compression=compression, **options), batch

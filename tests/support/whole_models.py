@@ -13,6 +13,8 @@ from torch import nn
 import reshard.scheduler as rs
 from reshard.formatting import unwrapped_name
 from reshard.parallel import plain_state_dict
+from reshard.scheduler.pipe.partition.batches import name_batch, outline_batch
+from reshard.scheduler.pipe.partition.stage_graph import Skeleton
 from reshard.testing import run_processes
 
 
@@ -88,9 +90,16 @@ def train_staged(rank, case, make_pipe, accumulate=1):
     return results, values
 
 
+def find_shapes(pipe, example):
+    """Find the tensors between stages in this process, so that forked ranks inherit what torch has cached of them."""
+    outline = outline_batch(name_batch(example, pipe.input_names))
+    Skeleton(pipe.model, pipe.cut(outline.names), autocast=pipe.autocast).find(outline)
+
+
 def check_equal(case, make_pipe, num_ranks, accumulate=1):
     """Compare all ranks with one process: losses, gradient norms, and parameters at the end."""
     expected, parameters = train_alone(case)
+    find_shapes(make_pipe(case), case.batches[0] if case.example is None else case.example)
     for results, values in run_processes(train_staged, num_ranks, case, make_pipe, accumulate):
         for own, alone in zip(results, expected, strict=True):
             assert own == pytest.approx(alone, rel=case.tolerance)
