@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
+import io
+import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
@@ -13,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from reshard.cli.main import main
+from reshard.testing import run_processes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -22,19 +27,39 @@ def _blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
 
 
-def test_the_readme_example_prints_what_it_says(tmp_path):
-    readme = ROOT / "README.md"
-    script = tmp_path / "rows.py"
-    script.write_text(_blocks(readme, "python")[0])
-    command, _, expected = _blocks(readme, "console")[0].partition("\n")
+def _write_example(folder):
+    """Write the script of the README. Returns its path, and what its ranks print."""
+    script = folder / "rows.py"
+    script.write_text(_blocks(ROOT / "README.md", "python")[0])
+    command, _, expected = _blocks(ROOT / "README.md", "console")[0].partition("\n")
     assert command == "$ torchrun --nproc-per-node 4 rows.py"
+    return script, expected.splitlines()
+
+
+def _run_script(rank, port, script):
+    """Run a script with the variables that torchrun sets. Returns what it prints."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        runpy.run_path(str(script), run_name="__main__")
+    return printed.getvalue()
+
+
+def test_the_readme_example_prints_what_it_says(tmp_path):
+    script, expected = _write_example(tmp_path)
+    assert "".join(run_processes(_run_script, 4, script, init_group=False)).splitlines() == expected
+
+
+@pytest.mark.slow
+def test_the_readme_example_runs_under_torchrun(tmp_path):
+    script, expected = _write_example(tmp_path)
     run = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", str(script)],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr
     # not by lines: ranks print into one pipe
-    assert sorted(re.findall(r"rank \d has \[.*?\]", run.stdout)) == expected.splitlines()
+    assert sorted(re.findall(r"rank \d has \[.*?\]", run.stdout)) == expected
 
 
 def test_the_readme_plan_is_what_the_command_prints(capsys):

@@ -12,12 +12,14 @@ from reshard.scheduler.training.loop import (
     Job,
     make_loaders,
     make_optimizer,
+    make_pipe,
     rate_factors,
     train,
 )
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import PRESETS, GPTConfig, Preset, UTransformerConfig
 from reshard.testing import run_processes
+from tests.support.whole_models import find_shapes
 
 GPT = Preset(GPTConfig(4, 4, 4, sequence=16, vocabulary=256), 8, 3e-3, microbatches=4)
 U_TRANSFORMER = Preset(UTransformerConfig(8, side=8, num_heads=2, groups=4), 8, 3e-3, microbatches=4)
@@ -45,6 +47,7 @@ def train_alone(job):
 
 def train_staged(job):
     num_ranks = sum(int(stage[0]) * int(stage[2]) for stage in job.stages.split(","))
+    find_shapes(make_pipe(job), make_loaders(job)[0].batch(0))
     results = run_processes(train, num_ranks, job, False, timeout_seconds=600)
     assert all(result == results[0] for result in results)
     return results[0]
