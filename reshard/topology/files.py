@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from reshard.errors import ReshardError, TopologyError
 from reshard.formatting import brief
 from reshard.topology.model import (
@@ -303,15 +305,21 @@ def _place_ranks(
     """Return the host of each rank, and the NIC of each rank: an empty tuple if no host has ``nic_of_device``."""
     if len({isinstance(ranks, int) for ranks in ranks_of}) > 1:
         raise TopologyError("hosts mix devices and ranks: either every host has devices, or every host has ranks")
+    num_ranks = 0
+    for host, (ranks, nics) in enumerate(zip(ranks_of, nics_of, strict=True)):
+        number = ranks if isinstance(ranks, int) else len(ranks)
+        num_ranks += number
+        if num_ranks > MAX_RANKS:
+            raise TopologyError(f"a topology has at most {MAX_RANKS} ranks, not {num_ranks}")
+        if nics is not None and len(nics) != number:
+            raise TopologyError(f"host {host} has {number} devices, but nic_of_device has NICs for {len(nics)}")
+    if all(isinstance(ranks, int) for ranks in ranks_of) and all(nics is None for nics in nics_of):
+        return tuple(np.repeat(np.arange(len(ranks_of)), np.array(ranks_of, dtype=np.int64)).tolist()), ()
     placed: dict[int, tuple[int, int]] = {}  # rank -> (host, NIC)
     next_rank = 0
     for host, (ranks, nics) in enumerate(zip(ranks_of, nics_of, strict=True)):
-        numbers = list(range(next_rank, next_rank + ranks)) if isinstance(ranks, int) else ranks
+        numbers = range(next_rank, next_rank + ranks) if isinstance(ranks, int) else ranks
         next_rank += len(numbers)
-        if next_rank > MAX_RANKS:
-            raise TopologyError(f"a topology has at most {MAX_RANKS} ranks, not {next_rank}")
-        if nics is not None and len(nics) != len(numbers):
-            raise TopologyError(f"host {host} has {len(numbers)} devices, but nic_of_device has NICs for {len(nics)}")
         for position, rank in enumerate(numbers):
             if rank in placed:
                 raise TopologyError(f"rank {rank} is on hosts {placed[rank][0]} and {host}")

@@ -190,9 +190,12 @@ class Topology:
                 raise TopologyError(
                     f"host_of_rank has {len(self.host_of_rank)} ranks, but nic_of_rank has {len(self.nic_of_rank)}"
                 )
-            for rank, nic in enumerate(self.nic_of_rank):
-                if nic >= len(self.host(self.host_of_rank[rank]).nics):
-                    raise TopologyError(f"rank {rank} uses NIC {nic}, which host {self.host_of_rank[rank]} lacks")
+            num_nics = np.array([len(host.nics) for host in self.hosts])
+            available = num_nics if len(num_nics) == 1 else num_nics[np.array(self.host_of_rank, dtype=np.int64)]
+            for rank in np.flatnonzero(np.array(self.nic_of_rank, dtype=np.int64) >= available)[:1]:
+                raise TopologyError(
+                    f"rank {rank} uses NIC {self.nic_of_rank[rank]}, which host {self.host_of_rank[rank]} lacks"
+                )
         else:
             set_(self, "nic_of_rank", self._assign_nics())
         if self.inside_bytes_per_second is not None:
