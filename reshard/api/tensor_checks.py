@@ -77,14 +77,7 @@ def check_movable(array: Any, what: str, rank: int) -> None:
     """Raise ArgumentError unless the array is a dense torch tensor with storage, on the CPU or the current GPU."""
     if not isinstance(array, torch.Tensor):
         raise ArgumentError(f"{what}: rank {rank} passes {type(array).__name__}, not a torch tensor")
-    if is_transformed(array):
-        raise ArgumentError(f"{what}: rank {rank} passes a tensor inside a torch.func transform, such as vmap or grad")
-    if array.layout is not torch.strided or array.is_quantized:
-        raise ArgumentError(
-            f"{what}: rank {rank} passes a sparse or quantized tensor; only dense tensors are supported"
-        )
-    if getattr(array, "is_nested", False):
-        raise ArgumentError(f"{what}: rank {rank} passes a nested tensor; only dense tensors are supported")
+    check_dense(array, what, rank)
     if array.device.type not in DEVICE_TYPES:
         kinds = " and ".join(DEVICE_TYPES)
         raise ArgumentError(f"{what}: rank {rank} passes a tensor on {array.device}; only {kinds} are supported")
@@ -100,6 +93,18 @@ def check_movable(array: Any, what: str, rank: int) -> None:
     if needed > storage.nbytes():
         raise ArgumentError(
             f"{what}: rank {rank} passes a tensor that ends at byte {needed} of a storage of {storage.nbytes()} bytes"
+        )
+
+
+def check_dense(array: torch.Tensor, what: str, rank: int) -> None:
+    """Raise ArgumentError unless a torch tensor is dense and outside of transforms."""
+    if is_transformed(array):
+        raise ArgumentError(f"{what}: rank {rank} passes a tensor inside a torch.func transform, such as vmap or grad")
+    if getattr(array, "is_nested", False):
+        raise ArgumentError(f"{what}: rank {rank} passes a nested tensor; only dense tensors are supported")
+    if array.layout is not torch.strided or array.is_quantized:
+        raise ArgumentError(
+            f"{what}: rank {rank} passes a sparse or quantized tensor; only dense tensors are supported"
         )
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from reshard.cli.report import describe_plan
 from reshard.cost import CostReport, Timeline, find_bound, find_loads, simulate
+from reshard.errors import PlanError
 from reshard.formatting import format_bytes, format_rate
 from reshard.plan import Plan
 
@@ -66,7 +67,12 @@ def plan_to_html(plan: Plan) -> str:
 
     Returns:
         The text of the page, to be written to a file.
+
+    Raises:
+        PlanError: not a plan.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan_to_html needs a Plan, not {type(plan).__name__}")
     groups = _HostGroups.of(plan)
     timeline = None if CostReport(plan).predicted_seconds is None else simulate(plan)
     parts = [

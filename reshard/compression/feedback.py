@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
+
+from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 Pieces = Sequence[tuple[str, torch.Tensor]]
 
@@ -35,5 +39,16 @@ class CodingErrors:
         return {name: error.clone() for name, error in self._errors.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Restore what :meth:`state_dict` returned on this rank."""
+        """Restore what :meth:`state_dict` returned on this rank.
+
+        Raises:
+            ArgumentError: anything else.
+        """
+        check_state(state)
         self._errors = {name: error.clone() for name, error in state.items()}
+
+
+def check_state(state: Any) -> None:
+    """Raise ArgumentError unless this is ``{name: coding errors}``."""
+    if not isinstance(state, Mapping) or not all(isinstance(one, torch.Tensor) for one in state.values()):
+        raise ArgumentError(f"a state of coding errors must be {{name: tensor}}, not {brief(state)}")

@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from reshard.codecs import CODED_DTYPES, BlockCodec, parse_codec
 from reshard.compression.collectives import decode_rows, encode_rows, gather, reduce_scatter
+from reshard.compression.feedback import check_state
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
@@ -85,6 +86,7 @@ class CodedReduceScatter(_Coded, ReduceScatter):
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
+        check_state(state)
         self._errors = state["errors"].clone() if self._feedback and "errors" in state else None
 
     def __call__(

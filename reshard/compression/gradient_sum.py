@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.api.dtensors import is_dtensor
 from reshard.api.tensor_checks import has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
@@ -188,6 +189,12 @@ class GradientSum:
     def _check_one(self, name: str, gradient: Any) -> None:
         if not isinstance(gradient, torch.Tensor):
             raise ArgumentError(f"the gradient of {name!r} is {type(gradient).__name__}, not a torch tensor")
+        if is_dtensor(gradient):
+            raise ArgumentError(f"the gradient of {name!r} is a DTensor; pass its to_local()")
+        if gradient.is_inference() and not torch.is_inference_mode_enabled():
+            raise ArgumentError(
+                f"the gradient of {name!r} was made in inference mode, and cannot change outside of it; pass a clone"
+            )
         if gradient.layout is not torch.strided or gradient.device.type != "cpu":
             raise ArgumentError(f"the gradient of {name!r} must be a dense tensor on the CPU")
         if dtype_name(gradient.dtype) not in GRADIENT_DTYPES:

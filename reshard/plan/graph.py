@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.errors import PlanError
+from reshard.plan.model import Plan
+
 if TYPE_CHECKING:
     import networkx as nx
-
-    from reshard.plan.model import Plan
 
 
 def plan_to_networkx(plan: Plan) -> nx.DiGraph:
@@ -26,6 +27,8 @@ def plan_to_networkx(plan: Plan) -> nx.DiGraph:
 
     The graph omits copies within a rank. It has no cycles, because a transfer waits only for earlier transfers.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"plan_to_networkx needs a Plan, not {type(plan).__name__}")
     import networkx as nx
 
     transfers, host = plan.transfers, plan.topology.host_by_rank

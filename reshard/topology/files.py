@@ -165,6 +165,8 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
 
     The object always has both latencies, because an omitted latency means the default, not 0.
     """
+    if not isinstance(topology, Topology):
+        raise TopologyError(f"topology_to_json needs a Topology, not {type(topology).__name__}")
     numbers = {name: getattr(topology, name) for name in _NUMBERS if name in _LATENCIES or getattr(topology, name) != 0}
     first = topology.hosts[0]
     one_nic = len(topology.hosts) == 1 and len(first.nics) == 1 and not topology.pods

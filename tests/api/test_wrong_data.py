@@ -300,6 +300,8 @@ def test_reshard_local_compares_replicas():
         ({0: np.zeros(2, np.float32), 1: torch.zeros(2)}, "rank 1 holds a torch tensor and rank 0 a NumPy array"),
         ({0: np.zeros(2), 1: np.ma.array([1.0, 2.0], mask=[True, False])}, "rank 1 holds MaskedArray"),
         ({0: np.float32(1), 1: np.float32(1)}, "rank 0 holds float32, not a NumPy array"),
+        ({0: torch.zeros(2), 1: torch.zeros(2).to_sparse()}, "rank 1 passes a sparse or quantized tensor"),
+        ({0: torch.nested.nested_tensor([torch.zeros(1)], layout=torch.jagged)}, "rank 0 passes a nested tensor"),
     ],
 )
 def test_reshard_local_refuses_other_arrays(shards, text):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import parse_codec
@@ -65,6 +67,10 @@ def _sums(rank, piece_values):
     return errors
 
 
+with torch.inference_mode():
+    INFERENCE = torch.ones(8)
+
+
 def _wrong_gradients(rank):
     summed = GradientSum("int4x128", host_of_rank=HOSTS, feedback=True)
     for wrong, text in (
@@ -81,10 +87,15 @@ def _wrong_gradients(rank):
         (torch.ones(8).to_sparse(), "must be a dense tensor on the CPU"),
         (torch.ones(8, dtype=torch.float64), "is float64; supported are float32, bfloat16, float16"),
         (torch.ones(1).expand(8), "overlapping"),
+        (INFERENCE, "made in inference mode"),
+        (distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Replicate()]), "is a DTensor"),
         (torch.ones(9), "has 9 values, but its kept error has 8"),
     ):
         with pytest.raises(ArgumentError, match=text):
             summed({"a": wrong})
+    for wrong in (5, {"a": 5}):
+        with pytest.raises(ArgumentError, match="a state of coding errors must be"):
+            summed.load_state_dict(wrong)
     model = DistributedDataParallel(torch.nn.Linear(4, 4, dtype=torch.float64))
     model.register_comm_hook(GradientSum(None, host_of_rank=HOSTS), ddp_hook)
     with pytest.raises(ArgumentError, match="is float64; supported are"):
