@@ -18,6 +18,7 @@ from reshard.coordination.descriptors import check_descriptors
 from reshard.coordination.store import POLL_SECONDS, run_with_timeout
 from reshard.forks import keep_in_child
 from reshard.formatting import format_ranks
+from reshard.planner.tracing import caller_level
 from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NCCL_DEVICES, NcclCollectives, NcclExchange, make_communicator
 from reshard.runtime.transport import BrokenConnectionError, Work
@@ -110,7 +111,7 @@ class Connections:
             warnings.warn(
                 "CUDA_DEVICE_MAX_CONNECTIONS is 1: simultaneous transfers in both directions can deadlock; "
                 "unset it, or omit both_ways",
-                stacklevel=6,
+                stacklevel=caller_level(),
             )
         if number not in self._exchanges:
             communicator = self._make_communicator(str(number), device, timeout_seconds, check_error)

@@ -17,6 +17,7 @@ from reshard.coordination.messages import Decision, Request, describe_error
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
+from reshard.planner.tracing import caller_level
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import CodecRate, Topology
 
@@ -75,5 +76,5 @@ def warn_of_hosts(plan: Plan, hostnames: Mapping[int, str]) -> None:
         warnings.warn(
             f"this plan assumes that all ranks are on one host, but they are on {hosts} hosts, so the same data may "
             "cross between hosts more than once; pass topology=reshard.find_topology() to make_plan",
-            stacklevel=4,
+            stacklevel=caller_level(),
         )

@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of functions."""
+"""Keeps torch.compile out of functions, and finds their callers."""
 
 from __future__ import annotations
 
@@ -27,3 +27,11 @@ def not_compiled(function: F) -> F:
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]  # compiled callers call it, and do not trace it
     return cast(F, call)
+
+
+def caller_level() -> int:
+    """The ``stacklevel`` of a warning that points to the first caller outside of this package and of torch."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).split(".")[0] in ("reshard", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level

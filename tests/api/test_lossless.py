@@ -217,10 +217,11 @@ def test_buckets_move_inside_one_process(kind):
         )
         assert all((moved[rank] == wanted[rank]).all() and (out[rank] != wanted[rank]).any() for rank in wanted)
         out[3].reshape(-1)[0] += 1
-        with pytest.warns(UserWarning, match="in full: rank 3 holds another base than rank 0"):
+        with pytest.warns(UserWarning, match="in full: rank 3 holds another base than rank 0") as caught:
             moved = reshard.reshard_local(
                 shards, SRC[name], DST[name], shape=shape, compression="delta", base=base, out=out
             )
+        assert caught[0].filename == __file__  # a warning points to the caller's line
         assert all((moved[rank] == wanted[rank]).all() for rank in wanted)
         if moved[3].dtype == torch.bfloat16:
             exact = reshard.reshard_local(shards, SRC[name], DST[name], shape=shape, compression="bf16-lossless")

@@ -152,7 +152,10 @@ def test_default_hosts_follow_the_meshes():
             "rank 9 is not in the plan, whose ranks are 0-3",
         ),
         (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", "/nonexistent"], "TopologyError"),
-        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--dst-first-rank", "-1"], "first_rank is -1; it must be an integer from 0"),
+        (
+            ["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--dst-first-rank", "-1"],
+            "first_rank is -1; it must be an integer from 0",
+        ),
     ],
 )
 def test_errors_of_bad_arguments_are_one_line(arguments, text, capsys):

@@ -13,6 +13,7 @@ from reshard.api.lossless.encoding import EncodedBucket, decode_bucket, digest_r
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.errors import DisagreementError
 from reshard.formatting import describe_ranks
+from reshard.planner.tracing import caller_level
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 Arrays = Mapping[int, torch.Tensor]
@@ -48,7 +49,7 @@ def move_lossless(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move)
     buckets = next(iter(of_rank.values()))
     because = _why_full(of_rank, buckets, base, out) if codec == "delta" else "it has no base"
     if because and base:
-        warnings.warn(f"compression='delta' sends the tensor in full: {because}", stacklevel=4)
+        warnings.warn(f"compression='delta' sends the tensor in full: {because}", stacklevel=caller_level())
     encoded: dict[str, dict[int, EncodedBucket]] = {}
     for name, bucket in buckets.items():
         for rank in bucket.holders:

@@ -27,6 +27,7 @@ from reshard.coordination import (
 )
 from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
+from reshard.planner.tracing import caller_level
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
@@ -118,7 +119,7 @@ class LosslessTransfer:
         base, because = self._find_base(reports) if self._codec == "delta" else (None, "")
         given = [digest for report in reports.values() for digest in report["sources"].values() if digest is not None]
         if base is None and given:
-            warnings.warn(f"compression='delta' sends the tensors in full: {because}", stacklevel=5)
+            warnings.warn(f"compression='delta' sends the tensors in full: {because}", stacklevel=caller_level())
             reports = self._encode({})
         self._kept = f"every out is unchanged{f', at base {base}' if base else ''}"
         self._buckets = self._find_survivors()
