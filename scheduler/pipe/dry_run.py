@@ -12,7 +12,7 @@ from reshard.formatting import count_of
 
 from ..runtime.engine import Engine
 from .partition.batches import BatchOutline, Entry
-from .partition.stage_mesh import num_row_shards
+from .partition.stage_mesh import is_grid, num_row_shards
 from .planner import MOST_GRAPHS, Planner
 
 #: Shards the module of a stage in place, as on this rank, without moving data.
@@ -20,10 +20,11 @@ Shard = Callable[[torch.nn.Module], None]
 
 
 class DryRun:
-    """Finds the stages that do not run on 0 rows.
+    """Finds the stages that do not run on replicas without rows.
 
-    Replicas under FSDP run even on no rows, because its collectives need them all. But some modules fail on 0 rows, and
-    others do so only if they are sharded. A failure inside a step would leave other ranks in their collectives.
+    Replicas under FSDP run even without rows, because its collectives need them all: on one row that does not count,
+    or, on a grid, on 0 rows. But some modules fail on so few rows, and others do so only if they are sharded. A failure
+    inside a step would leave other ranks in their collectives.
 
     Args:
         engine: lets ranks exchange what they find.
@@ -40,6 +41,12 @@ class DryRun:
         # for each outline without its number of rows, the errors of stages as text; the same on all ranks
         self._failures: collections.OrderedDict[tuple[Entry, ...], dict[int, str]] = collections.OrderedDict()
 
+    def rows_without(self, stage: int) -> int | None:
+        """The number of rows that a replica without rows runs on; None if it does not run."""
+        if stage not in self._fsdp_stages:
+            return None
+        return 0 if is_grid(self._planner.meshes[stage]) else 1
+
     def check(self, outline: BatchOutline, fewest: int) -> None:
         """Raise ArgumentError, on all ranks alike, if a replica would get none of ``fewest`` rows and cannot run so."""
         short = [stage for stage in self._fsdp_stages if fewest < num_row_shards(self._planner.meshes[stage])]
@@ -47,10 +54,11 @@ class DryRun:
         for stage in short:
             if stage in failures:
                 replicas = num_row_shards(self._planner.meshes[stage])
+                rows = count_of(self.rows_without(stage) or 0, "row")
                 raise ArgumentError(
                     f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has "
-                    f"{count_of(fewest, 'row')}, and the stage does not run on 0 rows ({failures[stage]}); pass at "
-                    f"least {replicas} rows, or use DDP"
+                    f"{count_of(fewest, 'row')}, and the stage does not run on {rows} ({failures[stage]}); pass more "
+                    "rows"
                 )
 
     def _find_failures(self, outline: BatchOutline) -> dict[int, str]:
@@ -60,7 +68,8 @@ class DryRun:
             own = []
             for stage in self._fsdp_stages:
                 if stage in self._shards:
-                    own.append([stage, self._planner.find_failure_without_rows(outline, stage, self._shards[stage])])
+                    rows = self.rows_without(stage) or 0
+                    own.append([stage, self._planner.find_failure(outline, rows, stage, self._shards[stage])])
             found = [each for values in self._engine.exchange(own).values() for each in values]
             self._failures[key] = {stage: failure for stage, failure in reversed(found) if failure is not None}
             if len(self._failures) > MOST_GRAPHS:

@@ -23,7 +23,7 @@ from . import checkpoint
 from .dry_run import DryRun, Shard
 from .feeding import Feeder
 from .gradients import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
-from .partition.batches import BatchOutline, take_rows
+from .partition.batches import BatchOutline, take_filler, take_rows
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, leave_no_trace, profile_timelines
@@ -74,6 +74,7 @@ class PipelineEngine:
         own = [stage for stage, module in modules.items() if is_fsdp(module)]
         fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
         dry_run = DryRun(engine, planner, fsdp_stages, options.shards)
+        self._rows_without = dry_run.rows_without
         self._feeder = Feeder(engine, planner, options.input_names, options.microbatches, dry_run, options.example)
         self._loss_scale = LossScale() if options.scales_loss else None
         self._rank, self._is_first = engine.rank, engine.rank == planner.first_rank
@@ -323,15 +324,19 @@ class PipelineEngine:
         steps, taken = [], 0
         for part, program in zip(parts, programs, strict=True):
             feed: dict[int, list[dict[str, Any]]] = {stage: [] for stage in self.modules}
-            weights = []
-            for rows in part:
+            weights, fillers = [], []
+            for microbatch, rows in enumerate(part):
                 own = self._feeder.own(rows)
                 weights.append(float(self._feeder.rows_of_loss(rows)))
                 source = range(taken, taken + len(own)) if is_local else own
                 taken += len(own)
                 for stage, fed in feed.items():
-                    fed.append(take_rows(named, outline, graph.inputs[stage], source))
-            inputs = StepInputs(feed, weights, scale / outline.rows, train)
+                    if not own and self._rows_without(stage):
+                        fillers.append((stage, microbatch))
+                        fed.append(take_filler(named, outline, graph.inputs[stage], not is_local))
+                    else:
+                        fed.append(take_rows(named, outline, graph.inputs[stage], source))
+            inputs = StepInputs(feed, weights, scale / outline.rows, train, fillers)
             steps.append(self._engine.run(program, inputs))
         return steps, outline.rows
 

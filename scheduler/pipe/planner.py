@@ -64,11 +64,11 @@ class Planner:
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
-    def find_failure_without_rows(
-        self, outline: BatchOutline, stage: int, shard: Callable[[torch.nn.Module], None] | None
+    def find_failure(
+        self, outline: BatchOutline, rows: int, stage: int, shard: Callable[[torch.nn.Module], None] | None
     ) -> str | None:
-        """See :meth:`Skeleton.find_failure_without_rows`."""
-        return self._skeleton.find_failure_without_rows(outline, self.graph(outline), stage, shard)
+        """See :meth:`Skeleton.find_failure`."""
+        return self._skeleton.find_failure(outline, rows, self.graph(outline), stage, shard)
 
     def pipeline(self, outline: BatchOutline, rows: int) -> Pipeline:
         """The pipeline for microbatches of ``rows`` rows, without costs."""

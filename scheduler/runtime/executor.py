@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -126,12 +126,14 @@ class StepInputs:
         scale: factor on the weight from which each backward starts; a module may then give its own weight. None: one
             over the number of replicas that see different data, and modules must give no weight.
         train: run backwards and sum gradients; otherwise run forwards only.
+        fillers: ``(stage, microbatch)`` of which this replica has no rows, but runs on a row that does not count.
     """
 
     feed: Mapping[int, Sequence[Mapping[str, Any]]]
     weights: Sequence[float]
     scale: float | None = None
     train: bool = True
+    fillers: Collection[tuple[int, int]] = ()
 
 
 class Iteration:
@@ -299,9 +301,9 @@ class Iteration:
         if self.is_empty(stage, microbatch, expected):
             sent = run.skip(microbatch, received, expected, is_split=is_split)
         else:
-            sent = run.forward(
-                microbatch, received, self.inputs.feed[stage][microbatch], train=train, is_split=is_split
-            )
+            fillers = expected if (stage, microbatch) in self.inputs.fillers else None
+            fed = self.inputs.feed[stage][microbatch]
+            sent = run.forward(microbatch, received, fed, train=train, is_split=is_split, without_rows=fillers)
             self.take_loss(stage, microbatch)
         run.check_sizes(microbatch, sent, expected)
         if not train:
@@ -323,7 +325,9 @@ class Iteration:
             raise ArgumentError(
                 f"stage {stage} gives its loss a weight, which an Engine does not use; pass loss_weights to step"
             )
-        weight = self.weights[stage, microbatch] = self.inputs.weights[microbatch] if given is None else given
+        if given is None or (stage, microbatch) in self.inputs.fillers:
+            given = self.inputs.weights[microbatch]
+        weight = self.weights[stage, microbatch] = given
         self.outputs.append((stage, weight, loss, metrics))
         if self.has_loss.setdefault(stage, loss is not None) != (loss is not None):
             raise ArgumentError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -59,3 +60,17 @@ def full(value: Any) -> torch.Tensor | None:
     if is_dtensor(value):
         return _plain(value.full_tensor())
     return None if value is None else _plain(value)
+
+
+def one_row(empty: torch.Tensor) -> torch.Tensor:
+    """A tensor of ones, with one entry in each dim in which ``empty`` has none."""
+    made = torch.ones([size or 1 for size in empty.shape], dtype=empty.dtype, device=empty.device)
+    return made.requires_grad_(empty.requires_grad)
+
+
+def no_row(array: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """None of the entries of ``array`` in the dims in which ``shape`` has none. It stays in the autograd graph."""
+    for dim, size in enumerate(shape[: array.dim()]):
+        if size == 0:
+            array = array.narrow(dim, 0, 0)
+    return array

@@ -21,7 +21,7 @@ from reshard.sharding import TensorSpec
 from ..graph import Pipeline
 from . import torch_compat
 from .data_parallel import check_module, mark_failed, no_grad_sync, prepare_backward, without_ddp
-from .local_tensors import full, is_dtensor, localize
+from .local_tensors import full, is_dtensor, localize, no_row, one_row
 
 Tensors = dict[str, torch.Tensor]
 
@@ -104,6 +104,7 @@ class StageRun:
         *,
         train: bool = True,
         is_split: bool = False,
+        without_rows: Mapping[int, tuple[TensorSpec, ...]] | None = None,
     ) -> dict[int, Tensors]:
         """Run the forward of a microbatch. Returns the local shards to send to each later stage.
 
@@ -113,6 +114,8 @@ class StageRun:
             fed: inputs that the caller of ``step`` passes, by name.
             train: keep the autograd graph for a backward.
             is_split: whether the backward is split into two passes.
+            without_rows: if this replica has no row of the microbatch, ``{stage: tensors}`` of the outgoing edges. The
+                module then runs on one row that does not count, of which ``fed`` has its part.
 
         Raises:
             ArgumentError: the module does not accept the inputs or changes one in place, or an output is missing or
@@ -132,10 +135,17 @@ class StageRun:
         autocast = torch.autocast(*self._autocast) if self._autocast is not None else contextlib.nullcontext()
         versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
         with no_grad_sync(self.module), torch.set_grad_enabled(train), autocast, defer:
-            output = self._to_stage_output(self.module(**leaves, **fed))
+            inputs = leaves if without_rows is None else {name: one_row(leaf) for name, leaf in leaves.items()}
+            output = self._to_stage_output(self.module(**inputs, **fed))
             for edge in self._outgoing:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
-                live.sent[edge.dst] = self._select({**output.tensors, **passed_on}, edge.dst, edge.tensors)
+                sent = self._select({**output.tensors, **passed_on}, edge.dst, edge.tensors)
+                if without_rows is not None:
+                    shapes = {
+                        str(spec.name): spec.src_shards.local_shape(self._rank) for spec in without_rows[edge.dst]
+                    }
+                    sent = {name: no_row(sent[name], shape) for name, shape in shapes.items()}
+                live.sent[edge.dst] = sent
         for name, leaf in leaves.items():
             if torch_compat.version_of(leaf) != versions[name]:
                 raise ArgumentError(

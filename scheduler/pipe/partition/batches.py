@@ -182,6 +182,17 @@ def take_rows(batch: Batch, outline: BatchOutline, names: Sequence[str], rows: r
     return taken
 
 
+def take_filler(batch: Batch, outline: BatchOutline, names: Sequence[str], is_whole: bool) -> dict[str, Any]:
+    """The named entries with one row that does not count: the first row of a whole batch, otherwise ones."""
+    if is_whole:
+        return take_rows(batch, outline, names, range(1))
+    ones: dict[str, Any] = {}
+    for entry in outline.entries:
+        shape = (1, *entry.shape) if entry.is_divided else entry.shape
+        ones[entry.name] = torch.ones(shape, dtype=getattr(torch, entry.dtype)) if entry.dtype else entry.value
+    return {name: value for name, value in ones.items() if name in names}
+
+
 def digest_batch(batch: Batch) -> dict[str, int]:
     """The digest of each tensor of a batch."""
     return {name: digest_array(each.detach().cpu()) for name, each in batch.items() if isinstance(each, torch.Tensor)}

@@ -180,20 +180,25 @@ class Skeleton:
             values.append(Value(name, dtype_name(one.dtype), shape, row_dim, writer, tuple(readers), one.requires_grad))
         return StageGraph(tuple(values), tuple(tuple(sorted(names)) for names in few.inputs))
 
-    def find_failure_without_rows(
-        self, outline: BatchOutline, graph: StageGraph, stage: int, shard: Callable[[torch.nn.Module], None] | None
+    def find_failure(
+        self,
+        outline: BatchOutline,
+        rows: int,
+        graph: StageGraph,
+        stage: int,
+        shard: Callable[[torch.nn.Module], None] | None,
     ) -> str | None:
-        """The error, as text, that a stage raises on 0 rows of a batch; None if it raises none.
+        """The error, as text, that a stage raises on a few rows of a batch; None if it raises none.
 
         Args:
-            outline: of the batch. graph: for this outline. stage: index of the stage.
+            outline: of the batch. rows: how many. graph: for this outline. stage: index of the stage.
             shard: shards a copy of the stage in place, as on this rank; None: the stage is not sharded.
         """
         with self._without_computing():
-            given = outline.empty(0)
+            given = outline.empty(rows)
             for value in graph.values:
                 if stage in value.readers:
-                    given[value.name] = torch.empty(value.shape_for(0), dtype=getattr(torch, value.dtype))
+                    given[value.name] = torch.empty(value.shape_for(rows), dtype=getattr(torch, value.dtype))
             module = self._stages[stage]
             try:
                 if shard is not None:
