@@ -1,4 +1,4 @@
-"""Run stages without data before a step in which some replicas have no rows."""
+"""Run stages without data before a step whose sizes they may not accept."""
 
 from __future__ import annotations
 
@@ -15,31 +15,41 @@ from .partition.batches import BatchOutline, Entry
 from .partition.stage_mesh import is_grid, num_row_shards
 from .planner import MOST_GRAPHS, Planner
 
+#: Stage, number of rows, and entries of a batch.
+Key = tuple[int, int, tuple[Entry, ...]]
 #: Shards the module of a stage in place, as on this rank, without moving data.
 Shard = Callable[[torch.nn.Module], None]
 
 
 class DryRun:
-    """Finds the stages that do not run on replicas without rows.
+    """Finds the stages that do not run on a batch because of its sizes.
 
-    Replicas under FSDP run even without rows, because its collectives need them all: on one row that does not count,
-    or, on a grid, on 0 rows. But some modules fail on so few rows, and others do so only if they are sharded. A failure
-    inside a step would leave other ranks in their collectives.
+    A failure inside a step would leave other ranks in their collectives. There are two kinds of such stages:
+
+    - Replicas under FSDP run even without rows, because its collectives need them all: on one row that does not count,
+      or, on a grid, on 0 rows. But some modules fail on so few rows, and others do so only if they are sharded.
+    - A stage whose plan divides the sequence over ``tp`` ranks may need sequences that ``tp`` divides.
 
     Args:
         engine: lets ranks exchange what they find.
         planner: plans the stages.
         fsdp_stages: stages under FSDP, the same on all ranks.
         shards: for each stage of this rank, how it is sharded; None: it is not.
+        sequence_parts: ``{stage: tp}`` of stages whose plan divides the sequence, the same on all ranks.
     """
 
     def __init__(
-        self, engine: Engine, planner: Planner, fsdp_stages: Collection[int], shards: Mapping[int, Shard | None]
+        self,
+        engine: Engine,
+        planner: Planner,
+        fsdp_stages: Collection[int],
+        shards: Mapping[int, Shard | None],
+        sequence_parts: Mapping[int, int],
     ) -> None:
         self._engine, self._planner = engine, planner
-        self._fsdp_stages, self._shards = sorted(fsdp_stages), shards
-        # for each outline without its number of rows, the errors of stages as text; the same on all ranks
-        self._failures: collections.OrderedDict[tuple[Entry, ...], dict[int, str]] = collections.OrderedDict()
+        self._fsdp_stages, self._shards, self._sequence_parts = sorted(fsdp_stages), shards, sequence_parts
+        # for each stage, number of rows, and outline without its own, the error as text; the same on all ranks
+        self._failures: collections.OrderedDict[Key, str | None] = collections.OrderedDict()
 
     def rows_without(self, stage: int) -> int | None:
         """The number of rows that a replica without rows runs on; None if it does not run."""
@@ -48,30 +58,36 @@ class DryRun:
         return 0 if is_grid(self._planner.meshes[stage]) else 1
 
     def check(self, outline: BatchOutline, fewest: int) -> None:
-        """Raise ArgumentError, on all ranks alike, if a replica would get none of ``fewest`` rows and cannot run so."""
-        short = [stage for stage in self._fsdp_stages if fewest < num_row_shards(self._planner.meshes[stage])]
-        failures = self._find_failures(outline) if short else {}
-        for stage in short:
-            if stage in failures:
-                replicas = num_row_shards(self._planner.meshes[stage])
-                rows = count_of(self.rows_without(stage) or 0, "row")
-                raise ArgumentError(
-                    f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has "
-                    f"{count_of(fewest, 'row')}, and the stage does not run on {rows} ({failures[stage]}); pass more "
-                    "rows"
-                )
+        """Raise ArgumentError, on all ranks alike, if a stage does not run on microbatches of ``fewest`` rows."""
+        for stage, parts in self._sequence_parts.items():
+            if any(size % parts for entry in outline.entries if entry.is_divided for size in entry.shape[:1]):
+                failure = self._find_failure(stage, 1, outline)
+                if failure is not None:
+                    raise ArgumentError(
+                        f"stage {stage} divides the sequence over tp={parts} ranks, and does not run on a batch of "
+                        f"{outline} ({failure}); pad the sequence to a multiple of {parts}"
+                    )
+        for stage in self._fsdp_stages:
+            replicas = num_row_shards(self._planner.meshes[stage])
+            if fewest < replicas:
+                rows = self.rows_without(stage) or 0
+                failure = self._find_failure(stage, rows, outline)
+                if failure is not None:
+                    raise ArgumentError(
+                        f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has "
+                        f"{count_of(fewest, 'row')}, and the stage does not run on {count_of(rows, 'row')} "
+                        f"({failure}); pass more rows"
+                    )
 
-    def _find_failures(self, outline: BatchOutline) -> dict[int, str]:
-        """``{stage: error}`` of stages under FSDP. All ranks must call this."""
-        key = outline.entries
+    def _find_failure(self, stage: int, rows: int, outline: BatchOutline) -> str | None:
+        """The error of a stage on a few rows, on the first of its ranks that has one. All ranks must call this."""
+        key = stage, rows, outline.entries
         if key not in self._failures:
-            own = []
-            for stage in self._fsdp_stages:
-                if stage in self._shards:
-                    rows = self.rows_without(stage) or 0
-                    own.append([stage, self._planner.find_failure(outline, rows, stage, self._shards[stage])])
-            found = [each for values in self._engine.exchange(own).values() for each in values]
-            self._failures[key] = {stage: failure for stage, failure in reversed(found) if failure is not None}
+            own = None
+            if stage in self._shards:
+                own = self._planner.find_failure(outline, rows, stage, self._shards[stage])
+            found = sorted(self._engine.exchange(own).items())
+            self._failures[key] = next((failure for _, failure in found if failure is not None), None)
             if len(self._failures) > MOST_GRAPHS:
                 self._failures.popitem(last=False)
         return self._failures[key]

@@ -41,7 +41,7 @@ class CompileOptions:
         device: device of the parameters. scales_loss: whether to scale the loss, as float16 needs.
         memory_limit_bytes: given to ``schedule`` if it is a function.
         process_group: process group of the ranks; None: the world. policy: codecs of each parallel dimension.
-        shards: how each stage of this rank is sharded; see :class:`DryRun`.
+        shards, sequence_parts: how stages are sharded; see :class:`DryRun`.
     """
 
     microbatches: int
@@ -55,6 +55,7 @@ class CompileOptions:
     process_group: Any = None
     policy: Policy | None = None
     shards: Mapping[int, Shard | None] = field(default_factory=dict)
+    sequence_parts: Mapping[int, int] = field(default_factory=dict)
 
 
 class PipelineEngine:
@@ -73,7 +74,7 @@ class PipelineEngine:
         self._usual_microbatches = options.microbatches
         own = [stage for stage, module in modules.items() if is_fsdp(module)]
         fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
-        dry_run = DryRun(engine, planner, fsdp_stages, options.shards)
+        dry_run = DryRun(engine, planner, fsdp_stages, options.shards, options.sequence_parts)
         self._rows_without = dry_run.rows_without
         self._feeder = Feeder(engine, planner, options.input_names, options.microbatches, dry_run, options.example)
         self._loss_scale = LossScale() if options.scales_loss else None

@@ -44,7 +44,7 @@ from .placement import (
 )
 from .planner import Planner
 from .profile import Profile, ScheduleBuilder
-from .tensor_parallel import find_plan, parallelize, put_on_grid
+from .tensor_parallel import divides_sequence, find_plan, parallelize, put_on_grid
 
 
 class Pipe:
@@ -254,6 +254,11 @@ class Pipe:
             process_group=group,
             policy=compression,
             shards={stage: self._shard_of(stage, device_mesh) for stage, device_mesh in device_meshes.items()},
+            sequence_parts={
+                stage: placement.tp
+                for stage, placement in enumerate(self.placements)
+                if divides_sequence(self._tp_plans[stage])
+            },
         )
         made = PipelineEngine(engine, planner, modules, options)
         made.prepare(batch, profile)

@@ -80,6 +80,22 @@ def _parse_style(path: str, style: Any) -> Any:
     return known[style]()
 
 
+def divides_sequence(plan: Mapping[str, Any]) -> bool:
+    """Whether a style of the plan shards a dim that is counted from the front, such as the sequence.
+
+    Such styles compute the size of a whole tensor from one shard, so its ranks disagree if the shards are unequal.
+    """
+    from torch.distributed.tensor import Shard
+
+    def shards_front(value: Any) -> bool:
+        if isinstance(value, Shard):
+            return value.dim >= 0
+        parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+        return any(map(shards_front, parts))
+
+    return any(shards_front(getattr(style, "__dict__", {})) for style in plan.values())
+
+
 def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, Any], *, moves_data: bool = True) -> None:
     """Shard the modules of a stage that the plan names, in place. Tied parameters stay tied.
 

@@ -204,9 +204,13 @@ class Skeleton:
                 if shard is not None:
                     module = copy_stage(module, _without_data(module))
                     shard(module)
-                _run_stage(module, given)
+                written, _ = _run_stage(module, given)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
+        for value in graph.values:
+            if stage == value.writer and tuple(written[value.name].shape) != value.shape_for(rows):
+                shape, expected = list(written[value.name].shape), list(value.shape_for(rows))
+                return f"it gives {value.name!r} the shape {shape} instead of {expected}"
         return None
 
     @contextlib.contextmanager

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch._dynamo
+import torch.distributed.device_mesh
 from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.testing import run_processes
+from tests.scheduler.pipe.test_parallel_stages import make_batch as make_mixer_batch, make_mixer
 from tests.scheduler.pipe.test_pipe import make_batch, make_chain
 
 
@@ -217,3 +222,31 @@ def step_on_too_few_rows(rank):
 
 def test_a_stage_that_fails_on_replicas_without_rows_is_refused_before_the_step():
     assert run_processes(step_on_too_few_rows, 3) == [True] * 3
+
+
+#: Divides the sequence over the ranks, but not the loss.
+SEQUENCE_PLAN = {
+    "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "layers.*.norm": SequenceParallel(),
+    "layers.*.up": ColwiseParallel(input_layouts=Shard(1)),
+    "layers.*.down": RowwiseParallel(output_layouts=Shard(1)),
+    "head": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+
+
+def step_on_uneven_sequences(rank):
+    torch.set_num_threads(1)
+    pipe = rs.Pipe(make_mixer(tied=False), stages="1x2", tp_plan=SEQUENCE_PLAN)
+    batches = [{name: each[:, :length] for name, each in make_mixer_batch(0, 4).items()} for length in (2, 3, 4)]
+    with pipe.compile(batches[2], 2) as engine:
+        message = (
+            "stage 0 divides the sequence over tp=2 ranks, and does not run on .* pad the sequence to a multiple of 2"
+        )
+        fails(ArgumentError, message, lambda: engine.step(batches[1]))
+        return engine.step(batches[0]).loss
+
+
+def test_sequences_that_ranks_cannot_divide_are_refused_before_the_step():
+    batch = {name: each[:, :2] for name, each in make_mixer_batch(0, 4).items()}
+    expected = make_mixer(tied=False)(**batch).item()
+    assert run_processes(step_on_uneven_sequences, 2) == [pytest.approx(expected, rel=1e-6)] * 2
