@@ -6,6 +6,7 @@ with a transfer is slowed, as Galvatron-BMW (Wang et al., 2023) charges it.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -48,7 +49,8 @@ class LayerCost:
         weight_grad_seconds: the part of the backward that a split puts off; 0 if it cannot be split.
         compute_seconds, sum_seconds, gather_seconds: forward and backward by kind: computation, tensor-parallel sums,
             and what gathers of parameters add.
-        state_bytes: parameters, gradients and optimizer. activation_bytes: kept for each microbatch in flight.
+        state_bytes: parameters, gradients and optimizer. gradient_bytes: of these, what the first backward of a step
+            makes. activation_bytes: kept for each microbatch in flight.
         recompute_bytes: more while it is computed again. gathered_bytes: parameters while they are gathered.
         sync_seconds: sum of the gradients, once in a step.
         panel_bytes: panels of the largest product on a grid, while it runs.
@@ -61,6 +63,7 @@ class LayerCost:
     sum_seconds: float
     gather_seconds: float
     state_bytes: float
+    gradient_bytes: float
     activation_bytes: float
     recompute_bytes: float
     gathered_bytes: float
@@ -199,6 +202,7 @@ def layer_cost(
         sums + backward_sums,
         whole_forward + whole_backward - compute - sums - backward_sums,
         shared.state_bytes,
+        shared.gradient_bytes,
         kept,
         saved - kept,
         shared.gathered_bytes,
@@ -210,12 +214,14 @@ class _SharedStates(NamedTuple):
     """States of a layer on one rank, and the seconds of moving them between replicas.
 
     Attributes:
-        state_bytes: weights, gradients and optimizer. gathered_bytes: weights while they are gathered.
+        state_bytes: weights, gradients and optimizer. gradient_bytes: gradients alone.
+        gathered_bytes: weights while they are gathered.
         gather_seconds, scatter_seconds: in each forward and backward, and in each backward.
         sync_seconds: once per step.
     """
 
     state_bytes: float
+    gradient_bytes: float
     gathered_bytes: float
     gather_seconds: float
     scatter_seconds: float
@@ -229,8 +235,8 @@ def _share_states(
     replicas = place.num_ranks // choice.tp
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     gathered, gather, scatter = 0.0, 0.0, 0.0
-    if choice.zero == 0 and replicas > 1:
-        gradients *= 2  # DDP has buckets beside the gradients
+    # DDP has buckets beside the gradients, and keeps them from step to step
+    buckets = gradients if choice.zero == 0 and replicas > 1 else 0.0
     sync = place.replica_seconds(params * states.gradient, choice.tp, 2.0)
     if choice.zero == 0 and choice.tp == 1 and codec_costs.sums is not None:
         sync = codec_costs.faster(sync, codec_costs.sums.sum_seconds(place, params * states.gradient))
@@ -248,4 +254,29 @@ def _share_states(
         if codec_costs.scatters is not None:
             coded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
             sync = codec_costs.faster(sync, coded)
-    return _SharedStates(weights + gradients + optimizer, gathered, gather, scatter, sync)
+    return _SharedStates(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
+
+
+def recompute_bytes(costs: Sequence[LayerCost]) -> float:
+    """Bytes by which the backward of a microbatch exceeds what its forward has kept.
+
+    A layer is computed again once the layers behind it have released their activations.
+    """
+    most, released = 0.0, 0.0
+    for cost in reversed(costs):
+        most = max(most, cost.recompute_bytes - released)
+        released += cost.activation_bytes
+    return most
+
+
+def late_bytes(costs: Sequence[LayerCost]) -> float:
+    """Bytes by which a device has fewer states than all, at its peak, if all microbatches are in flight by then.
+
+    The first backward makes the gradients, layer by layer from the last one, and releases activations meanwhile.
+    """
+    most, made, released = 0.0, 0.0, 0.0
+    for cost in reversed(costs):
+        made += cost.gradient_bytes
+        most = max(most, made - released)
+        released += cost.activation_bytes
+    return made - most

@@ -98,6 +98,7 @@ def grid_cost(
         before - compute,
         forward + backward - before,
         shared.state_bytes,
+        shared.gradient_bytes,
         kept,
         saved - kept,
         shared.gathered_bytes,
@@ -115,6 +116,7 @@ class _SharedStates(NamedTuple):
     """
 
     state_bytes: float
+    gradient_bytes: float
     gathered_bytes: float = 0.0
     gather_seconds: float = 0.0
     sync_seconds: float = 0.0
@@ -128,12 +130,12 @@ def _share_states(
     depth = choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     if choice.zero == 0:  # a sum over the depth leaves a copy of the gradients
-        return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer)
+        return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
     traffic = _traffic(place, choice.grid)["depth"]
     gather, scatter = traffic.seconds(weights / depth), traffic.seconds(gradients / depth)
     if choice.zero < 3:
         kept = gradients if choice.zero == 1 or microbatches > 1 else gradients / depth
-        return _SharedStates(weights + kept + optimizer / depth, 0.0, 0.0, scatter + gather)
+        return _SharedStates(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
     is_coded = False
     if codec_costs.gathers is not None:
         coding = codec_costs.gathers
@@ -145,8 +147,8 @@ def _share_states(
         coded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
         scatter = codec_costs.faster(scatter, coded)
     held = gradients / depth if microbatches == 1 else gradients
-    held += weights  # in some runs ranks have counted one more copy of what they gather
-    return _SharedStates((weights + optimizer) / depth + held, weights, gather, scatter, is_coded)
+    copy = weights  # in some runs ranks have counted one more copy of what they gather
+    return _SharedStates((weights + optimizer) / depth + held + copy, held, weights, gather, scatter, is_coded)
 
 
 def _exposed(price: LayerPrice) -> float:

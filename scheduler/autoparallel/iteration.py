@@ -43,7 +43,7 @@ class Evaluation:
     @property
     def rank_key(self) -> tuple[float, float, int, str]:
         """Sort key: seconds, then peak bytes of a device, then number of stages, then the candidate's text."""
-        peak = max(cost.memory_bytes(depth) for cost, depth in zip(self.costs, self.schedule.in_flight, strict=True))
+        peak = max(cost.peak_bytes(depth) for cost, depth in zip(self.costs, self.schedule.in_flight, strict=True))
         return (float(f"{self.seconds:.9g}"), round(peak), len(self.candidate.stages), self.candidate.text)
 
     def losses(self) -> tuple[float, float, float, float]:
@@ -114,7 +114,7 @@ def _evaluate_within(
 def _short_bytes(costs: Sequence[StageCost], schedule: Schedule) -> float:
     """Bytes that the stage with the least room lacks under a schedule; 0 if all fit."""
     depths = schedule.in_flight
-    return max(0.0, *(cost.memory_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, depths, strict=True)))
+    return max(0.0, *(cost.peak_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, depths, strict=True)))
 
 
 def step_bound(problem: Problem, candidate: Candidate) -> float:

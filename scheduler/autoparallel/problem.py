@@ -15,7 +15,7 @@ from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, ChoiceRules
 from .cluster import Cluster
 from .codecs import CodecCosts, check_policy
-from .costs import LayerCost, Place, StateBytes, layer_cost
+from .costs import LayerCost, Place, StateBytes, late_bytes, layer_cost, recompute_bytes
 from .edges import EdgeCodecs, EdgePrices, End
 from .graph import Layer, LayerGraph, Tensor
 from .grids import best_grids, grid_cost, why_no_grid
@@ -48,7 +48,10 @@ class Candidate:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What the layers of a stage add up to, for one microbatch of its number of rows."""
+    """What the layers of a stage add up to, for one microbatch of its number of rows.
+
+    ``late_bytes`` are states that do not exist yet while all ``microbatches`` of a step are in flight: gradients.
+    """
 
     forward_seconds: float
     backward_seconds: float
@@ -62,6 +65,8 @@ class StageCost:
     working_bytes: float
     buffer_bytes: float
     limit_bytes: float
+    late_bytes: float = 0.0
+    microbatches: int = 0
 
     @property
     def seconds(self) -> float:
@@ -69,8 +74,16 @@ class StageCost:
         return self.forward_seconds + self.backward_seconds
 
     def memory_bytes(self, in_flight: int) -> float:
-        """Peak bytes of a device with some microbatches in flight."""
+        """Peak bytes of a device with some microbatches in flight, and all gradients."""
         return self.state_bytes + in_flight * self.activation_bytes + self.working_bytes + self.buffer_bytes
+
+    def peak_state_bytes(self, in_flight: int) -> float:
+        """Bytes of the states when a device has most bytes."""
+        return self.state_bytes - (self.late_bytes if in_flight >= self.microbatches else 0.0)
+
+    def peak_bytes(self, in_flight: int) -> float:
+        """Peak bytes of a device, whose gradients come with the first backward of a step."""
+        return self.memory_bytes(in_flight) - self.state_bytes + self.peak_state_bytes(in_flight)
 
     @property
     def most_in_flight(self) -> int:
@@ -225,6 +238,8 @@ class Problem:
             recompute_bytes(costs) + sum(gathered[:2]) + gathered[0] + max(cost.panel_bytes for cost in costs),
             self.buffer_bytes(stage, microbatches),
             self.cluster.memory_of(stage.first_rank, stage.end_rank),
+            late_bytes(costs),
+            microbatches,
         )
 
     def tied_bytes(self, stage: StagePlan, costs: Sequence[LayerCost]) -> float:
@@ -347,18 +362,6 @@ class Problem:
     @cached_property
     def _ends(self) -> list[int]:
         return list(range(1, self.cluster.num_ranks + 1))
-
-
-def recompute_bytes(costs: Sequence[LayerCost]) -> float:
-    """Bytes by which the backward of a microbatch exceeds what its forward has kept.
-
-    A layer is computed again once the layers behind it have released their activations.
-    """
-    most, released = 0.0, 0.0
-    for cost in reversed(costs):
-        most = max(most, cost.recompute_bytes - released)
-        released += cost.activation_bytes
-    return most
 
 
 #: Limit of the scaled activations of :meth:`Problem.pipeline`.

@@ -124,9 +124,9 @@ def _decide(problem: Problem, method: str | Method) -> list[Evaluation]:
     if best.short_bytes:
         number = max(
             range(len(best.costs)),
-            key=lambda i: best.costs[i].memory_bytes(best.schedule.in_flight[i]) - best.costs[i].limit_bytes,
+            key=lambda i: best.costs[i].peak_bytes(best.schedule.in_flight[i]) - best.costs[i].limit_bytes,
         )
-        needed = best.costs[number].memory_bytes(best.schedule.in_flight[number])
+        needed = best.costs[number].peak_bytes(best.schedule.in_flight[number])
         raise ArgumentError(
             f"nothing fits: in the plan that comes nearest, stage {number} needs {needed / 1e9:.4g} GB of "
             f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
@@ -192,7 +192,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
             busy[row],
             exposed[row],
             depth,
-            cost.state_bytes,
+            cost.peak_state_bytes(depth),
             depth * cost.activation_bytes,
             cost.working_bytes,
             cost.buffer_bytes,

@@ -10,7 +10,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reshard.scheduler.autoparallel import Candidate
+from reshard.scheduler.autoparallel import Candidate, Choice
+from reshard.scheduler.autoparallel.costs import late_bytes
 from reshard.scheduler.autoparallel.iteration import evaluate, evaluate_schedule, step_bound
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
@@ -166,6 +167,18 @@ def test_auto_is_never_behind_a_candidate(seed, grids):  # with seed 2, nothing 
             assert found is None or found.short_bytes or best.seconds <= found.seconds * (1 + 1e-9)
             assert found is None or step_bound(problem, candidate) <= found.seconds * (1 + 1e-9)
             assert found is None or problem.bound_seconds <= found.seconds * (1 + 1e-9)
+
+
+def test_gradients_count_from_the_first_backward():
+    problem = make_problem(1)
+    plain = problem.layer_cost(0, Choice(), problem.place(0, 1), 4)
+    costs = [replace(plain, gradient_bytes=g, activation_bytes=a) for g, a in ((4.0, 3.0), (1.0, 5.0))]
+    assert late_bytes(costs) == 4.0  # of the last layer, before its activations are released
+    costs = [replace(plain, gradient_bytes=g, activation_bytes=a) for g, a in ((4.0, 3.0), (6.0, 5.0))]
+    assert late_bytes(costs) == 4.0  # of the last layer only, as 4 + 6 - 5 is less than 6
+    stage = problem.stage_cost(StagePlan(0, 1, 0, 1, (Choice(),)), 4)
+    assert stage.peak_bytes(3) == stage.memory_bytes(3)
+    assert stage.peak_bytes(4) == stage.memory_bytes(4) - late_bytes([plain])
 
 
 def test_simulations_stop_only_where_no_schedule_can_be_the_best():
