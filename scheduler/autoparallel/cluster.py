@@ -1,4 +1,4 @@
-"""The devices that a strategy may use: hosts, links and the memory of each device."""
+"""The devices that a strategy may use, and those of a stage: hosts, links and the memory of each device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from functools import cached_property
 
 from reshard.errors import ArgumentError, TopologyError
 from reshard.topology import Port, Topology, topology_to_json
+
+from .profile import Profile
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 LEAST_MEMORY_BYTES = 1 << 20
@@ -131,6 +133,79 @@ class Cluster:
                 for at in range(len(self.hosts) - count + 1):
                     sizes.add(self.hosts[at + count - 1][2] - self.hosts[at][1])
         return tuple(sorted(sizes))
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a layer's cost needs to know of the ranks of its stage.
+
+    Attributes:
+        num_ranks: ranks of the stage. num_hosts: hosts that they are on.
+        nic_bytes_per_second: slowest host of these; unused on one host.
+        inside_bytes_per_second, inside_latency_seconds, latency_seconds: inside a host and between hosts.
+        pods: pod of each host, numbered in the order of the hosts; empty if all hosts share a pod.
+        uplinks: bytes per second of the uplink of each of these pods, in its slower direction.
+    """
+
+    num_ranks: int
+    num_hosts: int
+    nic_bytes_per_second: float
+    inside_bytes_per_second: float
+    inside_latency_seconds: float
+    latency_seconds: float
+    pods: tuple[int, ...] = ()
+    uplinks: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, cluster: Cluster, profile: Profile, first: int, end: int) -> Place:
+        """The place of ranks ``first`` to ``end - 1``. Measured collectives replace those of the topology."""
+        latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
+        if profile.sums is not None:
+            latency, rate = profile.sums
+        parts = cluster.hosts_of(first, end)
+        nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
+        between = cluster.topology.latency_seconds
+        pods = [cluster.topology.host(host).pod for host, _, _ in parts]
+        known = [pod for pod in dict.fromkeys(pods) if pod is not None]
+        links: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+        if len(known) > 1:
+            numbers = tuple(known.index(pod) for pod in pods if pod is not None)
+            links = (numbers, tuple(slower_rate(cluster.topology.pods[pod]) for pod in known))
+        return cls(end - first, len(parts), nic if len(parts) > 1 else 0.0, rate, latency, between, *links)
+
+    @property
+    def ring_bytes_per_second(self) -> float:
+        """The slowest rate of a ring through all hosts in their order: a NIC, or an uplink over how often it passes."""
+        rate = self.nic_bytes_per_second
+        leaves = [
+            pod for pod, following in zip(self.pods, self.pods[1:] + self.pods[:1], strict=True) if pod != following
+        ]
+        return min([rate, *(uplink / leaves.count(pod) for pod, uplink in enumerate(self.uplinks))])
+
+    def exchange_seconds(self, nbytes: float) -> float:
+        """Seconds in which each host sends ``nbytes`` to each other host, all at once."""
+        seconds = nbytes * (self.num_hosts - 1) / self.nic_bytes_per_second
+        for pod, uplink in enumerate(self.uplinks):
+            inside = self.pods.count(pod)
+            seconds = max(seconds, nbytes * inside * (self.num_hosts - inside) / uplink)
+        return seconds
+
+    def replica_seconds(self, nbytes: float, tp: int, passes: float) -> float:
+        """Seconds of a ring over the replicas of a layer, of which each rank has ``nbytes``.
+
+        Between hosts, the rings of all ``tp`` ranks share the NICs. The part inside a host runs beside it.
+        """
+        replicas = self.num_ranks // tp
+        if replicas == 1 or nbytes == 0:
+            return 0.0
+        inside = replicas // self.num_hosts if self.num_hosts > 1 else replicas
+        seconds = ring_seconds(nbytes, inside, self.inside_bytes_per_second, self.inside_latency_seconds, passes)
+        if self.num_hosts > 1:
+            between = ring_seconds(
+                nbytes * tp, self.num_hosts, self.ring_bytes_per_second, self.latency_seconds, passes
+            )
+            seconds = max(seconds, between)
+        return seconds
 
 
 def slower_rate(port: Port) -> float:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 
-from .cluster import Cluster, ring_seconds
-from .costs import Place
+from .cluster import Cluster, Place, ring_seconds
 from .edges import coded_ratio
 from .result.stages import StagePlan
 

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from reshard.errors import ArgumentError
 
 from .choices import Choice, shard_1d
-from .cluster import Cluster, ring_seconds, slower_rate
+from .cluster import Place, ring_seconds
+from .codecs import CodecCosts
 from .graph import Layer
 from .profile import Profile
-
-if TYPE_CHECKING:
-    from .codecs import CodecCosts
 
 
 @dataclass(frozen=True)
@@ -38,6 +36,23 @@ class StateBytes:
 
 #: 16-bit parameters and gradients; float32 parameters and moments belong to the optimizer.
 MIXED_PRECISION = StateBytes(2.0, 2.0, 12.0)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What the costs of all layers of a step depend on, beside the layer, its choice and its place.
+
+    Attributes:
+        profile: times of the layers. states: bytes of states of a parameter.
+        rows, microbatches: rows of a microbatch, and how many of these a step has.
+        codec_costs: which traffic inside stages is coded.
+    """
+
+    profile: Profile
+    states: StateBytes
+    rows: int
+    microbatches: int
+    codec_costs: CodecCosts
 
 
 @dataclass(frozen=True)
@@ -72,76 +87,51 @@ class LayerCost:
 
 
 @dataclass(frozen=True)
-class Place:
-    """What a layer's cost needs to know of the ranks of its stage.
+class StageCost:
+    """What the layers of a stage add up to, for one microbatch of its number of rows.
 
-    Attributes:
-        num_ranks: ranks of the stage. num_hosts: hosts that they are on.
-        nic_bytes_per_second: slowest host of these; unused on one host.
-        inside_bytes_per_second, inside_latency_seconds, latency_seconds: inside a host and between hosts.
-        pods: pod of each host, numbered in the order of the hosts; empty if all hosts share a pod.
-        uplinks: bytes per second of the uplink of each of these pods, in its slower direction.
+    ``late_bytes`` are states that do not exist yet while all ``microbatches`` of a step are in flight: gradients.
     """
 
-    num_ranks: int
-    num_hosts: int
-    nic_bytes_per_second: float
-    inside_bytes_per_second: float
-    inside_latency_seconds: float
-    latency_seconds: float
-    pods: tuple[int, ...] = ()
-    uplinks: tuple[float, ...] = ()
-
-    @classmethod
-    def of(cls, cluster: Cluster, profile: Profile, first: int, end: int) -> Place:
-        """The place of ranks ``first`` to ``end - 1``. Measured collectives replace those of the topology."""
-        latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
-        if profile.sums is not None:
-            latency, rate = profile.sums
-        parts = cluster.hosts_of(first, end)
-        nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
-        between = cluster.topology.latency_seconds
-        pods = [cluster.topology.host(host).pod for host, _, _ in parts]
-        known = [pod for pod in dict.fromkeys(pods) if pod is not None]
-        links: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
-        if len(known) > 1:
-            numbers = tuple(known.index(pod) for pod in pods if pod is not None)
-            links = (numbers, tuple(slower_rate(cluster.topology.pods[pod]) for pod in known))
-        return cls(end - first, len(parts), nic if len(parts) > 1 else 0.0, rate, latency, between, *links)
+    forward_seconds: float
+    backward_seconds: float
+    weight_grad_seconds: float
+    compute_seconds: float
+    sum_seconds: float
+    gather_seconds: float
+    sync_seconds: float
+    state_bytes: float
+    activation_bytes: float
+    working_bytes: float
+    buffer_bytes: float
+    limit_bytes: float
+    late_bytes: float = 0.0
+    microbatches: int = 0
 
     @property
-    def ring_bytes_per_second(self) -> float:
-        """The slowest rate of a ring through all hosts in their order: a NIC, or an uplink over how often it passes."""
-        rate = self.nic_bytes_per_second
-        leaves = [
-            pod for pod, following in zip(self.pods, self.pods[1:] + self.pods[:1], strict=True) if pod != following
-        ]
-        return min([rate, *(uplink / leaves.count(pod) for pod, uplink in enumerate(self.uplinks))])
+    def seconds(self) -> float:
+        """Forward and backward of one microbatch."""
+        return self.forward_seconds + self.backward_seconds
 
-    def exchange_seconds(self, nbytes: float) -> float:
-        """Seconds in which each host sends ``nbytes`` to each other host, all at once."""
-        seconds = nbytes * (self.num_hosts - 1) / self.nic_bytes_per_second
-        for pod, uplink in enumerate(self.uplinks):
-            inside = self.pods.count(pod)
-            seconds = max(seconds, nbytes * inside * (self.num_hosts - inside) / uplink)
-        return seconds
+    def memory_bytes(self, in_flight: int) -> float:
+        """Peak bytes of a device with some microbatches in flight, and all gradients."""
+        return self.state_bytes + in_flight * self.activation_bytes + self.working_bytes + self.buffer_bytes
 
-    def replica_seconds(self, nbytes: float, tp: int, passes: float) -> float:
-        """Seconds of a ring over the replicas of a layer, of which each rank has ``nbytes``.
+    def peak_state_bytes(self, in_flight: int) -> float:
+        """Bytes of the states when a device has most bytes."""
+        return self.state_bytes - (self.late_bytes if in_flight >= self.microbatches else 0.0)
 
-        Between hosts, the rings of all ``tp`` ranks share the NICs. The part inside a host runs beside it.
-        """
-        replicas = self.num_ranks // tp
-        if replicas == 1 or nbytes == 0:
-            return 0.0
-        inside = replicas // self.num_hosts if self.num_hosts > 1 else replicas
-        seconds = ring_seconds(nbytes, inside, self.inside_bytes_per_second, self.inside_latency_seconds, passes)
-        if self.num_hosts > 1:
-            between = ring_seconds(
-                nbytes * tp, self.num_hosts, self.ring_bytes_per_second, self.latency_seconds, passes
-            )
-            seconds = max(seconds, between)
-        return seconds
+    def peak_bytes(self, in_flight: int) -> float:
+        """Peak bytes of a device, whose gradients come with the first backward of a step."""
+        return self.memory_bytes(in_flight) - self.state_bytes + self.peak_state_bytes(in_flight)
+
+    @property
+    def most_in_flight(self) -> int:
+        """Microbatches that fit the memory, at least 0."""
+        free = self.limit_bytes - self.memory_bytes(0)
+        if free < 0:
+            return 0
+        return int(min(1e9, free // self.activation_bytes if self.activation_bytes else 1e9))
 
 
 def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> float:
@@ -149,24 +139,14 @@ def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> floa
     return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
 
 
-def layer_cost(
-    layer: Layer,
-    choice: Choice,
-    place: Place,
-    profile: Profile,
-    states: StateBytes,
-    rows: int,
-    microbatches: int,
-    codec_costs: CodecCosts,
-) -> LayerCost:
-    """The cost of a layer for microbatches of ``rows`` rows, which the replicas divide evenly.
+def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> LayerCost:
+    """The cost of a layer for one microbatch, whose rows the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
     The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
-    ``codec_costs`` say which traffic is coded.
     """
-    replicas = place.num_ranks // choice.tp
-    own = rows / replicas
+    profile, codec_costs = work.profile, work.codec_costs
+    own = work.rows / (place.num_ranks // choice.tp)
     sharding = shard_1d(layer, choice.tp)
     times, is_measured = profile.times(layer.key, choice.tp)
     sample = times.at(own)
@@ -178,7 +158,7 @@ def layer_cost(
         ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
         for nbytes, passes, size in sharding.sums
     )
-    shared = _share_states(sharding.params, choice, place, states, microbatches, codec_costs)
+    shared = _share_states(sharding.params, choice, place, work)
     computed_backward = backward + (forward if choice.recompute else 0.0)
     backward_sums = sums * (2 if choice.recompute else 1)
     whole_forward = overlapped_seconds(forward + sums, shared.gather_seconds, profile.slowdown)
@@ -228,10 +208,9 @@ class _SharedStates(NamedTuple):
     sync_seconds: float
 
 
-def _share_states(
-    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codec_costs: CodecCosts
-) -> _SharedStates:
+def _share_states(params: float, choice: Choice, place: Place, work: Workload) -> _SharedStates:
     """What ZeRO shares of the states of ``params`` parameters."""
+    states, codec_costs = work.states, work.codec_costs
     replicas = place.num_ranks // choice.tp
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     gathered, gather, scatter = 0.0, 0.0, 0.0
@@ -249,7 +228,7 @@ def _share_states(
     if choice.zero == 3:
         gathered, gather = weights, place.replica_seconds(weights, choice.tp, 1.0)
         weights /= replicas
-        gradients = gradients / replicas if microbatches == 1 else gradients
+        gradients = gradients / replicas if work.microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
         if codec_costs.scatters is not None:
             coded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,14 +16,11 @@ from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
 from reshard.topology import Host, Port, Topology
 
-from .choices import Choice, GridShape
-from .codecs import CodecCost, CodecCosts
-from .costs import LayerCost, Place, StateBytes, overlapped_seconds
+from .choices import Choice, ChoiceRules, GridShape
+from .cluster import Place
+from .costs import LayerCost, Workload, overlapped_seconds
 from .graph import Layer
-from .profile import Profile, Sample
-
-if TYPE_CHECKING:
-    from .problem import Problem
+from .profile import Sample
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
 MOST_GRIDS = 2
@@ -38,17 +35,8 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     return None
 
 
-def grid_cost(
-    layer: Layer,
-    choice: Choice,
-    place: Place,
-    profile: Profile,
-    states: StateBytes,
-    rows: int,
-    microbatches: int,
-    codec_costs: CodecCosts,
-) -> LayerCost:
-    """The cost of a layer on a grid for microbatches of ``rows`` rows. See :func:`~.costs.layer_cost`.
+def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> LayerCost:
+    """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_cost`.
 
     Computation is the busiest rank's part of what the profile says of one rank. Communication is what
     :func:`~reshard.parallel.layer_price.price_layer` says for a rank of that speed. Gradients are summed over the depth
@@ -56,14 +44,9 @@ def grid_cost(
     """
     sizes = layer.grid_sizes
     assert sizes is not None
-    own = rows / (choice.grid[0] * choice.grid[2])
-    sample = profile.times(layer.key, 1)[0].at(own)
-    itemsize = ITEMSIZE[dtype_name(profile.dtype)]
-    price, share = _price(sizes, choice.grid, place, sample, own, itemsize, states.gradient, None)
-    if codec_costs.panels is not None:
-        coded, _ = _price(sizes, choice.grid, place, sample, own, itemsize, states.gradient, codec_costs.panels)
-        if not codec_costs.is_optional or _exposed(coded) < _exposed(price):
-            price = coded
+    own = work.rows / (choice.grid[0] * choice.grid[2])
+    sample = work.profile.times(layer.key, 1)[0].at(own)
+    price, share = _best_price(sizes, choice.grid, place, sample, own, work), _share(sizes, choice.grid)
     forward = sample.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
     put_off = sample.weight_grad_seconds * share + price.weight_grad.exposed
     backward = (
@@ -81,13 +64,13 @@ def grid_cost(
     is_cut = choice.cols if sizes.products else 1  # of an embedding, tokens are saved
     saved = (sample.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
-    shared = _share_states(params, choice, place, states, microbatches, codec_costs)
+    shared = _share_states(params, choice, place, work)
     sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
     if shared.gather_seconds:
         forward, backward = (
             seconds + shared.gather_seconds
             if shared.is_coded
-            else overlapped_seconds(seconds, shared.gather_seconds, profile.slowdown)
+            else overlapped_seconds(seconds, shared.gather_seconds, work.profile.slowdown)
             for seconds in (forward, backward)
         )
     return LayerCost(
@@ -103,7 +86,7 @@ def grid_cost(
         saved - kept,
         shared.gathered_bytes,
         sync,
-        float(price.panel_elements * itemsize),
+        float(price.panel_elements * _itemsize(work)),
     )
 
 
@@ -123,11 +106,9 @@ class _SharedStates(NamedTuple):
     is_coded: bool = False
 
 
-def _share_states(
-    params: float, choice: Choice, place: Place, states: StateBytes, microbatches: int, codec_costs: CodecCosts
-) -> _SharedStates:
+def _share_states(params: float, choice: Choice, place: Place, work: Workload) -> _SharedStates:
     """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
-    depth = choice.grid[2]
+    states, microbatches, codec_costs, depth = work.states, work.microbatches, work.codec_costs, choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     if choice.zero == 0:  # a sum over the depth leaves a copy of the gradients
         return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
@@ -171,26 +152,25 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
     return price_layer(sizes, load, 1.0).forward.compute / sizes.forward_flops
 
 
-def _price(
-    sizes: LayerSizes,
-    grid: GridShape,
-    place: Place,
-    sample: Sample,
-    own: float,
-    itemsize: int,
-    gradient_bytes: float,
-    coding: CodecCost | None,
-) -> tuple[LayerPrice, float]:
-    """The price of a layer, and the busiest rank's part of its computation."""
+def _best_price(
+    sizes: LayerSizes, grid: GridShape, place: Place, sample: Sample, own: float, work: Workload
+) -> LayerPrice:
+    """The price of a layer, with coded products if they are faster or must be coded."""
     rows, cols, depth = grid
-    flops = sizes.forward_flops * own
+    flops, itemsize = sizes.forward_flops * own, _itemsize(work)
     rate = flops / sample.forward_seconds if flops and sample.forward_seconds else math.inf
     tokens = (max(1, math.ceil(own * sizes.sequence)),) * rows
-    load = GridLoad(rows, cols, depth, tokens, _traffic(place, grid), itemsize, gradient_bytes)
-    if coding is not None:  # a gather decodes the rank's own part too
-        seconds = coding.coding_seconds(itemsize, 2 * itemsize)
-        load = replace(load, coded_ratio=coding.ratio, coding_seconds=seconds)
-    return price_layer(sizes, load, rate), _share(sizes, grid)
+    load = GridLoad(rows, cols, depth, tokens, _traffic(place, grid), itemsize, work.states.gradient)
+    price, coding = price_layer(sizes, load, rate), work.codec_costs.panels
+    if coding is None:
+        return price
+    seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # a gather decodes the rank's own part too
+    coded = price_layer(sizes, replace(load, coded_ratio=coding.ratio, coding_seconds=seconds), rate)
+    return coded if not work.codec_costs.is_optional or _exposed(coded) < _exposed(price) else price
+
+
+def _itemsize(work: Workload) -> int:
+    return ITEMSIZE[dtype_name(work.profile.dtype)]
 
 
 @lru_cache(maxsize=4096)
@@ -221,39 +201,45 @@ def _traffic(place: Place, grid: GridShape) -> Mapping[str, AxisTraffic]:
     }
 
 
-def best_grids(problem: Problem, num_ranks: int, rows: int, plain: Sequence[Choice]) -> tuple[Choice, ...]:
-    """The grids for stages of some ranks, and microbatches of ``rows`` rows: of all, the fastest ones.
+def best_grids(
+    layers: Sequence[tuple[Layer, int]],
+    shapes: Sequence[GridShape],
+    rules: ChoiceRules,
+    plain: Sequence[Choice],
+    work: Workload,
+    cost: Callable[[int, Choice], LayerCost],
+) -> tuple[Choice, ...]:
+    """Of all grids of a stage, the fastest ones.
 
     The limit holds for each ZeRO stage separately. A grid is left out if another choice is at least as fast and
     has no more bytes of states and of activations, summed over all layers that can be on the grid.
+
+    Args:
+        layers: of each class, one layer, and how many the model has.
+        shapes: of the grids. rules, plain: of the search, and its choices without grids.
+        work: rows and microbatches.
+        cost: the cost of a layer of a class, by its index in ``layers``, under a choice.
     """
-    shapes = problem.rules.grid_shapes(num_ranks, problem.host_devices)
-    classes = problem.layer_classes
-    if not shapes or all(layer.grid_sizes is None for layer in classes):
+    able = [number for number, (layer, _) in enumerate(layers) if layer.grid_sizes is not None]
+    if not able:
         return ()
-    count = problem.rows // rows
-    ends = [end for end in range(num_ranks, problem.cluster.num_ranks + 1) if num_ranks in problem.meshes(end)]
-    if not ends:
-        return ()
-    place = problem.place(ends[0] - num_ranks, ends[0])
-    able = [number for number, layer in enumerate(classes) if layer.grid_sizes is not None]
 
     def totals(choice: Choice) -> tuple[float, float, float]:
         seconds = states = activations = 0.0
         for number in able:
-            times = problem.class_of.count(number)
-            cost = problem.layer_cost(problem.class_of.index(number), choice, place, count)
-            seconds += times * (count * (cost.forward_seconds + cost.backward_seconds) + cost.sync_seconds)
-            states += times * cost.state_bytes + 3 * cost.gathered_bytes
-            activations += times * cost.activation_bytes
+            times, found = layers[number][1], cost(number, choice)
+            computed = found.forward_seconds + found.backward_seconds
+            seconds += times * (work.microbatches * computed + found.sync_seconds)
+            states += times * found.state_bytes + 3 * found.gathered_bytes
+            activations += times * found.activation_bytes
         return seconds, states, activations
 
     found: list[tuple[tuple[float, float, float], Choice]] = []
-    recompute = problem.rules.recompute
+    recompute = rules.recompute
     for shape in shapes:
-        if rows % (shape[0] * shape[2]) or any(why_no_grid(classes[number], shape) for number in able):
+        if work.rows % (shape[0] * shape[2]) or any(why_no_grid(layers[number][0], shape) for number in able):
             continue
-        for zero in problem.rules.grid_zeros(shape):
+        for zero in rules.grid_zeros(shape):
             choice = Choice.on_grid(*shape, zero=zero, recompute=recompute[0])
             found.append((totals(choice), choice))
     found.sort()

@@ -13,7 +13,8 @@ from ..ir.schedule import Schedule
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
 from ..simulation.replay import PipelineTimeline, simulate_within
-from .problem import SCALED_LIMIT, Candidate, Problem, StageCost
+from .costs import StageCost
+from .problem import SCALED_LIMIT, Candidate, Problem
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MOST_ACTIONS = 1500

@@ -13,9 +13,9 @@ from reshard.errors import ArgumentError
 from ..graph import Edge, Pipeline, Stage
 from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, ChoiceRules
-from .cluster import Cluster
+from .cluster import Cluster, Place
 from .codecs import CodecCosts, check_policy
-from .costs import LayerCost, Place, StateBytes, late_bytes, layer_cost, recompute_bytes
+from .costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, recompute_bytes
 from .edges import EdgeCodecs, EdgePrices, End
 from .graph import Layer, LayerGraph, Tensor
 from .grids import best_grids, grid_cost, why_no_grid
@@ -44,54 +44,6 @@ class Candidate:
     def text(self) -> str:
         """A text that no other stages and microbatches have."""
         return f"{self.microbatches} microbatches: {', '.join(map(str, self.stages))}"
-
-
-@dataclass(frozen=True)
-class StageCost:
-    """What the layers of a stage add up to, for one microbatch of its number of rows.
-
-    ``late_bytes`` are states that do not exist yet while all ``microbatches`` of a step are in flight: gradients.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    weight_grad_seconds: float
-    compute_seconds: float
-    sum_seconds: float
-    gather_seconds: float
-    sync_seconds: float
-    state_bytes: float
-    activation_bytes: float
-    working_bytes: float
-    buffer_bytes: float
-    limit_bytes: float
-    late_bytes: float = 0.0
-    microbatches: int = 0
-
-    @property
-    def seconds(self) -> float:
-        """Forward and backward of one microbatch."""
-        return self.forward_seconds + self.backward_seconds
-
-    def memory_bytes(self, in_flight: int) -> float:
-        """Peak bytes of a device with some microbatches in flight, and all gradients."""
-        return self.state_bytes + in_flight * self.activation_bytes + self.working_bytes + self.buffer_bytes
-
-    def peak_state_bytes(self, in_flight: int) -> float:
-        """Bytes of the states when a device has most bytes."""
-        return self.state_bytes - (self.late_bytes if in_flight >= self.microbatches else 0.0)
-
-    def peak_bytes(self, in_flight: int) -> float:
-        """Peak bytes of a device, whose gradients come with the first backward of a step."""
-        return self.memory_bytes(in_flight) - self.state_bytes + self.peak_state_bytes(in_flight)
-
-    @property
-    def most_in_flight(self) -> int:
-        """Microbatches that fit the memory, at least 0."""
-        free = self.limit_bytes - self.memory_bytes(0)
-        if free < 0:
-            return 0
-        return int(min(1e9, free // self.activation_bytes if self.activation_bytes else 1e9))
 
 
 @dataclass(frozen=True)
@@ -159,15 +111,34 @@ class Problem:
     def choices(self, num_ranks: int, rows: int) -> tuple[Choice, ...]:
         """Choices for the layers of a stage, for microbatches of ``rows`` rows that its replicas divide evenly.
 
-        Of all grids, those come first in :func:`best_grids`. :meth:`can_have` says which layers may have them.
+        Grids are those that :func:`best_grids` keeps. :meth:`can_have` says which layers may have them.
         """
         if (num_ranks, rows) not in self._choices:
             found = self.rules.choices(num_ranks, self.host_devices)
             limit = max(layer.tp_limit for layer in self.graph.layers)
             plain = tuple(each for each in found if each.row_shards(num_ranks) and each.tp <= limit)
             plain = tuple(each for each in plain if rows % each.row_shards(num_ranks) == 0)
-            self._choices[num_ranks, rows] = plain + best_grids(self, num_ranks, rows, plain)
+            self._choices[num_ranks, rows] = plain + self._best_grids(num_ranks, self.rows // rows, plain)
         return self._choices[num_ranks, rows]
+
+    def _best_grids(self, num_ranks: int, microbatches: int, plain: Sequence[Choice]) -> tuple[Choice, ...]:
+        """The grids that come first for the first stage of some ranks."""
+        shapes = self.rules.grid_shapes(num_ranks, self.host_devices)
+        ends = range(num_ranks, self.cluster.num_ranks + 1)
+        end = next((each for each in ends if num_ranks in self.meshes(each)), 0)
+        if not shapes or not end:
+            return ()
+        place, classes = self.place(end - num_ranks, end), self.layer_classes
+        layers = [(layer, self.class_of.count(number)) for number, layer in enumerate(classes)]
+        firsts = [self.class_of.index(number) for number in range(len(classes))]
+        return best_grids(
+            layers,
+            shapes,
+            self.rules,
+            plain,
+            self.workload(microbatches),
+            lambda number, choice: self.layer_cost(firsts[number], choice, place, microbatches),
+        )
 
     def can_have(self, choice: Choice, first: int, end: int) -> bool:
         """Whether layers ``first`` to ``end - 1`` may have a choice: not every layer can be on a grid."""
@@ -197,11 +168,13 @@ class Problem:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, microbatches)
         if key not in self._layer_costs:
-            rows = self.rows // microbatches
-            given = (self.layer_classes[key[0]], choice, place, self.profile, self.states, rows)
             cost = grid_cost if choice.grid else layer_cost
-            self._layer_costs[key] = cost(*given, microbatches, self.codec_costs)
+            self._layer_costs[key] = cost(self.layer_classes[key[0]], choice, place, self.workload(microbatches))
         return self._layer_costs[key]
+
+    def workload(self, microbatches: int) -> Workload:
+        """A step of some microbatches."""
+        return Workload(self.profile, self.states, self.rows // microbatches, microbatches, self.codec_costs)
 
     def place(self, first: int, end: int) -> Place:
         """The place of ranks ``first`` to ``end - 1``."""

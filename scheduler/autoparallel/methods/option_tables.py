@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ..choices import Choice
-from ..costs import LayerCost, Place
+from ..cluster import Place
+from ..costs import LayerCost
 from ..problem import Problem
 
 

@@ -26,7 +26,7 @@ from reshard import _native
 
 from ...ir.communication import RECVS_AHEAD
 from ..choices import Choice, GridShape
-from ..costs import Place
+from ..cluster import Place
 from ..problem import Problem, Stages
 from ..result.stages import StagePlan
 from .option_tables import OptionTables, num_recomputed

@@ -33,7 +33,7 @@ from reshard.scheduler.autoparallel import (
     Tensor,
     search,
 )
-from reshard.scheduler.autoparallel.costs import Place
+from reshard.scheduler.autoparallel.cluster import Place
 from reshard.scheduler.autoparallel.grids import _traffic
 from reshard.topology import CodecRate, Host, Port, Topology
 
