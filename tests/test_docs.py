@@ -19,6 +19,10 @@ import pytest
 from reshard.cli.main import main
 from reshard.testing import run_processes
 
+#: Imported here once, so that forked processes need not import them.
+for _name in ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo"):
+    importlib.import_module(_name)
+
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

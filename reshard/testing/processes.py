@@ -90,7 +90,7 @@ def run_processes(
         raise ArgumentError(f"run_processes needs a function, not {type(function).__name__}")
     num_ranks = check_integer(num_ranks, "num_ranks", 1, MAX_RANK)
     check_timeout(timeout_seconds)
-    for module in ("reshard.api.call", "numpy.ma"):  # import once here, not in each child
+    for module in ("reshard.api.call", "numpy.ma", "encodings.idna"):  # import once here, not in each child
         importlib.import_module(module)
     context = multiprocessing.get_context("fork")
     pipes: list[Connection] = []

@@ -9,7 +9,10 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo  # once here, not in each forked rank
 import torch.distributed as dist
+import torch.distributed.device_mesh
+import torch.distributed.tensor
 
 import reshard
 import reshard.api.call

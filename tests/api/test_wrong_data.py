@@ -8,6 +8,9 @@ import threading
 import numpy as np
 import pytest
 import torch
+import torch._dynamo  # once here, not in each forked rank
+import torch.distributed.device_mesh
+import torch.distributed.tensor
 
 import reshard
 from reshard import DisagreementError, Layout, Mesh, RegionLayout
