@@ -5,11 +5,11 @@ devices. Devices sleep for the seconds of their layers; tensors cross rate-limit
 the model on devices of 60 TFLOPS with links of ``--link``, scaled alike, so the ratio of communication to computation
 is that of the model.
 
-Transfers run in two ways: on the compute stream, where a send blocks the next computation of its producer, as in the
-predecessor; and on streams of their own right behind their producers, as ``overlap_transfers`` places them. A profile
-of the first counts blocked time as computation, as a timer around a stage does; one of the second is computation only.
-Each profile is searched without the price of edges (``alpa``) and with it (``auto``). Every choice runs in both ways
-with 1F1B, and under the schedule that the search chose with it.
+Transfers run in two ways. *Blocking* transfers are on the compute stream, so a send blocks the next computation of its
+producer. *Overlapped* transfers have streams of their own and start when their producers end, as ``overlap_transfers``
+places them. A timer around a blocking stage counts blocked time as computation, so its profile is wrong; the profile of
+overlapped stages holds only computation. The search runs on each profile without the price of edges (``alpa``) and with
+it (``auto``). Every choice runs in both ways with 1F1B, and under the schedule that the search chose with it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def measure(
 
 
 def main() -> None:
-    """Print the seconds of a step for each choice and way, and the gains over the predecessor."""
+    """Print the seconds of a step for each choice and way, and the gains over ``alpa`` on the wrong profile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1 Gbit/s", help="of each emulated NIC (default: 1 Gbit/s)")
     parser.add_argument("--link", default="10 Gbit/s", help="of each modelled NIC (default: 10 Gbit/s)")
@@ -141,7 +141,7 @@ def main() -> None:
     base = measured["wrong profile, alpa"][BLOCKING]
     for name, found in measured.items():
         gains = ", ".join(f"{way} {100 * (base / each - 1):+.1f} %" for way, each in found.items())
-        print_line(f"{name:22} over the predecessor (wrong profile, alpa, {BLOCKING}): {gains}")
+        print_line(f"{name:22} over the wrong profile, alpa, {BLOCKING}: {gains}")
 
 
 if __name__ == "__main__":

@@ -46,10 +46,10 @@ class Connections:
     def transport(self, is_two_way: bool, timeout_seconds: float, check_error: Callable[[], None]) -> GlooTransport:
         """A transport; all ranks must request the same kind.
 
-        A Gloo receiver notifies the sender over their shared connection, after all data that it sends to that rank
-        itself. With
-        traffic in both directions a sender would wait for the end of an opposite message after each of its own: an
-        in-place exchange took 1.25 times the bound. So a two-way transport has one connection per direction.
+        A Gloo receiver acknowledges each message over the connection on which it sends its own data to that rank, and
+        behind that data. With traffic in both directions, a sender would therefore wait for the end of an opposite
+        message after each of its own: an in-place exchange took 1.25 times the bound. So a two-way transport has one
+        connection per direction.
 
         Args:
             check_error: called periodically while ranks connect; raises if waiting is pointless.

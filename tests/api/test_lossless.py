@@ -24,43 +24,24 @@ from reshard.coordination import Channel
 from reshard.coordination.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard
-
-SHAPES = {"w": (128, 256), "scale": (100,), "odd": (33, 7)}
-SRC = {"w": Layout(Mesh.of("2x2"), "S0 R"), "scale": Layout(Mesh.of("4")), "odd": Layout(Mesh.of("4"), "S0")}
-DST = {name: Layout(Mesh.of("2", first_rank=3), "R S0" if name == "w" else "") for name in SHAPES}  # rank 3 is in both
-DTYPES = {"w": torch.bfloat16, "scale": torch.float32, "odd": torch.float16}
-
-
-def _version(number):
-    """All tensors of a version: each changes one value in fifty by a small step."""
-    generator = torch.Generator().manual_seed(0)
-    wholes = {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
-    for step in range(1, number + 1):
-        for whole in wholes.values():
-            whole.view(-1)[step::50] *= 1.01
-    return wholes
-
-
-def _shards(layouts, rank, number):
-    shards = {name: take_shard(layouts[name], rank, whole) for name, whole in _version(number).items()}
-    return None if shards["w"] is None else shards
+from tests.support.versions import DST, DTYPES, SHAPES, SRC, make_version, shards_of
 
 
 def _move(rank, number, base, out, **options):
     """Send a version as the differences to ``base``, the number of a version or shards."""
-    base = _shards(SRC, rank, base) if isinstance(base, int) else base
+    base = shards_of(SRC, rank, base) if isinstance(base, int) else base
     keywords = {"shape": SHAPES, "dtype": DTYPES, "topology": Topology((0, 0, 1, 1, 2)), "timeout_seconds": 20}
     keywords |= {"compression": "delta", "base": base, "out": out} | options
-    return reshard.reshard_async(_shards(SRC, rank, number), SRC, DST, **keywords)
+    return reshard.reshard_async(shards_of(SRC, rank, number), SRC, DST, **keywords)
 
 
 def _holds(rank, out, number):
-    wanted = _shards(DST, rank, number) or {}
+    wanted = shards_of(DST, rank, number) or {}
     return all(same_bytes(out[name], wanted[name]) for name in wanted)
 
 
 def _deltas(rank):
-    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in _shards(DST, rank, 0).items()}
+    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in shards_of(DST, rank, 0).items()}
     if out is not None:  # a shard with strides
         out["w"] = torch.zeros(out["w"].shape[::-1], dtype=out["w"].dtype).t()
     with warnings.catch_warnings(record=True) as caught:
@@ -87,7 +68,7 @@ def _deltas(rank):
         texts = {str(warning.message) for warning in caught}
         assert texts == {f"compression='delta' sends the tensors in full: {x.report.because}" for x in (third, fourth)}
 
-    spoiled = _shards(SRC, rank, 5)
+    spoiled = shards_of(SRC, rank, 5)
     if rank == 1:
         spoiled["scale"][0] += 1
     for error, text, base, options in (
@@ -100,7 +81,7 @@ def _deltas(rank):
         if "spoiled" in options:
             call = lambda: reshard.reshard(  # noqa: E731
                 spoiled, SRC, DST, shape=SHAPES, dtype=DTYPES, compression="delta",
-                base=_shards(SRC, rank, 4), out=out,
+                base=shards_of(SRC, rank, 4), out=out,
             )  # fmt: skip
         elif "swapped" in options:
             swapped = base if rank else {**base, "w": base["w"].t()}
@@ -120,7 +101,7 @@ def test_differences_arrive_bit_for_bit_and_bases_are_compared_by_digest():
 
 def _break(rank, victim):
     """Spoil a bucket on its way, or kill a rank: every other rank keeps the version that it holds."""
-    out = _shards(DST, rank, 1)
+    out = shards_of(DST, rank, 1)
     _move(rank, 1, 1, out).wait()
     if rank == 0:
         send = GlooTransport.send
@@ -160,34 +141,34 @@ def test_after_a_failure_every_rank_holds_the_earlier_version_and_the_error_name
 
 
 def _repeat(rank):
-    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in _shards(DST, rank, 0).items()}
+    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in shards_of(DST, rank, 0).items()}
     plan = reshard.make_plan(SRC, DST, SHAPES, {name: str(dtype)[6:] for name, dtype in DTYPES.items()})
     with pytest.raises(ArgumentError, match=r"compression of a Mover is 'int8x128'; it must be one of .* to make_plan"):
         reshard.Mover(plan, compression="int8x128")
     with pytest.raises(DisagreementError, match="compression"):
         reshard.Mover(plan, compression=None if rank == 2 else "delta")
     with reshard.Mover(plan, compression="delta", timeout_seconds=20, verify=True) as mover:
-        handle = mover.start(_shards(SRC, rank, 1), out=out)
+        handle = mover.start(shards_of(SRC, rank, 1), out=out)
         handle.wait()
         assert handle.report.because == "ranks 0-3 pass no base" and _holds(rank, out, 1)
         for number in (2, 3, 4):
-            handle = mover.start(_shards(SRC, rank, number), base=_shards(SRC, rank, number - 1), out=out)
+            handle = mover.start(shards_of(SRC, rank, number), base=shards_of(SRC, rank, number - 1), out=out)
             result = handle.wait()
             assert out is None or all(result[name] is out[name] for name in out)
             assert handle.report.because == "" and _holds(rank, out, number)
             assert handle.report.encoded_bytes < handle.report.plain_bytes / 5
             if number == 3:  # wrong arrays of one rank are an error of all, and the next transfer works
-                wrong = _shards(SRC, rank, 4)
+                wrong = shards_of(SRC, rank, 4)
                 if rank == 1:
                     del wrong["odd"]
                 with pytest.raises(ArgumentError, match="rank 1: the dict of tensors"):
-                    mover.start(wrong, base=_shards(SRC, rank, 3), out=out)
+                    mover.start(wrong, base=shards_of(SRC, rank, 3), out=out)
     with (
         reshard.Mover(plan) as raw,
         pytest.raises(ArgumentError, match="base= is for a Mover with compression='delta'"),
     ):
-        raw(_shards(SRC, rank, 1), base=_shards(SRC, rank, 1))
-    base = None if rank >= 4 else _shards(SRC, rank, 4)
+        raw(shards_of(SRC, rank, 1), base=shards_of(SRC, rank, 1))
+    base = None if rank >= 4 else shards_of(SRC, rank, 4)
     if rank == 3:  # its base of "scale" is what it receives
         base["scale"] = out["scale"]
     with pytest.raises(ArgumentError, match=r"out of 'scale' shares storage with a base, which .* must not change"):
@@ -203,7 +184,7 @@ def test_a_mover_repeats_differences_and_a_base_is_never_overwritten():
 def test_buckets_move_inside_one_process(kind):
     dtypes = {"w": torch.bfloat16, "scale": torch.float32, "odd": torch.float16}
     for name, shape in SHAPES.items():
-        wholes = [_version(number)[name] for number in (1, 2)]
+        wholes = [make_version(number)[name] for number in (1, 2)]
         if kind == "numpy":  # NumPy has no bf16
             wholes = [whole.float() if dtypes[name] == torch.bfloat16 else whole for whole in wholes]
 

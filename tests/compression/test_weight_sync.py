@@ -10,41 +10,21 @@ from reshard.compression import WeightSync
 from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
 from reshard.testing.processes import run_processes
-from tests.support.tensors import same_bytes, take_shard
-
-SHAPES = {"w": (128, 256), "scale": (100,), "odd": (33, 7)}
-SRC = {"w": Layout(Mesh.of("2x2"), "S0 R"), "scale": Layout(Mesh.of("4")), "odd": Layout(Mesh.of("4"), "S0")}
-DST = {name: Layout(Mesh.of("2", first_rank=3), "R S0" if name == "w" else "") for name in SHAPES}  # rank 3 is in both
-DTYPES = {"w": torch.bfloat16, "scale": torch.float32, "odd": torch.float16}
-
-
-def _weights(version):
-    """All tensors of a version: each changes one value in fifty by a small step."""
-    generator = torch.Generator().manual_seed(0)
-    wholes = {name: torch.randn(shape, generator=generator).to(DTYPES[name]) for name, shape in SHAPES.items()}
-    for step in range(1, version + 1):
-        for whole in wholes.values():
-            flat = whole.view(-1)
-            flat[step::50] *= 1.01
-    return wholes
-
-
-def _shards(layouts, rank, version):
-    shards = {name: take_shard(layouts[name], rank, whole) for name, whole in _weights(version).items()}
-    return None if shards["w"] is None else shards
+from tests.support.tensors import same_bytes
+from tests.support.versions import DST, DTYPES, SHAPES, SRC, shards_of
 
 
 def _sync(rank):
     sync = WeightSync(SRC, DST, SHAPES, DTYPES, topology=Topology((0, 0, 1, 1, 2)))
-    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in _shards(DST, rank, 0).items()}
+    out = None if rank < 3 else {name: torch.zeros_like(shard) for name, shard in shards_of(DST, rank, 0).items()}
     if out is not None:  # a shard with strides
         out["w"] = torch.zeros(out["w"].shape[::-1], dtype=out["w"].dtype).t()
 
     def send(version, **changes):
-        return sync(changes.get("tensors", _shards(SRC, rank, version)), out, version=version)
+        return sync(changes.get("tensors", shards_of(SRC, rank, version)), out, version=version)
 
     def holds(version):
-        wanted = _shards(DST, rank, version) if out is not None else {}
+        wanted = shards_of(DST, rank, version) if out is not None else {}
         return sync.version == version and all(same_bytes(out[name], wanted[name]) for name in wanted)
 
     full = send(1)
@@ -56,17 +36,17 @@ def _sync(rank):
     assert second.encoded_bytes < full.encoded_bytes / 5 and full.encoded_bytes < full.plain_bytes + 9 * 16
 
     with pytest.raises(DisagreementError, match="passes version 3, rank 2 version 4"):
-        sync(_shards(SRC, rank, 3), out, version=4 if rank == 2 else 3)
+        sync(shards_of(SRC, rank, 3), out, version=4 if rank == 2 else 3)
     with pytest.raises(ArgumentError, match=r"rank 1: .*all ranks keep version 2"):
         send(3, **({"tensors": {}} if rank == 1 else {}))
     for wrong in (None, 3.5, "3", True):
         with pytest.raises(ArgumentError, match=r"rank 1: .*version is .*must be an integer"):
-            sync(_shards(SRC, rank, 3), out, version=wrong if rank == 1 else 3)
+            sync(shards_of(SRC, rank, 3), out, version=wrong if rank == 1 else 3)
     if rank == 1:
-        tensors = _shards(SRC, rank, 3) | {"other": torch.zeros(3)}
+        tensors = shards_of(SRC, rank, 3) | {"other": torch.zeros(3)}
     with pytest.raises(ArgumentError, match=r"rank 1: .*the source has 'other', which the weights do not have"):
         send(3, **({"tensors": tensors} if rank == 1 else {}))
-    spoiled = _shards(SRC, rank, 3)
+    spoiled = shards_of(SRC, rank, 3)
     if rank == 1:
         spoiled["scale"][0] += 1
     with pytest.raises(DisagreementError, match="ranks 0 and 1 hold the same regions, but other weights"):
@@ -78,7 +58,7 @@ def _sync(rank):
     with pytest.raises(VerificationError, match=r"rank 4: out does not hold version 2 .* in full; no out has changed"):
         send(3)
     assert sync.version is None
-    wanted = _shards(DST, rank, 2) if out is not None else {}
+    wanted = shards_of(DST, rank, 2) if out is not None else {}
     assert rank == 4 or all(same_bytes(out[name], wanted[name]) for name in wanted)
     again = send(3)
     assert (again.base, again.because) == (None, "no rank holds a version") and holds(3)
@@ -101,7 +81,7 @@ def _sync(rank):
     with pytest.raises(VerificationError, match=r"from ranks .* arrived with other bytes .* no out has changed"):
         send(6)
     GlooTransport.send = transport
-    wanted = _shards(DST, rank, 5) if out is not None else {}
+    wanted = shards_of(DST, rank, 5) if out is not None else {}
     assert sync.version is None and all(same_bytes(out[name], wanted[name]) for name in wanted)
     assert send(6).base is None and holds(6)
 
