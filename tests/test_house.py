@@ -111,6 +111,13 @@ def test_every_package_says_what_it_is_for():
                 assert len(ast.get_docstring(ast.parse((path / "__init__.py").read_text())) or "") > 20, path
 
 
+def test_packages_of_the_table_say_what_they_may_import():
+    for layer in set(_layers()) - {"reshard", "reshard.scheduler", "microbench"}:
+        folder = layer.replace("reshard.scheduler", "scheduler").replace(".", "/")
+        doc = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
+        assert re.search(r"\bimports?\b", doc, flags=re.I), layer
+
+
 def test_no_module_shares_its_name_with_a_public_name():
     import reshard.scheduler
 

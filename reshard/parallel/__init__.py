@@ -2,6 +2,8 @@
 
 Start with :func:`parallelize`. Its sums of gradients need :func:`sync_gradients`, or the pipeline engine. Prices and
 choices of grids work without torch.
+
+May import :mod:`reshard.compression` and the packages below it.
 """
 
 from __future__ import annotations

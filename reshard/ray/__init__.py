@@ -9,6 +9,8 @@
 
 Actors exchange data over Gloo. Only ``put``, ``shards`` and ``gather`` send arrays through the driver and the object
 store. The driver may run on any machine from which ``ray.init`` can connect.
+
+May import :mod:`reshard.testing`, :mod:`reshard.api` and the packages below it.
 """
 
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray

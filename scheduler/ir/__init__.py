@@ -1,1 +1,4 @@
-"""Schedules as values: actions, text formats, and where transfers are placed."""
+"""Schedules as values: actions, text formats, and where transfers are placed.
+
+May import ``graph`` and ``costs`` of ``reshard.scheduler``, and every package of ``reshard``.
+"""

@@ -1,1 +1,4 @@
-"""Passes: functions from a schedule to a schedule."""
+"""Passes: functions from a schedule to a schedule.
+
+May import ``simulation`` and the packages below it.
+"""

@@ -1,1 +1,4 @@
-"""Schedule builders: functions from a pipeline to a schedule."""
+"""Schedule builders: functions from a pipeline to a schedule.
+
+May import ``passes`` and the packages below it.
+"""

@@ -1,1 +1,4 @@
-"""Simulation, checking and visualization of schedules."""
+"""Simulation, checking and visualization of schedules.
+
+May import ``ir`` and the packages below it.
+"""

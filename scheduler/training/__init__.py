@@ -2,4 +2,6 @@
 
 ``presets`` names the sizes. ``models`` builds the models, ``data`` reads batches, ``loop`` trains, and ``command`` is
 the subcommand of ``reshard``. Importing ``command`` and ``presets`` does not import torch.
+
+May import the rest of ``reshard.scheduler``.
 """
