@@ -122,6 +122,11 @@ class Pipe:
         self.meshes = find_meshes(self.placements)
         self._loss, self._blocks = loss, blocks if blocks is not None else find_blocks(model)
         self._tp_plans = [find_plan(each, model, tp_plan, stage) for stage, each in enumerate(self.placements)]
+        self._sequence_parts = {
+            stage: placement.tp
+            for stage, placement in enumerate(self.placements)
+            if divides_sequence(self._tp_plans[stage])
+        }
 
     @property
     def input_names(self) -> list[str]:
@@ -231,17 +236,9 @@ class Pipe:
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         rows = split_microbatches(outline.rows, microbatches, self.meshes)
         first = planner.pipeline(outline, rows[0])
-        engine = Engine(
-            self._trial_schedule(first, len(rows)),
-            first,
-            modules,
-            group=group,
-            topology=topology,
-            ties=tied,
-            autocast=self.autocast,
-            compression=compression,
-            timeout_seconds=timeout_seconds,
-        )
+        settings: dict[str, Any] = {"group": group, "topology": topology, "timeout_seconds": timeout_seconds}
+        settings |= {"ties": tied, "autocast": self.autocast, "compression": compression}
+        engine = Engine(self._trial_schedule(first, len(rows)), first, modules, **settings)
         options = CompileOptions(
             microbatches,
             schedule or auto_schedule,
@@ -254,11 +251,7 @@ class Pipe:
             process_group=group,
             policy=compression,
             shards={stage: self._shard_of(stage, device_mesh) for stage, device_mesh in device_meshes.items()},
-            sequence_parts={
-                stage: placement.tp
-                for stage, placement in enumerate(self.placements)
-                if divides_sequence(self._tp_plans[stage])
-            },
+            sequence_parts=self._sequence_parts,
         )
         made = PipelineEngine(engine, planner, modules, options)
         made.prepare(batch, profile)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -68,9 +68,13 @@ def one_row(empty: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(empty.requires_grad)
 
 
-def no_row(array: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """None of the entries of ``array`` in the dims in which ``shape`` has none. It stays in the autograd graph."""
-    for dim, size in enumerate(shape[: array.dim()]):
-        if size == 0:
-            array = array.narrow(dim, 0, 0)
-    return array
+def no_rows(arrays: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec], rank: int) -> dict[str, torch.Tensor]:
+    """None of the entries in the dims in which ``tensors`` have none on this rank. They stay in the autograd graph."""
+    made = {}
+    for spec in tensors:
+        array = arrays[str(spec.name)]
+        for dim, size in enumerate(spec.src_shards.local_shape(rank)[: array.dim()]):
+            if size == 0:
+                array = array.narrow(dim, 0, 0)
+        made[str(spec.name)] = array
+    return made

@@ -21,7 +21,7 @@ from reshard.sharding import TensorSpec
 from ..graph import Pipeline
 from . import torch_compat
 from .data_parallel import check_module, mark_failed, no_grad_sync, prepare_backward, without_ddp
-from .local_tensors import full, is_dtensor, localize, no_row, one_row
+from .local_tensors import full, is_dtensor, localize, no_rows, one_row
 
 Tensors = dict[str, torch.Tensor]
 
@@ -141,10 +141,7 @@ class StageRun:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
                 sent = self._select({**output.tensors, **passed_on}, edge.dst, edge.tensors)
                 if without_rows is not None:
-                    shapes = {
-                        str(spec.name): spec.src_shards.local_shape(self._rank) for spec in without_rows[edge.dst]
-                    }
-                    sent = {name: no_row(sent[name], shape) for name, shape in shapes.items()}
+                    sent = no_rows(sent, without_rows[edge.dst], self._rank)
                 live.sent[edge.dst] = sent
         for name, leaf in leaves.items():
             if torch_compat.version_of(leaf) != versions[name]:
@@ -166,15 +163,18 @@ class StageRun:
         if train:
             self._check_gradients(live)
         self._in_flight[microbatch] = live
+        return self._to_send(live.sent)
+
+    def _to_send(self, outputs: Mapping[int, Tensors]) -> dict[int, Tensors]:
+        """The outputs without their graph. A buffer is copied, because the next forward may change it."""
         buffers = [array for array in self.module.buffers() if not is_dtensor(array)]
-        buffer_storages = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
+        storages = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
 
-        def to_send(array: torch.Tensor) -> torch.Tensor:
-            """The output without its graph; a copy if it is a buffer, which the next forward may change."""
-            plain = array.detach()
-            return plain.clone() if plain.untyped_storage().data_ptr() in buffer_storages else plain
+        def plain(array: torch.Tensor) -> torch.Tensor:
+            detached = array.detach()
+            return detached.clone() if detached.untyped_storage().data_ptr() in storages else detached
 
-        return {dst: {name: to_send(array) for name, array in sent.items()} for dst, sent in live.sent.items()}
+        return {dst: {name: plain(array) for name, array in sent.items()} for dst, sent in outputs.items()}
 
     def skip(
         self,
