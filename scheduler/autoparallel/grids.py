@@ -128,8 +128,7 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
         coded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
         scatter = codec_costs.faster(scatter, coded)
     held = gradients / depth if microbatches == 1 else gradients
-    copy = weights  # in some runs ranks have counted one more copy of what they gather
-    return _SharedStates((weights + optimizer) / depth + held + copy, held, weights, gather, scatter, is_coded)
+    return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_coded)
 
 
 def _exposed(price: LayerPrice) -> float:

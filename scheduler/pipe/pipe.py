@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -236,6 +237,8 @@ class Pipe:
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         rows = split_microbatches(outline.rows, microbatches, self.meshes)
         first = planner.pipeline(outline, rows[0])
+        del stages, shared, cut  # traces and the modules of other stages refer to each other in cycles
+        gc.collect()  # otherwise parameters of the whole model remain until Python's collector runs
         settings: dict[str, Any] = {"group": group, "topology": topology, "timeout_seconds": timeout_seconds}
         settings |= {"ties": tied, "autocast": self.autocast, "compression": compression}
         engine = Engine(self._trial_schedule(first, len(rows)), first, modules, **settings)

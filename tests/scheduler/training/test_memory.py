@@ -25,8 +25,22 @@ def problem():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "microbatches"),
-    [("4:2 tp, 4:1 half", 4), ("3:1, 5:2", 4), ("3:2 zero, 5:1 half", 8), ("4:4 2x1x2, 4:1", 4), ("4:2 half, 4:2", 2)],
-    ids=["tensor parallel and recompute", "replicas", "zero 3", "2.5-D grid", "all microbatches in flight"],
+    [
+        ("4:2 tp, 4:1 half", 4),
+        ("3:1, 5:2", 4),
+        ("3:2 zero, 5:1 half", 8),
+        ("4:4 2x1x2, 4:1", 4),
+        ("4:2 half, 4:2", 2),
+        ("8:4 1x2x2 zero", 4),
+    ],
+    ids=[
+        "tensor parallel and recompute",
+        "replicas",
+        "zero 3",
+        "2.5-D grid",
+        "all microbatches in flight",
+        "zero 3 on a grid",
+    ],
 )
 def test_predicted_memory_is_within_5_percent(problem, text, microbatches):
     stages = parse_stages(text)
