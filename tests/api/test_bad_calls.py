@@ -268,11 +268,11 @@ def _different_members(rank):
     ]:
         begun = time.monotonic()
         try:
-            reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, mine if rank == 3 else theirs, timeout_seconds=20)
+            reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, mine if rank == 3 else theirs, timeout_seconds=60)
             texts.append("nothing was raised")
         except reshard.ReshardError as error:
             texts.append(str(error))
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
         dist.barrier()
     good = reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS)
     assert good is None or same_bytes(good, take_shard(COLS, rank, WHOLE))
