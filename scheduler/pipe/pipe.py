@@ -225,19 +225,17 @@ class Pipe:
             cut = self.cut(outline.names)
             planner = Planner(Skeleton(self.model, cut, device.type, self.autocast), self.meshes)
             stages, ties, mine = self._make_stages(cut, planner.graph(outline), torch.distributed.get_rank(group))
-            shared = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
-            kinds = [(tuple(each.shape), dtype_name(each.dtype)) for each in shared]
+            kinds = _kinds_of_ties(stages, ties)
         with agreement.share_error():
             device_meshes = {
                 stage: make_device_mesh(self.meshes[stage], device, group, timeout_seconds) for stage in mine
             }
-            own = {stage: stages[stage] for stage in mine}
-            modules = self._parallelize(own, device, device_meshes, timeout_seconds)
+            modules = self._parallelize({each: stages[each] for each in mine}, device, device_meshes, timeout_seconds)
         layouts = agreement.tied_layouts(ties, modules, self.meshes)
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         rows = split_microbatches(outline.rows, microbatches, self.meshes)
         first = planner.pipeline(outline, rows[0])
-        del stages, shared, cut  # traces and the modules of other stages refer to each other in cycles
+        del stages, cut  # traces and the modules of other stages refer to each other in cycles
         gc.collect()  # otherwise parameters of the whole model remain until Python's collector runs
         settings: dict[str, Any] = {"group": group, "topology": topology, "timeout_seconds": timeout_seconds}
         settings |= {"ties": tied, "autocast": self.autocast, "compression": compression}
@@ -340,6 +338,14 @@ def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
         return auto_schedule(pipeline, num_microbatches, can_split=can_split, memory_limit_bytes=memory_limit_bytes)
 
     return build
+
+
+def _kinds_of_ties(
+    stages: Sequence[torch.nn.Module], ties: Sequence[Mapping[int, str]]
+) -> list[tuple[tuple[int, ...], str]]:
+    """Shape and dtype of each parameter that several stages share."""
+    shared = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
+    return [(tuple(each.shape), dtype_name(each.dtype)) for each in shared]
 
 
 def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:
