@@ -111,13 +111,42 @@ template <class Word> RESHARD_INLINE Word move_by(Word word, int64_t steps) {
     return static_cast<Word>(to < 0 ? sign - to : to);
 }
 
+// Reads a stream some entries ahead of its application, and prefetches the words that change. The changed words of a
+// large array are too far apart for the processor to foresee them.
+template <class Word> struct Prefetcher {
+    static constexpr int ENTRIES = 24;
+    const uint8_t *data, *const end;
+    const Word *const words;
+    const size_t count;
+    size_t at = 0;
+
+    RESHARD_INLINE void next() {
+        while (end - data >= 2) {
+            const uint8_t gap = *data++;
+            at += gap;
+            if (gap == SKIP)
+                continue;
+            if (at < count)
+                __builtin_prefetch(words + at, 1);
+            const ptrdiff_t entry = *data == WHOLE ? 1 + sizeof(Word) : 1;
+            data = end - data > entry ? data + entry : end;
+            ++at;
+            return;
+        }
+    }
+};
+
 // Applies a stream to the base, in place. Returns false if the stream is not one for so many words; some words may have
 // changed then.
 template <class Word>
 RESHARD_INLINE bool apply_delta(const uint8_t *data, size_t nbytes, Word *words, size_t count) {
     const uint8_t *const end = data + nbytes;
+    Prefetcher<Word> prefetcher{data, end, words, count};
+    for (int i = 0; i < Prefetcher<Word>::ENTRIES; ++i)
+        prefetcher.next();
     size_t at = 0;
     while (data < end) {
+        prefetcher.next();
         const uint8_t gap = *data++;
         at += gap;
         if (gap == SKIP)
