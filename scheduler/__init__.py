@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .pipe.pipe import Pipe
     from .pipe.placement import Placement, ddp, fsdp
     from .pipe.profile import Profile, StageTimes
+    from .pipe.totals import StepResult
     from .runtime.engine import Engine
     from .runtime.stage import StageOutput
     from .runtime.tied_params import TiedParameter
