@@ -373,7 +373,7 @@ def _sum_tied_gradients(rank):
         [TiedParameter({0: "weight", 1: "weight"}, (3, 2))], pipeline, modules, find_group(None), plan_tensors, 20.0
     )
     ties.share_values()
-    for mover in ties._ties[0][2].values():
+    for mover in ties._ties[0].raw.values():
         mover._transfers.on_stream.streams.mark_of = Broken if rank == 1 else Never
     with pytest.raises(reshard.RemoteError) as caught:
         ties.add_gradients()
