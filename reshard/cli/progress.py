@@ -58,11 +58,14 @@ def show_time(seconds: float, *, show: bool = True) -> Iterator[Callable[..., No
 
 
 @contextlib.contextmanager
-def show_elapsed(text: str) -> Iterator[None]:
-    """Show ``text`` and the time since the start of the block, whose length is unknown, on a terminal."""
+def show_elapsed(text: str, *, show: bool = True) -> Iterator[None]:
+    """Show ``text`` and the time since the start of the block, whose length is unknown, on a terminal.
+
+    The block must not fork, because a thread refreshes the time. Nothing is shown if ``show`` is false.
+    """
     ended = threading.Event()
     with contextlib.ExitStack() as stack:
-        if sys.stderr.isatty():
+        if show and sys.stderr.isatty():
             try:
                 from tqdm import tqdm
             except ImportError:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from reshard.cli.progress import show_elapsed
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 
@@ -109,7 +110,8 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
         options = {"microbatches": job.preset.microbatches, "schedule": SCHEDULES[job.schedule]}
     if job.compression is not None:
         options["compression"] = parse_policy(job.compression)
-    engine = make_pipe(job).compile(_move(loader.batch(0), device), device=device, **options)
+    with show_elapsed("measuring the stages", show=shows and rank == 0):
+        engine = make_pipe(job).compile(_move(loader.batch(0), device), device=device, **options)
     optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
     folder = job.checkpoint or ""

@@ -37,7 +37,8 @@ class Progress:
             with contextlib.suppress(ImportError):
                 from tqdm import tqdm
 
-                self._bar = tqdm(total=steps, initial=start, unit="step", desc=name)
+                bar_format = "{desc}: {n}/{total} |{bar:16}| {elapsed}<{remaining}{postfix}"
+                self._bar = tqdm(total=steps, initial=start, desc=name, dynamic_ncols=True, bar_format=bar_format)
         elif shows and start:
             self.note(f"{name}: continuing at step {start}")
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.cli.progress import show_elapsed
 from reshard.codecs import measure_rates, parse_codec
 from reshard.compression import Policy, parse_policy
 from reshard.errors import ArgumentError, RemoteError, ReshardError
@@ -193,7 +194,8 @@ def find_strategy(job: Job, options: SearchOptions, num_ranks: int | None = None
     Raises:
         ArgumentError: no strategy fits the memory, or the options contradict each other.
     """
-    return choose_strategy(make_job_problem(job, options, num_ranks))
+    with show_elapsed("measuring layers and searching"):
+        return choose_strategy(make_job_problem(job, options, num_ranks))
 
 
 def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
@@ -222,7 +224,8 @@ def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
             return measured
 
         try:
-            message = tune(make_job_problem(job, options, world), choose_strategy, measure)
+            with show_elapsed("measuring layers and steps, and searching"):
+                message = tune(make_job_problem(job, options, world), choose_strategy, measure)
         except Exception as error:
             if not is_measuring:
                 own = f"rank 0 cannot search: {type(error).__name__}: {error}"
