@@ -73,10 +73,12 @@ def describe_ranks(ranks: Sequence[int]) -> str:
 
 
 def count_of(number: int, noun: str) -> str:
-    """``1 rank``, ``2 ranks``, ``3 axes``."""
+    """``1 rank``, ``2 ranks``, ``3 axes``, ``4 microbatches``."""
     if number == 1:
         return f"1 {noun}"
-    return f"{number} axes" if noun == "axis" else f"{number} {noun}s"
+    if noun == "axis":
+        return f"{number} axes"
+    return f"{number} {noun}{'es' if noun.endswith('ch') else 's'}"
 
 
 def format_bytes(nbytes: float) -> str:

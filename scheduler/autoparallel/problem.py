@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from ..graph import Edge, Pipeline, Stage
 from ..ir.communication import RECVS_AHEAD
@@ -43,7 +44,7 @@ class Candidate:
     @property
     def text(self) -> str:
         """A text that no other stages and microbatches have."""
-        return f"{self.microbatches} microbatches: {', '.join(map(str, self.stages))}"
+        return f"{count_of(self.microbatches, 'microbatch')}: {', '.join(map(str, self.stages))}"
 
 
 @dataclass(frozen=True)

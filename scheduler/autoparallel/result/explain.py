@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.formatting import format_bytes
+from reshard.formatting import count_of, format_bytes
 
 from .record import StrategyRecord
 from .reports import EdgeReport
@@ -11,8 +11,9 @@ from .reports import EdgeReport
 def explain_strategy(strategy: StrategyRecord) -> str:
     """The text of :meth:`reshard.scheduler.autoparallel.Strategy.explain`."""
     lines = [
-        f"{strategy.seconds:.4g} s for {strategy.rows} rows in {strategy.microbatches} microbatches, found by "
-        f"{strategy.method}, schedule {strategy.schedule.name}"
+        f"{strategy.seconds:.4g} s for {count_of(strategy.rows, 'row')} in "
+        f"{count_of(strategy.microbatches, 'microbatch')}, found by {strategy.method}, "
+        f"schedule {strategy.schedule.name}"
     ]
     if strategy.is_guess:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
@@ -33,9 +34,9 @@ def explain_strategy(strategy: StrategyRecord) -> str:
             f"{max(0.0, idle - report.exposed_seconds):.3g} s otherwise idle, {report.gradient_sync_seconds:.3g} s "
             "gradient sums",
             f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
-            f"states {format_bytes(round(report.state_bytes))}, {report.in_flight} microbatches in flight "
-            f"{format_bytes(round(report.activation_bytes))}, working {format_bytes(round(report.working_bytes))}, "
-            f"buffers {format_bytes(round(report.buffer_bytes))}",
+            f"states {format_bytes(round(report.state_bytes))}, {count_of(report.in_flight, 'microbatch')} in "
+            f"flight {format_bytes(round(report.activation_bytes))}, "
+            f"working {format_bytes(round(report.working_bytes))}, buffers {format_bytes(round(report.buffer_bytes))}",
         ]
     for edge in strategy.edges:
         port = f", busiest {edge.busiest_port} ({edge.port_seconds:.3g} s)" if edge.busiest_port else ""
@@ -55,6 +56,8 @@ def explain_strategy(strategy: StrategyRecord) -> str:
         lines.append(
             f"{format_bytes(round(least.short_bytes))} more memory would allow {least.seconds:.4g} s: {least.text}"
         )
+    if strategy.alternatives:
+        lines.append("choices of each method, fastest first:")
     for other in strategy.alternatives:
         lacks = f"{other.seconds - strategy.seconds:+.3g} s"
         fits = f", does not fit by {format_bytes(round(other.short_bytes))}" if other.short_bytes else ""

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
@@ -90,7 +91,8 @@ class StrategyRecord:
         stages = ", ".join(map(str, self.stages))
         name = self.schedule_text.partition(":")[0]
         guess = " (a guess)" if self.is_guess else ""
-        return f"{self.method}: {self.seconds:.4g} s{guess}, {self.microbatches} microbatches, {name}: {stages}"
+        microbatches = count_of(self.microbatches, "microbatch")
+        return f"{self.method}: {self.seconds:.4g} s{guess}, {microbatches}, {name}: {stages}"
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads. Runs of equal choices are written once."""

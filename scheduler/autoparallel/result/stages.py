@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from ..choices import Choice
 
@@ -54,5 +55,6 @@ class StagePlan:
         for choice in self.choices:
             counts[choice] = counts.get(choice, 0) + 1
         parts = [c.describe(self.num_ranks) + (f" x{n}" if len(counts) > 1 else "") for c, n in counts.items()]
-        last = f"-{self.end_layer - 1}" if self.num_layers > 1 else ""
-        return f"layers {self.first_layer}{last} on {self.num_ranks} ranks ({'; '.join(parts)})"
+        first, last = self.first_layer, self.end_layer - 1
+        layers = f"layers {first}-{last}" if first < last else f"layer {first}"
+        return f"{layers} on {count_of(self.num_ranks, 'rank')} ({'; '.join(parts)})"
