@@ -19,16 +19,16 @@ from reshard.runtime.cpu.staging import CastSource
 
 @dataclass(frozen=True, eq=False)
 class _Use:
-    """The memory of one transfer. It refers to no array, so a result that the caller drops is freed at once."""
+    """The memory that one transfer uses. It refers to no array, so a result that the caller drops is freed at once."""
 
-    owner: object  # transfers of one owner run one after another; None if this use is not in their order
+    owner: object  # transfers of one owner run one after another; None: this use may run at the same time as any
     is_over: Callable[[], bool]
     read: list[Place]
     written: list[Place]
 
 
 class Pending(Protocol):
-    """A handle, as far as this module knows it."""
+    """The part of a handle that this module needs."""
 
     def has_work(self) -> bool:
         """Whether ``wait`` still reads or writes arrays."""
@@ -45,7 +45,7 @@ def note_use(owner: object, ended: threading.Event, src: Sequence[Any], dst: Seq
 
     Args:
         owner: transfers of the same owner run in the order in which they are started.
-        src, dst: arrays, or what casts or codes them on the way.
+        src, dst: arrays, or the objects that cast or code arrays on the way.
     """
     _add(_Use(owner, ended.is_set, _places(src), _places(dst)))
 

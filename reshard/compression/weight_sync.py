@@ -1,4 +1,4 @@
-"""Weights from trainers to replicas as lossless differences, shard to shard along a plan."""
+"""Send versions of weights from trainers to inference replicas as lossless differences, shard to shard."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from reshard.topology import Topology
 
 Shards = Mapping[str, torch.Tensor]
 
-#: The buffers are at most this many times as large as the buckets, else a new plan is made.
+#: Buffers more than this many times as large as the buckets are replaced, with a new plan.
 MAX_SLACK = 1.5
 
 
@@ -36,9 +36,11 @@ class SyncReport:
     """What one transfer of weights did.
 
     Attributes:
-        version: what all ranks hold now. base: the version to which the differences refer; None if the weights were
-            sent in full. because: why they were sent in full; "" otherwise.
-        encoded_bytes, plain_bytes: size of all buckets, and of the regions that they encode, each counted once.
+        version: what all ranks hold now.
+        base: the version to which the differences refer; None if the weights were sent in full.
+        because: why the weights were sent in full; "" otherwise.
+        encoded_bytes: size of all buckets as they travel, each counted once.
+        plain_bytes: size of the weights in these buckets.
     """
 
     version: int
@@ -54,7 +56,7 @@ class WeightSync:
     Each source rank keeps a copy of its shards at the last version whose data all ranks have received. The first
     transfer, and any transfer for which some rank does not hold that version, sends the weights in full. Digests check
     that replicas of the source are equal, that differences arrive as they were sent, and that every receiver holds the
-    version to which they refer. Receivers compute the last one while the differences are on their way.
+    version to which they refer. Receivers compute this last digest while the differences are on their way.
 
     Args:
         src, dst: the layouts, or ``{name: layout}``.
@@ -156,10 +158,13 @@ class WeightSync:
     def _offer(
         self, tensors: Shards | None, out: Shards | None, version: int, base: Shards
     ) -> tuple[dict[int, Any], dict[str, np.ndarray]]:
-        """Check the arrays, encode this rank's buckets against a base (empty: in full), and tell their sizes.
+        """Check the arrays, encode this rank's buckets, and tell all ranks their sizes and digests.
+
+        Args:
+            base: the version to which differences refer; empty: encode the weights in full.
 
         Returns:
-            The reports of all ranks, and this rank's buckets.
+            The reports of all ranks, and the encoded buckets of this rank.
         """
         data: dict[str, np.ndarray] = {}
         report: dict[str, Any] = {"failed": None, "version": None, "base": self.version, "buckets": {}}
@@ -203,7 +208,7 @@ class WeightSync:
     def _move(
         self, data: Mapping[str, np.ndarray], entries: Mapping[str, _Entry], base: Shards | None
     ) -> Mapping[str, torch.Tensor | None]:
-        """Move the buckets; returns those that this rank receives, followed by unused bytes.
+        """Move the buckets, and return the buffers that received some: each holds a bucket, then unused bytes.
 
         Args:
             base: this rank's destination shards if the buckets are differences to what they hold.
@@ -276,7 +281,7 @@ class WeightSync:
                 self._base[name] = tensor.detach().clone()
 
     def _find_lost(self, out: Shards | None) -> str | None:
-        """A bucket of which this rank's destination shards do not hold the last version; None if there is none."""
+        """The first bucket whose last version this rank's destination shards do not hold; None if they hold all."""
         for name, bucket in self._buckets.items():
             needed = out is not None and self._group.rank in bucket.receivers
             if needed and digest_regions(bucket, out or {}, "dst") != self._digests[name]:
@@ -291,7 +296,7 @@ class WeightSync:
                     raise _wrong_bytes(bucket)
 
     def _apply(self, received: Mapping[str, Any], out: Shards, entries: Mapping[str, _Entry]) -> None:
-        """Turn the last version into the new one. Weights in full have no digest but that of their plain bytes."""
+        """Turn the last version into the new one. If weights came in full, check the digest of their plain bytes."""
         for name, bucket in self._buckets.items():
             if self._group.rank in bucket.receivers:
                 in_full = entries[name].sent_digest is None
@@ -304,8 +309,9 @@ class _Entry(NamedTuple):
     """What all holders of a bucket report alike.
 
     Attributes:
-        nbytes: of the bucket. digest: of the plain bytes that it encodes. sent_digest: of the bucket, if it has
-            differences; None if it has the weights in full.
+        nbytes: size of the encoded bucket.
+        digest: digest of the plain bytes that it encodes.
+        sent_digest: digest of the encoded bucket if it holds differences; None if it holds the weights in full.
     """
 
     nbytes: int

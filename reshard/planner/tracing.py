@@ -1,4 +1,4 @@
-"""Keeps torch.compile out of functions, and finds their callers."""
+"""What torch.compile may not trace, and the line of user code to which a warning points."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def not_compiled(function: F) -> F:
     """Decorate a function that torch.compile must call instead of trace.
 
-    Such a function exchanges messages with other ranks, or computes with NumPy, which torch.compile replaces by torch.
+    Such a function exchanges messages with other ranks, or computes with NumPy. When torch.compile traces NumPy, it
+    computes with torch instead.
     """
     uncompiled: list[Callable[..., Any]] = []
 

@@ -1,4 +1,4 @@
-"""Run stages without data before a step whose sizes they may not accept."""
+"""Run the modules of stages without data, to learn before a step whether they accept the sizes of its batch."""
 
 from __future__ import annotations
 
@@ -24,11 +24,14 @@ Shard = Callable[[torch.nn.Module], None]
 class DryRun:
     """Finds the stages that do not run on a batch because of its sizes.
 
-    A failure inside a step would leave other ranks in their collectives. There are two kinds of such stages:
+    Such a stage must be found before the step. If it failed inside the step, other ranks would wait in their
+    collectives. Two kinds of stages can fail:
 
-    - Replicas under FSDP run even without rows, because its collectives need them all: on one row that does not count,
-      or, on a grid, on 0 rows. But some modules fail on so few rows, and others do so only if they are sharded.
-    - A stage whose plan divides the sequence over ``tp`` ranks may need sequences that ``tp`` divides.
+    - A stage under FSDP with more replicas than a microbatch has rows. The collectives of FSDP need all replicas, so a
+      replica without rows runs too: on one row that does not count, or on 0 rows if the stage is a grid. Some modules
+      fail on so few rows, and some only when they are sharded.
+    - A stage whose tensor-parallel plan divides the sequence over ``tp`` ranks. It may need a sequence length that
+      ``tp`` divides.
 
     Args:
         engine: lets ranks exchange what they find.
@@ -48,11 +51,11 @@ class DryRun:
     ) -> None:
         self._engine, self._planner = engine, planner
         self._fsdp_stages, self._shards, self._sequence_parts = sorted(fsdp_stages), shards, sequence_parts
-        # for each stage, number of rows, and outline without its own, the error as text; the same on all ranks
+        # the text of each error, or None if the stage ran; the same on all ranks
         self._failures: collections.OrderedDict[Key, str | None] = collections.OrderedDict()
 
     def rows_without(self, stage: int) -> int | None:
-        """The number of rows that a replica without rows runs on; None if it does not run."""
+        """The number of rows on which a replica of the stage runs if it has none; None if it then does not run."""
         if stage not in self._fsdp_stages:
             return None
         return 0 if is_grid(self._planner.meshes[stage]) else 1
@@ -80,7 +83,7 @@ class DryRun:
                     )
 
     def _find_failure(self, stage: int, rows: int, outline: BatchOutline) -> str | None:
-        """The error of a stage on a few rows, on the first of its ranks that has one. All ranks must call this."""
+        """Run a stage on ``rows`` rows; the error of its first rank that fails, or None. All ranks must call this."""
         key = stage, rows, outline.entries
         if key not in self._failures:
             own = None

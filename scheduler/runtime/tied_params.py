@@ -71,8 +71,9 @@ class _Tie:
     """A tied parameter on one rank.
 
     Attributes:
-        mine: the parameter in the stages of this rank.
-        raw: between stages. coded: between stages, and from each stage to itself; empty if gradients are not coded.
+        mine: ``{stage of this rank: the parameter in its module}``.
+        raw: Movers between stages, which code nothing.
+        coded: Movers between stages, and from each stage to itself, which code gradients; empty if none are coded.
     """
 
     tie: TiedParameter
@@ -91,11 +92,12 @@ class TiedParameters:
         make_plan: makes the same plan for a tensor on all ranks.
         timeout_seconds: limit for one transfer.
         device: device type of the modules.
-        policy: codes gradients with its codec of ``dp``. Each stage then adds its own gradient as the others receive
-            it, so that all stages get the same sum. Gradients that do not fit blocks are sent raw.
+        policy: its codec for ``dp`` codes the gradients. A stage then codes and decodes its own gradient too, and adds
+            the result: the values that other stages receive. All stages thus get the same sum. Gradients that do not
+            fit the blocks of the codec are sent raw.
 
     Attributes:
-        steps: number of steps taken, for ``raw_steps`` of the policy.
+        steps: number of steps taken. The first ``raw_steps`` of the policy send raw gradients.
     """
 
     def __init__(
@@ -181,7 +183,7 @@ def _specs(tie: TiedParameter, pipeline: Pipeline) -> Iterator[tuple[tuple[int, 
 
 
 def _code(tie: TiedParameter, pipeline: Pipeline, codec: str) -> dict[tuple[int, int], TensorSpec]:
-    """The coded moves of a tied parameter; empty unless all of them have the same blocks, which all stages add up."""
+    """The coded moves of a tied parameter; empty unless all have the same blocks, so that all sums are equal."""
     coded = {pair: code_tensor(spec, parse_codec(codec)) for pair, spec in _specs(tie, pipeline)}
     blocks = {(spec.shape, spec.dtype) for spec in coded.values()}
     return coded if len(blocks) == 1 and all(spec.codec is not None for spec in coded.values()) else {}
@@ -190,7 +192,11 @@ def _code(tie: TiedParameter, pipeline: Pipeline, codec: str) -> dict[tuple[int,
 def _exchange(
     values: Mapping[int, torch.Tensor], movers: Mapping[tuple[int, int], Mover]
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """``{stage of this rank: {sending stage: tensor}}``."""
+    """Send the values of this rank's stages, and return what its stages receive.
+
+    Returns:
+        ``{stage of this rank: {sending stage: tensor}}``.
+    """
     values = {stage: value.clone() for stage, value in values.items()}
     handles = {pair: mover.start(values.get(pair[0])) for pair, mover in movers.items()}
     received: dict[int, dict[int, torch.Tensor]] = {}
