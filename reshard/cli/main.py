@@ -67,18 +67,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "reshard plan --shape 16384,16384 --src-mesh 8x8 --src S0 --dst-mesh 8x8 --topology dgx_h100 --strategy all",
         "reshard plan --shape 4096 --src-mesh 4 --src S0 --dst-mesh 2 --format html > plan.html",
     ))  # fmt: skip
-    demo = commands.add_parser("demo", help="move real tensors between processes")
+    help_of_demo = "move real tensors between processes"
+    demo = commands.add_parser("demo", help=help_of_demo, description=_as_sentence(help_of_demo))
     _with_examples(demo, "reshard demo", "reshard demo --divide 8    # smaller tensors")
     demo.add_argument(
         "--divide", type=int, default=4, help="divide each dim of the 2023 study's tensors by this (default: 4)"
     )
     _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
-    doctor = commands.add_parser("doctor", help="under torchrun: find what keeps ranks from reaching each other")
+    help_of_doctor = "under torchrun: find what keeps ranks from reaching each other"
+    doctor = commands.add_parser("doctor", help=help_of_doctor, description=_as_sentence(help_of_doctor))
     _with_examples(doctor, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor")
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
     others = {name: entry.load() for name, entry in sorted(entries.items())}
     for name, module in others.items():
-        module.add_arguments(_with_examples(commands.add_parser(name, help=module.HELP), *module.EXAMPLES))
+        command = commands.add_parser(name, help=module.HELP, description=_as_sentence(module.HELP))
+        module.add_arguments(_with_examples(command, *module.EXAMPLES))
     options = parser.parse_args(arguments)
     try:
         if options.command == "plan":
@@ -105,6 +108,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     parser.print_help()
     return 2
+
+
+def _as_sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _with_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.ArgumentParser:
