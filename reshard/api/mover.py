@@ -257,7 +257,8 @@ class Mover:
         return self._channel.fail(self._generation, error)
 
     def check(self) -> None:
-        """Raise the error that another rank published, if there is one."""
+        """Raise the error that another rank published, if there is one, or ArgumentError if the group is closed."""
+        self._group.check_usable()
         self._channel.check_reported(self._generation)
 
     @not_compiled

@@ -105,6 +105,7 @@ def _use_closed_group(rank, port):
         lambda: _move(rank, group),
         lambda: mover(torch.ones(2, 4)),
         lambda: other.start(torch.ones(2, 4)),
+        mover.check,
         lambda: _mover(group),
         lambda: reshard.find_topology(group),
     ]
