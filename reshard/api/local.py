@@ -278,11 +278,19 @@ def _move_lossless(
 
 
 def _new_on_cpu(like: Array, shape: tuple[int, ...]) -> Array:
-    return np.empty(shape, dtype=like.dtype) if isinstance(like, np.ndarray) else like.new_empty(shape, device="cpu")
+    return (
+        np.empty(shape, dtype=_native(like.dtype))
+        if isinstance(like, np.ndarray)
+        else like.new_empty(shape, device="cpu")
+    )
 
 
 def _copy_of(array: Array) -> Array:
-    return array.copy() if isinstance(array, np.ndarray) else array.detach().cpu().contiguous().clone()
+    return (
+        array.astype(_native(array.dtype))
+        if isinstance(array, np.ndarray)
+        else array.detach().cpu().contiguous().clone()
+    )
 
 
 def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:

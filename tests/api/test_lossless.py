@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import warnings
 
+import numpy as np
 import pytest
 import torch
 
@@ -326,3 +328,20 @@ def _lossless(rank):
 
 def test_bf16_travels_without_loss_and_other_dtypes_are_refused():
     run_processes(_lossless, 4)
+
+
+def test_local_delta_of_arrays_in_another_byte_order():
+    rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
+    new = np.arange(32, dtype=np.float32).reshape(4, 8)
+    for orders in itertools.product("<>", repeat=3):
+        src, old, held = ((new * k).astype(f"{order}f4") for order, k in zip(orders, (1, 2, 2), strict=True))
+        moved = reshard.reshard_local(
+            {0: src[:2], 1: src[2:]},
+            rows,
+            columns,
+            shape=new.shape,
+            compression="delta",
+            base={0: old[:2], 1: old[2:]},
+            out={0: held[:, :4], 1: held[:, 4:]},
+        )
+        np.testing.assert_array_equal(np.hstack([moved[0], moved[1]]), new)

@@ -92,9 +92,10 @@ def _why_full(
 
 
 def as_torch(array: Any) -> torch.Tensor:
-    """A contiguous array of NumPy or torch as a tensor whose elements have the same bytes."""
+    """An array of NumPy or torch as a contiguous tensor whose elements have its bytes in the order of this machine."""
     if not isinstance(array, np.ndarray):
         return array.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    whole = np.ascontiguousarray(array).reshape(array.shape)  # NumPy makes 0-d arrays 1-d
+    native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
+    whole = np.ascontiguousarray(array, dtype=native).reshape(array.shape)  # NumPy makes 0-d arrays 1-d
     kind = {1: "u1", 2: "i2", 4: "i4", 8: "i8"}.get(whole.itemsize, "c16")
     return torch.from_numpy(whole.view(kind))
