@@ -179,6 +179,8 @@ def reshard_local(
         if rank not in src_layout.ranks:
             raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
     shards = _read_shards(shards)
+    if compression is not None:
+        _check_values(shards, "shards")
     dtype = dtype_name(next(iter(shards.values())).dtype)
     dtype_on_wire = dtype
     if dst_dtype is not None:
@@ -255,7 +257,7 @@ def _move_lossless(
     for what, given, side in (("base", base, tensor.src_shards), ("out", out, tensor.dst_shards)):
         if not isinstance(given, Mapping):
             raise ArgumentError(f"{what} must be {{rank: array}}, not {type(given).__name__}")
-        _read_shards(given)
+        _check_values(_read_shards(given), what)
         for rank, array in given.items():
             found = tuple(array.shape), dtype_name(array.dtype)
             needed = (side.local_shape(rank), tensor.dtype) if rank in side.layout.ranks else None
@@ -313,6 +315,13 @@ def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:
             f"rank {kinds[True]} holds a torch tensor and rank {kinds[False]} a NumPy array; pass one kind"
         )
     return found
+
+
+def _check_values(arrays: Mapping[int, Array], what: str) -> None:
+    """Raise ArgumentError if a tensor has no values to encode."""
+    for rank, array in arrays.items():
+        if not isinstance(array, np.ndarray) and array.is_meta:
+            raise ArgumentError(f"{what}: rank {rank} passes a meta tensor, which has no values for compression=")
 
 
 def _cast(array: Array, dtype: str) -> Array:

@@ -282,3 +282,11 @@ def _infer(rank, is_inside):
 @pytest.mark.parametrize("is_inside", [False, True])
 def test_coded_transfers_work_in_inference_mode(is_inside):
     run_processes(_infer, 3, is_inside)
+
+
+@pytest.mark.parametrize(("codec", "dtype"), [("int8x128", torch.float32), ("bf16-lossless", torch.bfloat16)])
+def test_meta_tensors_have_no_values_to_code(codec, dtype):
+    rows, columns = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
+    shards = {rank: torch.empty(128, 256, dtype=dtype, device="meta") for rank in range(2)}
+    with pytest.raises(ArgumentError, match="shards: rank 0 passes a meta tensor"):
+        reshard.reshard_local(shards, rows, columns, shape=(256, 256), compression=codec)
