@@ -289,7 +289,7 @@ def _new_on_cpu(like: Array, shape: tuple[int, ...]) -> Array:
 
 def _copy_of(array: Array) -> Array:
     return (
-        array.astype(_native(array.dtype))
+        array.astype(_native(array.dtype), order="C")
         if isinstance(array, np.ndarray)
         else array.detach().cpu().contiguous().clone()
     )

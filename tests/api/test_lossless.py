@@ -342,6 +342,6 @@ def test_local_delta_of_arrays_in_another_byte_order():
             shape=new.shape,
             compression="delta",
             base={0: old[:2], 1: old[2:]},
-            out={0: held[:, :4], 1: held[:, 4:]},
+            out={0: np.asfortranarray(held[:, :4]), 1: held[:, 4:]},
         )
         np.testing.assert_array_equal(np.hstack([moved[0], moved[1]]), new)
