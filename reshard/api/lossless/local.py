@@ -13,7 +13,7 @@ from reshard.api.lossless.encoding import EncodedBucket, decode_bucket, digest_r
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.errors import DisagreementError
 from reshard.formatting import describe_ranks
-from reshard.planner.tracing import caller_level
+from reshard.planner.callers import caller_level
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 Arrays = Mapping[int, torch.Tensor]

@@ -1,4 +1,4 @@
-"""What torch.compile may not trace, and the line of user code to which a warning points."""
+"""What calls of this package need of the code that calls them: no compilation, and its line for warnings."""
 
 from __future__ import annotations
 
