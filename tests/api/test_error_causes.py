@@ -11,23 +11,17 @@ import reshard
 from reshard import ArgumentError, Layout, Mesh
 from reshard.formatting import compare_names
 from reshard.testing.processes import run_processes
+from tests.support.tensors import result_or_error
 
 BOTH = Layout(Mesh.of("2"))
 NAMES = [f"layer.{number}.weight" for number in range(300)]
-
-
-def _result_or_error(call):
-    try:
-        return call()
-    except reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _call_late(rank, leaves):
     """Rank 0 times out after 0.5 s; with ``leaves`` its process has exited when rank 1 calls."""
     if rank == 1:
         time.sleep(2.0)
-    result = _result_or_error(
+    result = result_or_error(
         lambda: reshard.reshard(torch.zeros(4), BOTH, BOTH, timeout_seconds=0.5 if rank == 0 else 10)
     )
     if rank == 0 and not leaves:
@@ -48,9 +42,9 @@ def _names(rank):
     changed = dict(tensors)
     changed.pop(NAMES[17])
     texts = [
-        _result_or_error(lambda: reshard.reshard(tensors, dict.fromkeys(changed, BOTH), BOTH)),
-        _result_or_error(lambda: reshard.reshard(changed if rank == 1 else tensors, BOTH, BOTH)),
-        _result_or_error(
+        result_or_error(lambda: reshard.reshard(tensors, dict.fromkeys(changed, BOTH), BOTH)),
+        result_or_error(lambda: reshard.reshard(changed if rank == 1 else tensors, BOTH, BOTH)),
+        result_or_error(
             lambda: reshard.reshard(
                 tensors, BOTH, BOTH, shape={name: (1 + (rank and name == NAMES[9]),) for name in NAMES}
             )
@@ -58,7 +52,7 @@ def _names(rank):
     ]
     tied = torch.zeros(1)
     outs = {name: torch.zeros(1) for name in NAMES} | {NAMES[3]: tied, NAMES[250]: tied}
-    texts.append(_result_or_error(lambda: reshard.reshard(tensors, BOTH, BOTH, out=outs if rank == 1 else None)))
+    texts.append(result_or_error(lambda: reshard.reshard(tensors, BOTH, BOTH, out=outs if rank == 1 else None)))
     return texts
 
 
@@ -74,7 +68,7 @@ def test_error_about_many_tensors_names_the_wrong_ones():
 
 
 def _different_strategy(rank):
-    return _result_or_error(
+    return result_or_error(
         lambda: reshard.reshard(
             torch.zeros(4), Layout(Mesh.of("4")), Layout(Mesh.of("4")), strategy="send_recv" if rank == 1 else None
         )

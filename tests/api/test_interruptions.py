@@ -12,8 +12,8 @@ import reshard
 import reshard.api.mover
 from reshard import Layout, Mesh
 from reshard.testing.processes import run_processes
-from tests.api.test_wrong_data import COLS, ROWS, WHOLE, result_or_error
-from tests.support.tensors import same_bytes, take_shard
+from tests.api.test_wrong_data import COLS, ROWS, WHOLE
+from tests.support.tensors import result_or_error, same_bytes, take_shard
 
 
 class _Alarm(Exception):

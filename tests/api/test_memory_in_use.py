@@ -8,18 +8,10 @@ import torch
 import reshard
 from reshard import Layout, Mesh
 from reshard.testing.processes import run_processes
-from tests.support.tensors import whole_tensor
+from tests.support.tensors import result_or_error, whole_tensor
 
 ROWS, COLS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
 WHOLE = whole_tensor((8, 6), torch.float32)
-
-
-def result_or_error(call):
-    """The return value of a call, or its error as text."""
-    try:
-        return call()
-    except reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _use_memory_of_a_transfer(rank):

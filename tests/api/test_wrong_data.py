@@ -16,19 +16,11 @@ import reshard
 from reshard import DisagreementError, Layout, Mesh, RegionLayout
 from reshard.api.tensor_checks import check_movable
 from reshard.testing.processes import run_processes
-from tests.support.tensors import same_bytes, take_shard, whole_tensor
+from tests.support.tensors import result_or_error, same_bytes, take_shard, whole_tensor
 
 ROWS = Layout(Mesh.of("2"), "S0")
 COLS = Layout(Mesh.of("2", first_rank=2), "R S0")
 WHOLE = whole_tensor((8, 6), torch.float32)
-
-
-def result_or_error(call):
-    """The return value of a call, or its error as text."""
-    try:
-        return call()
-    except reshard.ReshardError as error:
-        return f"{type(error).__name__}: {error}"
 
 
 def _call_from_two_threads(rank, is_ordered):

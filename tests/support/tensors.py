@@ -1,4 +1,4 @@
-"""Test tensors whose values encode their global position, and the expected shards of a layout."""
+"""Test tensors whose values encode their global position, the expected shards of a layout, and results of calls."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import numpy as np
 import torch
 
+import reshard
 from reshard.sharding.tiles import cut_shards
 
 
@@ -41,3 +42,11 @@ def same_bytes(a, b):
         return False
     flat = [x.contiguous().reshape(-1).view(torch.uint8) for x in (a, b)]
     return torch.equal(*flat)
+
+
+def result_or_error(call):
+    """The return value of a call, or its error as text."""
+    try:
+        return call()
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
