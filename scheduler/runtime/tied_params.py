@@ -127,8 +127,10 @@ class TiedParameters:
             mine = {
                 stage: find_parameter(modules[stage], name) for stage, name in tie.names.items() if stage in modules
             }
-            raw = {(a, b): spec for (a, b), spec in _specs(tie, pipeline) if a != b}
             coded = {} if codec is None else _code(tie, pipeline, codec)
+            sums_raw = not coded or self._raw_steps > 0  # else only the values of the first stage travel raw
+            specs = _specs(tie, pipeline)
+            raw = {(a, b): spec for (a, b), spec in specs if a != b and (sums_raw or a == min(tie.names))}
             self._ties.append(_Tie(tie, mine, open_movers(raw), open_movers(coded)))
 
     def parameters(self) -> list[torch.Tensor]:
