@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from reshard.parallel import Grid, Linear, sync_gradients
+from reshard.parallel import Grid, Linear, sync_during_backward
 from reshard.parallel.grid.cuts import batch_spans, chunk_spans, size_of
 from reshard.parallel.products.dataflow import (
     PANEL_WIDTH,
@@ -58,12 +58,12 @@ class LinearStack(nn.Module):
         ]
 
     def run_step(self) -> None:
-        """Forward and backward of each layer, then the sums over depth."""
-        for layer, x in zip(self.layers, self.inputs, strict=True):
-            y = layer(x)
-            y.backward(torch.ones_like(y))
-            x.grad = None
-        sync_gradients(self, check_every=0)
+        """Forward of each layer, then backward in reverse, while complete gradients are summed over depth."""
+        outputs = [layer(x) for layer, x in zip(self.layers, self.inputs, strict=True)]
+        with sync_during_backward(self, check_every=0):
+            for x, y in zip(reversed(self.inputs), reversed(outputs), strict=True):
+                y.backward(torch.ones_like(y))
+                x.grad = None
         self.zero_grad()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .layers.loss import CrossEntropy
     from .layers.norms import LayerNorm, RMSNorm
     from .live_conversion import relayout
+    from .overlap import sync_during_backward
     from .state import plain_state_dict
 
 #: Public names whose modules import torch. These modules are imported on first use.
@@ -44,6 +45,7 @@ _WITH_TORCH = {
     "plain_state_dict": "state",
     "register": "conversion",
     "relayout": "live_conversion",
+    "sync_during_backward": "overlap",
     "sync_gradients": "gradients",
 }
 
@@ -67,6 +69,7 @@ __all__ = [
     "plain_state_dict",
     "register",
     "relayout",
+    "sync_during_backward",
     "sync_gradients",
 ]
 

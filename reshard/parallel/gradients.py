@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from reshard.errors import ArgumentError, DisagreementError
-from reshard.runtime.gradient_sums import CHECK_EVERY, sum_gradients
+from reshard.errors import DisagreementError
+from reshard.runtime.gradient_sums import CHECK_EVERY, check_interval, sum_gradients
 
 
 def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) -> None:
@@ -23,8 +23,7 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
         ArgumentError: a gradient was summed before in this step.
         DisagreementError: replicas differ, on all ranks of the grid.
     """
-    if isinstance(check_every, bool) or not isinstance(check_every, int) or check_every < 0:
-        raise ArgumentError(f"check_every is {check_every!r}; it must be a number of steps, or 0")
+    check_interval(check_every)
     step = getattr(model, "_reshard_steps", 0)
     object.__setattr__(model, "_reshard_steps", step + 1)
     is_checked = check_every > 0 and step % check_every == 0

@@ -7,7 +7,7 @@ before its sum, and a gradient that would be summed twice, are errors that name 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -48,12 +48,19 @@ class SumAxis(Protocol):
 
 
 @dataclass
-class _Declared:
-    """State of a parameter: whether its gradient was summed, and whether a backward has added to it since."""
+class SumState:
+    """State of a parameter: whether its gradient was summed, and whether a backward has added to it since.
+
+    Attributes:
+        on_gradient: called after a backward has added to the gradient, while sums run during the backward.
+        is_early: whether the sum of this step has begun during the backward.
+    """
 
     name: str
     is_pending: bool = False
     summed: Any = None
+    on_gradient: Callable[[], None] | None = None
+    is_early: bool = False
     handles: list[Any] = field(default_factory=list)
 
 
@@ -104,9 +111,10 @@ def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> N
         DisagreementError: a sum or a parameter differs between ranks that must agree.
     """
     buckets: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
+    to_sum: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     axes_by_key: dict[tuple[Any, ...], tuple[SumAxis, ...]] = {}
     for name, parameter, axes in declared_sums(module):
-        state: _Declared | None = getattr(parameter, _STATE, None)
+        state = sum_state_of(parameter)
         if parameter.grad is None:
             continue
         if state is not None and not state.is_pending and state.summed is parameter.grad:
@@ -114,18 +122,20 @@ def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> N
                 f"the gradient of {name!r} was summed over {_describe(axes)} in this step already; sum once, after "
                 "the last backward"
             )
-        left = _axes_left(parameter, axes)
+        left = axes_left(parameter, axes)
         if left:
             gradient = local_of(parameter.grad)
             key = (tuple(axis.ranks for axis in left), gradient.dtype, gradient.device)
             axes_by_key[key] = left
             buckets.setdefault(key, []).append((name, parameter, gradient))
+            if state is None or not state.is_early:
+                to_sum.setdefault(key, []).append(gradient)
         if state is not None:
-            state.is_pending, state.summed = False, parameter.grad
+            state.is_pending, state.summed, state.is_early = False, parameter.grad, False
     with torch.no_grad():
-        for key, entries in buckets.items():
-            for bucket in _split(entries):
-                _sum_bucket([gradient for _, _, gradient in bucket], axes_by_key[key])
+        for key, gradients in to_sum.items():
+            for bucket in _split(gradients):
+                _sum_bucket(bucket, axes_by_key[key])
         if check_replicas:
             # every rank takes part in all comparisons before any raises
             different = [text for key, entries in buckets.items() for text in _compare(entries, axes_by_key[key])]
@@ -157,18 +167,29 @@ def digest_of(array: Any) -> torch.Tensor:
     return torch.tensor(digest_array(local) >> 1, device=local.device)
 
 
-def _split(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]]) -> Iterator[list[Any]]:
-    bucket: list[Any] = []
-    for entry in entries:
-        if bucket and sum(each[2].nbytes for each in bucket) + entry[2].nbytes > BUCKET_BYTES:
+def _split(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        if bucket and sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET_BYTES:
             yield bucket
             bucket = []
-        bucket.append(entry)
+        bucket.append(gradient)
     if bucket:
         yield bucket
 
 
-def _axes_left(parameter: Any, axes: Sequence[SumAxis]) -> tuple[SumAxis, ...]:
+def sum_state_of(parameter: torch.Tensor) -> SumState | None:
+    """The state of a parameter with a declared sum; None without one."""
+    return getattr(parameter, _STATE, None)
+
+
+def check_interval(steps: int) -> None:
+    """Raise ArgumentError unless replicas can be compared every so many steps."""
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise ArgumentError(f"check_every is {steps!r}; it must be a number of steps, or 0")
+
+
+def axes_left(parameter: Any, axes: Sequence[SumAxis]) -> tuple[SumAxis, ...]:
     """The groups that no wrapper sums over: FSDP sums over the mesh axes that it shards a parameter on."""
     names = getattr(getattr(parameter, "device_mesh", None), "mesh_dim_names", None) or ()
     return tuple(axis for axis in axes if axis.name not in names or axis.name in _WEIGHT_AXES)
@@ -180,15 +201,20 @@ def _describe(axes: Sequence[SumAxis]) -> str:
 
 def _watch(parameter: torch.Tensor, name: str) -> None:
     """Note when a backward adds to a gradient, and check optimizers."""
-    known: _Declared | None = getattr(parameter, _STATE, None)
+    known = sum_state_of(parameter)
     if known is not None:
         known.name = name
         return
-    state = _Declared(name)
+    state = SumState(name)
     setattr(parameter, _STATE, state)
 
     def before(gradient: torch.Tensor) -> None:
         held = parameter.grad
+        if state.is_early:
+            raise ArgumentError(
+                f"a backward adds to the gradient of {name!r}, whose sum over ranks has begun; only the last backward "
+                "of a step may run inside sync_during_backward"
+            )
         if held is not None and state.summed is held and not state.is_pending and bool(local_of(held).any()):
             raise ArgumentError(
                 f"a backward adds to the gradient of {name!r}, which was summed over ranks already; set the gradients "
@@ -197,6 +223,8 @@ def _watch(parameter: torch.Tensor, name: str) -> None:
 
     def after(_: torch.Tensor) -> None:
         state.is_pending = True
+        if state.on_gradient is not None:
+            state.on_gradient()
 
     state.handles = [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
     _check_optimizers()
@@ -230,7 +258,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, *_: Any) -> None:
                     f"the optimizer holds a parameter of shape {list(parameter.shape)} that {by} has replaced in its "
                     "model; make the optimizer after parallelize, and pass it to relayout"
                 )
-            state: _Declared | None = getattr(parameter, _STATE, None)
+            state = sum_state_of(parameter)
             if state is not None and state.is_pending and parameter.grad is not None:
                 raise ArgumentError(
                     f"the optimizer reads the gradient of {state.name!r} before it is summed over its ranks; call "

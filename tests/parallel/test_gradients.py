@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.parallel import Grid, parallelize, plain_state_dict, sync_gradients
+from reshard.parallel import Grid, overlap, parallelize, plain_state_dict, sync_during_backward, sync_gradients
 from reshard.runtime import gradient_sums
+from reshard.runtime.gradient_sums import sum_state_of as state_of
 from reshard.testing import run_processes
 
 from .models import gradient_errors, make_batch, make_gpt
@@ -53,6 +54,63 @@ def check_misuse(rank):
 
 def test_misuse_is_named():
     run_processes(check_misuse, 2)
+
+
+def check_sums_during_backward(rank, shape):
+    """Whether sums during the second of two accumulated backwards give the bits of sums after it."""
+    torch.set_num_threads(1)
+    overlap.BUCKET_BYTES = 2000
+    model = parallelize(make_gpt(), Grid.make(*shape))
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    found = []
+    for is_overlapped in (False, True, True):
+        model(*make_batch(6)).mul(3).backward()
+        if is_overlapped:
+            with sync_during_backward(model):
+                model(*make_batch(6)).backward()
+                assert sum(state_of(each).is_early for each in model.parameters() if state_of(each)) >= 10
+        else:
+            model(*make_batch(6)).backward()
+            sync_gradients(model)
+        found.append([each.grad.to_local().clone() for each in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 3), (1, 2, 2)])
+def test_sums_during_the_backward_have_the_bits_of_sums_after_it(shape):
+    assert all(run_processes(check_sums_during_backward, shape[0] * shape[1] * shape[2], shape))
+
+
+def check_misuse_during_backward(rank):
+    torch.set_num_threads(1)
+    model = parallelize(make_gpt(), Grid.make(1, 1, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with (
+        pytest.raises(ArgumentError, match=r"gradient of '.*', whose sum over ranks has begun"),
+        sync_during_backward(model),
+    ):
+        run_backward(model)
+        run_backward(model)
+    with pytest.raises(ArgumentError, match="before it is summed"):  # the failed step left them unsummed
+        optimizer.step()
+    sync_gradients(model)
+    expected = [each.grad.to_local().clone() for each in model.parameters()]
+    optimizer.zero_grad()
+    with pytest.raises(ArgumentError, match="entered twice"), sync_during_backward(model), sync_during_backward(model):
+        pass
+    with sync_during_backward(model):
+        run_backward(model)
+        with pytest.raises(ArgumentError, match="before it is summed"):
+            optimizer.step()
+    with pytest.raises(ArgumentError, match="summed over ranks"):
+        sync_gradients(model)
+    return all(torch.equal(a, each.grad.to_local()) for a, each in zip(expected, model.parameters(), strict=True))
+
+
+def test_misuse_of_sums_during_the_backward_is_named():
+    assert run_processes(check_misuse_during_backward, 2) == [True] * 2
 
 
 def check_one_bad_replica(rank):

@@ -58,24 +58,28 @@ class Axis:
         group: their process group.
         ranks: global ranks.
         index: position of this rank.
+        timeout: of the process groups that the axis makes; default: the backend's.
     """
 
-    def __init__(self, name: str, group: Any, ranks: Sequence[int], index: int) -> None:
+    def __init__(
+        self, name: str, group: Any, ranks: Sequence[int], index: int, timeout: timedelta | None = None
+    ) -> None:
         self.name, self.group, self.ranks, self.index = name, group, tuple(ranks), index
+        self._timeout = timeout
         #: The error to raise when a collective failed; a grid sets it.
         self.explain: Explain = self._describe
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: Levels | None = None
+        self._for_sums: Axis | None = None
         # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
         self._order = None if order == list(range(self.size)) else order
 
-    def split_by_host(self, hosts: Sequence[int], timeout: timedelta | None = None) -> None:
+    def split_by_host(self, hosts: Sequence[int]) -> None:
         """Use two levels, inside hosts and between them, if each host has the same number of ranks and it helps.
 
         Args:
             hosts: host of each rank, in order. All ranks of the axis call this.
-            timeout: of the process groups; default: the backend's.
         """
         members: dict[int, list[int]] = {}
         for position, host in enumerate(hosts):
@@ -85,17 +89,27 @@ class Axis:
             return
         host = next(number for number, row in enumerate(table) if self.index in row)
         local = table[host].index(self.index)
-        backend = dist.get_backend(self.group)
-
-        def make(name: str, positions: Sequence[int]) -> Axis:
-            ranks = [self.ranks[position] for position in positions]
-            group = dist.new_group(ranks, timeout, backend=backend, use_local_synchronization=True)
-            axis = Axis(f"{self.name} {name}", group, ranks, positions.index(self.index))
-            axis.explain = self.explain
-            return axis
-
-        inside, between = make("inside", table[host]), make("between", [row[local] for row in table])
+        inside = self._make(f"{self.name} inside", table[host])
+        between = self._make(f"{self.name} between", [row[local] for row in table])
         self.levels = Levels(tuple(map(tuple, table)), inside, between)
+
+    def for_sums(self) -> Axis:
+        """An axis of the same ranks whose process groups nothing else uses. All ranks of the axis call this."""
+        if self._for_sums is None:
+            self._for_sums = self._make(self.name, range(self.size))
+            if self.levels is not None:
+                inside, between = self.levels.inside.for_sums(), self.levels.between.for_sums()
+                self._for_sums.levels = Levels(self.levels.table, inside, between)
+        return self._for_sums
+
+    def _make(self, name: str, positions: Sequence[int]) -> Axis:
+        """An axis of some of these ranks, by a process group of its own."""
+        ranks = [self.ranks[position] for position in positions]
+        backend = dist.get_backend(self.group)
+        group = dist.new_group(ranks, self._timeout, backend=backend, use_local_synchronization=True)
+        axis = Axis(name, group, ranks, positions.index(self.index), self._timeout)
+        axis.explain = self.explain
+        return axis
 
     @property
     def size(self) -> int:

@@ -65,12 +65,12 @@ class Grid:
         self.weight_mesh = device_mesh["row", "col"]
         ranks = device_mesh.mesh
         k, i, j = coordinate
-        self._axes = {
-            "depth": Axis("depth", device_mesh.get_group("depth"), ranks[:, i, j].tolist(), k),
-            "row": Axis("row", device_mesh.get_group("row"), ranks[k, :, j].tolist(), i),
-            "col": Axis("col", device_mesh.get_group("col"), ranks[k, i, :].tolist(), j),
-        }
         self._timeout = None if timeout_seconds is None else timedelta(seconds=check_timeout(timeout_seconds))
+        of_axis = {"depth": ranks[:, i, j], "row": ranks[k, :, j], "col": ranks[k, i, :]}
+        self._axes = {
+            name: Axis(name, device_mesh.get_group(name), members.tolist(), self.index[name], self._timeout)
+            for name, members in of_axis.items()
+        }
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
         watch = Watch(ranks.flatten().tolist(), device_mesh.shape)
         for axis in self._axes.values():
@@ -261,7 +261,7 @@ class Grid:
         own = torch.tensor([digest], device=self.device_mesh.device_type)
         for name in AXES:
             axis = self._axes[name]
-            axis.split_by_host(axis.gather(own, [1] * axis.size).wait().tolist(), self._timeout)
+            axis.split_by_host(axis.gather(own, [1] * axis.size).wait().tolist())
 
     def _make_layer_axis(self, ranks: Sequence[int]) -> Axis:
         if self.rows == 1:

@@ -1,0 +1,162 @@
+"""Sums of gradients over depth that run while the backward computes other gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+
+from reshard.errors import ArgumentError
+from reshard.runtime.gradient_sums import (
+    CHECK_EVERY,
+    SumState,
+    axes_left,
+    check_interval,
+    declared_sums,
+    sum_state_of,
+)
+from reshard.runtime.torch_compat import local_of
+
+from .gradients import sync_gradients
+from .grid.collectives import Axis
+
+#: A bucket is full when it has so many bytes of gradients.
+BUCKET_BYTES = 2**20
+
+
+@contextlib.contextmanager
+def sync_during_backward(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) -> Iterator[None]:
+    """Sum the gradients while the backward runs, in place of :func:`sync_gradients`.
+
+    All ranks enter it around the last backward of a step::
+
+        with sync_during_backward(model):
+            loss.backward()
+        optimizer.step()
+
+    Weights are summed over depth in buckets of 1 MiB, from the last layer to the first. The sum of a bucket begins when
+    its gradients, and those of all buckets before it, are complete. Other sums follow at the end. The result has the
+    bits of :func:`sync_gradients`. Until the end, gradients whose sum has begun take their memory twice. On devices
+    other than the CPU, all sums run at the end.
+
+    Args:
+        model: a model, or a stage, that :func:`parallelize` has cut.
+        check_every: as in :func:`sync_gradients`.
+
+    Raises:
+        ArgumentError: a backward adds to a gradient whose sum has begun, or the context is entered twice.
+        DisagreementError: replicas differ, on all ranks of the grid.
+        RemoteError: a rank failed, or did not take part within the time-out of the grid.
+    """
+    check_interval(check_every)
+    sums = _EarlySums(model)
+    sums.begin()
+    is_complete = False
+    try:
+        yield
+        sums.finish()
+        is_complete = True
+    finally:
+        sums.end(is_complete=is_complete)
+    sync_gradients(model, check_every=check_every)
+
+
+@dataclass
+class _Bucket:
+    """Parameters whose gradients are summed together, and their sum once it has begun."""
+
+    entries: list[tuple[torch.Tensor, SumState]] = field(default_factory=list)
+    complete: set[int] = field(default_factory=set)
+    total: Future[torch.Tensor] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(local_of(parameter).nbytes for parameter, _ in self.entries)
+
+
+class _EarlySums:
+    """Buckets of gradients over the depth of a grid, and the thread that sums one bucket after the other.
+
+    All ranks have the same buckets and sum them in the same order, whatever the order of their backwards.
+    """
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._buckets: list[_Bucket] = []
+        self._num_begun = 0
+        self._work: queue.SimpleQueue[tuple[Future[torch.Tensor], torch.Tensor] | None] = queue.SimpleQueue()
+        axis: Axis | None = None
+        for name, parameter, axes in reversed(list(declared_sums(model))):
+            state, left = sum_state_of(parameter), axes_left(parameter, axes)
+            is_on_cpu = parameter.requires_grad and parameter.device.type == "cpu"
+            if state is None or not is_on_cpu or [each.name for each in left] != ["depth"]:
+                continue
+            if not isinstance(left[0], Axis) or (axis is not None and axis is not left[0]):
+                continue  # another grid, or groups of the user's own
+            axis = left[0]
+            if state.on_gradient is not None:
+                raise ArgumentError(f"sync_during_backward is entered twice for the gradient of {name!r}")
+            last = self._buckets[-1] if self._buckets else None
+            if last is None or last.nbytes >= BUCKET_BYTES or last.entries[0][0].dtype != parameter.dtype:
+                last = _Bucket()
+                self._buckets.append(last)
+            last.entries.append((parameter, state))
+        self._axis = axis.for_sums() if axis is not None else None
+
+    def begin(self) -> None:
+        """Start the thread, and let it know of each gradient that is complete."""
+        if self._axis is None:
+            return
+        for bucket in self._buckets:
+            for number, (_, state) in enumerate(bucket.entries):
+                state.on_gradient = partial(self._note_complete, bucket, number)
+        threading.Thread(target=self._sum_buckets, name="reshard-gradient-sums", daemon=True).start()
+
+    def _note_complete(self, bucket: _Bucket, number: int) -> None:
+        bucket.complete.add(number)
+        while self._num_begun < len(self._buckets):
+            following = self._buckets[self._num_begun]
+            if len(following.complete) < len(following.entries):
+                return
+            self._num_begun += 1
+            for _, state in following.entries:
+                state.is_early = True
+            with torch.no_grad():
+                flat = torch.cat([local_of(parameter.grad).reshape(-1) for parameter, _ in following.entries])
+            following.total = Future()
+            self._work.put((following.total, flat))
+
+    def _sum_buckets(self) -> None:
+        """The thread: sum what has begun, in order, until None comes."""
+        assert self._axis is not None
+        while (work := self._work.get()) is not None:
+            total, flat = work
+            try:
+                with torch.no_grad():
+                    total.set_result(self._axis.all_reduce(flat))
+            except BaseException as error:  # finish() raises it
+                total.set_exception(error)
+
+    def finish(self) -> None:
+        """Wait for the sums and write them into the gradients."""
+        with torch.no_grad():
+            for bucket in self._buckets[: self._num_begun]:
+                assert bucket.total is not None
+                gradients = [local_of(parameter.grad) for parameter, _ in bucket.entries]
+                for gradient, part in zip(
+                    gradients, bucket.total.result().split([each.numel() for each in gradients]), strict=True
+                ):
+                    gradient.copy_(part.view(gradient.shape))
+
+    def end(self, *, is_complete: bool) -> None:
+        """End the thread. Where a step failed, its gradients count as not summed."""
+        self._work.put(None)
+        for bucket in self._buckets:
+            for _, state in bucket.entries:
+                state.on_gradient = None
+                state.is_early = state.is_early and is_complete
