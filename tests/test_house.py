@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import networkx as nx
@@ -125,6 +127,21 @@ def test_no_module_shares_its_name_with_a_public_name():
     assert {name for name in _modules() if name.rpartition(".")[2] in public} <= {"reshard"}
     for name in reshard.__all__:
         assert getattr(reshard, name) is not None
+
+
+def test_the_lowest_versions_that_pyproject_allows_are_those_that_ci_installs():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().split())
+    pins = {re.sub("[-_.]+", "-", name).lower(): version for name, version in pins.items()}
+    required = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    required += itertools.chain(*project["project"]["optional-dependencies"].values())
+    lowest = [re.match(r"([\w.-]+)(?:\[.*\])?>=([\d.]+)", requirement) for requirement in required]
+    lowest = {re.sub("[-_.]+", "-", found[1]).lower(): found[2] for found in lowest}
+    not_installed = {"jax", "cupy-cuda12x", "cupy-cuda13x"}  # CI has no GPU, and compares with recorded tables of JAX
+    assert lowest.keys() - pins.keys() == not_installed
+    assert {name: pins[name] for name in lowest.keys() - not_installed} == {
+        name: version for name, version in lowest.items() if name not in not_installed
+    }
 
 
 def test_import_is_fast_and_light():

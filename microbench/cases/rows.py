@@ -79,10 +79,10 @@ def _row(
 
 
 def study() -> Iterable[Row]:
-    """The n-to-m cases of the 2023 study."""
+    """The n-to-m cases of the 2023 study, named by their layouts."""
     for case in study_cases():
         shape = (768, 256, 85) if case.name == "study 6" else (256, 256, 256)
-        yield Row("study", case.name, "five", (TensorSpec(shape, "float32", case.src, case.dst),))
+        yield Row("study", case.title, "five", (TensorSpec(shape, "float32", case.src, case.dst),))
 
 
 def one_to_many() -> Iterable[Row]:

@@ -16,6 +16,8 @@ from reshard.cli.progress import show_progress
 Record = dict[str, Any]
 #: In shorter rows the start-up cost dominates the time on the links.
 LONG_SECONDS = 0.2
+#: The row whose link use is drawn, if it ran.
+TRACED = "R S0 R on 2x4 -> S0 R R on 2x4"
 
 
 def rows_of(records: Iterable[Record]) -> list[Record]:
@@ -52,7 +54,8 @@ def format_table(records: Sequence[Record]) -> str:
             continue
         name = f"{record['suite']}: {record['row']}"
         if name != last:
-            lines.append(f"{name}  [{record['title']}], bound {record['bound_seconds']:.4f} s")
+            title = "" if record["title"] == record["row"] else f"  [{record['title']}]"
+            lines.append(f"{name}{title}, bound {record['bound_seconds']:.4f} s")
             last = name
         if "refused" in record:
             lines.append(f"  {record['contender']:24} does not apply: {record['refused'].splitlines()[0][:80]}")
@@ -214,7 +217,9 @@ def main() -> int:
         help="output path without suffix; writes INTO.md, INTO-bars.svg and INTO-links.svg",
     )
     parser.add_argument("--readme", type=Path, help="also update the benchmark section of this page")
-    parser.add_argument("--trace", help="row to run again for INTO-links.svg (study 3, else the first row of the run)")
+    parser.add_argument(
+        "--trace", help=f"row to run again for INTO-links.svg ({TRACED}, else the first row of the run)"
+    )
     parser.add_argument("--no-trace", action="store_true", help="skip INTO-links.svg")
     options = parser.parse_args()
     try:
@@ -226,7 +231,7 @@ def main() -> int:
         parser.error(f"{options.records} has no row")
     if not options.into.parent.is_dir():
         parser.error(f"--into {options.into}: no folder {options.into.parent}")
-    trace = options.trace or ("study 3" if "study 3" in names else names[0])
+    trace = options.trace or (TRACED if TRACED in names else names[0])
     if trace not in names:
         parser.error(f"this run has no row {trace!r}; its rows: {', '.join(names)}")
     write_pages(records, options.into, options.readme, None if options.no_trace else trace)
@@ -277,8 +282,9 @@ def _draw_trace(trace: str, links: Path) -> str:
     if row is None:
         raise SystemExit(f"row {trace!r} is in no suite: use --no-trace")
     draw_links(trace_row(row, OURS), links)
+    named = f"`{row.title}`" if row.title == trace else f"`{row.title}` (row `{trace}`)"
     return (
-        f"\nLink use of `{row.title}` (row `{trace}`) in a separate run. A transfer has one of ten colours:\n\n"
+        f"\nLink use of {named} in a separate run. A transfer has one of ten colours:\n\n"
         f"![link use over time]({links.name})\n"
     )
 

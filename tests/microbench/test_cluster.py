@@ -21,6 +21,7 @@ import reshard
 from microbench.cases.rows import CLUSTERS, all_rows, read_cluster
 from microbench.emulation import namespaces
 from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.harness.report import TRACED
 from microbench.harness.suite import plan_row
 from microbench.harness.worker import Job, run_jobs
 from microbench.training import compare_schedules
@@ -102,9 +103,7 @@ def _move(rank, report, specs, plan):
 
 
 @on_hosts
-@pytest.mark.parametrize(
-    "name", ["study 3", "S0 -> R", "2 -> 3 hosts, R R", "columns -> rows", "one host -> all others"]
-)
+@pytest.mark.parametrize("name", [TRACED, "S0 -> R", "2 -> 3 hosts, R R", "columns -> rows", "one host -> all others"])
 def test_elements_and_bytes_on_every_nic(name):
     """Small tensors on the clusters of the suites: every element arrives, and each NIC carries the bytes of the plan."""
     row = next(row for row in all_rows(0, 0, scale=1 / 16) if row.name == name)
