@@ -165,7 +165,10 @@ def _row_ends(timeline: PipelineTimeline, num_rows: int) -> list[float]:
 def _schedules(
     pipeline: Pipeline, costs: Sequence[StageCost], count: int, can_split: bool, thorough: bool
 ) -> Iterable[Schedule]:
-    """Schedules to try: the classic ones, 1F1B with depths that hide the transfers, and ``auto_schedule``."""
+    """Schedules to try: the classic ones, 1F1B with depths that hide the transfers, and ``auto_schedule``.
+
+    ``overlapping_1f1b`` has just these depths, and ``overlapping_1f1b_plus_1`` one microbatch more in each stage.
+    """
     made: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b]
     if len(costs) > 1:
         made += [eager_1f1b, *([zb_h1] if can_split else [])]
@@ -179,7 +182,7 @@ def _schedules(
     for more in (0, 1):
         depths = _depths(pipeline, costs, count, more)
         if depths is not None:
-            schedule = from_warmups("1f1b-deep" if more else "1f1b-fitted", pipeline, count, depths)
+            schedule = from_warmups("overlapping_1f1b_plus_1" if more else "overlapping_1f1b", pipeline, count, depths)
             if schedule.in_flight not in seen:
                 seen.add(schedule.in_flight)
                 yield schedule
