@@ -23,7 +23,7 @@ from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION, describe_machine, stderr
-from microbench.training.methods import METHODS, OURS, PREDECESSOR, SIGNAL
+from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
 from microbench.training.workload import Workload
 from reshard.cli.progress import print_line, track
@@ -276,11 +276,11 @@ def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
 def format_setting(record: dict[str, Any]) -> str:
     """Format the record of a setting as a text table.
 
-    Columns: seconds; measured and predicted speed-up over the predecessor; fraction of the signal-only throughput;
+    Columns: seconds; measured and predicted speed-up over the baseline; fraction of the signal-only throughput;
     predicted divided by measured seconds; CPU use; steal time; error of loss and gradients; microbatches in flight.
     """
     rows = {row["method"]: row for row in record["rows"]}
-    base, signal = rows[PREDECESSOR], rows[SIGNAL]
+    base, signal = rows[BASELINE], rows[SIGNAL]
     costs = ", ".join("/".join(f"{1e3 * s:.1f}" for s in stage) for stage in record["stage_seconds"])
     transfers = ", ".join(f"{edge} {1e3 * s:.1f}" for edge, s in record["transfer_seconds"].items())
     lines = [

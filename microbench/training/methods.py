@@ -15,9 +15,9 @@ from reshard.scheduler import (
     one_f_one_b,
 )
 
-#: Names of three methods. ``PREDECESSOR`` is the baseline: transfers by local all-gather, and 1F1B that receives each
-#: tensor just before its consumer. ``SIGNAL`` is our schedule with messages of one element.
-OURS, SIGNAL, PREDECESSOR = "ours", "signal only", "predecessor"
+#: Names of three methods. ``BASELINE`` moves tensors by local all-gather, and receives each one just before its
+#: consumer, under 1F1B. ``SIGNAL`` is our schedule with messages of one element.
+OURS, SIGNAL, BASELINE = "ours", "signal only", "baseline"
 
 Build = Callable[[Pipeline, int], Schedule]
 
@@ -55,7 +55,7 @@ def _with_memory_of(other: Build) -> Build:
 
 METHODS = (
     MethodSpec("send/recv, blocking 1F1B", "send_recv", _blocking, is_blocking=True),
-    MethodSpec(PREDECESSOR, "local_all_gather", _receiving_at_consumer),
+    MethodSpec(BASELINE, "local_all_gather", _receiving_at_consumer),
     MethodSpec("broadcast, blocking 1F1B", "broadcast_greedy", _blocking, is_blocking=True),
     MethodSpec("broadcast, overlapped 1F1B", "broadcast_greedy", one_f_one_b),
     MethodSpec("eager-1F1B", "broadcast_greedy", eager_1f1b),
