@@ -99,7 +99,7 @@ def _forms(rank):
     return passed
 
 
-def test_every_form_of_arguments():
+def test_every_form_of_arguments_delivers():
     passed = run_processes(_forms, 4)
     assert len(passed[0]) == 13
     assert passed.count(passed[0]) == 4 or all(sorted(p) == sorted(passed[0]) for p in passed)

@@ -177,7 +177,7 @@ def test_too_many_messages_require_a_rank(capsys, monkeypatch):
     assert main(big) == 0
 
 
-def test_info_and_help(capsys):
+def test_info_lists_transports_and_no_command_prints_help(capsys):
     assert main(["info"]) == 0
     assert "local (NumPy or torch" in capsys.readouterr().out
     assert main([]) == 2

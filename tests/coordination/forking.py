@@ -1,4 +1,4 @@
-"""One of two ranks that move tensors and fork. Run by test_forks."""
+"""One of two ranks that move tensors and fork. Run by test_forked_children."""
 
 import multiprocessing
 import os

@@ -32,7 +32,7 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("scale", [1, 1e6])
-def test_known_bounds(name, scale):
+def test_bounds_equal_those_by_hand(name, scale):
     classes, rates, pod_of, uplinks, seconds, busy = CASES[name]
     bound, busy_links = bound_in_pods(
         dict.fromkeys(classes, 1000),

@@ -33,7 +33,7 @@ def shared(draw):
         ([[0], [0, 1], [0, 1, 2], [1], [2]], [12, 12, 12], [6.4, 3.2, 2.4, 6.4, 9.6]),
     ],
 )
-def test_known_rates(paths, capacity, rates, joint):
+def test_rates_equal_those_by_hand(paths, capacity, rates, joint):
     found = share_ports(paths, [float(value) for value in capacity], [0.0] * len(capacity), joint)
     assert found == pytest.approx(rates, rel=1e-5)
 

@@ -83,7 +83,7 @@ def named_items(value):
 
 @pytest.mark.parametrize("strategy", ["multicast", "send_recv", "broadcast_greedy", "local_all_gather"])
 @pytest.mark.parametrize(("shape", "dtype"), [((7, 9), "float32"), ((64, 96), "int16"), ((3, 5, 4), "complex128")])
-def test_arrays_move(strategy, shape, dtype):
+def test_mover_delivers_every_element(strategy, shape, dtype):
     run_plan(make_plan(SRC, DST, shape, dtype, strategy=strategy, topology=HOSTS), {None: whole(shape, dtype)})
 
 

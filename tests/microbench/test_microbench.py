@@ -290,7 +290,7 @@ def test_calibrate_writes_a_topology_file(tmp_path):
     assert topology.nic(0).egress_bytes_per_second > 1e6
 
 
-def test_calibrate_needs_torchrun(tmp_path, capsys):
+def test_calibrate_without_torchrun_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--calibrate", str(tmp_path / "cluster.json")])
     assert "--calibrate need torchrun" in capsys.readouterr().err

@@ -35,7 +35,7 @@ def test_price_of_one_dimension_by_hand():
     assert price.depth_seconds == 0
 
 
-def test_order_of_kinds():
+def test_grids_are_ordered_by_sizes_of_activations_and_weights():
     """Large activations on slow links: more depth, fewer columns. Large weights: few replicas of them."""
     slow = four_hosts()
     choice = choose_grid(sizes(256), slow, range(16), rows=32, flops_per_second=1e18)

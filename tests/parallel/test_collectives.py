@@ -41,6 +41,6 @@ def check_axis(rank, hosts, ranks):
         ([0] * 6, False),
     ],
 )
-def test_collectives(hosts, has_levels):
+def test_gathers_sums_and_exchanges_of_an_axis_are_exact(hosts, has_levels):
     for ranks in ([0, 1, 2, 3, 4, 5], [4, 0, 5, 2, 1, 3]):
         assert run_processes(check_axis, 6, hosts, ranks) == [has_levels] * 6

@@ -52,7 +52,7 @@ def check_misuse(rank):
         sync_gradients(model)
 
 
-def test_misuse_is_named():
+def test_wrong_uses_of_gradients_are_refused():
     run_processes(check_misuse, 2)
 
 
@@ -164,7 +164,7 @@ def check_faults(rank):
     }
 
 
-def test_planted_faults_show():
+def test_planted_faults_give_wrong_gradients():
     for found in run_processes(check_faults, 4):
         assert max(found.pop("none")) < 1e-12
         assert found.pop("bias over row twice")[1] > 0.1
@@ -241,7 +241,7 @@ def check_fsdp(rank):
     return abs(losses[0] - losses[1]), max(errors.values())
 
 
-def test_fsdp_over_depth():
+def test_fsdp_over_depth_equals_one_process():
     for loss, gradient in run_processes(check_fsdp, 4):
         assert loss < 1e-12
         assert gradient < 1e-12
@@ -267,7 +267,7 @@ def check_split_backward(rank):
     return early is None, max(float((a.grad - b.grad).to_local().abs().max()) for a, b in pairs)
 
 
-def test_deferred_weight_gradients():
+def test_deferred_weight_gradients_equal_immediate_ones():
     for is_deferred, error in run_processes(check_split_backward, 2):
         assert is_deferred
         assert error < 1e-12

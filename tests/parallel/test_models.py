@@ -121,7 +121,7 @@ def check_transformers(rank, kind, grid_shape):
         pytest.param("llama", (3, 2, 1), marks=pytest.mark.slow),
     ],
 )
-def test_models_of_transformers(kind, grid_shape):
+def test_hugging_face_models_train_as_in_one_process(kind, grid_shape):
     make_transformers_model(kind)  # imports the model once, not in each process
     for loss, state in run_processes(check_transformers, _size(grid_shape), kind, grid_shape):
         assert loss < 2e-6

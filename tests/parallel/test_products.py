@@ -95,7 +95,7 @@ def test_products_are_those_of_one_process_and_receive_what_the_formulas_say(row
 
 
 @pytest.mark.parametrize(("q", "d"), [(2, 1), (2, 2), (4, 4)])
-def test_formulas_of_summa(q, d):
+def test_received_elements_follow_the_formulas_of_summa(q, d):
     """Output-stationary forward (q - 1)/q^2 (Mk/d + kn); each product of the backward the same (Tesseract)."""
     m, k, n = 64 * q * d, 32 * q, 48 * q
     shape, tokens = ProductShape(k, (n // q,) * q, q), (m // (q * d),) * q

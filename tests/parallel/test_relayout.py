@@ -71,7 +71,7 @@ def check_misuse(rank):
         relayout(make_gpt(), grids[0])
 
 
-def test_misuse_is_refused():
+def test_wrong_arguments_of_relayout_are_refused():
     run_processes(check_misuse, 2)
 
 

@@ -53,7 +53,7 @@ def test_one_byte_is_scheduled():
     assert plan.num_messages == 2
 
 
-def test_limits_on_chunks_and_hosts(monkeypatch):
+def test_chunk_limit_refuses_and_host_limit_falls_back_to_routes(monkeypatch):
     problem = _broadcast((2**30,), 3, Topology((0, 1, 2, 3), latency_seconds=1.0))
     assert _num_chunks(problem) == 32
     for most in (32, 31):

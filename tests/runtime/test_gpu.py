@@ -127,7 +127,7 @@ def _move_cupy_arrays(rank):
 
 # Not imported here: if this process initialized CUDA, its forks could not use it.
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
-def test_cupy_arrays_move():
+def test_cupy_mover_delivers_every_element():
     _run(_move_cupy_arrays)
 
 
@@ -228,7 +228,7 @@ def _train_one_step(rank, sizes):
     return step.losses, {name: p.grad.cpu().numpy() for name, p in modules[rank].named_parameters()}
 
 
-def test_engine_trains():
+def test_engine_losses_and_gradients_equal_one_process():
     sizes = [4, 4, 2]
     losses, grads = single_process(torch.float64, sizes)
     for stage, (step_losses, named) in enumerate(_run(_train_one_step, sizes, ranks=3)):

@@ -133,7 +133,7 @@ def _move_in_rounds(rank):
     return runner.allocated_bytes
 
 
-def test_rounds_between_processes():
+def test_rounds_between_processes_deliver():
     assert len(run_processes(_move_in_rounds, 10)) == 10
 
 

@@ -312,7 +312,7 @@ def test_transfer_is_watched_while_its_start_blocks(device):
         assert text == "rank 2: another stage failed" and seconds < 10
 
 
-def test_engine_trains(device):
+def test_engine_losses_and_gradients_equal_one_process(device):
     losses, grads = single_process(torch.float64, [4, 4, 2])
     for build in (auto_schedule, one_f_one_b):
         results = run_processes(run_rank, 3, build, [0, 1, 2], "float64", [4, 4, 2], 2)

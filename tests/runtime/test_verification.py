@@ -133,7 +133,7 @@ def test_comparison_waits_for_every_posted_operation(is_wrong):
     assert len(texts) == 1 and ("rank 2 does not hold what rank 0 sent" in texts.pop()) == is_wrong
 
 
-def test_correct_transfers_pass():
+def test_verification_accepts_correct_transfers():
     assert run_processes(_move, 6, None) == [[0, 0]] * 6
 
 
@@ -214,7 +214,7 @@ def _move_verified(rank):
         assert wanted is None or not count_unlike(moved, wanted)
 
 
-def test_reshard_accepts_verify():
+def test_reshard_with_verify_delivers():
     run_processes(_move_verified, 3)
 
 

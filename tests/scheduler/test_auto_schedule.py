@@ -74,7 +74,7 @@ def test_each_policy_change_affects_one_stage():
     assert all((p.forward_first, p.weights_first, p.patience) == (True, True, 0.5) for p in changed)
 
 
-def test_ranking_of_candidates():
+def test_candidates_are_ranked_by_time_then_memory_then_actions():
     """The faster one wins. Among equally fast ones, or two within the allowed time: less memory, then fewer actions."""
 
     def found(seconds, peak, actions):

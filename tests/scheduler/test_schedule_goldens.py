@@ -58,7 +58,7 @@ def test_text_trace_and_picture_equal_the_golden_file():
         ((Edge(0, 2, 0.0, 0.0),), "edge 0 -> 2 must lead forward"),
     ],
 )
-def test_edges_lead_forward(edges, text):
+def test_edges_that_lead_backward_are_refused(edges, text):
     with pytest.raises(ArgumentError, match=text):
         Pipeline((Stage(1.0, 1.0, 1.0),) * 2, edges)
 

@@ -16,7 +16,7 @@ from reshard.sharding.spec import Strided
 from reshard.sharding.tiles import cut_shards, find_overlaps
 
 
-def test_limits_are_exact():
+def test_meshes_at_their_limits_are_accepted_and_beyond_refused():
     assert Mesh([MAX_RANK]).ranks == (4_194_303,)
     with pytest.raises(MeshError, match="rank 4194304 is outside"):
         Mesh([MAX_RANK + 1])
@@ -54,7 +54,7 @@ def test_with_ranks_replaces_ranks():
         regions.with_ranks({4: 2, 7: 2})
 
 
-def test_from_device_mesh():
+def test_mesh_from_device_mesh():
     grid = types.SimpleNamespace(tolist=lambda: [[3, 1], [0, 2]])
     named = types.SimpleNamespace(mesh=grid, mesh_dim_names=("dp", "tp"))
     assert Mesh.from_device_mesh(named) == Mesh([3, 1, 0, 2], {"dp": 2, "tp": 2})

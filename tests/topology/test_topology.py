@@ -159,7 +159,7 @@ def test_invalid_topology_json_is_refused(change, match):
         topology_from_json(FILE | change)
 
 
-def test_parse_rate():
+def test_rates_are_parsed_and_wrong_ones_refused():
     assert parse_rate("10 Gbit/s") == 1.25e9
     assert parse_rate("450GB/s") == 450e9
     assert parse_rate(1000) == 1000.0

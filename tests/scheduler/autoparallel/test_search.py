@@ -124,7 +124,7 @@ def test_the_answer_does_not_depend_on_the_hash_seed(strategy):
     assert run.stdout.strip() == strategy.hash
 
 
-def test_keep_fixes_parts():
+def test_search_keeps_the_choices_that_keep_names():
     kept = search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"microbatches": 4, "tp": 2, "recompute": True})
     assert kept.microbatches == 4
     assert {choice.tp for stage in kept.stages for choice in stage.choices} == {2}

@@ -55,19 +55,19 @@ def test_a_grid_feeds_replicas():
     ],
 )
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-def test_unlike_stages(stages, is_tied):
+def test_grid_stages_beside_other_kinds_equal_one_process(stages, is_tied):
     run(stages, ["blocks.1"], make_case(lambda: make_gpt(is_tied=is_tied)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [rs.one_f_one_b, rs.zb_h1, rs.auto_schedule], ids=["1f1b", "zb_h1", "auto"])
-def test_schedules(build):
+def test_grid_stages_equal_one_process_under_each_schedule(build):
     run([on_grid(2, 2, 1), on_grid(1, 2, 2)], ["blocks.1"], make_case(options={"schedule": build}))
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's compiler reads it
-def test_a_compiled_stage():
+def test_a_compiled_grid_stage_equals_one_process():
     stages = [on_grid(2, 1, 1, prepare=functools.partial(torch.compile, backend="eager")), on_grid(1, 2, 1)]
     run(stages, ["blocks.1"])
 
@@ -91,21 +91,21 @@ def test_fewer_rows_than_grid_rows():
 
 
 @pytest.mark.slow
-def test_llama():
+def test_llama_on_grids_equals_one_process():
     models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
     case = models.make_case(lambda: models.make_llama(tied=True), mask=True, ignored=True)
     run([on_grid(2, 2, 1), on_grid(1, 3, 1)], models.llama_layers(2), case)
 
 
 @pytest.mark.slow
-def test_gpt2():
+def test_gpt2_on_grids_equals_one_process():
     models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
     case = models.make_case(models.make_gpt2, mask=True, ignored=True)
     run([on_grid(1, 3, 1), on_grid(2, 2, 1)], models.gpt2_layers(2), case)
 
 
 @pytest.mark.slow
-def test_autocast():
+def test_autocast_on_grids_is_close_to_one_process():
     case = make_case(lambda: make_gpt(dtype=torch.float32), autocast=torch.bfloat16)
     run([on_grid(2, 2, 1), rs.Placement(dp=2)], ["blocks.1"], replace(case, tolerance=1e-2))
 

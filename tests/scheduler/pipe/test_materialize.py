@@ -56,7 +56,7 @@ def hugging_face(model):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_llama(tied):
+def test_llama_has_the_values_of_one_process(tied):
     models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
     inputs = ["input_ids", "labels"]
     check_values(
@@ -69,7 +69,7 @@ def test_llama(tied):
 
 
 @pytest.mark.parametrize("way", ["_init_weights", "_initialize_weights"])
-def test_gpt2(way):
+def test_gpt2_has_the_values_of_one_process(way):
     models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
 
     def alone(model):
@@ -87,7 +87,7 @@ def reset_parameters(module):
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_reset_parameters(tied):
+def test_reset_parameters_gives_the_values_of_one_process(tied):
     check_values(
         lambda: test_parallel_stages.make_mixer(tied=tied),
         ["layers.1", "layers.2"],

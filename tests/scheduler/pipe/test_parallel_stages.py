@@ -100,13 +100,13 @@ def test_fsdp_and_tensor_parallelism():
     ],
 )
 @pytest.mark.parametrize("model", ["tied", "untied", "uneven"])
-def test_stages(stages, cuts, model):
+def test_parallel_stages_equal_one_process(stages, cuts, model):
     vocabulary = 13 if model == "uneven" else VOCABULARY
     run(stages, cuts, lambda: make_mixer(vocabulary, model != "untied"))
 
 
 @pytest.mark.slow
-def test_llama_shards_itself():
+def test_llama_uses_its_own_tensor_parallel_plan():
     from tests.scheduler.pipe import test_transformers as models
 
     case = models.make_case(lambda: models.make_llama(tied=True), mask=True, ignored=True)
@@ -125,7 +125,7 @@ def test_tensor_parallelism_needs_a_plan():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
-def test_interleaved_stages(tp):
+def test_interleaved_stages_equal_one_process(tp):
     places = [grid(1, tp, ranks=tuple(range(row * tp, (row + 1) * tp))) for row in (0, 1, 0, 1)]
     case = make_case()
     check_equal(case, pipe_of(["layers.0", "layers.1", "layers.2"], places, tp_plan=PLAN), 2 * tp)

@@ -48,7 +48,7 @@ def test_models_that_cannot_be_cut(model, cuts, message):
         pipe.cut(list(batch))
 
 
-def test_arguments():
+def test_wrong_cuts_and_placements_are_refused():
     one = rs.Placement()
     with pytest.raises(ArgumentError, match="1 cuts make 2 stages, but stages has 3 placements"):
         rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1,1x1")

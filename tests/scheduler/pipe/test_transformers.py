@@ -93,7 +93,7 @@ def test_llama_equals_one_process():
 @pytest.mark.parametrize("kind", ["plain", "both"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("model", ["gpt2", "llama", "llama tied"])
-def test_attention_and_labels(model, attention, kind):
+def test_two_stages_equal_one_process_for_each_attention_and_mask(model, attention, kind):
     if model == "gpt2":
         make, cuts = (lambda: make_gpt2(attention)), gpt2_layers(1)
     else:
@@ -108,7 +108,7 @@ def test_attention_and_labels(model, attention, kind):
     [("2x1,1x1", (2,), 2), ("1x1,2x1", (3,), 1), ("1x1,2x1,1x1", (1, 3), 2), ("2x1,1x1,2x1", (1, 2), 1)],
 )
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_stages(model, stages, cuts, accumulate):
+def test_stages_with_replicas_equal_one_process(model, stages, cuts, accumulate):
     make, layers = (make_gpt2, gpt2_layers) if model == "gpt2" else (lambda: make_llama(tied=True), llama_layers)
     num_ranks = sum(int(stage[0]) for stage in stages.split(","))
     case = make_case(make, mask=True, ignored=True)

@@ -33,7 +33,7 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_trains_under_torchrun(tmp_path):
+def test_train_runs_under_torchrun(tmp_path):
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "reshard"]
     done = subprocess.run(
         [*launch, "train", "u-transformer-470m", "--shrink", "40", "--batch", "4", "--steps", "2"],

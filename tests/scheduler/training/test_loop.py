@@ -110,7 +110,7 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth():
     assert [factor(step) for step in (100, 200)] == pytest.approx([0.1, 0.1])
 
 
-def test_only_matrices_decay():
+def test_weight_decay_applies_to_matrices_only():
     model = make_model(GPT.config, "cpu")
     decayed, others = make_optimizer(list(model.parameters()), 1e-3).param_groups
     assert {parameter.dim() for parameter in decayed["params"]} == {2}

@@ -1,4 +1,4 @@
-"""Native loops of the planner and their Python references make equal choices: schedules, senders, broadcast trees."""
+"""Native loops of the planner make the choices of their Python references: schedules, senders, broadcast trees."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RARE_SEEDS = (105, 199, 285, 561, 872, 1045)
 
 
 @pytest.mark.parametrize("seed", [*range(60), *RARE_SEEDS])
-def test_native_and_twin_schedules_are_equal(seed):
+def test_native_and_reference_schedules_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2 ** (16 + seed % 5))
     workload = replace(make_workload(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)
@@ -47,7 +47,7 @@ def test_chunks_without_a_holder_are_refused():
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_native_and_twin_senders_and_trees_are_equal(seed):
+def test_native_and_reference_senders_and_trees_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
     problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
     task, replica = np.nonzero(problem.receivers != NO_RANK)

@@ -31,7 +31,7 @@ def _run(plan, in_rounds):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_accepted_plans_deliver(seed):
+def test_mutated_plans_that_the_checker_accepts_deliver(seed):
     rng = random.Random(seed)
     src, dst, shape, topology = random_problem(seed)
     texts = [

@@ -32,14 +32,14 @@ def run(first, second=None, dp=1, cuts=("layers.1",)):
 
 
 @pytest.mark.slow
-def test_compiled_and_checkpointed():
+def test_a_compiled_and_a_checkpointed_stage_equal_one_process():
     run(compiled("eager"), checkpointed)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # by torch.compile itself
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_compiled(backend):
+def test_compiled_stages_equal_one_process(backend):
     run(compiled(backend), compiled(backend), dp=2)
 
 
@@ -47,7 +47,7 @@ def test_compiled(backend):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by torch.compile itself
 @pytest.mark.parametrize("prepare", ["compile", "checkpoint"])
 @pytest.mark.parametrize("model", ["gpt2", "llama"])
-def test_transformers(model, prepare):
+def test_prepared_hugging_face_models_equal_one_process(model, prepare):
     models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
     make, layers = (
         (models.make_gpt2, models.gpt2_layers) if model == "gpt2" else (models.make_llama, models.llama_layers)
@@ -95,7 +95,7 @@ def make_cast_case(dtype, tolerance):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast(dtype):
+def test_losses_under_autocast_equal_one_process(dtype):
     case = make_cast_case(dtype, 1e-2)
     expected, _ = train_alone(case)
     for results in run_processes(train_cast, 3, case):

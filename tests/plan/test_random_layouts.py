@@ -23,7 +23,7 @@ DTYPES = ["uint8", "bfloat16", "float32", "complex64", "complex128"]
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from(DTYPES))
 @settings(max_examples=200)
-def test_every_plan_delivers(case, strategy, dtype):
+def test_plans_of_random_layouts_deliver(case, strategy, dtype):
     shape, src, dst, topology = case
     plan = make_plan(src, dst, shape, dtype, strategy=strategy, topology=topology)
     check_plan(plan)
@@ -90,7 +90,7 @@ def test_executor_delivers_between_threads(case, strategy):
 
 
 @given(st.integers(0, 3).flatmap(layouts))
-def test_notations_round_trip(layout):
+def test_layout_notations_round_trip(layout):
     assert parse_axis_names(write_axis_names(layout.spec)) == layout.spec
     if all(isinstance(step, str) for steps in layout.spec for step in steps):
         assert read_spec(layout.mesh, layout.to_2023()) == layout.spec
@@ -110,7 +110,7 @@ def test_torch_placements_round_trip_for_even_sizes(layout, a, b):
 
 
 @given(cases())
-def test_planning_is_deterministic(case):
+def test_planning_twice_gives_equal_plans(case):
     shape, src, dst, topology = case
     first, second = (make_plan(src, dst, shape, "float32", topology=topology) for _ in range(2))
     assert first == second
