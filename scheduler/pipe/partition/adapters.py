@@ -15,7 +15,8 @@ def find_blocks(model: torch.nn.Module) -> Callable[[Any], Sequence[Block]] | No
     if hasattr(type(model), "pipeline_blocks"):
         return type(model).pipeline_blocks
     for base in type(model).__mro__:
-        if base.__module__.startswith("transformers.") and base.__name__ in _ADAPTERS:
+        is_known = base.__module__.startswith("transformers.") and base.__name__ in _ADAPTERS
+        if is_known and type(model).forward is getattr(base, "forward", None):  # a subclass may compute something else
             return _ADAPTERS[base.__name__]
     return None
 
@@ -55,8 +56,11 @@ def gpt2_blocks(model: Any) -> list[Block]:
 
 
 def llama_blocks(model: Any) -> list[Block]:
-    """Blocks of ``transformers.LlamaForCausalLM``. Inputs: its tensors but for those of a cache."""
-    body = model.model
+    """Blocks of ``transformers.LlamaForCausalLM`` and models with the same chain: Gemma, Mistral, Qwen2 and Qwen3.
+
+    Inputs: its tensors but for those of a cache.
+    """
+    body, windows = model.model, _sliding_layers(model)
 
     def embed(input_ids: Any) -> dict[str, Any]:
         return {"hidden_states": body.embed_tokens(input_ids)}
@@ -64,14 +68,17 @@ def llama_blocks(model: Any) -> list[Block]:
     def prepare(hidden_states: Any, attention_mask: Any = None, position_ids: Any = None) -> dict[str, Any]:
         if position_ids is None:
             position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        mask = _causal_mask(model, hidden_states, attention_mask, position_ids)
-        return {"causal_mask": mask, "positions": position_ids, "rotary": body.rotary_emb(hidden_states, position_ids)}
+        masks = {
+            slides: _causal_mask(model, hidden_states, attention_mask, position_ids, slides) for slides in set(windows)
+        }
+        rotary = body.rotary_emb(hidden_states, position_ids)
+        return {"causal_masks": masks, "positions": position_ids, "rotary": rotary}
 
     def layer(number: int) -> Callable[..., dict[str, Any]]:
-        def run(hidden_states: Any, causal_mask: Any, positions: Any, rotary: Any) -> dict[str, Any]:
+        def run(hidden_states: Any, causal_masks: Any, positions: Any, rotary: Any) -> dict[str, Any]:
             made = body.layers[number](
                 hidden_states,
-                attention_mask=causal_mask,
+                attention_mask=causal_masks[windows[number]],
                 position_ids=positions,
                 position_embeddings=rotary,
                 use_cache=False,
@@ -85,17 +92,30 @@ def llama_blocks(model: Any) -> list[Block]:
 
     return [
         Block("model.embed_tokens", embed),
-        Block("rotary", prepare, ("model.rotary_emb",), recomputed=("causal_mask", "positions", "rotary")),
+        Block("rotary", prepare, ("model.rotary_emb",), recomputed=("causal_masks", "positions", "rotary")),
         *(Block(f"model.layers.{number}", layer(number)) for number in range(len(body.layers))),
         Block("model.norm", norm),
         Block("lm_head", _causal_lm_head(model)),
     ]
 
 
-def _causal_mask(model: Any, hidden_states: Any, attention_mask: Any, position_ids: Any) -> Any:
-    from transformers.masking_utils import create_causal_mask
+def _sliding_layers(model: Any) -> list[bool]:
+    """Whether each layer of a model like Llama attends to a sliding window only."""
+    config, number = model.config, len(model.model.layers)
+    if config.model_type == "mistral":
+        return [config.sliding_window is not None] * number
+    if config.model_type in ("qwen2", "qwen3"):
+        return [kind == "sliding_attention" for kind in config.layer_types[:number]]
+    return [False] * number
 
-    return create_causal_mask(
+
+def _causal_mask(
+    model: Any, hidden_states: Any, attention_mask: Any, position_ids: Any, is_sliding: bool = False
+) -> Any:
+    from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+    make = create_sliding_window_causal_mask if is_sliding else create_causal_mask
+    return make(
         config=model.config,
         inputs_embeds=hidden_states,
         attention_mask=attention_mask,
@@ -123,5 +143,9 @@ def _causal_lm_head(model: Any) -> Callable[..., Any]:
 
 _ADAPTERS: dict[str, Callable[[Any], Sequence[Block]]] = {
     "GPT2LMHeadModel": gpt2_blocks,
+    "GemmaForCausalLM": llama_blocks,
     "LlamaForCausalLM": llama_blocks,
+    "MistralForCausalLM": llama_blocks,
+    "Qwen2ForCausalLM": llama_blocks,
+    "Qwen3ForCausalLM": llama_blocks,
 }

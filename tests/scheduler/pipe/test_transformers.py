@@ -1,4 +1,4 @@
-"""GPT-2 and Llama of ``transformers``, with random weights, train over stages as they do in one process."""
+"""Models of ``transformers``, with random weights, train over stages as they do in one process."""
 
 from __future__ import annotations
 
@@ -50,6 +50,32 @@ def make_llama(attention="sdpa", tied=False):
     return transformers.LlamaForCausalLM(config)
 
 
+def make_like_llama(name, **changes):
+    """A model with the chain of Llama. Gemma and Qwen tie their head; Qwen2 slides a window in two of four layers."""
+    torch.manual_seed(0)
+    config = getattr(transformers, name + "Config")(
+        vocab_size=VOCABULARY,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        initializer_range=0.2,
+        use_cache=False,
+        **changes,
+    )
+    return getattr(transformers, name + "ForCausalLM")(config)
+
+
+LIKE_LLAMA = {
+    "Gemma": {"head_dim": 4},
+    "Mistral": {"head_dim": 4, "sliding_window": 3},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 2, "tie_word_embeddings": True},
+    "Qwen3": {"head_dim": 4},
+}
+
+
 def make_batch(seed, rows=8, length=6, mask=False, ignored=False):
     """Tokens; with ``mask``, rows of unlike length; with ``ignored``, labels that do not count, unlike in each row."""
     generator = torch.Generator().manual_seed(seed)
@@ -87,6 +113,29 @@ def test_gpt2_equals_one_process():
 
 def test_llama_equals_one_process():
     check_equal(make_case(lambda: make_llama(tied=True), ignored=True), pipe_of(llama_layers(1), "1x1,1x1"), 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "stages"),
+    [
+        ("Qwen2", "1x1,1x1"),
+        *(pytest.param(each, "1x1,1x1", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen3")),
+        *(pytest.param(each, "1x2,2x2", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen2")),
+    ],
+)
+def test_models_with_the_chain_of_llama(name, stages):
+    case = make_case(lambda: make_like_llama(name, **LIKE_LLAMA[name]), mask=True, ignored=True)
+    check_equal(case, pipe_of(llama_layers(3), stages), 2 if stages == "1x1,1x1" else 6)
+
+
+def test_subclass_with_its_own_forward_is_not_cut_as_its_base():
+    class Scaled(transformers.LlamaForCausalLM):
+        def forward(self, input_ids, labels, **options):
+            return 0.5 * super().forward(input_ids, labels=labels, **options).loss
+
+    pipe = rs.Pipe(Scaled(make_llama().config), llama_layers(2), stages="1x1,1x1")
+    with pytest.raises(ArgumentError, match=r"Scaled cannot be cut by module paths: .* pass blocks="):
+        pipe.cut(["input_ids", "labels"])
 
 
 @pytest.mark.slow
