@@ -181,23 +181,12 @@ RESHARD_INLINE void encode_block(const Floats *values, uint8_t *scale, uint8_t *
     }
 }
 
-// Writes or, with Accumulate, adds 32 values. Products that exceed the largest finite value of the format by up to 2^-8
-// of it become that value, since coding may have raised it. Larger ones come from a wider format and become infinite.
-template <class Codec, Format F, bool Accumulate>
-RESHARD_INLINE void decode_block(const uint8_t *scale, const uint8_t *codes, typename Word<F>::type *target) {
-    uint32_t bits;
-    if constexpr (Codec::SCALE_BYTES == 1)
-        bits = *scale == NAN_SCALE ? NAN_BITS : static_cast<uint32_t>(*scale) << 23;
-    else
-        bits = static_cast<uint32_t>(load<uint16_t>(scale)) << 16;
-    const Floats unit = all_floats(as<float>(bits)), most = all_floats(as<float>(Word<F>::MAX)), least = -most;
-    const bool is_nan = (bits & ~SIGN) > INFINITE;
-    Floats values[VECTORS], sums[VECTORS];
-    Codec::unpack(codes, values);
-    if constexpr (Accumulate)
-        read_block<F>(target, sums);
+// Products that exceed the largest finite value of the format by up to 2^-8 of it become that value, since coding may
+// have raised it. Larger ones come from a wider format and become infinite.
+template <Format F> RESHARD_INLINE void limit_block(Floats *values, bool is_nan) {
+    const Floats most = all_floats(as<float>(Word<F>::MAX)), least = -most;
     for (int i = 0; i < VECTORS; ++i) {
-        const Floats product = values[i] * unit;
+        const Floats product = values[i];
         Floats value = product > most ? most : product;
         value = value < least ? least : value;
         if constexpr (F == Format::fp16) {
@@ -205,9 +194,30 @@ RESHARD_INLINE void decode_block(const uint8_t *scale, const uint8_t *codes, typ
             value = product > beyond ? infinite : value;
             value = product < -beyond ? -infinite : value;
         }
-        if (is_nan)
-            value = all_floats(as<float>(NAN_BITS));
-        values[i] = Accumulate ? sums[i] + value : value;
+        values[i] = is_nan ? all_floats(as<float>(NAN_BITS)) : value;
+    }
+}
+
+// Writes or, with Accumulate, adds 32 values.
+template <class Codec, Format F, bool Accumulate>
+RESHARD_INLINE void decode_block(const uint8_t *scale, const uint8_t *codes, typename Word<F>::type *target) {
+    uint32_t bits;
+    if constexpr (Codec::SCALE_BYTES == 1)
+        bits = *scale == NAN_SCALE ? NAN_BITS : static_cast<uint32_t>(*scale) << 23;
+    else
+        bits = static_cast<uint32_t>(load<uint16_t>(scale)) << 16;
+    const Floats unit = all_floats(as<float>(bits));
+    Floats values[VECTORS];
+    Codec::unpack(codes, values);
+    for (int i = 0; i < VECTORS; ++i)
+        values[i] = values[i] * unit;
+    if (bits >= Word<F>::LARGE_UNIT)
+        limit_block<F>(values, (bits & ~SIGN) > INFINITE);
+    if constexpr (Accumulate) {
+        Floats sums[VECTORS];
+        read_block<F>(target, sums);
+        for (int i = 0; i < VECTORS; ++i)
+            values[i] = sums[i] + values[i];
     }
     write_block<F>(target, values);
 }
@@ -221,6 +231,13 @@ struct Grid {
 
 template <class Codec> constexpr size_t element_bytes(size_t blocks) {
     return blocks * (Codec::SCALE_BYTES + Codec::CODE_BYTES);
+}
+
+// Asks for the values that are read a few blocks later: the hardware prefetches too late for this amount of arithmetic.
+template <class Value> RESHARD_INLINE void prefetch_block(const Value *values) {
+    constexpr uintptr_t AHEAD = 2048, LINE = 64;
+    for (uintptr_t at = 0; at < BLOCK * sizeof(Value); at += LINE)
+        __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(values) + AHEAD + at));
 }
 
 template <class Codec, Format F, bool Measure>
@@ -240,6 +257,7 @@ RESHARD_INLINE void encode_rows(Grid grid, const typename Word<F>::type *source,
                         std::memcpy(padded, source + at, count * sizeof padded[0]);
                     from = padded;
                 }
+                prefetch_block(source + at);
                 read_block<F>(from, values);
                 encode_block<Codec, Measure>(
                     values, out + block * Codec::SCALE_BYTES,

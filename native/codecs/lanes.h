@@ -102,10 +102,11 @@ template <Format F> struct Word;
 template <> struct Word<Format::fp32> {
     using type = float;
     static constexpr uint32_t MAX = 0x7f7fffffu; // bits of the largest finite value, as fp32
+    static constexpr uint32_t LARGE_UNIT = 240u << 23; // bits of a scale; below, all codes stay finite
 };
 template <> struct Word<Format::bf16> {
     using type = uint16_t;
-    static constexpr uint32_t MAX = 0x7f7f0000u;
+    static constexpr uint32_t MAX = 0x7f7f0000u, LARGE_UNIT = 240u << 23;
     static RESHARD_INLINE Floats widen(Words word) { return as<Floats>(word << 16); }
     static RESHARD_INLINE Words narrow(Floats values) {
         const Words bits = as<Words>(values);
@@ -114,7 +115,7 @@ template <> struct Word<Format::bf16> {
 };
 template <> struct Word<Format::fp16> {
     using type = uint16_t;
-    static constexpr uint32_t MAX = 0x477fe000u; // 65504
+    static constexpr uint32_t MAX = 0x477fe000u, LARGE_UNIT = 134u << 23; // 65504, 2^7
     static RESHARD_INLINE Floats widen(Words word) {
         const Words magnitude = (word & 0x7fffu) << 13, sign = (word & 0x8000u) << 16;
         const Words smallest = all<Words>(113u << 23); // 2^-14, the smallest normal value

@@ -52,6 +52,18 @@ def test_native_codecs_equal_the_reference_bit_for_bit(kind, dtype):
         assert _same(target.float().numpy(), torch.from_numpy(plain).to(DTYPES[dtype]).float().numpy()).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS[:4])
+def test_every_scale_decodes_as_in_the_reference(kind, dtype):
+    codec, rows = BlockCodec(kind, 32), 8 * 255
+    data = np.random.default_rng(5).integers(0, 256, (rows, 1, codec.nbytes((1, 32))), dtype=np.uint8)
+    data[:, 0, 0] = np.repeat(np.arange(1, 256), 8)
+    found = torch.empty(rows, 32, dtype=DTYPES[dtype])
+    codec.decode(torch.from_numpy(data.reshape(-1)), found)
+    plain = reference.decode(kind, 32, data, 32, torch.finfo(DTYPES[dtype]).max)
+    assert _same(found.float().numpy(), torch.from_numpy(plain).to(DTYPES[dtype]).float().numpy()).all()
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_errors_stay_within_the_documented_bound(kind):
     rows = _hard_rows(4000, 128, seed=1)
