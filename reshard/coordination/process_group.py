@@ -118,6 +118,7 @@ class Group:
         self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
         self.calls: dict[tuple[int, ...], int] = {}  # number of calls of this rank, by members
         self.abandoned_call = False  # whether this rank ends its call because another rank has left it
+        self.excluded_by: set[int] = set()  # ranks that continue without this rank
         self.last_members: tuple[int, ...] = ()  # members of the last round
         self._caller: int | None = None  # the thread that is in a call
         self._may_nest = False  # whether the next call may begin inside the current one

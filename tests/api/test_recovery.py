@@ -232,29 +232,31 @@ def _values_or_error(function):
 
 
 def _call_late(rank, late):
-    results, seconds = [_values_or_error(_step(rank, 0).wait)], []
+    store = torch.distributed.distributed_c10d._get_default_store()
+    results = [_values_or_error(_step(rank, 0).wait)]
     for step in range(1, 5):
         if step == 1 and rank == late:
-            time.sleep(3)
-        start = time.monotonic()
+            store.wait([f"{other} ended step 2" for other in range(4) if other != late])
+        if step == 4 and rank != late:
+            store.wait(["the late rank called"])
         results.append(_values_or_error(lambda step=step: _step(rank, step, 1.0).wait()))
-        seconds.append(time.monotonic() - start)
-        if step == 3 and rank != late:
-            time.sleep(2)  # the late rank then calls again during the next call of the others
+        if step == 2:
+            store.set("the late rank called" if rank == late else f"{rank} ended step 2", "")
     results.append(_values_or_error(lambda: _step(rank, 5, on_loss="raise").wait()))
-    return results, seconds
+    return results
 
 
 @pytest.mark.parametrize("late", [0, *(pytest.param(late, marks=pytest.mark.slow) for late in (1, 3))])
 def test_late_rank_is_excluded_permanently(late):
-    """The other ranks wait for the late rank once. They never receive its data, which belongs to another step."""
+    """The others go on without the late rank, and never receive its data, which belongs to another step."""
     by_rank = run_processes(_call_late, 4, late)
-    for rank, (results, seconds) in enumerate(by_rank):
+    for rank, results in enumerate(by_rank):
         if rank == late:
-            assert all("go on without it" in text or f"without rank {late}" in text for text in results[1:5]), results
+            assert all(
+                "go on without it" in str(text) or f"without rank {late}" in str(text) for text in results[1:5]
+            ), results
         else:
             assert results[:5] == [None if rank < 2 else [float(step)] for step in range(5)], (late, rank, results)
-            assert seconds[0] < 7 and max(seconds[1:]) < 1, (late, rank, seconds)
             assert f"rank {late} was lost in an earlier call" in results[5], results
 
 

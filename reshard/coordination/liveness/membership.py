@@ -6,7 +6,7 @@ its request does not show which. So ranks mark the set as out of sync in their p
 that reads the mark refuses further calls of the set.
 
 A rank that misses a fault-tolerant call is lost. The other ranks exclude it from all further calls. If it calls again,
-it gets an error that says so.
+it gets an error that says so, even if the others have ended by then.
 """
 
 from __future__ import annotations
@@ -53,6 +53,10 @@ def _describe(members: Sequence[int], why: str) -> str:
     return f"ranks {format_ranks(members)} are out of sync ({why}); {_ADVICE}"
 
 
+def _describe_exclusion(group: Group, rank: int) -> str:
+    return f"rank {rank} continues without rank {group.rank}, which missed the deadline of a call; {_ADVICE}"
+
+
 def mark_out_of_sync(group: Group, members: Sequence[int], why: str) -> None:
     """Mark these ranks as out of sync in the status of this rank, and publish the status."""
     if format_ranks(members) not in group.status.out_of_sync:
@@ -71,8 +75,11 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
 
     Raises:
         DisagreementError: the ranks are out of sync.
-        RemoteError: some of the ranks are lost, and the call is not fault tolerant.
+        RemoteError: some of the ranks continue without this rank; or some are lost, and the call is not fault tolerant.
     """
+    excluded_by = group.excluded_by.intersection(members)
+    if excluded_by:
+        raise RemoteError(_describe_exclusion(group, min(excluded_by)))
     why = _find_reason(group.status, members)
     if why is not None:
         raise DisagreementError(_describe(members, why))
@@ -105,9 +112,8 @@ def check_published_membership(group: Group, members: Sequence[int], rank: int, 
         OutOfSyncError: ``rank`` has marked ``members`` as out of sync.
     """
     if group.rank in status.lost:
-        raise ExcludedError(
-            f"rank {rank} continues without rank {group.rank}, which missed the deadline of a call; {_ADVICE}"
-        )
+        group.excluded_by.add(rank)
+        raise ExcludedError(_describe_exclusion(group, rank))
     why = _find_reason(status, members)
     if why is not None:
         raise OutOfSyncError(members, why)
