@@ -5,7 +5,6 @@ All ranks of a row do the same actions. Stages are ordinary modules; torch handl
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reshard.api.mover import Mover
 from reshard.compression import Policy
 from reshard.coordination import (
     Request,
@@ -25,6 +25,7 @@ from reshard.coordination import (
 )
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.planner import Strategy, plan_tensors
+from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
@@ -155,8 +156,7 @@ class Engine:
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
         replicas = self._make_replicas()
-        plan = functools.partial(plan_tensors, strategy=strategy, topology=self._topology)
-        tied = TiedParameters(ties, pipeline, modules, self._group, plan, self._timeout_seconds, self._device, policy)
+        tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
         self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
         self._state = EngineState(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
@@ -169,6 +169,11 @@ class Engine:
         self.exchange(error=code_modules(modules, policy))
         self._topology = add_codec_rates(self._topology, self.exchange(measure_codecs(policy, self._topology)))
         return code_pipelines(policy, self.schedule, pipelines, self._topology, strategy)
+
+    def _open_mover(self, spec: TensorSpec) -> Mover:
+        """A Mover of one tied parameter, which several stages send and receive."""
+        plan = plan_tensors([spec], strategy=self._options.strategy, topology=self._topology)
+        return Mover(plan, self._group, timeout_seconds=self._timeout_seconds, device=self._device, both_ways=True)
 
     def _make_replicas(self) -> tuple[ReplicaSync, ...]:
         """What sums the gradients of the stages of this rank over replicas."""

@@ -11,9 +11,7 @@ import torch
 from reshard.api.mover import Mover
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
-from reshard.coordination import Group
 from reshard.errors import ArgumentError
-from reshard.plan import Plan
 from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape, code_tensor
 
 from ..graph import Pipeline
@@ -88,10 +86,8 @@ class TiedParameters:
     Args:
         ties, pipeline: the same on all ranks.
         modules: ``{stage: module}`` for the stages of this rank.
-        group: group of the engine.
-        make_plan: makes the same plan for a tensor on all ranks.
-        timeout_seconds: limit for one transfer.
-        device: device type of the modules.
+        rank: this rank.
+        open_mover: makes the Mover of a tensor. It must plan the tensor equally on all ranks.
         policy: its codec for ``dp`` codes the gradients. A stage then codes and decodes its own gradient too, and adds
             the result: the values that other stages receive. All stages thus get the same sum. Gradients that do not
             fit the blocks of the codec are sent raw.
@@ -105,22 +101,16 @@ class TiedParameters:
         ties: Iterable[TiedParameter],
         pipeline: Pipeline,
         modules: Mapping[int, torch.nn.Module],
-        group: Group,
-        make_plan: Callable[[list[TensorSpec]], Plan],
-        timeout_seconds: float,
-        device: str = "cpu",
+        rank: int,
+        open_mover: Callable[[TensorSpec], Mover],
         policy: Policy | None = None,
     ) -> None:
         codec, self._raw_steps = (None, 0) if policy is None else (policy.dp, policy.raw_steps)
         self.steps = 0
 
         def open_movers(specs: Mapping[tuple[int, int], TensorSpec]) -> Movers:
-            options = {"timeout_seconds": timeout_seconds, "device": device, "both_ways": True}
-            return {
-                pair: Mover(make_plan([spec]), group, **options)  # type: ignore[arg-type]
-                for pair, spec in specs.items()
-                if group.rank in (*spec.src.ranks, *spec.dst.ranks)
-            }
+            ours = ((pair, spec) for pair, spec in specs.items() if rank in (*spec.src.ranks, *spec.dst.ranks))
+            return {pair: open_mover(spec) for pair, spec in ours}
 
         self._ties: list[_Tie] = []
         for tie in ties:

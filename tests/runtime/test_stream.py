@@ -1,7 +1,4 @@
-"""Test transfers on streams without a GPU: a thread replaces the stream, and a stand-in library replaces NCCL.
-
-Tests that need a GPU are in ``test_gpu.py``.
-"""
+"""Transfers on streams, without a GPU: a thread replaces the stream, and a stand-in library replaces NCCL."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.api.transfers import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.coordination import connections, find_group
+from reshard.coordination import connections
 from reshard.plan.messages import expand_messages
 from reshard.planner import plan_tensors
 from reshard.runtime.cuda import nccl_exchange
@@ -365,13 +362,16 @@ def test_replicas_sum_gradients_and_share_buffers_over_nccl(device):
         assert buffer == [float(rank > 0)] * 3
 
 
+def _open_mover(spec):
+    return reshard.Mover(plan_tensors([spec]), timeout_seconds=20, both_ways=True)
+
+
 def _sum_tied_gradients(rank):
     """The device of rank 1 fails while two stages exchange the gradients of a tied parameter."""
     pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=Mesh([stage])) for stage in range(2)), (Edge(0, 1, 1, 1),))
     modules = {rank: torch.nn.Linear(2, 3, bias=False)}
-    ties = TiedParameters(
-        [TiedParameter({0: "weight", 1: "weight"}, (3, 2))], pipeline, modules, find_group(None), plan_tensors, 20.0
-    )
+    tie = TiedParameter({0: "weight", 1: "weight"}, (3, 2))
+    ties = TiedParameters([tie], pipeline, modules, rank, _open_mover)
     ties.share_values()
     for mover in ties._ties[0].raw.values():
         mover._transfers.on_stream.streams.mark_of = Broken if rank == 1 else Never
