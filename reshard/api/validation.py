@@ -16,7 +16,7 @@ from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.planner import AUTO_CODEC, Strategy, find_strategy
-from reshard.runtime.cpu.verification import digest_array
+from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.cuda.coding import check_device_codec
 from reshard.sharding import check_shape
 from reshard.topology import Topology, topology_to_json

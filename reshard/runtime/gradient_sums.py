@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.runtime.cpu.verification import digest_array
+from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.torch_compat import local_of
 
 #: Replicas are compared in the first step and every so many steps after it.

@@ -22,8 +22,8 @@ from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination.connections import GlooTransport
 from reshard.coordination.process_group import serve_store
+from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.cpu.executor import NOTIFY_TAG
-from reshard.runtime.cpu.staging import flat_bytes
 from reshard.topology.model import Host, Port
 
 TIMEOUT_SECONDS = 2.0

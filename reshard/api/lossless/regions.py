@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from reshard.ragged import NO_RANK
-from reshard.runtime.cpu.staging import flat_bytes
+from reshard.runtime.array_bytes import flat_bytes
 from reshard.sharding import TensorSpec
 
 Slices = tuple[slice, ...]

@@ -1,1 +1,1 @@
-"""Runs a program on CPU tensors: staging buffers, posting and waiting, verification, deferred weight gradients."""
+"""Runs a program on CPU tensors: staging buffers, posting and waiting, verification."""

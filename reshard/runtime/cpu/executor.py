@@ -27,11 +27,12 @@ from dataclasses import dataclass, field
 import torch
 
 from reshard.errors import PlanError
+from reshard.runtime.array_bytes import digest_of, flat_bytes
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, Queue
-from reshard.runtime.cpu.staging import MANY_BOXES, Staging, copy_into, flat_bytes, pack, unpack, view_of
-from reshard.runtime.cpu.verification import Digests, digest_of, is_copy_of
+from reshard.runtime.cpu.staging import MANY_BOXES, Staging, copy_into, pack, unpack, view_of
+from reshard.runtime.cpu.verification import Digests, is_copy_of
 from reshard.runtime.program import Event, LocalBox, Program, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from reshard.plan import num_recv_slots
+from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
 from reshard.runtime.program import Program, Recv, Send, Slices
 
@@ -83,15 +84,6 @@ class Pool:
     def give(self, slot: torch.Tensor) -> None:
         """Return a slot to the pool."""
         self._free.append(slot)
-
-
-def flat_bytes(view: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as a flat uint8 tensor on the same memory.
-
-    Torch calls a view of one element contiguous whatever its strides, and ``view`` would keep these strides. So the
-    strides are set by ``as_strided``.
-    """
-    return view.as_strided((view.numel(),), (1,)).view(torch.uint8)
 
 
 class _ByteRuns:

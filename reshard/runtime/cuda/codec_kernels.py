@@ -15,7 +15,7 @@ import triton.language as tl
 from reshard.codecs import BlockCodec
 from reshard.codecs.raw_bytes import FORMATS, format_of, num_columns
 from reshard.errors import ArgumentError
-from reshard.runtime.cpu.staging import flat_bytes
+from reshard.runtime.array_bytes import flat_bytes
 
 #: Blocks of 32 values that a program of a kernel codes.
 BLOCKS_PER_PROGRAM = 32

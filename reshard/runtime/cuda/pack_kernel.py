@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from reshard.errors import ArgumentError
-from reshard.runtime.cpu.staging import flat_bytes
+from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.strided_regions import (
     COLUMNS,
     IN_ARRAY,

@@ -11,7 +11,7 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import count_of
-from reshard.runtime.cpu.verification import digest_array
+from reshard.runtime.array_bytes import digest_array
 from reshard.sharding import Mesh
 
 from .stage_mesh import layout_of_rows, num_row_shards, ranks_with_own_rows
