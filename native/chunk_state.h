@@ -130,7 +130,7 @@ class ChunkState {
     int64_t least_copies_ = std::numeric_limits<int64_t>::max(); // over all chunks at the start; copies only grow
     mutable std::vector<size_t> first_missing_; // by host: no chunk is missing in words before this one
     std::vector<std::vector<std::pair<int64_t, int64_t>>> source_;
-    // by host pair: chunks that can be sent, and those that also enter a pod which lacks them
+    // by host pair: chunks that can be sent, and chunks that also enter a pod which lacks them
     std::vector<int32_t> can_, can_enter_;
     std::vector<int64_t> untaken_, held_, to_get_, to_give_, to_enter_, to_leave_;
     Bits is_fresh_; // chunks that only their first holders have

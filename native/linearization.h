@@ -33,15 +33,15 @@ class Linearization {
         : m_(messages), later_(messages.piece.size()), num_before_(messages.piece.size()),
           is_done_(messages.piece.size()) {
         const int64_t count = static_cast<int64_t>(messages.piece.size());
-        std::vector<int64_t> everything(count), crossing;
+        std::vector<int64_t> everything(count), between_hosts;
         for (int64_t i = 0; i < count; ++i) {
             everything[i] = i;
             if (m_.crosses[i])
-                crossing.push_back(i);
+                between_hosts.push_back(i);
         }
         std::vector<char> waiting = m_.staged;
         for (const auto &[rank, row] :
-             chain(crossing, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; }))
+             chain(between_hosts, m_.sender, [&](int64_t a, int64_t b) { return m_.start[a] < m_.start[b]; }))
             for (size_t k = 0; k < row.size(); ++k) {
                 const int64_t source = m_.source[row[k]];
                 if (source >= 0 && waiting[source] && !m_.crosses[source]) {

@@ -3,7 +3,7 @@
 // A resource (port direction or uplink) is worth more the closer its remaining time is to the longest one: 1 for the
 // longest, and steeply less for others. The weight of a possible send is the sum over its resources. A port takes one
 // send at a time, an uplink as many as its rate allows. A set of sends is chosen greedily, heaviest first, and improved
-// by exchanges: take one more send, drop those that block it, and add others that then fit, as long as the weight
+// by exchanges: take one more send, drop sends that block it, and add others that then fit, as long as the weight
 // grows. A chunk enters a pod over its uplink once. Uplinks with time to spare may also bring chunks that the pod
 // already has (help_pods).
 //

@@ -172,7 +172,7 @@ def cluster_link_commands(topology: Topology, host_pids: list[int]) -> LinkComma
 
 
 def host_link_commands(topology: Topology, number: int, nic_pids: list[int]) -> LinkCommands:
-    """Commands for the namespace of one host. Its first NIC stays; each other NIC moves to a namespace of its own.
+    """Commands for the namespace of one host. Its first NIC stays; each other NIC moves to a separate namespace.
 
     Gloo does not bind its sockets to an address, so the route of a namespace decides which NIC a rank uses. The NICs of
     a host reach each other over an unshaped bridge inside the host.

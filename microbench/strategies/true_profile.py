@@ -59,7 +59,7 @@ def layer_seconds() -> list[float]:
 def make_problem(topology: Topology, ratio: float, scale: float) -> Problem:
     """The search for the layers.
 
-    Each layer is a class of its own, so that a profile of a step may give each stage other times.
+    Each layer is a separate class, so that a profile of a step may give each stage other times.
 
     Args:
         ratio: rate of the emulated links over that of the modelled ones. scale: of the seconds of the model.

@@ -81,7 +81,7 @@ class JointPrices {
     std::vector<double> prices_, move_, load_, hessian_; // by number of port
     std::vector<char> is_fixed_;
 
-    // Groups the flows by path. Paths of more than two ports are rare, and each is a bundle of its own.
+    // Groups the flows by path. Paths of more than two ports are rare, and each is a separate bundle.
     void bundle_flows(const Flows &flows) {
         const std::vector<Path> &paths = flows.paths;
         const std::vector<int64_t> &number_of = flows.number_of;

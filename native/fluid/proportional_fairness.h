@@ -79,14 +79,14 @@ class Sharing {
     std::vector<Port> ports_;
     // A search for prices and its result. Hosts with several NICs often have one such search per NIC.
     struct Search {
-        // Of each port that is used, ascending: capacity and first price. Then of each flow: its ports, numbered among
-        // those that are used, and -1.
+        // Of each used port, ascending: capacity and first price. Then of each flow: its ports, numbered among the used
+        // ports, and -1.
         std::vector<double> problem;
         std::vector<double> prices, rates;
     };
     Search searches_[RECALLED];
     size_t next_search_ = 0;
-    std::vector<int64_t> number_of_; // by port: its number among those that are used
+    std::vector<int64_t> number_of_; // by port: its number among used ports
     JointPrices joint_prices_;
     std::vector<double> cost_, over_;
     std::vector<int64_t> used_, flows_, here_, touched_; // used_: ports with flows

@@ -73,7 +73,7 @@ def _check_local(
     members: Sequence[int],
     options: Options,
 ) -> list[Item]:
-    """Fill ``arguments`` and ``tensors``, as far as the arguments are right; returns the items to move."""
+    """Fill ``arguments`` and ``tensors`` up to the first wrong argument; returns the items to move."""
     arguments.append(("the version of reshard", __version__))
     arguments.append(("the size of the group", str(group.size)))
     arguments.append(("the tensors", ", ".join(repr(item.name) for item in items)))

@@ -163,7 +163,7 @@ def _first_ranks(facts_by_rank: Sequence[Facts]) -> dict[str, int]:
 def _find_unreachable(facts_by_rank: Sequence[Facts], rank: int) -> list[tuple[int, int, str]]:
     """``(rank, other rank, reason)`` for each host whose first rank this rank cannot connect to.
 
-    Empty unless this is the first rank of its own host.
+    Empty unless this is the first rank of its host.
     """
     firsts = _first_ranks(facts_by_rank)
     if rank not in firsts.values():

@@ -109,7 +109,7 @@ class CodedReduceScatter(_Coded, ReduceScatter):
                 if self._errors.numel() != rows.numel():
                     raise ArgumentError(
                         f"a CodedReduceScatter with feedback has errors of {self._errors.numel()} values, but gets "
-                        f"{rows.numel()}: give each FSDP module one of its own"
+                        f"{rows.numel()}: give each FSDP module a separate CodedReduceScatter"
                     )
                 rows = rows + self._errors.view(rows.shape)
         total = reduce_scatter(rows, group, self.codec, errors)

@@ -48,8 +48,8 @@ class Connections:
 
         A Gloo receiver acknowledges each message over the connection on which it sends its own data to that rank, and
         behind that data. With traffic in both directions, a sender would therefore wait for the end of an opposite
-        message after each of its own: an in-place exchange took 1.25 times the bound. So a two-way transport has one
-        connection per direction.
+        message after each message that it sent. An in-place exchange took 1.25 times the bound. So a two-way transport
+        has one connection per direction.
 
         Args:
             check_error: called periodically while ranks connect; raises if waiting is pointless.

@@ -1,6 +1,6 @@
 """Store calls with a timeout.
 
-A ``TCPStore`` call has no timeout of its own while its connection is open. If the store's host is partitioned, the call
+A ``TCPStore`` call has no timeout while its connection is open. If the store's host is partitioned, the call
 never returns. So a separate thread makes the calls, and the caller stops waiting after a timeout. A store on a busy
 machine may take seconds to answer, so callers may repeat a read. A store that answers nothing for
 :data:`LOST_STORE_SECONDS` counts as lost.

@@ -16,8 +16,8 @@ from reshard.sharding import TensorSpec
 from reshard.topology import Port, Topology
 
 HostSet = tuple[int, ...]
-#: Bytes of regions by ``(holders, destinations)``: the places that hold a region, and those that need it and do not
-#: hold it. A place is a host or a pod.
+#: Bytes of regions by ``(holders, destinations)``: the places that hold a region, and the other places that need it.
+#: A place is a host or a pod.
 Classes = dict[tuple[HostSet, HostSet], int]
 
 

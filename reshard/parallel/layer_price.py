@@ -25,7 +25,7 @@ _NORM_BYTES = 8.0
 
 @dataclass(frozen=True)
 class LayerSizes:
-    """A layer, as far as its price on a grid depends on it.
+    """The properties of a layer that determine its price on a grid.
 
     Args:
         hidden: features of what it passes on. sequence: tokens of one row.

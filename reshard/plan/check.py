@@ -318,7 +318,7 @@ class _Replay:
         self._faults.append((row, f"{boxes.name(row)}: {text}"))
 
     def _check_cover(self) -> None:
-        """Compare the sum of marks over the boxes that each rank receives with the sum over those that it needs."""
+        """Compare the sum of marks over the boxes that each rank receives with the sum over boxes that it needs."""
         boxes, marks = self._boxes, Marks()
         ndim = np.array([spec.ndim for spec in self._plan.tensors], dtype=np.int64)
         of_piece = marks.of_boxes(boxes.start, boxes.stop, ndim[boxes.tensor])

@@ -17,7 +17,7 @@ from reshard.sharding import Shards, format_box
 class MessageBoxes:
     """One row per box of a message, in the plan's total order; the row number is the id of the box.
 
-    A piece is a box of a region, or one chunk of such a box. Each edge of a tree sends a piece in a message of its own;
+    A piece is a box of a region, or one chunk of such a box. Each edge of a tree sends a piece in a separate message;
     the rows of these messages have the same piece.
 
     Attributes:

@@ -36,7 +36,7 @@ from reshard.topology import Topology, topology_to_json
 if TYPE_CHECKING:
     from reshard.plan.model import Plan
 
-#: Latencies of the topology. The text omits those that are 0.
+#: Latencies of the topology. The text omits zeros.
 LATENCIES = ("latency_seconds", "inside_latency_seconds")
 
 

@@ -256,7 +256,7 @@ class _Choice:
     def put_in_order(self, first: _Candidate, second: _Candidate) -> tuple[_Candidate, _Candidate]:
         """Two candidates in the order in which to compare them: the second one first if it is surely faster.
 
-        The order does not change which one is kept, but a plan is simulated only as far as needed. The two are
+        The order does not change which one is kept, but each simulation stops as early as possible. The two are
         simulated in turn, each further than the other, until one ends.
         """
         if not (self.can_simulate(first[2]) and self.can_simulate(second[2])):

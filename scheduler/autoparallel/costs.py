@@ -61,7 +61,7 @@ class LayerCost:
 
     Attributes:
         forward_seconds, backward_seconds: with collectives; the backward is whole.
-        weight_grad_seconds: the part of the backward that a split puts off; 0 if it cannot be split.
+        weight_grad_seconds: the part of the backward that a split defers; 0 if it cannot be split.
         compute_seconds, sum_seconds, gather_seconds: forward and backward by kind: computation, tensor-parallel sums,
             and what gathers of parameters add.
         state_bytes: parameters, gradients and optimizer. gradient_bytes: of these, what the first backward of a step

@@ -48,7 +48,7 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     sample = work.profile.times(layer.key, 1)[0].at(own)
     price, share = _best_price(sizes, choice.grid, place, sample, own, work), _share(sizes, choice.grid)
     forward = sample.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
-    put_off = sample.weight_grad_seconds * share + price.weight_grad.exposed
+    deferred = sample.weight_grad_seconds * share + price.weight_grad.exposed
     backward = (
         sample.backward_seconds * share
         + price.input_grad.exposed
@@ -76,7 +76,7 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     return LayerCost(
         forward,
         backward,
-        0.0 if choice.recompute or choice.zero >= 2 else min(put_off, backward),
+        0.0 if choice.recompute or choice.zero >= 2 else min(deferred, backward),
         compute,
         before - compute,
         forward + backward - before,

@@ -112,7 +112,7 @@ class Problem:
     def choices(self, num_ranks: int, rows: int) -> tuple[Choice, ...]:
         """Choices for the layers of a stage, for microbatches of ``rows`` rows that its replicas divide evenly.
 
-        Grids are those that :func:`best_grids` keeps. :meth:`can_have` says which layers may have them.
+        :func:`best_grids` selects the grids. :meth:`can_have` says which layers may have them.
         """
         if (num_ranks, rows) not in self._choices:
             found = self.rules.choices(num_ranks, self.host_devices)

@@ -137,12 +137,12 @@ def correct_profile(problem: Problem, strategy: Strategy, timelines: Sequence[Pi
 
 def _scaled(sample: Sample, forward: float, backward: float, weight: float) -> Sample:
     whole = sample.backward_seconds * backward
-    put_off = min(whole, sample.weight_grad_seconds * weight)
+    deferred = min(whole, sample.weight_grad_seconds * weight)
     return replace(
         sample,
         forward_seconds=sample.forward_seconds * forward,
-        input_grad_seconds=whole - put_off,
-        weight_grad_seconds=put_off,
+        input_grad_seconds=whole - deferred,
+        weight_grad_seconds=deferred,
         backward_seconds=whole,
     )
 

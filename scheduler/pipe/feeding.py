@@ -97,7 +97,7 @@ class Feeder:
                     )
                 if is_local and rank in outlines and given != wanted:
                     raise ArgumentError(
-                        f"rank {rank} passes {given} rows of its own; of a batch of {outline.rows} rows, it computes "
+                        f"rank {rank} passes {given} rows; of a batch of {outline.rows} rows, it computes "
                         f"{wanted} (see local_rows)"
                     )
         self._dry_run.check(outline, min(len(rows) for part in parts for rows in part))

@@ -69,7 +69,7 @@ class Pipe:
             loss, ``(loss, metrics)`` or a StageOutput.
         blocks: returns the blocks of the model (see :class:`Block`), for a model whose forward cannot be traced;
             default: ``model.pipeline_blocks`` or an adapter for the class of the model, if there is one.
-        tp_plan: the ``tp_plan`` of each placement that has none of its own.
+        tp_plan: the ``tp_plan`` of each placement that has none.
 
     Raises:
         ArgumentError: an argument is malformed, or two arguments contradict each other.
@@ -94,9 +94,7 @@ class Pipe:
                     f"strategy is a {type(strategy).__name__}, not a Strategy; read a file with Strategy.read(path)"
                 )
             if cut_before or stages:
-                raise ArgumentError(
-                    "a strategy has cuts and placements of its own; pass no cut_before or stages with it"
-                )
+                raise ArgumentError("a strategy has its own cuts and placements; pass no cut_before or stages with it")
             cut_before, stages = strategy.cut_before, list(strategy.placements())
         if isinstance(model, (list, tuple)) and model and all(isinstance(each, torch.nn.Module) for each in model):
             if cut_before or blocks is not None or loss is not None:

@@ -3,7 +3,7 @@
 Gradients are those of the total loss, so replicas of a stage that see different data *add* theirs, under DDP and FSDP.
 A mean over the replicas of each stage would scale stages with different numbers of replicas differently.
 
-This module configures the wrappers and refuses those that cannot run. :mod:`.grad_sync` sums gradients under DDP.
+This module configures the wrappers and refuses wrappers that cannot run. :mod:`.grad_sync` sums gradients under DDP.
 """
 
 from __future__ import annotations

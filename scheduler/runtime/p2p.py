@@ -97,7 +97,7 @@ class PendingTransfer:
 
     Args:
         handle: handle of the Mover; None if nothing moves between ranks.
-        tensors: the tensors that :meth:`wait` returns; None: those that the handle returns.
+        tensors: the tensors that :meth:`wait` returns; None for the tensors that the handle returns.
 
     Attributes:
         computed_at: on the sender, the ``time.monotonic()`` at which it had computed the tensors; None on the receiver.

@@ -123,7 +123,7 @@ def copy_parts(module: torch.nn.Module, paths: Collection[str]) -> torch.nn.Modu
 
 
 def share_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
-    """Let a module hold the same children, parameters and buffers as another one, also those that are set later."""
+    """Let a module hold the same children, parameters and buffers as another one, also later ones."""
     for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
         module.__dict__[kind] = other.__dict__[kind]
 

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--compression",
         metavar="POLICY",
-        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search uses those that make steps shorter; "
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search uses those which make steps shorter; "
         "see docs/compression.md",
     )
     add(
@@ -185,9 +185,9 @@ def _read_strategy(options: argparse.Namespace) -> Strategy | None:
         return None
     for name in ("meshes", "layers"):
         if getattr(options, name) is not None:
-            raise ArgumentError(f"a strategy has stages of its own; omit --{name} or --strategy")
+            raise ArgumentError(f"a strategy has its own stages; omit --{name} or --strategy")
     if options.schedule != "auto":
-        raise ArgumentError("a strategy has a schedule of its own; omit --schedule or --strategy")
+        raise ArgumentError("a strategy has its own schedule; omit --schedule or --strategy")
     if options.strategy in SEARCHES:
         return None
     from ..autoparallel import Strategy

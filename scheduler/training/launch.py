@@ -83,7 +83,7 @@ def _find_local_device(wanted: str, num_ranks: int) -> str:
 
 
 def _run_alone(function: Callable[..., Any], job: Job, *args: Any) -> Any:
-    """Run ``function(job, ...)`` in a process of its own. This process can still fork, and has no CUDA context."""
+    """Run ``function(job, ...)`` in a separate process. This process can still fork, and has no CUDA context."""
     try:
         return run_processes(_call, 1, function, job, *args, timeout_seconds=_FOREVER_SECONDS, init_group=False)[0]
     except LaunchError as error:
@@ -157,7 +157,7 @@ def _find_on_all_ranks(job: Job, options: SearchOptions) -> Strategy | Tuned:
 
 
 def _on_gpu(rank: int, port: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run ``function(rank, ...)`` on one of the local processes, each with a GPU of its own."""
+    """Run ``function(rank, ...)`` on one of the local processes, each with its own GPU."""
     torch.cuda.set_device(rank)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(_BACKENDS["cuda"], store=store, rank=rank, world_size=num_ranks)

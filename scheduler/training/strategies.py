@@ -175,7 +175,7 @@ def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = N
 
 
 def _with_rates(topology: Topology, policy: Policy, device: str) -> Topology:
-    """The topology with the rates of all codecs of a policy; this process measures those that it lacks.
+    """The topology with the rates of all codecs of a policy; this process measures the missing ones.
 
     Raises:
         ArgumentError: the device is not a CPU; engines code CPU tensors only.

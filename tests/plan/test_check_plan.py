@@ -179,7 +179,7 @@ GOOD = CROSSING + (
 )
 
 
-def _crossing_arrays(plan):
+def _arrays_of_chains(plan):
     sources = {rank: [None, None] for rank in range(4)}
     outs = {rank: [None, None] for rank in range(4)}
     for i, spec in enumerate(plan.tensors):
@@ -192,10 +192,10 @@ def _crossing_arrays(plan):
     return sources, outs
 
 
-def test_crossing_chains_with_one_buffer_each_run_in_plan_order():
+def test_opposite_chains_with_one_buffer_each_run_in_plan_order():
     plan = parse_plan(GOOD.format(staging=2 * 64 * 1024))
     check_plan(plan)
-    sources, outs = _crossing_arrays(plan)
+    sources, outs = _arrays_of_chains(plan)
     staged = run_in_threads(plan, sources, outs)
     assert max(staged.values()) <= plan.staging_bytes
     for i, spec in enumerate(plan.tensors):
@@ -218,7 +218,7 @@ def test_first_hops_first_is_refused_and_would_deadlock():
     with pytest.raises(PlanError, match="it can stage at most 1 of"):
         check_plan(plan)
     with pytest.raises(Exception, match=r"did not finish in time|timed out waiting for a message"):
-        run_in_threads(plan, *_crossing_arrays(plan), seconds=1.0)
+        run_in_threads(plan, *_arrays_of_chains(plan), seconds=1.0)
 
 
 @pytest.mark.parametrize(

@@ -92,7 +92,7 @@ class QueuedTransfers:
             self._jobs.put((self, None, None, None))
 
     def finish(self, timeout_seconds: float | None) -> None:
-        """Close, wait for transfers in progress, and abort those that do not end within the timeout."""
+        """Close, wait for transfers in progress, and abort transfers that do not end within the timeout."""
         self.close()
         if self._thread is not None:
             self._thread.join(timeout_seconds)

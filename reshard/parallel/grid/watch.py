@@ -42,7 +42,7 @@ class Watch:
         """The error to raise where a collective failed: that of another rank, or which rank is gone.
 
         A rank that was killed is found by its connection to the first rank of the grid, or else by its heartbeats. A
-        rank that ended after an error of its own, or that has stopped, is found by its heartbeats.
+        rank that ended after its own error, or that has stopped, is found by its heartbeats.
         """
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
         heartbeats = HeartbeatReader(self._group.store)

@@ -117,7 +117,7 @@ def check_heads(num_heads: int, num_kv_heads: int, cols: int) -> None:
 
 
 def select_features(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span], grid: Grid) -> torch.Tensor:
-    """Move features among the columns of a grid, from the intervals that they have to those that they need.
+    """Move features among the columns of a grid, from the intervals that they have to the intervals that they need.
 
     Args:
         x: ``[..., features]`` with the interval ``have[col]``. Intervals that are needed may overlap; their gradients

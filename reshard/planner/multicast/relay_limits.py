@@ -81,7 +81,7 @@ def _fits(schedule: Schedule, workload: Workload, relays: np.ndarray, staging_by
     forwards = np.flatnonzero(schedule.source >= 0)
     last_use = np.arange(count)
     np.maximum.at(last_use, schedule.source[forwards], forwards)
-    # for each message, the number staged at its receiver before it: those that arrived, minus those forwarded
+    # for each message, the number staged at its receiver before it: arrived messages minus forwarded ones
     staged = np.flatnonzero(relays)
     arrivals = np.sort(schedule.receiver[staged] * count + staged)
     departures = np.sort(schedule.receiver[staged] * count + last_use[staged])

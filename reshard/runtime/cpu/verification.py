@@ -175,7 +175,7 @@ class Hops:
         self.replicas = Replicas(plan)
 
     def rows_of(self, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Rows of the messages that a rank sends, and of those that it receives."""
+        """Rows of the messages that a rank sends, and of messages that it receives."""
         return np.flatnonzero(self.sender == rank), np.flatnonzero(self.receiver == rank)
 
     def pack(self, rank: int, digests: Digests) -> torch.Tensor:

@@ -2,8 +2,8 @@
 
 Communicators are non-blocking (``ncclConfig_t.blocking = 0``). An NCCL thread creates the communicator, and connects
 two ranks when they first exchange messages. :meth:`Communicator.wait` polls until it is done. Since NCCL 2.22 such a
-thread also launches every group; before, only those that connect ranks. Decision 18 explains why this is not
-``ProcessGroupNCCL``.
+thread also launches every group. Before 2.22 it launched only groups that connect ranks. Decision 18 explains why this
+is not ``ProcessGroupNCCL``.
 """
 
 from __future__ import annotations
@@ -225,7 +225,7 @@ class Communicator:
         self._end_in_thread("ncclCommAbort")
 
     def _end_in_thread(self, call: str) -> None:
-        """Destroy or abort the communicator in a thread of its own, because both wait for the device."""
+        """Destroy or abort the communicator in a separate thread, because both wait for the device."""
         thread = threading.Thread(target=self._end, args=(call,), name=f"reshard-{call}", daemon=True)
         try:
             thread.start()

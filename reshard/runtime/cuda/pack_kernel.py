@@ -23,7 +23,7 @@ from reshard.runtime.strided_regions import (
 )
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-#: Cached address tables, not counting those that a CUDA graph has captured.
+#: Cached address tables, without the tables that a CUDA graph has captured.
 MAX_ADDRESS_TABLES = 32
 
 

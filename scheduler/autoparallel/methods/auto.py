@@ -49,7 +49,7 @@ def auto(problem: Problem) -> tuple[Candidate, ...]:
 
 
 def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
-    """Evaluate candidates in the simulator, those that fit and are fastest first.
+    """Evaluate candidates in the simulator. Candidates that fit come first, then the fastest.
 
     Args:
         problem: the search. candidates: what to evaluate.
@@ -78,7 +78,7 @@ def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) ->
 
 
 def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:
-    """Sorts evaluations: those that fit the memory, then the fastest."""
+    """Sort key of evaluations: strategies that fit the memory, then the fastest."""
     return (found.short_bytes, found.rank_key)
 
 

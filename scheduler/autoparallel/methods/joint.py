@@ -99,7 +99,7 @@ def pace_grid(tables: Tables) -> list[float]:
     num = len(tables.problem.graph.layers)
     total = tables.forward + tables.backward
     first = np.arange(num)
-    # the slowest layer needs a pace of its own time on its best option, and all work needs the devices
+    # the slowest layer needs a pace of its time on its best option, and all work needs the devices
     slowest = float(total[:, first, first + 1].min(axis=0).max())
     devices = np.array([tables.classes[c].num_ranks for c in tables.option_class])
     work = float((total[:, first, first + 1] * devices[:, None]).min(axis=0).sum())

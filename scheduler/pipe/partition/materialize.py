@@ -60,7 +60,7 @@ def materialize(
 
     visit(model, "")
     _drop(model, made, meta, keep)
-    for stage in stages:  # a stage may hold parameters of the root in containers of its own
+    for stage in stages:  # a stage may hold parameters of the root in its own containers
         _fill(stage, made, meta, recurse=True)
         _check_filled(stage)
 

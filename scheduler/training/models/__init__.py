@@ -14,7 +14,7 @@ from .u_transformer import UTransformer
 def make_model(config: GPTConfig | UTransformerConfig, device: str = "meta") -> Any:
     """The model of a configuration. On the meta device it has no values; elsewhere it is initialized.
 
-    Only the initialization draws random numbers, so that the values are those that ``Pipe`` gives to the model.
+    Only the initialization draws random numbers, so that ``Pipe`` gives the same values to the model.
     """
     with torch.random.fork_rng(devices=[]), torch.device(device):
         model: Any = GPT(config) if isinstance(config, GPTConfig) else UTransformer(config)

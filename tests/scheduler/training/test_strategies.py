@@ -64,8 +64,8 @@ def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     for options, message in (
         (["--strategy", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
         (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, tune, or the file of a strategy"),
-        (["--strategy", "auto", "--meshes", "1x1"], "a strategy has stages of its own; omit --meshes or --strategy"),
-        (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has a schedule of its own"),
+        (["--strategy", "auto", "--meshes", "1x1"], "a strategy has its own stages; omit --meshes or --strategy"),
+        (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has its own schedule"),
         (["--strategy", "auto", "--compression", "optimizer=int8x128"], "a search prices dp, pp, tp, zero of a policy"),
         (["--strategy", "auto", "--memory", "80 GHz"], "must be a number of bytes with a unit, such as 80GB"),
         ([], "--devices is for a search; pass --strategy auto with it"),
