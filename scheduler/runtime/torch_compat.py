@@ -122,6 +122,36 @@ def copy_parts(module: torch.nn.Module, paths: Collection[str]) -> torch.nn.Modu
     return made
 
 
+def copy_without_data(module: torch.nn.Module) -> torch.nn.Module:
+    """A copy of a module and its descendants in which all parameters and buffers are None."""
+    made = copy_parts(module, ())
+    for name, child in module._modules.items():
+        made._modules[name] = None if child is None else copy_without_data(child)
+    return made
+
+
+@contextlib.contextmanager
+def filled_in(module: torch.nn.Module, other: torch.nn.Module) -> Iterator[None]:
+    """Within the context, descendants of ``module`` that are None are those of ``other``."""
+    added: list[tuple[dict[str, Any], str]] = []
+
+    def fill(module: torch.nn.Module, other: torch.nn.Module) -> None:
+        for name, child in module._modules.items():
+            replacement = other._modules.get(name)
+            if replacement is not None and child is not None:
+                fill(child, replacement)
+            elif replacement is not None:
+                module._modules[name] = replacement
+                added.append((module._modules, name))
+
+    fill(module, other)
+    try:
+        yield
+    finally:
+        for modules, name in added:
+            modules[name] = None
+
+
 def share_parts(module: torch.nn.Module, other: torch.nn.Module) -> None:
     """Let a module hold the same children, parameters and buffers as another one, also later ones."""
     for kind in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):

@@ -169,8 +169,8 @@ class BlockCut:
     """A chain of blocks, cut into stages.
 
     Args:
-        make_blocks: returns the blocks of a model. It is also called with copies of the model in which parts that a
-            stage does not use are None, so it must leave all use of submodules to the functions of the blocks.
+        make_blocks: returns the blocks of a model. It is also called with copies of the model in which modules that a
+            stage does not use have no parameters and buffers.
         model: the model; its blocks name what can be cut.
         cut_before: paths of blocks, in order.
 
@@ -211,8 +211,11 @@ class BlockCut:
                     stages[stage].append(other)
             stages[stage].append(number)
 
+        others = torch_compat.copy_without_data(root)
+
         def bind(mine: Sequence[int], view: torch.nn.Module) -> list[Block]:
-            made = list(self._make_blocks(view))
+            with torch_compat.filled_in(view, others):
+                made = list(self._make_blocks(view))
             return [made[number] for number in mine]
 
         return [

@@ -128,6 +128,12 @@ def test_models_with_the_chain_of_llama(name, stages):
     check_equal(case, pipe_of(llama_layers(3), stages), 2 if stages == "1x1,1x1" else 6)
 
 
+@pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
+def test_stage_may_have_only_the_head(model):
+    case = make_case(make_gpt2 if model == "gpt2" else make_llama, steps=2)
+    check_equal(case, pipe_of(["lm_head"], "1x1,1x1"), 2)
+
+
 def test_subclass_with_its_own_forward_is_not_cut_as_its_base():
     class Scaled(transformers.LlamaForCausalLM):
         def forward(self, input_ids, labels, **options):
