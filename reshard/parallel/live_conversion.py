@@ -14,7 +14,7 @@ from reshard.runtime.gradient_sums import mark_replaced
 
 from .grid import Grid
 from .layers.attention import check_heads
-from .optimizers import check_state, is_on_grid
+from .optimizers import check_state, is_linear, is_on_grid, without_low_bits
 
 
 def relayout(
@@ -36,7 +36,8 @@ def relayout(
         model: a model that :func:`~reshard.parallel.parallelize` has returned.
         grid: the new grid, of the same ranks.
         optimizer: the optimizer of the model's parameters.
-        compression: a policy that sets ``optimizer``, the codec of the optimizer's state, and nothing else.
+        compression: a policy that sets ``optimizer``, the codec of the optimizer's state, and nothing else. A block
+            codec encodes first moments alone. Other state, such as second moments, travels as bf16.
 
     Raises:
         ArgumentError: the model is not on a grid, ranks differ, the model does not fit the new grid, a backward is
@@ -61,9 +62,13 @@ def relayout(
             if is_on_grid(value):
                 sources[f"{number}.{key}"] = value.detach().to_local()
                 placements[f"{number}.{key}"] = _placements_on_grid(value)
-    coded = {name for name in sources if codec is not None and not name.endswith(".")}
-    if codec is not None and not coded:
+    of_state = {name for name in sources if not name.endswith(".")}
+    if codec is not None and not of_state:
         raise ArgumentError(f"compression={compression} has optimizer=, but there is no optimizer state to move")
+    coded = set() if codec is None else {name for name in of_state if codec == "bf16-lossless" or is_linear(name)}
+    if codec is not None:
+        for name in of_state - coded:
+            sources[name] = without_low_bits(sources[name])
     moved: dict[str, torch.Tensor] = {}
     for names, names_codec in (([name for name in sources if name not in coded], None), (sorted(coded), codec)):
         if names:
@@ -131,5 +136,5 @@ def _make_dtensor(local: torch.Tensor, like: Any, grid: Grid) -> Any:
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
-        local, grid.weight_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+        local.to(like.dtype), grid.weight_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -10,6 +10,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard.errors import ArgumentError
 
+#: State that enters an update linearly. An update divides by the root of other state, such as second moments.
+_LINEAR_STATE = ("exp_avg", "momentum_buffer")
 #: Optimizers that torch cannot run on DTensors.
 _WITHOUT_DTENSORS = ("Adafactor", "Rprop")
 #: Optimizers whose fused kernels torch cannot run on DTensors.
@@ -63,6 +65,19 @@ def check_state(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, tor
                     f"relayout cannot move the state {key!r} of {type(optimizer).__name__} for {name!r}, a "
                     f"{type(value).__name__}{shape}; it moves DTensors on (row, col), and keeps scalars"
                 )
+
+
+def is_linear(name: str) -> bool:
+    """Whether an update is linear in a state named ``NUMBER.KEY``, so that it does not amplify errors of the state."""
+    return name.rpartition(".")[2] in _LINEAR_STATE
+
+
+def without_low_bits(values: torch.Tensor) -> torch.Tensor:
+    """Values for a move with compression, in bf16 if they are wider floating-point numbers.
+
+    Each keeps its magnitude to 0.4 %. A block codec turns small ones into 0, by whose root an update then divides.
+    """
+    return values.bfloat16() if values.is_floating_point() and values.itemsize > 2 else values
 
 
 def is_on_grid(value: Any) -> bool:
