@@ -226,7 +226,10 @@ def _watch(parameter: torch.Tensor, name: str) -> None:
         if state.on_gradient is not None:
             state.on_gradient()
 
+    is_trained = parameter.requires_grad
+    parameter.requires_grad_(True)  # torch refuses hooks of a frozen parameter, which may be trained later
     state.handles = [parameter.register_hook(before), parameter.register_post_accumulate_grad_hook(after)]
+    parameter.requires_grad_(is_trained)
     _check_optimizers()
 
 

@@ -111,6 +111,29 @@ def check_misuse_during_backward(rank):
 
 def test_misuse_of_sums_during_the_backward_is_named():
     assert run_processes(check_misuse_during_backward, 2) == [True] * 2
+def check_frozen(rank):
+    torch.set_num_threads(1)
+    plain = make_gpt()
+    plain.blocks[0].up.weight.requires_grad_(False)
+    plain.norm.weight.requires_grad_(False)
+    model = parallelize(plain, Grid.make(2, 1, 1))
+    frozen = [model.blocks[0].up.weight, model.norm.weight]
+    run_backward(model)
+    sync_gradients(model)
+    assert all(each.grad is None and not each.requires_grad for each in frozen)
+    model.norm.weight.requires_grad_(True)
+    model.zero_grad()
+    run_backward(model)
+    with pytest.raises(ArgumentError, match=r"reads the gradient of 'norm.weight' before it is summed"):
+        torch.optim.SGD([model.norm.weight], 0.1).step()
+    sync_gradients(model)
+    plain = make_gpt()
+    run_backward(plain)
+    assert torch.allclose(model.norm.weight.grad.full_tensor(), plain.norm.weight.grad)
+
+
+def test_a_model_with_frozen_parameters_goes_on_a_grid():
+    run_processes(check_frozen, 2)
 
 
 def check_one_bad_replica(rank):
