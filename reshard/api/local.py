@@ -61,7 +61,9 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
 
 def _encode(spec: TensorSpec, arrays: Mapping[int, Array]) -> Mapping[int, Array]:
     """The arrays that messages move. With a codec: uint8 of shape ``(..., codec elements, bytes per element)``."""
-    return arrays if spec.codec is None else _encode_measured(spec, arrays)[0]
+    if spec.codec is not None:
+        return _encode_measured(spec, arrays)[0]
+    return {rank: _as_bytes(array) for rank, array in arrays.items()}
 
 
 def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Mapping[int, Array], float]:
@@ -81,11 +83,10 @@ def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Map
 def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array) -> Array:
     """The inverse of :func:`_encode` for one array; ``like`` is an array of the result's kind."""
     if spec.codec is None:
-        return array
-    is_numpy = isinstance(like, np.ndarray)
-    decoded: Array = np.empty(shape, dtype=_native(like.dtype)) if is_numpy else like.new_empty(shape, device="cpu")
+        return array if array.dtype == like.dtype else array.view(like.dtype)
+    decoded = _new_on_cpu(like, shape)
     spec.codec.decode(array, decoded, spec.ndim - 1)
-    return decoded.astype(like.dtype, copy=False) if is_numpy else decoded.to(like.device)
+    return decoded.astype(like.dtype, copy=False) if isinstance(like, np.ndarray) else decoded.to(like.device)
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -280,19 +281,23 @@ def _move_lossless(
 
 
 def _new_on_cpu(like: Array, shape: tuple[int, ...]) -> Array:
-    return (
-        np.empty(shape, dtype=_native(like.dtype))
-        if isinstance(like, np.ndarray)
-        else like.new_empty(shape, device="cpu")
-    )
+    is_numpy = isinstance(like, np.ndarray)
+    return np.empty(shape, dtype=_native(like.dtype)) if is_numpy else like.new_empty(shape, device="cpu")
 
 
 def _copy_of(array: Array) -> Array:
-    return (
-        array.astype(_native(array.dtype), order="C")
-        if isinstance(array, np.ndarray)
-        else array.detach().cpu().contiguous().clone()
-    )
+    if isinstance(array, np.ndarray):
+        return array.astype(_native(array.dtype), order="C")
+    return _as_bytes(array.detach().cpu()).contiguous().clone().view(array.dtype)
+
+
+def _as_bytes(array: Array) -> Array:
+    """The array; as bytes if it is a tensor with elements of one byte, because torch cannot copy all such dtypes."""
+    if isinstance(array, np.ndarray) or array.itemsize > 1 or array.is_neg():
+        return array
+    import torch
+
+    return array.view(torch.uint8)
 
 
 def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:
@@ -339,6 +344,8 @@ def _cast(array: Array, dtype: str) -> Array:
 
 def _check_replicas(shards: Mapping[int, Array]) -> None:
     """Raise DisagreementError if shards that should be replicas differ in a byte."""
+    if any(getattr(array, "is_meta", False) for array in shards.values()):
+        return  # without values
     digests = {rank: xxhash.xxh3_64(_bytes_of(array)).intdigest() for rank, array in shards.items()}
     first = next(iter(digests))
     for rank, digest in digests.items():
@@ -354,7 +361,10 @@ def _bytes_of(array: Array) -> Any:
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
     import torch
 
-    return array.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    from reshard.runtime.array_bytes import contiguous
+
+    array = contiguous(array.detach().resolve_conj().resolve_neg().cpu())
+    return array.reshape(-1).view(torch.uint8).numpy()
 
 
 def _empty_like(array: Array, shape: tuple[int, ...]) -> Array:

@@ -1,4 +1,4 @@
-"""Bytes of torch tensors: flat views of them, and digests."""
+"""Bytes of torch tensors: copies in row-major order, flat views, and digests."""
 
 from __future__ import annotations
 
@@ -11,6 +11,16 @@ import xxhash
 _CHUNK_BYTES = 2**24
 #: Odd 64-bit constants of splitmix64, as signed integers.
 _STEP, _FACTOR = 0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64
+
+
+def contiguous(array: torch.Tensor) -> torch.Tensor:
+    """The array in row-major order; a copy unless it is so already.
+
+    Elements of one byte move as bytes, because torch cannot copy those of some dtypes, such as uint4.
+    """
+    if array.itemsize > 1 or array.is_contiguous() or array.is_neg():
+        return array.contiguous()
+    return array.view(torch.uint8).contiguous().view(array.dtype)
 
 
 def flat_bytes(view: torch.Tensor) -> torch.Tensor:
@@ -26,7 +36,7 @@ def digest_of(parts: Sequence[torch.Tensor]) -> int:
     """The digest of concatenated views, each in row-major order. Packed into one buffer they have the same digest."""
     digest = xxhash.xxh3_64()
     for part in parts:
-        digest.update(flat_bytes(part.contiguous()).numpy())
+        digest.update(flat_bytes(contiguous(part)).numpy())
     return digest.intdigest()
 
 
@@ -34,7 +44,7 @@ def digest_array(array: torch.Tensor) -> int:
     """The 64-bit digest of an array in row-major order. Compare only arrays on the same type of device."""
     if array.device.type == "cpu":
         return digest_of([array])
-    return _digest_on_device(flat_bytes(array.contiguous()))
+    return _digest_on_device(flat_bytes(contiguous(array)))
 
 
 def _digest_on_device(data: torch.Tensor) -> int:

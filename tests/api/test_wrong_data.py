@@ -271,6 +271,47 @@ def test_different_replicas_are_refused():
             assert f"VerificationError: the source {box} differs between its replicas: rank 2 holds" in text
 
 
+def strided_nibbles(data):
+    """A tensor of uint4 with these bytes, whose columns are contiguous: torch cannot copy it."""
+    return data.t().contiguous().t().view(torch.uint4)
+
+
+def test_reshard_local_moves_dtypes_that_torch_cannot_copy():
+    data = torch.arange(64, dtype=torch.uint8).view(8, 8)
+    halves, whole = Layout(Mesh.of("2"), "R S0"), Layout(Mesh.of("1"))
+    shards = {rank: strided_nibbles(data[:, 4 * rank :][:, :4]) for rank in (0, 1)}
+    versions = {"compression": "delta", "base": shards, "out": {0: strided_nibbles(data)}}
+    for moved in (
+        reshard.reshard_local(shards, halves, whole, shape=(8, 8)),
+        reshard.reshard_local(shards, halves, whole, shape=(8, 8), **versions),
+        reshard.reshard_local({0: strided_nibbles(data)}, Mesh.of("1"), whole, shape=(8, 8)),
+    ):
+        assert moved[0].dtype is torch.uint4 and torch.equal(moved[0].view(torch.uint8), data)
+
+
+def move_nibbles(rank):
+    data, dst = torch.arange(64, dtype=torch.uint8).view(8, 8), Mesh.of("1", first_rank=1)
+    shard = None if rank else strided_nibbles(data)
+    found = [
+        reshard.reshard(shard, Mesh.of("1"), dst),
+        reshard.reshard(shard, Mesh.of("1"), dst, src_spec="R", verify=True),
+        reshard.reshard(
+            shard,
+            Mesh.of("1"),
+            dst,
+            src_spec="R",
+            compression="delta",
+            base=shard,
+            out=strided_nibbles(data) if rank else None,
+        ),
+    ]
+    return [None if one is None else torch.equal(one.view(torch.uint8), data) for one in found]
+
+
+def test_reshard_moves_dtypes_that_torch_cannot_copy():
+    assert run_processes(move_nibbles, 2) == [[None] * 3, [True] * 3]
+
+
 def test_reshard_local_refuses_a_spec_beside_a_layout():
     rows, cols = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
     shards = {0: np.zeros((1, 2)), 1: np.ones((1, 2))}

@@ -145,7 +145,8 @@ def decode_bucket(
             if with_digest:
                 hasher.update(piece.data)
         if not view.is_contiguous():
-            write_into(view, torch.from_numpy(words).view(view.dtype).view(view.shape))
+            kind = torch.uint8 if view.element_size() == 1 else view.dtype  # torch cannot copy uint4
+            write_into(view.view(kind), torch.from_numpy(words).view(kind).view(view.shape))
     return hasher.intdigest() if with_digest else None
 
 

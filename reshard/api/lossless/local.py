@@ -14,6 +14,7 @@ from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.errors import DisagreementError
 from reshard.formatting import describe_ranks
 from reshard.planner.callers import caller_level
+from reshard.runtime.array_bytes import contiguous
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 Arrays = Mapping[int, torch.Tensor]
@@ -94,7 +95,7 @@ def _why_full(
 def as_torch(array: Any) -> torch.Tensor:
     """An array of NumPy or torch as a contiguous tensor whose elements have its bytes in the order of this machine."""
     if not isinstance(array, np.ndarray):
-        return array.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return contiguous(array.detach().resolve_conj().resolve_neg().cpu())
     native = array.dtype if array.dtype.isnative else array.dtype.newbyteorder("=")
     whole = np.ascontiguousarray(array, dtype=native).reshape(array.shape)  # NumPy makes 0-d arrays 1-d
     kind = {1: "u1", 2: "i2", 4: "i4", 8: "i8"}.get(whole.itemsize, "c16")

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from reshard.ragged import NO_RANK
-from reshard.runtime.array_bytes import flat_bytes
+from reshard.runtime.array_bytes import contiguous, flat_bytes
 from reshard.sharding import TensorSpec
 
 Slices = tuple[slice, ...]
@@ -65,7 +65,7 @@ def find_buckets(specs: Sequence[TensorSpec], rank: int) -> dict[str, Bucket]:
 
 def bytes_of(view: torch.Tensor) -> np.ndarray:
     """The bytes of a region; a copy unless the region is contiguous."""
-    return flat_bytes(view.contiguous()).numpy()
+    return flat_bytes(contiguous(view)).numpy()
 
 
 def _ranks(row: Iterable[int]) -> tuple[int, ...]:
