@@ -102,6 +102,7 @@ def best_stages(
     activation: Any,
     fixed: Any,
     sync: Any,
+    ending: Any,
     allowed: Any,
     next_at: Any,
     port_in: Any,

@@ -62,8 +62,8 @@ struct Search {
     bool is_chain;
     const int64_t *option_class, *next_at;
     const uint8_t *allowed;
-    const double *forward, *backward, *activation, *fixed, *sync, *port_in, *port_out, *memory, *received, *sent;
-    const double *cut_bytes, *factor;
+    const double *forward, *backward, *activation, *fixed, *sync, *ending, *port_in, *port_out, *memory;
+    const double *received, *sent, *cut_bytes, *factor;
     int64_t microbatches;
     double pace;
     std::unordered_map<int64_t, std::pair<double, double>> prices;
@@ -91,6 +91,11 @@ struct Search {
         }
         const double seconds = cut_bytes[is_chain ? cut : edge] * factor[(c * num_ends + at) * num_classes + d];
         return {seconds, seconds};
+    }
+
+    // Bytes of a device with some microbatches in flight.
+    double needed(int64_t entry, double held) const {
+        return std::max(fixed[entry] + held * activation[entry], ending[entry]);
     }
 
     void find_behind(Front &front, int64_t first, int64_t cut, int64_t c, int64_t at) const {
@@ -144,7 +149,7 @@ struct Search {
             for (const Point &tail : is_last ? none : behind(scratch, first, end, c, at)) {
                 const double trip = seconds + tail.trip;
                 const double held = std::min(static_cast<double>(microbatches), std::max(1.0, std::ceil(trip / pace)));
-                if (fixed[entry] + held * activation[entry] > memory[place])
+                if (needed(entry, held) > memory[place])
                     continue;
                 add(front, {trip, std::max(sync[entry], tail.excess - backward[entry]), static_cast<int32_t>(end),
                             static_cast<int32_t>(o), tail.next_class, tail.next});
@@ -168,7 +173,7 @@ struct Search {
             for (int64_t first = 0; first < num_layers; ++first)
                 for (int64_t end = first + 1; end < size; ++end) {
                     const int64_t entry = (o * size + first) * size + end, c = option_class[o];
-                    if (forward[entry] + backward[entry] <= pace && fixed[entry] + activation[entry] <= most_memory[c])
+                    if (forward[entry] + backward[entry] <= pace && needed(entry, 1.0) <= most_memory[c])
                         can_stand[(c * size + first) * size + end] = 1;
                 }
         const auto for_stages = [&](int64_t first, int64_t at, const auto &visit) {
@@ -238,10 +243,10 @@ using Stages = std::vector<std::tuple<int64_t, int64_t, int64_t, int64_t>>;
 std::tuple<double, double, Stages> best_stages(
     int64_t num_layers, bool is_chain, Array<int64_t, 1> option_class, Array<double, 3> forward,
     Array<double, 3> backward, Array<double, 3> activation, Array<double, 3> fixed, Array<double, 3> sync,
-    Array<uint8_t, 2> allowed, Array<int64_t, 2> next_at, Array<double, 2> port_in, Array<double, 2> port_out,
-    Array<double, 2> memory, Array<double, 2> received, Array<double, 2> sent, Array<double, 3> cut_bytes,
-    Array<double, 3> factor, Array<int64_t, 1> priced_at, Array<double, 1> priced_forward,
-    Array<double, 1> priced_backward, int64_t microbatches, double pace) {
+    Array<double, 3> ending, Array<uint8_t, 2> allowed, Array<int64_t, 2> next_at, Array<double, 2> port_in,
+    Array<double, 2> port_out, Array<double, 2> memory, Array<double, 2> received, Array<double, 2> sent,
+    Array<double, 3> cut_bytes, Array<double, 3> factor, Array<int64_t, 1> priced_at,
+    Array<double, 1> priced_forward, Array<double, 1> priced_backward, int64_t microbatches, double pace) {
     Search search;
     const int64_t size = num_layers + 1, num_options = static_cast<int64_t>(option_class.shape(0));
     const int64_t num_classes = static_cast<int64_t>(next_at.shape(0)), num_ends = static_cast<int64_t>(next_at.shape(1));
@@ -255,7 +260,7 @@ std::tuple<double, double, Stages> best_stages(
     };
     bool fits = num_layers > 0 && pace > 0 && priced_at.shape(0) == priced_forward.shape(0) &&
                 priced_at.shape(0) == priced_backward.shape(0);
-    for (const auto *table : {&forward, &backward, &activation, &fixed, &sync})
+    for (const auto *table : {&forward, &backward, &activation, &fixed, &sync, &ending})
         fits = fits && is_shape(*table, {num_options, size, size});
     for (const auto *table : {&port_in, &port_out, &memory})
         fits = fits && is_shape(*table, {num_classes, num_ends});
@@ -277,7 +282,7 @@ std::tuple<double, double, Stages> best_stages(
     search.num_classes = num_classes, search.num_ends = num_ends, search.num_options = num_options;
     search.option_class = option_class.data(), search.next_at = next_at.data(), search.allowed = allowed.data();
     search.forward = forward.data(), search.backward = backward.data(), search.activation = activation.data();
-    search.fixed = fixed.data(), search.sync = sync.data(), search.port_in = port_in.data();
+    search.fixed = fixed.data(), search.sync = sync.data(), search.ending = ending.data(), search.port_in = port_in.data();
     search.port_out = port_out.data(), search.memory = memory.data(), search.received = received.data();
     search.sent = sent.data(), search.cut_bytes = cut_bytes.data(), search.factor = factor.data();
     search.microbatches = microbatches, search.pace = pace;
@@ -311,8 +316,9 @@ std::tuple<double, double, Stages> best_stages(
 void bind_pace(nb::module_ &m) {
     m.def("best_stages", &best_stages, nb::arg("num_layers"), nb::arg("is_chain"), nb::arg("option_class"),
           nb::arg("forward"), nb::arg("backward"), nb::arg("activation"), nb::arg("fixed"), nb::arg("sync"),
-          nb::arg("allowed"), nb::arg("next_at"), nb::arg("port_in"), nb::arg("port_out"), nb::arg("memory"),
-          nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"), nb::arg("priced_at"),
-          nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"), nb::arg("pace"),
+          nb::arg("ending"), nb::arg("allowed"), nb::arg("next_at"), nb::arg("port_in"), nb::arg("port_out"),
+          nb::arg("memory"), nb::arg("received"), nb::arg("sent"), nb::arg("cut_bytes"), nb::arg("factor"),
+          nb::arg("priced_at"), nb::arg("priced_forward"), nb::arg("priced_backward"), nb::arg("microbatches"),
+          nb::arg("pace"),
           "The best stages for one pace, as (round trip, excess of gradient sums, [(first, end, devices left, option)]).");
 }

@@ -16,7 +16,7 @@ from .costs import MIXED_PRECISION, StateBytes
 from .graph import Layer, LayerGraph, Tensor
 from .problem import Candidate, Problem
 from .profile import ClassTimes, Profile, Sample
-from .result.reports import Alternative, EdgeReport, StageReport
+from .result.reports import Alternative, EdgeReport, StageReport, TieReport
 from .result.stages import StagePlan
 from .result.strategy import Strategy
 from .searching import choose_strategy, search
@@ -51,6 +51,7 @@ __all__ = [
     "StateBytes",
     "Strategy",
     "Tensor",
+    "TieReport",
     "TracedModel",
     "Tuned",
     "choose_strategy",

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 
 from .cluster import Cluster, Place, ring_seconds
-from .edges import coded_ratio
+from .graph import LayerGraph, is_shared
+from .prices.edges import coded_ratio
 from .result.stages import StagePlan
 
 if TYPE_CHECKING:
@@ -155,13 +156,15 @@ def check_policy(policy: Policy, cluster: Cluster) -> None:
         )
 
 
-def parts_of_policy(policy: Policy, stages: Sequence[StagePlan]) -> Iterator[Policy]:
+def parts_of_policy(policy: Policy, stages: Sequence[StagePlan], graph: LayerGraph) -> Iterator[Policy]:
     """All policies that code some of what a policy codes, of the traffic that stages have.
 
-    The engine codes panels of grids only if no stage has torch's tensor parallelism.
+    The engine codes panels of grids only if no stage has torch's tensor parallelism. Sums over stages of the gradients
+    of shared parameters have the codec of sums over replicas.
     """
     choices = [(stage, stage.choices[0]) for stage in stages]
     has_sums = any(s.num_ranks > choice.tp and not choice.zero and not choice.grid for s, choice in choices)
+    has_sums = has_sums or any(is_shared(tied, s.first_layer, s.end_layer) for tied, _ in graph.ties for s in stages)
     has_zero = any(choice.zero == 3 for _, choice in choices)
     has_panels = any(choice.grid for _, choice in choices)
     has_torch_tp = any(choice.tp > 1 and not choice.grid for _, choice in choices)

@@ -91,6 +91,8 @@ class StageCost:
     """What the layers of a stage add up to, for one microbatch of its number of rows.
 
     ``late_bytes`` are states that do not exist yet while all ``microbatches`` of a step are in flight: gradients.
+    ``tie_seconds`` and ``tie_bytes`` are what it takes to add the gradients of parameters that other stages share, once
+    in a step, after its own sums: seconds, and bytes of a device beside its states.
     """
 
     forward_seconds: float
@@ -107,6 +109,8 @@ class StageCost:
     limit_bytes: float
     late_bytes: float = 0.0
     microbatches: int = 0
+    tie_seconds: float = 0.0
+    tie_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -115,7 +119,22 @@ class StageCost:
 
     def memory_bytes(self, in_flight: int) -> float:
         """Peak bytes of a device with some microbatches in flight, and all gradients."""
-        return self.state_bytes + in_flight * self.activation_bytes + self.working_bytes + self.buffer_bytes
+        return max(self.fixed_bytes + in_flight * self.activation_bytes, self.ending_bytes)
+
+    @property
+    def fixed_bytes(self) -> float:
+        """Bytes of a device beside activations, in the middle of a step."""
+        return self.state_bytes + self.working_bytes + self.buffer_bytes
+
+    @property
+    def ending_bytes(self) -> float:
+        """Bytes of a device at the end of a step, while it adds gradients of parameters that stages share."""
+        return self.state_bytes + self.tie_bytes
+
+    @property
+    def ending_seconds(self) -> float:
+        """Seconds from the last backward to the end of a step, if no other stage is later."""
+        return self.sync_seconds + self.tie_seconds
 
     def peak_state_bytes(self, in_flight: int) -> float:
         """Bytes of the states when a device has most bytes."""
@@ -123,13 +142,14 @@ class StageCost:
 
     def peak_bytes(self, in_flight: int) -> float:
         """Peak bytes of a device, whose gradients come with the first backward of a step."""
-        return self.memory_bytes(in_flight) - self.state_bytes + self.peak_state_bytes(in_flight)
+        kept = in_flight * self.activation_bytes + self.working_bytes + self.buffer_bytes
+        return max(self.peak_state_bytes(in_flight) + kept, self.ending_bytes)
 
     @property
     def most_in_flight(self) -> int:
         """Microbatches that fit the memory, at least 0."""
-        free = self.limit_bytes - self.memory_bytes(0)
-        if free < 0:
+        free = self.limit_bytes - self.fixed_bytes
+        if self.memory_bytes(0) > self.limit_bytes:
             return 0
         return int(min(1e9, free // self.activation_bytes if self.activation_bytes else 1e9))
 

@@ -293,3 +293,16 @@ class LayerGraph:
             return cls(layers, tuple(Tensor(**tensor) for tensor in data.pop("tensors")), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a LayerGraph: {type(error).__name__}: {error}") from error
+
+
+def own_layer(tied: Sequence[int], first: int, end: int) -> int | None:
+    """The last of some tied layers in a stage of layers ``first`` to ``end - 1``; None if it has none.
+
+    Its backward comes first, and so makes the gradient. The stage counts the parameters once, with this layer.
+    """
+    return max((layer for layer in tied if first <= layer < end), default=None)
+
+
+def is_shared(tied: Sequence[int], first: int, end: int) -> bool:
+    """Whether layers ``first`` to ``end - 1`` have some of the tied layers, but not all."""
+    return own_layer(tied, first, end) is not None and not first <= tied[0] <= tied[-1] < end

@@ -14,6 +14,7 @@ from ..schedules.auto import auto_schedule
 from ..schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
 from ..simulation.replay import PipelineTimeline, simulate_within
 from .costs import StageCost
+from .prices.ties import TieExchange
 from .problem import SCALED_LIMIT, Candidate, Problem
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
@@ -29,6 +30,7 @@ class Evaluation:
         pipeline: stages and edges of the candidate, with their costs.
         timeline: simulated times of one step, without gradient sums.
         costs: ``(stages,)`` costs of each stage.
+        exchanges: sums over stages of the gradients of parameters that they share.
         seconds: time of a step, until the last stage has summed its gradients.
         short_bytes: bytes by which the peak memory of a device exceeds its limit, at most; 0 if every stage fits.
     """
@@ -38,6 +40,7 @@ class Evaluation:
     pipeline: Pipeline
     timeline: PipelineTimeline
     costs: tuple[StageCost, ...]
+    exchanges: tuple[TieExchange, ...]
     seconds: float
     short_bytes: float
 
@@ -50,12 +53,13 @@ class Evaluation:
     def losses(self) -> tuple[float, float, float, float]:
         """Where the time of the row that ends last goes: ``(compute, exposed transfers, other idle, gradient sum)``.
 
-        All in seconds.
+        All in seconds. A stage that waits for others before a sum over stages is idle.
         """
-        ends = _row_ends(self.timeline, len(self.costs))
-        row = max(range(len(ends)), key=lambda r: (ends[r] + self.costs[r].sync_seconds, -r))
+        done = _done(self.timeline, self.costs, self.exchanges)
+        row = max(range(len(done)), key=lambda r: (done[r], -r))
         busy, exposed = self.timeline.busy_seconds(row), self.timeline.exposed_seconds(row)
-        return busy, exposed, max(0.0, ends[row] - busy - exposed), self.costs[row].sync_seconds
+        summed = self.costs[row].ending_seconds
+        return busy, exposed, max(0.0, done[row] - busy - exposed - summed), summed
 
 
 def evaluate(
@@ -77,7 +81,7 @@ def evaluate(
     """
     stages, count = candidate.stages, candidate.microbatches
     pipeline = problem.pipeline(stages, count)
-    costs = tuple(problem.stage_cost(stage, count) for stage in stages)
+    costs, exchanges = problem.costs(stages, count)
     most_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
     for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough):
@@ -85,31 +89,49 @@ def evaluate(
         if short > most_short:
             continue
         limit = below_seconds if best is None or short < best.short_bytes else best.seconds
-        found = _evaluate_within(limit, candidate, pipeline, costs, schedule)
+        found = _evaluate_within(limit, candidate, pipeline, costs, exchanges, schedule)
         if found is not None and (best is None or _preference(found) < _preference(best)):
             best, most_short = found, short
     return None if best is None or best.seconds >= below_seconds else best
 
 
 def evaluate_schedule(
-    candidate: Candidate, pipeline: Pipeline, costs: tuple[StageCost, ...], schedule: Schedule
+    candidate: Candidate,
+    pipeline: Pipeline,
+    costs: tuple[StageCost, ...],
+    schedule: Schedule,
+    exchanges: tuple[TieExchange, ...] = (),
 ) -> Evaluation:
     """Simulate a candidate under one schedule."""
-    found = _evaluate_within(math.inf, candidate, pipeline, costs, schedule)
+    found = _evaluate_within(math.inf, candidate, pipeline, costs, exchanges, schedule)
     assert found is not None
     return found
 
 
 def _evaluate_within(
-    limit_seconds: float, candidate: Candidate, pipeline: Pipeline, costs: tuple[StageCost, ...], schedule: Schedule
+    limit_seconds: float,
+    candidate: Candidate,
+    pipeline: Pipeline,
+    costs: tuple[StageCost, ...],
+    exchanges: tuple[TieExchange, ...],
+    schedule: Schedule,
 ) -> Evaluation | None:
     """Simulate a candidate under one schedule. None if it is found to take longer than a limit."""
-    timeline = simulate_within(schedule, pipeline, limit_seconds, [cost.sync_seconds for cost in costs])
+    timeline = simulate_within(schedule, pipeline, limit_seconds, [cost.ending_seconds for cost in costs])
     if timeline is None:
         return None
-    ends = _row_ends(timeline, len(costs))
-    seconds = max(end + cost.sync_seconds for end, cost in zip(ends, costs, strict=True))
-    return Evaluation(candidate, schedule, pipeline, timeline, costs, seconds, _short_bytes(costs, schedule))
+    seconds = max(_done(timeline, costs, exchanges))
+    return Evaluation(candidate, schedule, pipeline, timeline, costs, exchanges, seconds, _short_bytes(costs, schedule))
+
+
+def _done(timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange]) -> list[float]:
+    """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other."""
+    done = [end + cost.sync_seconds for end, cost in zip(_row_ends(timeline, len(costs)), costs, strict=True)]
+    for each in exchanges:
+        end = max(done[stage] for stage in each.stages) + each.seconds
+        for stage in each.stages:
+            done[stage] = end
+    return done
 
 
 def _short_bytes(costs: Sequence[StageCost], schedule: Schedule) -> float:
@@ -124,9 +146,8 @@ def step_bound(problem: Problem, candidate: Candidate) -> float:
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
     """
     before, best = 0.0, 0.0
-    for stage in candidate.stages:
-        cost = problem.stage_cost(stage, candidate.microbatches)
-        best = max(best, before + candidate.microbatches * cost.seconds + cost.sync_seconds)
+    for cost in problem.costs(candidate.stages, candidate.microbatches)[0]:
+        best = max(best, before + candidate.microbatches * cost.seconds + cost.ending_seconds)
         before += cost.forward_seconds
     return best
 

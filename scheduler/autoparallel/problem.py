@@ -17,9 +17,10 @@ from .choices import Choice, ChoiceRules
 from .cluster import Cluster, Place
 from .codecs import CodecCosts, check_policy
 from .costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, recompute_bytes
-from .edges import EdgeCodecs, EdgePrices, End
 from .graph import Layer, LayerGraph, Tensor
 from .grids import best_grids, grid_cost, why_no_grid
+from .prices.edges import EdgeCodecs, EdgePrices, End
+from .prices.ties import TieExchange, TiePrices, repeated_bytes
 from .profile import Profile
 from .result.stages import StagePlan
 
@@ -74,6 +75,7 @@ class Problem:
     compression: Policy | None = None
     codes_all: bool = False
     prices: EdgePrices = field(init=False, compare=False)
+    ties: TiePrices = field(init=False, compare=False)
     memo: dict[Hashable, Any] = field(init=False, compare=False, repr=False)
     _layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = field(init=False, compare=False)
     _stage_costs: dict[tuple[StagePlan, int], StageCost] = field(init=False, compare=False)
@@ -97,6 +99,17 @@ class Problem:
             codecs = self.compression.pair("pp")
         prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds, codecs)
         object.__setattr__(self, "prices", prices)
+        sums = self.codec_costs.sums
+        ties = TiePrices(
+            self.graph,
+            self.cluster,
+            self.states.gradient,
+            self.profile.message_seconds,
+            None if self.compression is None else self.compression.dp,
+            is_optional=not self.codes_all,
+            least_ratio=sums.ratio if sums else 1.0,
+        )
+        object.__setattr__(self, "ties", ties)
         for name in ("memo", "_layer_costs", "_stage_costs", "_choices", "_places"):
             object.__setattr__(self, name, {})
 
@@ -190,6 +203,19 @@ class Problem:
             self._stage_costs[key] = self._find_stage_cost(stage, microbatches)
         return self._stage_costs[key]
 
+    def costs(self, stages: Stages, microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TieExchange, ...]]:
+        """The costs of all stages of a candidate, and the sums of gradients over stages, with their true prices.
+
+        :meth:`stage_cost` does not know the other stages, so it counts the least that such a sum takes.
+        """
+        exchanges = self.ties.exchanges(stages)
+        found = [self.stage_cost(stage, microbatches) for stage in stages]
+        for at, cost in enumerate(found if self.graph.ties else ()):
+            own = [each for each in exchanges if at in each.stages]
+            nbytes = max((each.stage_bytes[each.stages.index(at)] for each in own), default=0.0)
+            found[at] = replace(cost, tie_seconds=sum(each.seconds for each in own), tie_bytes=nbytes)
+        return tuple(found), exchanges
+
     def _find_stage_cost(self, stage: StagePlan, microbatches: int) -> StageCost:
         place = self.place(stage.first_rank, stage.end_rank)
         costs = [
@@ -197,6 +223,7 @@ class Problem:
             for at, choice in enumerate(stage.choices)
         ]
         moved = self.relayout_seconds(stage, place, microbatches)
+        repeated_states, repeated_gradients = repeated_bytes(self.graph, stage, costs)
         # a layer that runs, the next one, and the buffer that the next one was gathered in
         gathered = sorted((cost.gathered_bytes for cost in costs), reverse=True)
         return StageCost(
@@ -207,23 +234,15 @@ class Problem:
             sum(cost.sum_seconds for cost in costs) + 2 * moved,
             sum(cost.gather_seconds for cost in costs),
             sum(cost.sync_seconds for cost in costs),
-            sum(cost.state_bytes for cost in costs) - self.tied_bytes(stage, costs),
+            sum(cost.state_bytes for cost in costs) - repeated_states,
             sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, microbatches),
             recompute_bytes(costs) + sum(gathered[:2]) + gathered[0] + max(cost.panel_bytes for cost in costs),
             self.buffer_bytes(stage, microbatches),
             self.cluster.memory_of(stage.first_rank, stage.end_rank),
-            late_bytes(costs),
+            max(0.0, late_bytes(costs) - repeated_gradients),
             microbatches,
+            *self.ties.least(stage, place),
         )
-
-    def tied_bytes(self, stage: StagePlan, costs: Sequence[LayerCost]) -> float:
-        """Bytes of states that the layers of a stage count more than once, because they share parameters."""
-        nbytes = 0.0
-        for layers, number in self.graph.ties:
-            for layer in [each for each in layers if stage.first_layer <= each < stage.end_layer][1:]:
-                share = number / max(1, self.graph.layers[layer].num_params)
-                nbytes += share * costs[layer - stage.first_layer].state_bytes
-        return nbytes
 
     def relayout_seconds(self, stage: StagePlan, place: Place, microbatches: int) -> float:
         """Seconds in which tensors between layers of one stage with unequal degrees change their layout, one way."""
@@ -288,7 +307,7 @@ class Problem:
         made = []
         for number, plan in enumerate(stages):
             cost = self.stage_cost(plan, microbatches)
-            free = max(1.0, cost.limit_bytes - cost.memory_bytes(0))
+            free = max(1.0, cost.limit_bytes - cost.fixed_bytes)
             split = cost.weight_grad_seconds
             made.append(
                 Stage(

@@ -20,7 +20,7 @@ from .iteration import Evaluation, evaluate, evaluate_schedule, wider_links
 from .methods.auto import METHODS, Method, auto, decide
 from .problem import Problem
 from .profile import Profile
-from .result.reports import Alternative, EdgeReport, StageReport
+from .result.reports import Alternative, EdgeReport, StageReport, TieReport
 from .result.stages import StagePlan
 from .result.strategy import Strategy
 
@@ -104,7 +104,7 @@ def _choose_codecs(problem: Problem, policy: Policy, method: str | Method) -> St
     coded = _decide(problem, method)
     best, best_problem = plain[0], raw
     for found in (plain[0], coded[0]):
-        for part in parts_of_policy(policy, found.candidate.stages):
+        for part in parts_of_policy(policy, found.candidate.stages, problem.graph):
             fixed = replace(problem, compression=part, codes_all=True)
             each = evaluate(fixed, found.candidate)
             if each is not None and not each.short_bytes and each.seconds < best.seconds:
@@ -197,6 +197,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
             cost.working_bytes,
             cost.buffer_bytes,
             cost.limit_bytes,
+            cost.ending_bytes if cost.tie_bytes else 0.0,
         )
         for row, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
     )
@@ -206,8 +207,13 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
         found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
         edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
-    wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule)
+    faster = tuple(replace(each, seconds=each.seconds / 1.1) for each in best.exchanges)
+    wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule, faster)
     layers = problem.graph.layers
+    ties = tuple(
+        TieReport(tuple(layers[at].name for at in each.layers), each.stages, each.nbytes, each.seconds, each.codec)
+        for each in best.exchanges
+    )
     refused = {layer.grid_refusal: layer for layer in reversed(layers)} if problem.rules.grids else {}
     return Strategy(
         candidate.method,
@@ -228,20 +234,22 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         wider.seconds,
         problem.cluster.hosts,
         tuple((layer.name, reason) for reason, layer in refused.items() if reason),
-        _used_policy(problem.compression, candidate.stages, edges),
+        _used_policy(problem, candidate.stages, edges),
+        ties,
     )
 
 
-def _used_policy(policy: Policy | None, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
-    """The text of a policy with those of its codecs that stages and edges use.
+def _used_policy(problem: Problem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
+    """The text of the policy of a problem with those of its codecs that stages and edges use.
 
     If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.
     """
+    policy = problem.compression
     if policy is None:
         return ""
     ways = (any(edge.forward_codec for edge in edges), any(edge.backward_codec for edge in edges))
     pair = tuple(codec if is_used else None for codec, is_used in zip(policy.pair("pp"), ways, strict=True))
-    most = next(parts_of_policy(policy, stages))
+    most = next(parts_of_policy(policy, stages, problem.graph))
     used = with_codecs(most, most.dp, pair if any(pair) else None, most.tp, most.zero)
     forward = {edge.forward_codec for edge in edges}
     backward = {edge.backward_codec for edge in edges if edge.backward_seconds}

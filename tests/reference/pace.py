@@ -36,7 +36,7 @@ def add(front, point):
 
 
 def best_stages(
-    num_layers, is_chain, option_class, forward, backward, activation, fixed, sync, allowed, next_at, port_in, port_out,
+    num_layers, is_chain, option_class, forward, backward, activation, fixed, sync, ending, allowed, next_at, port_in, port_out,
     memory, received, sent, cut_bytes, factor, priced_at, priced_forward, priced_backward, microbatches, pace,
 ):  # fmt: skip
     """The best stages for one pace, as ``(trip, excess, [(first, end, index of devices left, option), ...])``.
@@ -103,7 +103,8 @@ def best_stages(
                         for tail in none if is_last else behind(first, end, c, at):
                             trip = seconds + tail.trip
                             held = min(microbatches, max(1, math.ceil(trip / pace)))
-                            if fixed[o, first, end] + held * activation[o, first, end] > memory[c, at]:
+                            kept = fixed[o, first, end] + held * activation[o, first, end]
+                            if max(kept, ending[o, first, end]) > memory[c, at]:
                                 continue
                             excess = max(sync[o, first, end], tail.excess - backward[o, first, end])
                             add(front, Point(trip, excess, end, o, tail.next, tail.next_class))

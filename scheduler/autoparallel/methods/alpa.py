@@ -103,7 +103,7 @@ class _Places:
         option = np.zeros(seconds.shape, dtype=np.int64)
         upper = np.triu(np.ones((size, size), dtype=bool), 1)
         for o, of_class in enumerate(tables.option_class):
-            needed = tables.fixed[o] + held * tables.activation[o]
+            needed = tables.needed_bytes(o, held)
             whole = tables.forward[o] + tables.backward[o] + tables.sync[o] / tables.microbatches
             for kind, (c, ends) in enumerate(self.kinds):
                 if c != of_class or not tables.allowed[o, ends[0]]:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ..choices import Choice
+from ..cluster import Place
+from ..costs import LayerCost
+from ..graph import is_shared, own_layer
+from ..prices.ties import tied_share
 from ..problem import Problem
 from ..result.stages import StagePlan
 
@@ -63,6 +67,7 @@ def _pack(
 ) -> PackedStage | None:
     place, num = problem.place(*ranks), len(choices)
     costs = [[problem.layer_cost(layer, s, place, count) for s in choices] for layer in range(first, end)]
+    costs = _with_ties(problem, first, end, costs, choices, place)
     limit = problem.cluster.memory_of(*ranks)
     aside = held_back(problem, first, end, ranks, count, choices, in_flight)
     if aside >= limit:
@@ -117,6 +122,25 @@ def held_back(
     working = max(cost.recompute_bytes + cost.panel_bytes for cost in costs)
     working += 3 * max(cost.gathered_bytes for cost in costs)
     stages = [StagePlan(first, end, *ranks, (s,) * (end - first)) for s in choices]
-    return working + max(
+    working += max(
         problem.buffer_bytes(stage, count) + in_flight * problem.kept_bytes(stage, count) for stage in stages
     )
+    return max(working, *(problem.ties.least(stage, place)[1] for stage in stages))
+
+
+def _with_ties(
+    problem: Problem, first: int, end: int, costs: list[list[LayerCost]], choices: Sequence[Choice], place: Place
+) -> list[list[LayerCost]]:
+    """Costs in which layers that share parameters count them once, and their sums over stages take time."""
+    changed = [list(row) for row in costs]
+    for tied, number in problem.graph.ties:
+        own = own_layer(tied, first, end)
+        for layer in [each for each in tied if own is not None and first <= each <= own]:
+            share, row = tied_share(problem.graph, layer, number), changed[layer - first]
+            for s, (cost, plain) in enumerate(zip(row, costs[layer - first], strict=True)):
+                if layer != own:
+                    row[s] = replace(cost, state_bytes=cost.state_bytes - share * plain.state_bytes)
+                elif is_shared(tied, first, end):
+                    seconds, _ = problem.ties.least_of(tied, number, layer, choices[s], place)
+                    row[s] = replace(cost, sync_seconds=cost.sync_seconds + seconds)
+    return changed

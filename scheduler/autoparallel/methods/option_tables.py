@@ -10,6 +10,7 @@ import numpy as np
 from ..choices import Choice
 from ..cluster import Place
 from ..costs import LayerCost
+from ..prices.ties import tied_share
 from ..problem import Problem
 
 
@@ -33,7 +34,7 @@ class OptionTables:
         self._costs: dict[tuple[Choice, Place], _ChoiceCosts] = {}
 
     def of(self, choice: Choice, place: Place, recomputed: float) -> tuple[np.ndarray, ...]:
-        """Forward, backward, activation, fixed bytes and sync over ``[first, end]``.
+        """Forward, backward, activation, fixed bytes, sync and ending bytes over ``[first, end]``.
 
         Args:
             choice: of all layers. place: of the stage.
@@ -55,10 +56,11 @@ class OptionTables:
         activation = total("activation_bytes")
         peaks = costs.peaks[first, middle]
         recompute = np.maximum(0.0, peaks - costs.kept[first] - activation)  # as Problem's recompute_bytes
-        fixed = total("state_bytes") + recompute + costs.gathered
-        fixed += costs.panels
+        states = total("state_bytes") - costs.repeated
+        fixed = states + recompute + costs.gathered + costs.panels
         forward = np.where(costs.unable[end] > costs.unable[first], np.inf, total("forward_seconds"))
-        return forward, total("backward_seconds"), activation, fixed, total("sync_seconds")
+        sync, ending = total("sync_seconds") + costs.tie_seconds, states + costs.tie_bytes
+        return forward, total("backward_seconds"), activation, fixed, sync, ending
 
     def _find_costs(self, choice: Choice, place: Place) -> _ChoiceCosts:
         problem, class_of = self.problem, self.problem.class_of
@@ -73,9 +75,28 @@ class OptionTables:
             ]
             for flag in (False, True)
         )
-        return _ChoiceCosts.of(
-            [plain[c] for c in class_of], [again[c] for c in class_of], [is_able[c] for c in class_of]
-        )
+        costs = [plain[c] for c in class_of]
+        ties = self._find_ties(costs, choice, place)
+        return _ChoiceCosts.of(costs, [again[c] for c in class_of], [is_able[c] for c in class_of], ties)
+
+    def _find_ties(self, costs: Sequence[LayerCost], choice: Choice, place: Place) -> np.ndarray:
+        """``[3, first, end]``: bytes of states counted twice, and seconds and bytes of sums over stages, at least.
+
+        As ``repeated_bytes`` and ``TiePrices.least`` find them for one stage.
+        """
+        graph, first, end = self.problem.graph, self._first, self._end
+        repeated, seconds, most = (np.zeros(first.shape) for _ in range(3))
+        for tied, number in graph.ties:
+            for layer, following in zip(tied, (*tied[1:], len(graph.layers)), strict=True):
+                has = (first <= layer) & (layer < end)
+                repeated += np.where(has & (following < end), tied_share(graph, layer, number), 0.0) * (
+                    costs[layer].state_bytes
+                )
+                sums = has & (following >= end) & ((tied[0] < first) | (tied[-1] >= end))
+                one, nbytes = self.problem.ties.least_of(tied, number, layer, choice, place)
+                seconds += np.where(sums, one, 0.0)
+                most = np.maximum(most, np.where(sums, nbytes, 0.0))
+        return np.stack([repeated, seconds, most])
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +108,7 @@ class _ChoiceCosts:
         kept: running sum of activations with all layers recomputed.
         peaks: ``[first, end]``: most bytes that one of these recomputed layers and those before it need.
         gathered, panels: ``[first, end]``: gathered parameters, and panels of the largest product.
+        repeated, tie_seconds, tie_bytes: ``[first, end]``: of layers that share parameters.
         unable: running number of layers that cannot have the choice.
     """
 
@@ -95,10 +117,15 @@ class _ChoiceCosts:
     peaks: np.ndarray
     gathered: np.ndarray
     panels: np.ndarray
+    repeated: np.ndarray
+    tie_seconds: np.ndarray
+    tie_bytes: np.ndarray
     unable: np.ndarray
 
     @classmethod
-    def of(cls, plain: Sequence[LayerCost], again: Sequence[LayerCost], is_able: Sequence[bool]) -> _ChoiceCosts:
+    def of(
+        cls, plain: Sequence[LayerCost], again: Sequence[LayerCost], is_able: Sequence[bool], ties: np.ndarray
+    ) -> _ChoiceCosts:
         """From the costs of each layer without and with recomputation."""
 
         def running_sums(name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -112,6 +139,9 @@ class _ChoiceCosts:
             _running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)]),
             _gathered_bytes([cost.gathered_bytes for cost in plain]),
             _running_max([cost.panel_bytes for cost in plain]),
+            ties[0],
+            ties[1],
+            ties[2],
             np.cumsum([0] + [not each for each in is_able]),
         )
 

@@ -6,9 +6,10 @@ of a suffix of the model, the devices u that the suffix uses, and the class c (d
 
     R(l, u + n, c) = min over k > l, option o of class c, next class c':  t_o(l..k) + x(l, k, c, c') + R(k, u, c')
 
-subject to t <= P, ports <= P, x <= P one way, and states + min(m, ceil(R / P)) * activations <= memory. A second value
-is the time e by which gradient sums end after the first stage's last backward: e = max(sync, e' - b - x_b). The
-iteration takes R + (m - 1) P + e. Smaller R and smaller R + e are never worse, so a state keeps their Pareto front.
+subject to t <= P, ports <= P, x <= P one way, states + min(m, ceil(R / P)) * activations <= memory, and bytes at the
+end of a step <= memory. A second value is the time e by which gradient sums end after the first stage's last backward:
+e = max(sync, e' - b - x_b). The iteration takes R + (m - 1) P + e. Smaller R and smaller R + e are never worse, so a
+state keeps their Pareto front.
 
 ``native/autoparallel/pace.cpp`` is the loop; ``tests/reference/pace.py`` is its twin.
 """
@@ -70,7 +71,8 @@ class Tables:
     """All numbers that the recurrence needs, for one number of microbatches.
 
     Arrays over ``[option, first layer, end layer]``: forward, backward, activation (bytes of a microbatch), fixed
-    (bytes of states, working memory and buffers) and sync (seconds). Entries with ``end <= first`` have no meaning.
+    (bytes of states, working memory and buffers), sync (seconds of gradient sums) and ending (bytes at the end of a
+    step, while gradients are summed over stages). Entries with ``end <= first`` have no meaning.
 
     Attributes:
         classes, options: see :class:`StageClass` and :class:`Option`.
@@ -94,6 +96,7 @@ class Tables:
     activation: np.ndarray
     fixed: np.ndarray
     sync: np.ndarray
+    ending: np.ndarray
     allowed: np.ndarray
     next_at: np.ndarray
     port_in: np.ndarray
@@ -114,8 +117,8 @@ class Tables:
         priced = np.array([prices[index] for index in sorted(prices)], dtype=np.float64).reshape(-1, 2)
         trip, excess, chosen = _native.best_stages(
             len(self.problem.graph.layers), self.problem.graph.is_chain, self.option_class, self.forward,
-            self.backward, self.activation, self.fixed, self.sync, self.allowed, self.next_at, self.port_in,
-            self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
+            self.backward, self.activation, self.fixed, self.sync, self.ending, self.allowed, self.next_at,
+            self.port_in, self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
             priced[:, 0].copy(), priced[:, 1].copy(), self.microbatches, pace,
         )  # fmt: skip
         return trip, excess, tuple(self.stage(*each) for each in chosen)
@@ -127,7 +130,7 @@ class Tables:
         """
         num_ends, size = len(self.ends), len(self.problem.graph.layers) + 1
         seconds = self.forward + self.backward
-        needed = self.fixed + self.activation
+        needed = self.needed_bytes(slice(None), 1)
         fastest: dict[tuple[bytes, float], np.ndarray] = {}  # ``[first, end]``, of the options of a position
         least = np.full((num_ends, size), np.inf)
         least[0, -1] = 0.0  # no layer and no device is left
@@ -141,6 +144,10 @@ class Tables:
                     fastest[key] = np.where(self._is_range, fits.min(axis=0, initial=np.inf), np.inf)
                 least[at] = np.minimum(least[at], (fastest[key] + rest).min(axis=1))
         return float(least[-1, 0]) * (1 - 1e-9)
+
+    def needed_bytes(self, option: int | slice, held: int) -> np.ndarray:
+        """Bytes of a device with ``held`` microbatches in flight, over ``[..., first, end]``."""
+        return np.maximum(self.fixed[option] + held * self.activation[option], self.ending[option])
 
     @cached_property
     def _is_range(self) -> np.ndarray:
@@ -192,7 +199,7 @@ def _make_tables(problem: Problem, microbatches: int) -> Tables | None:
     allowed = place_at[class_of] == np.array([option.place for option in options])[:, None]
     tables = OptionTables(problem, microbatches)
     costs = [tables.of(option.choice, places[option.place], option.recomputed) for option in options]
-    forward, backward, activation, fixed, sync = (np.stack(each) for each in zip(*costs, strict=True))
+    forward, backward, activation, fixed, sync, ending = (np.stack(each) for each in zip(*costs, strict=True))
     exchanged = {cols: RangeBytes.of(graph, cols) for cols in {1, *(option.choice.cols for option in options)}}
     for o, option in enumerate(options):
         shards = option.choice.row_shards(classes[option.stage_class].num_ranks)
@@ -204,7 +211,7 @@ def _make_tables(problem: Problem, microbatches: int) -> Tables | None:
     received, sent = (rows * each * problem.prices.least_ratio for each in (exchanged[1].received, exchanged[1].sent))
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
-        problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync,
+        problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync, ending,
         allowed.astype(np.uint8), next_at, port_in, port_out, memory, received, sent,
         rows * bytes_of_cuts(graph), factor,
     )  # fmt: skip

@@ -22,10 +22,8 @@ def pure(problem: Problem) -> tuple[Candidate, ...]:
     for count in problem.microbatches:
         for degree in _pipeline_degrees(problem):
             for stages in even_stages(problem, degree, count):
-                fits = all(
-                    problem.stage_cost(stage, count).most_in_flight >= min(count, degree - at)
-                    for at, stage in enumerate(stages)
-                )
+                costs, _ = problem.costs(stages, count)
+                fits = all(cost.most_in_flight >= min(count, degree - at) for at, cost in enumerate(costs))
                 if fits:
                     found.append((one_f_one_b_seconds(problem, stages, count), stages, count))
     found.sort(key=lambda each: (float(f"{each[0]:.9g}"), len(each[1]), str(each[1])))
@@ -65,9 +63,9 @@ def one_f_one_b_seconds(problem: Problem, stages: Stages, count: int) -> float:
     """Seconds of 1F1B if edges cost nothing: one pass through all stages, then the pace of the slowest, then its
     sum.
     """
-    costs = [problem.stage_cost(stage, count) for stage in stages]
+    costs, _ = problem.costs(stages, count)
     slowest = max(cost.seconds for cost in costs)
-    return sum(cost.seconds for cost in costs) + (count - 1) * slowest + max(cost.sync_seconds for cost in costs)
+    return sum(cost.seconds for cost in costs) + (count - 1) * slowest + max(cost.ending_seconds for cost in costs)
 
 
 def _pipeline_degrees(problem: Problem) -> list[int]:

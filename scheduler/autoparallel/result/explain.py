@@ -25,24 +25,36 @@ def explain_strategy(strategy: StrategyRecord) -> str:
     most = 1 - 1 / len(strategy.stages)
     lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {most:.3f}")
     for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
-        idle = strategy.seconds - report.busy_seconds - report.gradient_sync_seconds
+        sums = report.gradient_sync_seconds
+        over_stages = sum(tie.seconds for tie in strategy.ties if number in tie.stages)
+        idle = strategy.seconds - report.busy_seconds - sums - over_stages
         lines += [
             f"stage {number}: {stage}",
             f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.sum_seconds:.3g} s tensor-parallel "
             f"sums, {report.gather_seconds:.3g} s gathers",
             f"  step: {report.busy_seconds:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
-            f"{max(0.0, idle - report.exposed_seconds):.3g} s otherwise idle, {report.gradient_sync_seconds:.3g} s "
-            "gradient sums",
+            f"{max(0.0, idle - report.exposed_seconds):.3g} s otherwise idle, {sums:.3g} s gradient "
+            f"sums{f' over replicas and {over_stages:.3g} s over stages' if over_stages else ''}",
             f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
             f"states {format_bytes(round(report.state_bytes))}, {count_of(report.in_flight, 'microbatch')} in "
             f"flight {format_bytes(round(report.activation_bytes))}, "
             f"working {format_bytes(round(report.working_bytes))}, buffers {format_bytes(round(report.buffer_bytes))}",
         ]
+        if report.ending_bytes:
+            ending = format_bytes(round(report.ending_bytes))
+            lines.append(f"  end of a step: {ending}, while it adds the gradients of parameters that stages share")
     for edge in strategy.edges:
         port = f", busiest {edge.busiest_port} ({edge.port_seconds:.3g} s)" if edge.busiest_port else ""
         lines.append(
             f"edge {edge.src} -> {edge.dst}: {format_bytes(edge.nbytes)}, {edge.forward_seconds:.3g} s forward, "
             f"{edge.backward_seconds:.3g} s backward{port}{_codecs_of(edge)}"
+        )
+    for tie in strategy.ties:
+        names, stages = (_list_of(list(map(str, values))) for values in (tie.layer_names, tie.stages))
+        lines.append(
+            f"layers {names} share parameters: stages {stages} add their gradients of "
+            f"{format_bytes(round(tie.nbytes))} once in a step, {tie.seconds:.3g} s"
+            + (f", coded as {tie.codec}" if tie.codec else "")
         )
     if strategy.compression_text:
         lines.append(f"codecs: {strategy.compression_text}; values that they code are rounded")
@@ -67,6 +79,13 @@ def explain_strategy(strategy: StrategyRecord) -> str:
             f"{other.text}"
         )
     return "\n".join(lines)
+
+
+def _list_of(words: list[str]) -> str:
+    """``a, b and c``; of more than six words, those at both ends."""
+    if len(words) > 6:
+        words = [*words[:3], "...", words[-1]]
+    return ", ".join(words[:-1]) + " and " + words[-1]
 
 
 def _codecs_of(edge: EdgeReport) -> str:

@@ -15,7 +15,7 @@ from reshard.formatting import count_of
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
 from ..choices import Choice
-from .reports import Alternative, EdgeReport, StageReport, balance_degrees
+from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees
 from .stages import StagePlan
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ class StrategyRecord:
     hosts: tuple[tuple[int, int, int], ...] = ()
     grid_refusals: tuple[tuple[str, str], ...] = ()
     compression_text: str = ""
+    ties: tuple[TieReport, ...] = ()
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -117,10 +118,16 @@ class StrategyRecord:
         try:
             data = json.loads(text)
             version = data.pop("version")
+            data.setdefault("ties", [])
             if version != VERSION:
                 raise ArgumentError(f"the strategy has version {version!r}; this release reads version {VERSION}")
             stages = tuple(_read_stage(stage) for stage in data.pop("stages"))
-            kinds: Mapping[str, Any] = {"reports": StageReport, "edges": EdgeReport, "alternatives": Alternative}
+            kinds: Mapping[str, Any] = {
+                "reports": StageReport,
+                "edges": EdgeReport,
+                "alternatives": Alternative,
+                "ties": TieReport,
+            }
             lists: dict[str, Any] = {
                 name: tuple(kind(**each) for each in data.pop(name)) for name, kind in kinds.items()
             }

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageReport:
-    """Predicted seconds of a stage for one microbatch, and bytes of a device at the peak."""
+    """Predicted seconds of a stage for one microbatch, and bytes of a device at the peak.
+
+    ``ending_bytes`` are those at the end of a step, while a device adds gradients of parameters that stages share.
+    """
 
     compute_seconds: float
     sum_seconds: float
@@ -22,11 +25,13 @@ class StageReport:
     working_bytes: float
     buffer_bytes: float
     limit_bytes: float
+    ending_bytes: float = 0.0
 
     @property
     def memory_bytes(self) -> float:
         """Bytes of a device at the peak."""
-        return self.state_bytes + self.activation_bytes + self.working_bytes + self.buffer_bytes
+        kept = self.state_bytes + self.activation_bytes + self.working_bytes + self.buffer_bytes
+        return max(kept, self.ending_bytes)
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,24 @@ class EdgeReport:
     port_seconds: float = 0.0
     forward_codec: str | None = None
     backward_codec: str | None = None
+
+
+@dataclass(frozen=True)
+class TieReport:
+    """Sum over stages of the gradients of parameters that some layers share, once in a step.
+
+    ``nbytes`` are those of the gradients of one stage, and ``seconds`` count from when all of these stages are ready.
+    """
+
+    layer_names: tuple[str, ...]
+    stages: tuple[int, ...]
+    nbytes: float
+    seconds: float
+    codec: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layer_names", "stages"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Strategy(StrategyRecord):
         wider_links_seconds: predicted seconds with the same schedule if links were 10 % faster.
         hosts: host, first rank and end of each host.
         grid_refusals: layers that cannot be on a grid of :mod:`reshard.parallel`, and why: one for each reason.
+        ties: sums over stages of the gradients of parameters that they share.
         compression_text: the codecs, as :func:`reshard.compression.parse_policy` reads them.
     """
 

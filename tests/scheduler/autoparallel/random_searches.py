@@ -50,11 +50,24 @@ def put_on_grids(rng, graph):
     return replace(graph, layers=tuple(layers))
 
 
-def make_problem(seed, *, most_layers=3, executable=True, grids=False):
+def tie_layers(rng, graph):
+    """The graph, some of whose layers share parameters."""
+    layers = range(len(graph.layers))
+    ties = []
+    for _ in range(rng.randint(1, 2)):
+        tied = tuple(sorted(rng.sample(layers, rng.randint(2, len(layers)))))
+        least = min(graph.layers[layer].num_params for layer in tied)
+        ties.append((tied, rng.randint(least // 8, least // 2)))
+    return replace(graph, ties=tuple(ties))
+
+
+def make_problem(seed, *, most_layers=3, executable=True, grids=False, ties=False):
     rng = random.Random(seed)
     graph = make_graph(rng, rng.randint(2, most_layers))
     if grids:
         graph = put_on_grids(rng, graph)
+    if ties:
+        graph = tie_layers(rng, graph)
     sizes = rng.choice([(1, 1), (2,), (2, 1), (2, 2), (1, 1, 1)])
     profile = Profile.estimate(graph, flops_per_second=1e11)
     memory = rng.choice([1e9, 2e8, 1e8])
@@ -130,7 +143,7 @@ def seconds_at(tables, plan, pace, true_prices):
         _, cost, _ = _stage(tables, *plan[at])
         there, back = _price(tables, plan[at], plan[at + 1], true_prices) if at + 1 < len(plan) else (0.0, 0.0)
         trip += cost.seconds + there + back
-        excess = max(cost.sync_seconds, excess - back - cost.backward_seconds)
+        excess = max(cost.ending_seconds, excess - back - cost.backward_seconds)
         held = min(m, max(1, math.ceil(trip / pace - 1e-9)))
         if cost.memory_bytes(held) > cost.limit_bytes * (1 + 1e-12):
             return math.inf

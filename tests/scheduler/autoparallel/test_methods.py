@@ -23,9 +23,9 @@ from tests.reference.pace import best_stages as reference_stages
 from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
 
 
-def check_joint(seed, *, grids=False):
+def check_joint(seed, **kinds):
     """For some paces, the recurrence finds the least of all plans; with lazy prices, the least over all paces."""
-    problem = make_problem(seed, grids=grids)
+    problem = make_problem(seed, **kinds)
     tables = pace.make_tables(problem, problem.microbatches[0])
     plans, grid = list(all_plans(tables)), joint.pace_grid(tables)
     assert plans
@@ -53,8 +53,14 @@ def test_joint_finds_the_best_of_all_plans_with_grids(seed):
 
 
 @pytest.mark.parametrize("seed", range(8))
+def test_joint_finds_the_best_of_all_plans_with_ties(seed):
+    assert make_problem(1000 + seed, ties=True).graph.ties
+    check_joint(1000 + seed, ties=True, grids=seed % 2 == 1)
+
+
+@pytest.mark.parametrize("seed", range(8))
 def test_native_recurrence_equals_its_reference(seed):
-    problem = make_problem(100 + seed, grids=seed % 2 == 1)
+    problem = make_problem(100 + seed, grids=seed % 2 == 1, ties=seed > 3)
     tables = pace.make_tables(problem, problem.microbatches[0])
     rng = random.Random(seed)
     prices = {}
@@ -66,7 +72,7 @@ def test_native_recurrence_equals_its_reference(seed):
         at = sorted(prices)
         trip, excess, stages = reference_stages(
             len(problem.graph.layers), problem.graph.is_chain, tables.option_class, tables.forward, tables.backward,
-            tables.activation, tables.fixed, tables.sync, tables.allowed, tables.next_at, tables.port_in,
+            tables.activation, tables.fixed, tables.sync, tables.ending, tables.allowed, tables.next_at, tables.port_in,
             tables.port_out, tables.memory, tables.received, tables.sent, tables.cut_bytes, tables.factor, at,
             [prices[i][0] for i in at], [prices[i][1] for i in at], tables.microbatches, limit,
         )  # fmt: skip
@@ -86,7 +92,7 @@ def test_no_round_trip_is_below_the_bound(seed):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
-    problem = make_problem(200 + seed)
+    problem = make_problem(200 + seed, ties=seed > 7)
     count = problem.microbatches[0]
     tables = pace.make_tables(problem, count)
 
@@ -95,7 +101,7 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
         for at, cost in enumerate(costs):
             if cost.memory_bytes(min(count, len(costs) - at)) > cost.limit_bytes:
                 return math.inf
-        times = [cost.seconds + cost.sync_seconds / count for cost in costs]
+        times = [cost.seconds + cost.ending_seconds / count for cost in costs]
         return sum(times) + (count - 1) * max(times)
 
     least = min(map(seconds, all_plans(tables)))
@@ -103,15 +109,16 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
     assert found == pytest.approx(least, rel=1e-5)
     if stages:
         costs = [problem.stage_cost(stage, count) for stage in stages]
-        times = [cost.seconds + cost.sync_seconds / count for cost in costs]
+        times = [cost.seconds + cost.ending_seconds / count for cost in costs]
         assert sum(times) + (count - 1) * max(times) == pytest.approx(found)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_knapsack_finds_the_best_of_all_choices(seed):
-    problem = make_problem(300 + seed, executable=False)
+    has_ties = seed > 7
+    problem = make_problem(300 + seed, executable=False, ties=has_ties, most_layers=3 + has_ties)
     count, ranks = problem.microbatches[0], (0, problem.cluster.num_ranks)
-    num = min(3, len(problem.graph.layers))
+    num = min(3, len(problem.graph.layers) - has_ties)  # with ties, other stages have some of the layers
     choices = problem.choices(ranks[1], problem.rows // count)
     if not choices:
         assert knapsack.pack_stage(problem, 0, num, ranks, count, 2) is None
@@ -119,16 +126,17 @@ def test_knapsack_finds_the_best_of_all_choices(seed):
     limit = problem.cluster.memory_of(*ranks)
     step = (limit - knapsack.held_back(problem, 0, num, ranks, count, choices, 2)) / knapsack.STEPS
     place, least = problem.place(*ranks), math.inf
+    unique = [1.0] * num  # part of the parameters of each layer that no later layer of the stage shares
+    for tied, number in problem.graph.ties:
+        for layer in [each for each in tied if each < num][:-1]:
+            unique[layer] -= number / problem.graph.layers[layer].num_params
     for picked in itertools.product(choices, repeat=num):
         costs = [problem.layer_cost(layer, choice, place, count) for layer, choice in enumerate(picked)]
-        if (
-            step <= 0
-            or sum(math.ceil((c.state_bytes + 2 * c.activation_bytes) / step - 1e-9) for c in costs) > knapsack.STEPS
-        ):
+        needed = [u * c.state_bytes + 2 * c.activation_bytes for u, c in zip(unique, costs, strict=True)]
+        if step <= 0 or sum(math.ceil(each / step - 1e-9) for each in needed) > knapsack.STEPS:
             continue
-        moved = problem.relayout_seconds(StagePlan(0, num, *ranks, picked), place, count)
-        times = sum(c.forward_seconds + c.backward_seconds + c.sync_seconds / count for c in costs)
-        least = min(least, times + 2 * moved)
+        cost = problem.stage_cost(StagePlan(0, num, *ranks, picked), count)
+        least = min(least, cost.seconds + cost.ending_seconds / count)
     found = knapsack.pack_stage(problem, 0, num, ranks, count, 2)
     assert (math.inf if found is None else found.seconds) == pytest.approx(least, rel=1e-9)
     if found is not None:

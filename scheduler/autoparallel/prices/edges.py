@@ -9,12 +9,12 @@ from reshard.codecs import parse_codec
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.sharding import Mesh, TensorSpec
 
-from ..costs import price_edge
-from ..graph import Edge
-from ..pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
-from .choices import GridShape
-from .cluster import Cluster, uniform_positions
-from .graph import LayerGraph, Tensor
+from ...costs import price_edge
+from ...graph import Edge
+from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
+from ..choices import GridShape
+from ..cluster import Cluster, uniform_positions
+from ..graph import LayerGraph, Tensor
 
 #: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.
 End = tuple[int, int, int | GridShape]

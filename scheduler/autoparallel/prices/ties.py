@@ -1,0 +1,223 @@
+"""Sums of the gradients of parameters that several stages share, such as an embedding that is also the head's weight.
+
+The engine adds them once in a step, after the sums over replicas: each stage sends its gradient to all others at once,
+and adds what it receives. Parameters shared by other layers follow one after the other. See
+:mod:`reshard.scheduler.runtime.tied_params`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from reshard.sharding import Layout, Mesh, TensorSpec
+
+from ...costs import price_edge
+from ...graph import Edge
+from ..choices import Choice
+from ..cluster import Cluster, Place, uniform_positions
+from ..costs import LayerCost
+from ..graph import LayerGraph, is_shared, own_layer
+from ..result.stages import StagePlan
+
+#: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec codes.
+_DTYPES = {2.0: "bfloat16", 4.0: "float32", 8.0: "float64"}
+
+
+class TieEnd(NamedTuple):
+    """The ranks of a stage, and how they divide a shared parameter.
+
+    ``inner`` is the number of neighbouring ranks that share a layer. ``over_replicas`` and ``over_inner`` say whether
+    the parameter is divided over the replicas and over these ranks.
+    """
+
+    first: int
+    end: int
+    inner: int
+    over_replicas: bool
+    over_inner: bool
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the parameter, as one dim."""
+        sizes = {"replica": (self.end - self.first) // self.inner, "inner": self.inner}
+        axes = ("replica",) * self.over_replicas + ("inner",) * self.over_inner
+        return Layout(Mesh(tuple(range(self.first, self.end)), sizes), (axes or None,))
+
+
+@dataclass(frozen=True)
+class TieExchange:
+    """One sum over stages.
+
+    Attributes:
+        layers: that share the parameters. stages: that have some of these layers.
+        nbytes: of the gradients that each stage sends to each other one, in all.
+        seconds: from the time when all of its stages are ready. codec: of the gradients on the wire; None: raw.
+        stage_bytes: for each of the stages, bytes of a device for what it receives and adds.
+    """
+
+    layers: tuple[int, ...]
+    stages: tuple[int, ...]
+    nbytes: float
+    seconds: float
+    codec: str | None
+    stage_bytes: tuple[float, ...]
+
+
+def tied_share(graph: LayerGraph, layer: int, num_params: int) -> float:
+    """The part of a layer's parameters that a tie of ``num_params`` parameters has."""
+    return num_params / max(1, graph.layers[layer].num_params)
+
+
+def repeated_bytes(graph: LayerGraph, stage: StagePlan, costs: Sequence[LayerCost]) -> tuple[float, float]:
+    """Bytes that layers of a stage count more than once, as they share parameters: states, and gradients alone."""
+    states, gradients = 0.0, 0.0
+    for tied, number in graph.ties:
+        own = own_layer(tied, stage.first_layer, stage.end_layer)
+        for layer in [each for each in tied if own is not None and stage.first_layer <= each < own]:
+            share, cost = tied_share(graph, layer, number), costs[layer - stage.first_layer]
+            states += share * cost.state_bytes
+            gradients += share * cost.gradient_bytes
+    return states, gradients
+
+
+def divides_inner(graph: LayerGraph, layer: int, num_params: int, choice: Choice) -> bool:
+    """Whether the ranks that share a layer divide its tied parameters. Grids do, and torch where it can."""
+    if choice.grid:
+        return True
+    found = graph.layers[layer]
+    return 1 < choice.tp <= found.tp_limit and found.tp_params >= num_params
+
+
+def num_parts(graph: LayerGraph, layer: int, num_params: int, choice: Choice, num_ranks: int) -> int:
+    """Parts that the ranks of a stage divide the tied parameters of a layer into."""
+    inner = choice.tp if divides_inner(graph, layer, num_params, choice) else 1
+    return inner * (num_ranks // choice.tp if choice.zero == 3 else 1)
+
+
+def sum_bytes(nbytes: float, parts: int, num_stages: int, is_coded: bool) -> float:
+    """Bytes of a device while it adds gradients: what it receives, all of that in one tensor, and the sum.
+
+    A stage that codes its gradients receives its own, too.
+    """
+    return nbytes / parts * (2 * num_stages + is_coded)
+
+
+class TiePrices:
+    """Prices sums over stages by plans of the planner. Each price is computed once.
+
+    Args:
+        graph, cluster: the model and its devices.
+        gradient_bytes: of a parameter. message_seconds: what a message takes beside its bytes.
+        codec: of gradients. is_optional: whether it is used only where it is faster.
+        least_ratio: bytes on the wire of each byte of gradients, at least.
+    """
+
+    def __init__(
+        self,
+        graph: LayerGraph,
+        cluster: Cluster,
+        gradient_bytes: float,
+        message_seconds: float,
+        codec: str | None = None,
+        *,
+        is_optional: bool = False,
+        least_ratio: float = 1.0,
+    ) -> None:
+        self.graph, self.cluster, self.gradient_bytes = graph, cluster, gradient_bytes
+        self.message_seconds, self.is_optional = message_seconds, is_optional
+        self.codec = codec if gradient_bytes in _DTYPES else None
+        self.least_ratio = least_ratio if self.codec else 1.0
+        self._is_uniform = uniform_positions(cluster)
+        self._prices: dict[tuple[tuple[TieEnd, ...], int], tuple[float, str | None]] = {}
+        rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
+        self._host_rate = max(max(each.egress_bytes_per_second, each.ingress_bytes_per_second) for each in rates)
+
+    def exchanges(self, stages: Sequence[StagePlan]) -> tuple[TieExchange, ...]:
+        """The sums over stages of a step, in order."""
+        found = []
+        for tied, number in self.graph.ties:
+            having = [
+                (at, stage, layer)
+                for at, stage in enumerate(stages)
+                if (layer := own_layer(tied, stage.first_layer, stage.end_layer)) is not None
+            ]
+            nbytes = number * self.gradient_bytes
+            if len(having) < 2 or not nbytes:
+                continue
+            seconds, codec = self.price([self._end(stage, layer, number) for _, stage, layer in having], number)
+            parts = (
+                num_parts(self.graph, layer, number, stage.choices[layer - stage.first_layer], stage.num_ranks)
+                for _, stage, layer in having
+            )
+            sizes = tuple(sum_bytes(nbytes, part, len(having), codec is not None) for part in parts)
+            found.append(TieExchange(tied, tuple(at for at, _, _ in having), nbytes, seconds, codec, sizes))
+        return tuple(found)
+
+    def least(self, stage: StagePlan, place: Place) -> tuple[float, float]:
+        """Seconds of the sums over a stage and others that no plan beats, and least bytes of a device for one."""
+        seconds, most = 0.0, 0.0
+        for tied, number in self.graph.ties:
+            layer = own_layer(tied, stage.first_layer, stage.end_layer)
+            if layer is not None and is_shared(tied, stage.first_layer, stage.end_layer):
+                choice = stage.choices[layer - stage.first_layer]
+                one, nbytes = self.least_of(tied, number, layer, choice, place)
+                seconds, most = seconds + one, max(most, nbytes)
+        return seconds, most
+
+    def least_of(
+        self, tied: Sequence[int], num_params: int, layer: int, choice: Choice, place: Place
+    ) -> tuple[float, float]:
+        """Least seconds and bytes of a sum over two stages, on the ranks of the one that has ``layer`` of the tie."""
+        nbytes = num_params * self.gradient_bytes
+        if not nbytes:
+            return 0.0, 0.0
+        parts = num_parts(self.graph, layer, num_params, choice, place.num_ranks)
+        moved = nbytes * self.least_ratio
+        seconds = moved / parts / max(self.cluster.inside_bytes_per_second, self._host_rate)
+        has_both_ends = tied[0] == 0 and tied[-1] == len(self.graph.layers) - 1
+        if place.num_hosts > 1 or (has_both_ends and len(self.cluster.hosts) > 1):  # a stage is on other hosts
+            seconds = max(seconds, moved / (place.num_hosts * self._host_rate))
+        return seconds + self.message_seconds, sum_bytes(nbytes, parts, 2, False)
+
+    def price(self, ends: Sequence[TieEnd], num_params: int) -> tuple[float, str | None]:
+        """Seconds in which all stages send their gradients to each other, and the codec that they use."""
+        hosts = self.cluster.host_of(ends[0].first) if self._is_uniform else 0
+        ranks = hosts * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
+        key = (tuple(each._replace(first=each.first - ranks, end=each.end - ranks) for each in ends), num_params)
+        if key not in self._prices:
+            self._prices[key] = self._price(*key)
+        return self._prices[key]
+
+    def _price(self, ends: Sequence[TieEnd], num_params: int) -> tuple[float, str | None]:
+        raw = self._exchange_seconds(ends, num_params, None)
+        if self.codec is None:
+            return raw, None
+        coded = self._exchange_seconds(ends, num_params, self.codec)
+        return (coded, self.codec) if coded < raw or not self.is_optional else (raw, None)
+
+    def _exchange_seconds(self, ends: Sequence[TieEnd], num_params: int, codec: str | None) -> float:
+        """Seconds of all transfers at once: those that a stage sends share its ports, and so do those it receives."""
+        dtype = _DTYPES.get(self.gradient_bytes)
+        numel = num_params if dtype else math.ceil(num_params * self.gradient_bytes)
+        sent, received = [0.0] * len(ends), [0.0] * len(ends)
+        ports: dict[str, float] = {}
+        for a, b in itertools.combinations(range(len(ends)), 2):
+            spec = TensorSpec((numel,), dtype or "uint8", ends[a].layout, ends[b].layout, "tie")
+            edges = [Edge(0, 1, tensors=(spec,), forward_codec=codec)]
+            edges.append(replace(edges[0], tensors=(replace(spec, src=spec.dst, dst=spec.src),)))
+            for src, dst, edge in zip((a, b), (b, a), edges, strict=True):
+                priced = price_edge(edge, self.cluster.topology)
+                sent[src] += priced.forward_seconds
+                received[dst] += priced.forward_seconds
+                for port, seconds in priced.forward_loads:
+                    ports[port] = ports.get(port, 0.0) + seconds
+        return max(*sent, *received, *ports.values()) + self.message_seconds
+
+    def _end(self, stage: StagePlan, layer: int, num_params: int) -> TieEnd:
+        choice = stage.choices[layer - stage.first_layer]
+        is_cut = divides_inner(self.graph, layer, num_params, choice)
+        return TieEnd(stage.first_rank, stage.end_rank, choice.tp, choice.zero == 3, is_cut)
