@@ -50,7 +50,7 @@ class GroupLevel:
 
 
 def split_by_host(hosts: Sequence[Hashable], position: int) -> tuple[list[int], list[int]] | None:
-    """The positions of the ranks on the host of ``position``, and of those at its place on each host.
+    """The positions of the ranks on the host of ``position``, and of the ranks at its place on each host.
 
     Args:
         hosts: the host of each position.

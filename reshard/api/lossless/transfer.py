@@ -68,8 +68,9 @@ class LosslessTransfer:
     """One rank's part of a call whose tensors travel as buckets.
 
     Args:
-        codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors as they are. arrays: those of this rank.
-        purpose: of the rounds. verify: compare digests of the destination shards with those of the source, too.
+        codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors before encoding. arrays: of this rank.
+        purpose: names the caller in errors of the rounds.
+        verify: also compare digests of the destination shards with digests of the source.
         lost: in a fault-tolerant call, the ranks lost before it; otherwise None.
 
     Attributes:
@@ -264,7 +265,7 @@ class LosslessTransfer:
         return xxhash.xxh3_64(repr(digests).encode()).hexdigest(), ""
 
     def _agree_on_buckets(self, reports: Mapping[int, Any]) -> dict[str, tuple[int, int | None, int]]:
-        """What all holders of each bucket report alike."""
+        """Size and digests of each bucket, which all its holders must report alike."""
         entries = {}
         for name, bucket in self._buckets.items():
             first = bucket.holders[0]

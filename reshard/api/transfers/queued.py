@@ -56,7 +56,7 @@ class QueuedTransfers:
 
     @property
     def order(self) -> object:
-        """What the transfers that run one after another have in common."""
+        """A token of this queue. Transfers with the same token run one after another."""
         return self._jobs
 
     @property
