@@ -111,6 +111,8 @@ def check_misuse_during_backward(rank):
 
 def test_misuse_of_sums_during_the_backward_is_named():
     assert run_processes(check_misuse_during_backward, 2) == [True] * 2
+
+
 def check_frozen(rank):
     torch.set_num_threads(1)
     plain = make_gpt()
