@@ -103,7 +103,7 @@ class Axis:
         return self._for_sums
 
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
-        """An axis of some of these ranks, by a process group of its own."""
+        """An axis of some of these ranks, by a new process group."""
         ranks = [self.ranks[position] for position in positions]
         backend = dist.get_backend(self.group)
         group = dist.new_group(ranks, self._timeout, backend=backend, use_local_synchronization=True)

@@ -200,7 +200,7 @@ class TiePrices:
         return (coded, self.codec) if coded < raw or not self.is_optional else (raw, None)
 
     def _exchange_seconds(self, ends: Sequence[TieEnd], num_params: int, codec: str | None) -> float:
-        """Seconds of all transfers at once: those that a stage sends share its ports, and so do those it receives."""
+        """Seconds of all transfers at once: sends of a stage share its ports, and so do receives."""
         dtype = _DTYPES.get(self.gradient_bytes)
         numel = num_params if dtype else math.ceil(num_params * self.gradient_bytes)
         sent, received = [0.0] * len(ends), [0.0] * len(ends)
