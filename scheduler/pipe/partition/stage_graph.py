@@ -227,7 +227,7 @@ class Skeleton:
             for stage, module in enumerate(self._stages):
                 given = {**batch, **{name: value for name, (value, _) in latest.items()}}
                 try:
-                    written, read = _run_stage(module, given)
+                    written, read = _run_stage(module, given, batch)
                 except torch_compat.NEEDS_DATA as error:
                     if len(self._stages) > 1:
                         raise NeedsDataError(
@@ -258,15 +258,15 @@ class _Run:
     inputs: list[set[str]]
 
 
-def _run_stage(module: Any, given: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """The values that a stage writes, and the names that it reads."""
+def _run_stage(module: Any, given: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
+    """The values that a stage writes, and the names that it reads of ``given``: those of the batch and of stages."""
     if isinstance(module, BlockStage):
         output, read = module.run(given)
         return dict(output.tensors), read
     names = [node.target for node in module.graph.nodes if node.op == "placeholder"]
     missing = sorted(set(names) - set(given))
     if missing:
-        raise ArgumentError(f"the batch has no {missing[0]!r}, which the model reads; it has {sorted(given)}")
+        raise ArgumentError(f"the batch has no {missing[0]!r}, which the model reads; it has {sorted(batch)}")
     output = module(**{name: given[name] for name in names})
     return dict(output) if isinstance(output, Mapping) else {}, set(names)
 
