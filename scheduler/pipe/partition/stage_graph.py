@@ -204,7 +204,7 @@ class Skeleton:
                 if shard is not None:
                     module = copy_stage(module, _without_data(module))
                     shard(module)
-                written, _ = _run_stage(module, given)
+                written, _ = _run_stage(module, given, given)
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
         for value in graph.values:

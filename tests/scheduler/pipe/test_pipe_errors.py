@@ -88,7 +88,7 @@ def use_wrongly(rank):
     with rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1").compile(good, 2) as engine:
         before = engine.evaluate(good).loss
         wrong = [
-            (ArgumentError, "the batch has no 'targets'", {"tokens": tokens}),
+            (ArgumentError, "the batch has no 'targets', which the model reads; it has .'tokens'.$", {"tokens": tokens}),
             (ArgumentError, "the batch has 'other', which the stages do not read", {**good, "other": tokens}),
             (
                 ArgumentError,
