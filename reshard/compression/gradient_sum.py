@@ -23,6 +23,7 @@ from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.planner.callers import not_compiled
+from reshard.runtime.device_mesh import new_group
 
 #: Dtypes of gradients. Sums are computed in fp32.
 GRADIENT_DTYPES = ("float32", "bfloat16", "float16")
@@ -117,7 +118,7 @@ class GradientSum:
 
     def _new_group(self, ranks: list[int]) -> dist.ProcessGroup:
         world = [dist.get_global_rank(self._group, rank) for rank in ranks]
-        return dist.new_group(world, backend="gloo", use_local_synchronization=True)
+        return new_group(world, backend="gloo")
 
     @not_compiled
     def __call__(self, gradients: Mapping[str, torch.Tensor]) -> None:

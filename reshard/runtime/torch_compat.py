@@ -6,12 +6,27 @@ ones, which are slow to import. The engine of ``reshard.scheduler`` has its own 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+
+
+@contextlib.contextmanager
+def named_group(name: str) -> Iterator[None]:
+    """Within the context, torch gives this name to a process group that only its own ranks make.
+
+    Torch derives the name from the number of groups on the rank, in which the ranks of the new group may differ.
+    """
+    original = c10d._hash_ranks_to_str
+    c10d._hash_ranks_to_str = lambda _: name
+    try:
+        yield
+    finally:
+        c10d._hash_ranks_to_str = original
 
 
 def held_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:

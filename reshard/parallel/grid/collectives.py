@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
+from reshard.runtime.device_mesh import new_group
 
 from .cuts import Span
 
@@ -105,8 +106,7 @@ class Axis:
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
         """An axis of some of these ranks, by a new process group."""
         ranks = [self.ranks[position] for position in positions]
-        backend = dist.get_backend(self.group)
-        group = dist.new_group(ranks, self._timeout, backend=backend, use_local_synchronization=True)
+        group = new_group(ranks, self._timeout, dist.get_backend(self.group))
         axis = Axis(name, group, ranks, positions.index(self.index), self._timeout)
         axis.explain = self.explain
         return axis

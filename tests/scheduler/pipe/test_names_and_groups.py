@@ -80,3 +80,21 @@ def test_placements_name_ranks_of_the_group():
     for rank in (1, 3, 4):
         for found in results[rank]:
             assert found == pytest.approx(expected, rel=2e-6)
+
+
+def compile_twice(rank):
+    """Ranks 0 and 1, a grid, are then in more process groups than rank 2."""
+    batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
+    losses = []
+    for stages in ([rs.Placement(grid=(1, 2, 1)), rs.Placement()], [rs.Placement(), rs.Placement(dp=2)]):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        pipe = rs.Pipe(model, ["1"], stages=stages, loss=lambda output: output.square().mean())
+        with pipe.compile({"input": batch["x"]}, 2, timeout_seconds=20) as engine:
+            losses.append(engine.step({"input": batch["x"]}).loss)
+    return losses
+
+
+def test_second_engine_on_ranks_that_are_in_unequal_numbers_of_groups():
+    for first, second in run_processes(compile_twice, 3):
+        assert first == pytest.approx(second, rel=1e-6)
