@@ -39,11 +39,17 @@ class Choice:
     grid: GridShape = ()
 
     def __post_init__(self) -> None:
+        if isinstance(self.grid, str) or not isinstance(self.grid, Sequence):
+            raise ArgumentError(f"grid {self.grid!r} must be (rows, cols, depth), three positive integers")
         object.__setattr__(self, "grid", tuple(self.grid))
+        if self.grid and (len(self.grid) != 3 or not all(type(size) is int and size >= 1 for size in self.grid)):
+            raise ArgumentError(f"grid {self.grid} must be (rows, cols, depth), three positive integers")
+        if type(self.tp) is not int or self.tp < 1 or type(self.zero) is not int or not 0 <= self.zero <= 3:
+            raise ArgumentError(
+                f"tp is {self.tp!r} and zero {self.zero!r}; tp must be a positive integer, and zero from 0 to 3"
+            )
         if not self.grid:
             return
-        if len(self.grid) != 3 or not all(type(size) is int and size >= 1 for size in self.grid):
-            raise ArgumentError(f"grid {self.grid} must be (rows, cols, depth), three positive integers")
         if self.tp != self.grid[0] * self.grid[1] or (self.zero and self.grid[2] == 1):
             raise ArgumentError(
                 f"a layer on a grid of {self.grid[0]} x {self.grid[1]} x {self.grid[2]} has tp = rows * cols = "
@@ -136,6 +142,17 @@ class ChoiceRules:
     executable: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("zero", "recompute"):
+            values = getattr(self, name)
+            if not isinstance(values, tuple) or not values:
+                raise ArgumentError(f"{name} of ChoiceRules is {values!r}; it must be a tuple of what is allowed")
+        if not set(self.recompute) <= {False, True}:
+            raise ArgumentError(f"recompute of ChoiceRules is {self.recompute!r}; it has True, False or both")
+        degrees = (self.least_tp, self.max_tp)
+        if not all(type(tp) is int for tp in degrees) or not 1 <= self.least_tp <= self.max_tp:
+            raise ArgumentError(
+                f"least_tp is {self.least_tp!r} and max_tp {self.max_tp!r}; they must be integers, 1 <= least <= max"
+            )
         for zero in self.zero:
             if type(zero) is not int or not 0 <= zero <= 3:
                 raise ArgumentError(f"a stage of ZeRO is {zero!r}; it must be from 0 to 3")
@@ -145,7 +162,9 @@ class ChoiceRules:
                 "ZeRO 0 and 3: to price others, search with ChoiceRules(executable=False)"
             )
         if self.only_grid:
-            Choice.on_grid(*self.only_grid)
+            Choice(math.prod(self.only_grid[:2]), grid=self.only_grid)
+            if not self.grids:
+                raise ArgumentError(f"ChoiceRules has only_grid={self.only_grid}, but grids=False allows none")
 
     def choices(self, num_devices: int, host_devices: int) -> tuple[Choice, ...]:
         """The leaves of the decision tree of a stage: all choices for its layers, in a fixed order.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -47,6 +48,11 @@ class Cluster:
         if isinstance(self.memory_bytes, str):
             raise ArgumentError(f"memory_bytes is {self.memory_bytes!r}; it must be a number: write 80e9 for 80 GB")
         if not isinstance(self.memory_bytes, (int, float)):
+            if not isinstance(self.memory_bytes, Sequence):
+                raise ArgumentError(
+                    f"memory_bytes is {self.memory_bytes!r}; it must be a number of bytes, or a list of one for each "
+                    "device"
+                )
             object.__setattr__(self, "memory_bytes", tuple(self.memory_bytes))
         values = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)
         if isinstance(self.memory_bytes, tuple) and len(values) != self.num_ranks:

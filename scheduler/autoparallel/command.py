@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
 from .cluster import Cluster
 from .costs import MIXED_PRECISION, StateBytes
+from .files import read_text, write_text
 from .graph import LayerGraph
 from .methods.auto import METHODS
 from .profile import Profile
@@ -92,7 +94,7 @@ def run(options: argparse.Namespace) -> int:
         )
     print(strategy.explain())
     if options.svg:
-        Path(options.svg).write_text(strategy.to_svg())
+        write_text(options.svg, strategy.to_svg())
     if options.output:
         strategy.save(options.output)
     return 0
@@ -117,8 +119,9 @@ def parse_bytes(text: str) -> float:
     Raises:
         ArgumentError: the unit is unknown.
     """
-    found = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([a-z]*)\s*", text, flags=re.IGNORECASE)
-    if found is None or found[2].upper() not in _UNITS:
+    pattern = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*"
+    found = re.fullmatch(pattern, text, flags=re.IGNORECASE)
+    if found is None or found[2].upper() not in _UNITS or math.isinf(float(found[1])):
         raise ArgumentError(f"--memory {text!r} must be a number of bytes with a unit, such as 80GB")
     return float(found[1]) * _UNITS[found[2].upper()]
 
@@ -135,7 +138,7 @@ def _read_graph(text: str) -> LayerGraph:
         path = Path(text)
         if not path.is_file():
             raise ArgumentError(f"there is no file {text!r}; pass the JSON of a LayerGraph, or transformer:layers=...")
-        return LayerGraph.from_json(path.read_text())
+        return LayerGraph.from_json(read_text(path))
     if kind != "transformer":
         raise ArgumentError(f"no model {kind!r}; write transformer:layers=24,hidden=2048,heads=16,sequence=2048")
     values: dict[str, Any] = {}
@@ -161,6 +164,8 @@ def parse_keep(parts: Sequence[str]) -> dict[str, Any]:
     kept: dict[str, Any] = {}
     for text in parts:
         name, _, value = text.partition("=")
+        if name in kept:
+            raise ArgumentError(f"--keep names {name!r} twice")
         if name == "grid" and (value == "none" or re.fullmatch(r"\d+x\d+x\d+", value)):
             kept[name] = None if value == "none" else tuple(map(int, value.split("x")))
         elif name != "grid" and value.isdecimal():

@@ -97,6 +97,12 @@ class Tensor:
     has_gradient: bool = True
 
     def __post_init__(self) -> None:
+        for name in ("shape", "readers"):
+            values = getattr(self, name)
+            if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
+                raise ArgumentError(f"{name} of tensor {self.name!r} is {values!r}; it must be a list of integers")
+        if type(self.writer) is not int:
+            raise ArgumentError(f"writer of tensor {self.name!r} is {self.writer!r}; it must be an integer")
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "readers", tuple(sorted(self.readers)))
         if not self.readers or self.readers[0] <= self.writer or self.writer < 0:
@@ -142,7 +148,7 @@ class LayerGraph:
     ties: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ties", tuple((tuple(layers), number) for layers, number in self.ties))
+        object.__setattr__(self, "ties", _read_ties(self.ties))
         for what, kind in (("layers", Layer), ("tensors", Tensor)):
             values = getattr(self, what)
             if not isinstance(values, Iterable) or not all(isinstance(value, kind) for value in values):
@@ -178,6 +184,8 @@ class LayerGraph:
             layers: the layers. shapes: shape of one row of the tensor behind each layer but the last, the rows first.
             options: further arguments of :class:`LayerGraph`.
         """
+        if not all(isinstance(shape, Sequence) for shape in shapes):
+            raise ArgumentError(f"shapes of a chain must be a list of shapes of rows, not {shapes!r:.100}")
         if len(shapes) != len(layers) - 1:
             raise ArgumentError(f"{len(layers)} layers have {len(layers) - 1} tensors between them, not {len(shapes)}")
         dtype = options.get("dtype", "float32")
@@ -206,6 +214,10 @@ class LayerGraph:
         for what, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("sequence", sequence)):
             if type(value) is not int or value < 1:
                 raise ArgumentError(f"{what} of a transformer is {value!r}; it must be a positive integer")
+        if type(vocabulary) is not int or vocabulary < 0:
+            raise ArgumentError(f"vocabulary of a transformer is {vocabulary!r}; it must be an integer of at least 0")
+        if hidden % heads:
+            raise ArgumentError(f"{heads} heads do not divide hidden={hidden} of a transformer evenly")
         size = ITEMSIZE[dtype_name(dtype)]
         stream = sequence * hidden * size
         block = Layer(
@@ -293,6 +305,17 @@ class LayerGraph:
             return cls(layers, tuple(Tensor(**tensor) for tensor in data.pop("tensors")), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a LayerGraph: {type(error).__name__}: {error}") from error
+
+
+def _read_ties(ties: Any) -> tuple[tuple[tuple[int, ...], int], ...]:
+    """The ties of a graph. Raises ArgumentError if they are not ``((layers, num_params), ...)`` of integers."""
+    found = []
+    for tie in ties if isinstance(ties, Sequence) else (ties,):
+        is_pair = isinstance(tie, Sequence) and len(tie) == 2 and isinstance(tie[0], Sequence) and type(tie[1]) is int
+        if not is_pair or not all(type(layer) is int for layer in tie[0]):
+            raise ArgumentError(f"a tie is {tie!r:.100}; it must be (layers, number of parameters), all integers")
+        found.append((tuple(tie[0]), tie[1]))
+    return tuple(found)
 
 
 def own_layer(tied: Sequence[int], first: int, end: int) -> int | None:

@@ -340,11 +340,14 @@ class Problem:
             places = {self.place(end - n, end) for end in self._ends for n in self.meshes(end)}
             least = [
                 min(
-                    place.num_ranks * (cost.forward_seconds + cost.backward_seconds)
-                    for place in places
-                    for choice in self.choices(place.num_ranks, self.rows // count)
-                    if self.can_have(choice, layer, layer + 1)
-                    for cost in [self.layer_cost(layer, choice, place, count)]
+                    (
+                        place.num_ranks * (cost.forward_seconds + cost.backward_seconds)
+                        for place in places
+                        for choice in self.choices(place.num_ranks, self.rows // count)
+                        if self.can_have(choice, layer, layer + 1)
+                        for cost in [self.layer_cost(layer, choice, place, count)]
+                    ),
+                    default=float("inf"),  # no stage can have the layer with so many rows
                 )
                 for layer in map(self.class_of.index, range(len(self.layer_classes)))
             ]

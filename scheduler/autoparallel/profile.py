@@ -13,9 +13,14 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 
+from .files import read_text, write_text
 from .graph import LayerGraph
 
 VERSION = 1
+
+
+def _is_number(value: Any, least: float, most: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
 
 
 @dataclass(frozen=True)
@@ -40,11 +45,10 @@ class Sample:
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
-            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if not is_number or not 0 <= value <= 1e15:
+            if not _is_number(value, 0, 1e15):
                 raise ArgumentError(f"{name} of a sample is {value!r}; it must be a number of at least 0")
-        if self.rows < 1:
-            raise ArgumentError(f"a sample has {self.rows} rows; it needs at least 1")
+        if type(self.rows) is not int or self.rows < 1:
+            raise ArgumentError(f"a sample has {self.rows!r} rows; it needs an integer of at least 1")
 
 
 @dataclass(frozen=True)
@@ -121,6 +125,12 @@ class Profile:
     software: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.classes, Mapping) or not all(
+            isinstance(each, Mapping) for each in self.classes.values()
+        ):
+            raise ArgumentError(
+                f"classes of a profile must be {{class: {{tp: ClassTimes}}}}, not {self.classes!r:.100}"
+            )
         for key, degrees in self.classes.items():
             for degree, times in degrees.items():
                 if not times.samples:
@@ -130,8 +140,19 @@ class Profile:
                     )
             if 1 not in degrees:
                 raise ArgumentError(f"the profile has no times of layer class {key!r} at tp=1")
-        if not 1.0 <= self.slowdown <= 10.0:
+        if not _is_number(self.slowdown, 1.0, 10.0):
             raise ArgumentError(f"slowdown of a profile is {self.slowdown!r}; it must be from 1 to 10")
+        if not _is_number(self.message_seconds, 0.0, 1e6):
+            raise ArgumentError(
+                f"message_seconds of a profile is {self.message_seconds!r}; it must be a number of at least 0"
+            )
+        if self.sums is not None:
+            is_pair = isinstance(self.sums, (tuple, list)) and len(self.sums) == 2
+            if not is_pair or not _is_number(self.sums[0], 0.0, 1e6) or not _is_number(self.sums[1], 1.0, 1e18):
+                raise ArgumentError(
+                    f"sums of a profile is {self.sums!r}; it must be (latency seconds, bytes per second), from 0 and "
+                    "from 1 on"
+                )
 
     @classmethod
     def estimate(
@@ -150,7 +171,7 @@ class Profile:
             graph: the model. flops_per_second: peak rate of a device for the dtype of the graph.
             efficiency: part of the peak that layers reach. A backward has twice the work of a forward.
         """
-        if not flops_per_second > 0 or not 0 < efficiency <= 1:
+        if not _is_number(flops_per_second, 1e-9, 1e30) or not _is_number(efficiency, 1e-9, 1.0):
             raise ArgumentError(
                 f"flops_per_second is {flops_per_second!r} and efficiency {efficiency!r}; the first must be positive, "
                 "and the second from 0 to 1"
@@ -225,9 +246,9 @@ class Profile:
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        write_text(path, self.to_json() + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
         """Read what :meth:`save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(read_text(path))

@@ -11,7 +11,7 @@ from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 
 from ..ir.text import format_schedule
-from .choices import ChoiceRules
+from .choices import Choice, ChoiceRules, GridShape
 from .cluster import Cluster
 from .codecs import parts_of_policy, with_codecs
 from .costs import StateBytes
@@ -75,7 +75,9 @@ def search(
     ):
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
-    problem = make_problem(graph, cluster, profile, rows, keep or {}, states or StateBytes(), rules or ChoiceRules())
+    keep = {} if keep is None else keep
+    states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
+    problem = make_problem(graph, cluster, profile, rows, keep, states, rules)
     if compression is not None:
         from reshard.compression import Policy  # imports torch
 
@@ -149,12 +151,17 @@ def make_problem(
     Raises:
         ArgumentError: ``keep`` names an unknown part, or the parts do not fit.
     """
-    unknown = sorted(set(keep) - set(KEPT))
+    for what, value, kind in (("keep", keep, Mapping), ("states", states, StateBytes), ("rules", rules, ChoiceRules)):
+        if not isinstance(value, kind):
+            raise ArgumentError(f"{what} must be a {kind.__name__}, not {value!r:.100}")
+    unknown = [name for name in keep if name not in KEPT]
     if unknown:
         raise ArgumentError(f"keep names {unknown[0]!r}; it can fix {', '.join(KEPT)}")
     if "zero" in keep:
         rules = replace(rules, zero=(keep["zero"],))
     if "recompute" in keep:
+        if keep["recompute"] not in (False, True):
+            raise ArgumentError(f"keep fixes recompute at {keep['recompute']!r}; it must be True or False")
         rules = replace(rules, recompute=(bool(keep["recompute"]),))
     if "tp" in keep:
         tp = keep["tp"]
@@ -162,10 +169,30 @@ def make_problem(
             raise ArgumentError(f"keep fixes tp at {tp!r}; it must be a power of two")
         rules = replace(rules, least_tp=tp, max_tp=tp)
     if "grid" in keep:
-        shape = tuple(keep["grid"] or ())
+        shape = _kept_grid(keep["grid"], keep.get("tp"), cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)
     counts = (keep["microbatches"],) if "microbatches" in keep else ()
     return Problem(graph, cluster, profile, rows, states, rules, counts)
+
+
+def _kept_grid(grid: Any, tp: int | None, cluster: Cluster) -> GridShape:
+    """The shape of the grid that ``keep`` fixes; empty: no grids."""
+    if grid is None:
+        return ()
+    if not isinstance(grid, Sequence) or isinstance(grid, str):
+        raise ArgumentError(f"keep fixes grid at {grid!r}; it must be (rows, cols, depth), or None for no grids")
+    choice = Choice(grid=tuple(grid), tp=math.prod(grid[:2])) if grid else Choice()
+    size = math.prod(choice.grid)
+    if size < 2 or size not in cluster.mesh_sizes:
+        raise ArgumentError(
+            f"keep fixes {choice}, which has {size} ranks; a stage on a grid has one of "
+            f"{', '.join(str(each) for each in cluster.mesh_sizes if each > 1)} ranks on this cluster"
+        )
+    if tp not in (None, choice.tp):
+        raise ArgumentError(
+            f"keep fixes tp at {tp}, and {choice}, which divides each layer over rows * cols = {choice.tp} ranks"
+        )
+    return choice.grid
 
 
 def _find(method: str | Method) -> Method:
@@ -173,7 +200,7 @@ def _find(method: str | Method) -> Method:
         return method
     if method == "auto":
         return auto
-    if method not in METHODS:
+    if not isinstance(method, str) or method not in METHODS:
         raise ArgumentError(f"no search method {method!r}; choose auto, {', '.join(METHODS)}, or pass a function")
     return METHODS[method]
 

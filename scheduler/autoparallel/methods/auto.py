@@ -10,7 +10,7 @@ from ..choices import GridShape
 from ..grids import why_no_grid
 from ..iteration import Evaluation, evaluate, step_bound
 from ..problem import Candidate, Problem
-from ..result.stages import StagePlan
+from ..result.stages import StagePlan, check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .joint import joint
@@ -58,6 +58,8 @@ def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) ->
     Raises:
         ArgumentError: there is no candidate.
     """
+    for candidate in candidates or ():
+        _check_candidate(problem, candidate)
     if not candidates:
         raise ArgumentError(_nothing_fits(problem))
     found = [each for each in (evaluate(problem, candidate) for candidate in candidates) if each is not None]
@@ -75,6 +77,32 @@ def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) ->
             found[found.index(each)] = thorough
     found.sort(key=order)
     return found
+
+
+def _check_candidate(problem: Problem, candidate: Candidate) -> None:
+    """Raise ArgumentError unless a candidate of a method has all layers and ranks, and rows that its stages divide."""
+    if not isinstance(candidate, Candidate):
+        raise ArgumentError(f"a method must return Candidates, not {candidate!r:.100}")
+    stages, count = candidate.stages, candidate.microbatches
+    check_stages(stages)
+    ends, needed = (stages[-1].end_layer, stages[-1].end_rank), (len(problem.graph.layers), problem.cluster.num_ranks)
+    if ends[0] != needed[0] or ends[1] > needed[1]:
+        raise ArgumentError(
+            f"the stages of candidate {candidate.text} have {ends[0]} layers on {ends[1]} ranks; the model has "
+            f"{needed[0]} layers, and the cluster {needed[1]} ranks"
+        )
+    if count not in problem.microbatches:
+        raise ArgumentError(
+            f"candidate {candidate.text} has {count} microbatches; the search allows "
+            f"{', '.join(map(str, problem.microbatches))}"
+        )
+    for stage in stages:
+        for choice in stage.choices:
+            if problem.rows // count % choice.row_shards(stage.num_ranks):
+                raise ArgumentError(
+                    f"{problem.rows // count} rows of a microbatch do not divide over the "
+                    f"{choice.row_shards(stage.num_ranks)} replicas of {stage}"
+                )
 
 
 def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:

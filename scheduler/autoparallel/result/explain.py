@@ -19,7 +19,7 @@ def explain_strategy(strategy: StrategyRecord) -> str:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
     lines.append(
         f"no plan of this model takes less than {strategy.bound_seconds:.4g} s "
-        f"({strategy.bound_seconds / strategy.seconds:.0%} of this one's time is work that cannot be avoided)"
+        f"({strategy.bound_seconds / (strategy.seconds or 1.0):.0%} of this one's time is work that cannot be avoided)"
     )
     time, memory = strategy.balance
     most = 1 - 1 / len(strategy.stages)

@@ -16,7 +16,7 @@ from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
 from ..choices import Choice
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees
-from .stages import StagePlan
+from .stages import StagePlan, check_stages
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -108,6 +108,24 @@ class StrategyRecord:
             stage["choices"] = runs
         return json.dumps({"version": VERSION, **data}, indent=1, sort_keys=True)
 
+    def _check(self) -> None:
+        """Raise ArgumentError unless the parts of a strategy that was read fit each other."""
+        names = ("microbatches", "rows", "seconds", "bound_seconds", "wider_links_seconds")
+        for name in names:
+            value = getattr(self, name)
+            kinds = (int,) if name in ("microbatches", "rows") else (int, float)
+            if not isinstance(value, kinds) or isinstance(value, bool) or not value >= 0:
+                raise ArgumentError(f"{name} of the strategy is {value!r}; it must be a number of at least 0")
+        if self.microbatches < 1 or self.rows < 1 or self.rows % self.microbatches:
+            raise ArgumentError(f"{self.microbatches} microbatches of the strategy do not divide {self.rows} rows")
+        check_stages(self.stages)
+        for what, found in (("layer_names", self.layer_names), ("reports", self.reports)):
+            if len(found) != len(self.stages):
+                raise ArgumentError(f"{what} of the strategy has {len(found)} entries for {len(self.stages)} stages")
+        for number, (stage, layers) in enumerate(zip(self.stages, self.layer_names, strict=True)):
+            if len(layers) != stage.num_layers or not all(isinstance(name, str) for name in layers):
+                raise ArgumentError(f"stage {number} has {stage.num_layers} layers, but layer_names {list(layers)}")
+
     @classmethod
     def from_json(cls, text: str) -> Self:
         """The inverse of :meth:`to_json`.
@@ -132,7 +150,9 @@ class StrategyRecord:
                 name: tuple(kind(**each) for each in data.pop(name)) for name, kind in kinds.items()
             }
             pairs = {name: tuple(map(tuple, data[name])) for name in ("layer_names", "hosts", "grid_refusals")}
-            return cls(stages=stages, **lists, **{**data, **pairs})
+            made = cls(stages=stages, **lists, **{**data, **pairs})
+            made._check()
+            return made
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
@@ -58,3 +59,17 @@ class StagePlan:
         first, last = self.first_layer, self.end_layer - 1
         layers = f"layers {first}-{last}" if first < last else f"layer {first}"
         return f"{layers} on {count_of(self.num_ranks, 'rank')} ({'; '.join(parts)})"
+
+
+def check_stages(stages: Sequence[StagePlan]) -> None:
+    """Raise ArgumentError unless stages follow each other in their layers and ranks, from layer 0 and rank 0 on."""
+    layer, rank = 0, 0
+    for number, stage in enumerate(stages):
+        if (stage.first_layer, stage.first_rank) != (layer, rank):
+            raise ArgumentError(
+                f"stage {number} begins with layer {stage.first_layer} and rank {stage.first_rank}; it must follow the "
+                f"one before it, with layer {layer} and rank {rank}"
+            )
+        layer, rank = stage.end_layer, stage.end_rank
+    if not stages:
+        raise ArgumentError("a strategy needs at least one stage")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..files import read_text, write_text
 from .drawing import draw_strategy
 from .explain import explain_strategy
 from .record import StrategyRecord
@@ -53,9 +54,9 @@ class Strategy(StrategyRecord):
 
     def save(self, path: str | Path) -> None:
         """Write the strategy as JSON."""
-        Path(path).write_text(self.to_json() + "\n")
+        write_text(path, self.to_json() + "\n")
 
     @classmethod
     def read(cls, path: str | Path) -> Strategy:
         """Read what :meth:`save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        return cls.from_json(read_text(path))

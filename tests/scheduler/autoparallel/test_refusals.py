@@ -1,0 +1,108 @@
+"""Arguments, files and candidates that a search refuses, and what it says."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from reshard.errors import ArgumentError
+from reshard.scheduler.autoparallel import (
+    Candidate,
+    Choice,
+    ChoiceRules,
+    Cluster,
+    Layer,
+    LayerGraph,
+    Profile,
+    Sample,
+    StagePlan,
+    Strategy,
+    Tensor,
+    search,
+)
+from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROFILE, make_graph
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return search(GRAPH, CLUSTER, PROFILE, rows=8)
+
+
+@pytest.mark.parametrize(
+    ("keep", "text"),
+    [
+        ({"grid": (2, 2)}, r"grid \(2, 2\) must be \(rows, cols, depth\)"),
+        ({"grid": "2x2x1"}, "keep fixes grid at '2x2x1'"),
+        ({"grid": (2, 2, 4)}, "grid=2x2x4, which has 16 ranks; a stage on a grid has one of 2, 4 ranks"),
+        ({"grid": (2, 2, 1), "tp": 2}, "tp at 2, and grid=2x2x1, which divides each layer over rows . cols = 4"),
+        ({"recompute": "no"}, "keep fixes recompute at 'no'; it must be True or False"),
+        (["tp"], "keep must be a Mapping"),
+    ],
+    ids=str,
+)
+def test_parts_that_cannot_be_kept_are_refused(keep, text):
+    with pytest.raises(ArgumentError, match=text):
+        search(GRAPH, CLUSTER, PROFILE, rows=8, keep=keep)
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: search(GRAPH, CLUSTER, PROFILE, rows=8, states=4), "states must be a StateBytes, not 4"),
+        (lambda: search(GRAPH, CLUSTER, PROFILE, rows=8, method=lambda _: ["x"]), "must return Candidates, not 'x'"),
+        (lambda: ChoiceRules(recompute=()), r"recompute of ChoiceRules is \(\)"),
+        (lambda: ChoiceRules(least_tp=4, max_tp=2), "least_tp is 4 and max_tp 2; .* 1 <= least <= max"),
+        (lambda: Choice(0), "tp is 0 and zero 0"),
+        (lambda: Cluster(HOSTS, None), "memory_bytes is None"),
+        (lambda: replace(GRAPH, ties=((0, 5),)), r"a tie is \(0, 5\); it must be \(layers, number of parameters\)"),
+        (lambda: Tensor("x", 5, "float32", 0, (1,)), "shape of tensor 'x' is 5"),
+        (lambda: Profile.estimate(GRAPH, flops_per_second="1e12"), "flops_per_second is '1e12'"),
+        (lambda: replace(PROFILE, message_seconds=math.nan), "message_seconds of a profile is nan"),
+        (lambda: replace(PROFILE, sums=(0, 0)), r"sums of a profile is \(0, 0\)"),
+        (lambda: Sample(1.5, 1, 0, 0, 0), "a sample has 1.5 rows"),
+        (lambda: make_graph(heads=5), "5 heads do not divide hidden"),
+        (lambda: Profile.read("/no/such/file"), "cannot read /no/such/file"),
+        (lambda: Strategy.read("/"), "cannot read /"),
+    ],
+)
+def test_arguments_of_a_wrong_kind_are_refused(make, text):
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"microbatches": "4"}, "microbatches of the strategy is '4'"),
+        ({"microbatches": 3}, "3 microbatches of the strategy do not divide 8 rows"),
+        ({"stages": []}, "a strategy needs at least one stage"),
+        ({"layer_names": [["a"]] * 9}, "layer_names of the strategy has 9 entries"),
+        ({"seconds": "a"}, "seconds of the strategy is 'a'"),
+    ],
+    ids=str,
+)
+def test_a_strategy_whose_parts_do_not_fit_is_not_read(strategy, change, text):
+    with pytest.raises(ArgumentError, match=text):
+        Strategy.from_json(json.dumps({**json.loads(strategy.to_json()), **change}))
+
+
+def test_candidates_of_a_method_must_fit_the_problem():
+    whole = (StagePlan(0, len(GRAPH.layers), 0, 4, (Choice(),) * len(GRAPH.layers)),)
+    for stages, count, text in (
+        ((StagePlan(0, 2, 0, 4, (Choice(),) * 2),), 4, "have 2 layers on 4 ranks; the model has "),
+        (whole, 3, "the search allows 1, 2, 4, 8"),
+        (whole, 8, "1 rows of a microbatch do not divide over the 4 replicas"),
+    ):
+        made = [Candidate("by hand", stages, count)]
+        with pytest.raises(ArgumentError, match=text):
+            search(GRAPH, CLUSTER, PROFILE, rows=8, method=lambda _, made=made: made)
+
+
+def test_a_model_without_work_or_parameters_has_a_strategy():
+    graph = LayerGraph.chain([Layer(str(number), "empty", 0.0, 0, 0.0) for number in range(4)], [(1, 4)] * 3)
+    found = search(graph, Cluster(HOSTS, 1e9), Profile.estimate(graph, flops_per_second=1e9), rows=8)
+    assert found.seconds == 0
+    assert "no plan of this model takes less than 0 s" in found.explain()
