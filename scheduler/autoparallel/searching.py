@@ -237,6 +237,8 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
     faster = tuple(replace(each, seconds=each.seconds / 1.1) for each in best.exchanges)
     wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule, faster)
     layers = problem.graph.layers
+    # several methods may find the same plan
+    different = [each for each in others if (each.candidate.text, each.seconds) != (candidate.text, best.seconds)]
     ties = tuple(
         TieReport(tuple(layers[at].name for at in each.layers), each.stages, each.nbytes, each.seconds, each.codec)
         for each in best.exchanges
@@ -257,7 +259,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         problem.cluster.hash,
         reports,
         tuple(edges),
-        tuple(_alternative(each) for each in others[:NUM_ALTERNATIVES]),
+        tuple(_alternative(each) for each in different[:NUM_ALTERNATIVES]),
         wider.seconds,
         problem.cluster.hosts,
         tuple((layer.name, reason) for reason, layer in refused.items() if reason),

@@ -83,6 +83,8 @@ def test_explain_marks_a_guess_and_names_what_others_lack(strategy):
     text = strategy.explain()
     assert "GUESS" in text
     assert f"no plan of this model takes less than {strategy.bound_seconds:.4g} s" in text
+    own = Candidate("", strategy.stages, strategy.microbatches).text
+    assert all((other.text, other.seconds) != (own, strategy.seconds) for other in strategy.alternatives)
     for other in strategy.alternatives:
         assert other.text in text
 
