@@ -12,7 +12,8 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
     """Sum each gradient over the ranks that hold parts of it. All ranks call it, after the last backward of a step.
 
     Weights are summed over depth; biases, norms and positions over depth and row. The loss is that of the whole batch,
-    so gradients add up and are not averaged. An optimizer that reads a gradient before its sum raises an error. Where
+    so gradients add up and are not averaged. A gradient that only some ranks have counts as zero on the others. An
+    optimizer that reads a gradient before its sum raises an error. Where
     ``fully_shard(model, mesh=grid.device_mesh["depth"])`` sums over depth, only the sums over row are left.
 
     Args:
@@ -20,8 +21,8 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
         check_every: compare replicas of gradients and parameters in the first step and in every so many; 0: never.
 
     Raises:
-        ArgumentError: a gradient was summed before in this step.
-        DisagreementError: replicas differ, on all ranks of the grid.
+        ArgumentError: a gradient was summed before in this step, on this rank or another.
+        DisagreementError: replicas differ, on all ranks of the grid; or some ranks froze a parameter.
     """
     check_interval(check_every)
     step = getattr(model, "_reshard_steps", 0)

@@ -102,27 +102,25 @@ def declared_sums(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, 
 def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> None:
     """Sum the gradients of a module over the groups that its parts declared. Call it once per step, on all ranks.
 
+    A gradient that only some ranks have counts as zero on the others, which get the sum too.
+
     Args:
         module: the model, or one stage of it.
         check_replicas: compare digests of the sums, and of the parameters, over the groups: one more small exchange.
 
     Raises:
-        ArgumentError: a gradient was summed before in this step.
-        DisagreementError: a sum or a parameter differs between ranks that must agree.
+        ArgumentError: a gradient was summed before in this step, on this rank or another.
+        DisagreementError: a sum or a parameter differs between ranks that must agree, or some ranks froze a parameter.
     """
+    declared = [(*each, axes_left(*each[1:])) for each in declared_sums(module)]
+    _agree_on_gradients(declared)
     buckets: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
     to_sum: dict[tuple[Any, ...], list[torch.Tensor]] = {}
     axes_by_key: dict[tuple[Any, ...], tuple[SumAxis, ...]] = {}
-    for name, parameter, axes in declared_sums(module):
-        state = sum_state_of(parameter)
+    for name, parameter, _, left in declared:
         if parameter.grad is None:
             continue
-        if state is not None and not state.is_pending and state.summed is parameter.grad:
-            raise ArgumentError(
-                f"the gradient of {name!r} was summed over {_describe(axes)} in this step already; sum once, after "
-                "the last backward"
-            )
-        left = axes_left(parameter, axes)
+        state = sum_state_of(parameter)
         if left:
             gradient = local_of(parameter.grad)
             key = (tuple(axis.ranks for axis in left), gradient.dtype, gradient.device)
@@ -141,6 +139,54 @@ def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> N
             different = [text for key, entries in buckets.items() for text in _compare(entries, axes_by_key[key])]
             if different:
                 raise DisagreementError(different[0])
+
+
+#: What a rank has of a gradient before its sum. The largest value of any rank decides.
+_NONE, _GRADIENT, _SUMMED = range(3)
+
+
+def _agree_on_gradients(declared: Sequence[tuple[str, torch.Tensor, tuple[SumAxis, ...], tuple[SumAxis, ...]]]) -> None:
+    """Give each parameter a gradient if any rank has one, so that all ranks sum the same parameters.
+
+    A rank may lack gradients, for example of layers that its rows of the batch do not use.
+
+    Raises:
+        ArgumentError: some rank has summed a gradient before in this step; on all ranks.
+        DisagreementError: a parameter is trained on some ranks only; on all ranks.
+    """
+    by_axes: dict[tuple[Any, ...], list[int]] = {}
+    for index, (_, parameter, _, left) in enumerate(declared):
+        by_axes.setdefault((tuple(axis.ranks for axis in left), local_of(parameter).device), []).append(index)
+    found = [(_NONE, False, False)] * len(declared)
+    for (_, device), indices in by_axes.items():
+        own = [_form_of(declared[index][1]) for index in indices]
+        largest = torch.tensor(own, dtype=torch.int64, device=device).flatten()
+        for axis in declared[indices[0]][3]:
+            largest = axis.max(largest)
+        for index, (form, is_trained, is_frozen) in zip(indices, largest.view(-1, 3).tolist(), strict=True):
+            found[index] = form, is_trained, is_frozen
+    for (name, _, axes, _), (form, is_trained, is_frozen) in zip(declared, found, strict=True):
+        if is_trained and is_frozen:
+            raise DisagreementError(
+                f"{name!r} is trained on some of {_describe(axes)} and frozen on others; set requires_grad alike on "
+                "all ranks"
+            )
+        if form == _SUMMED:
+            raise ArgumentError(
+                f"the gradient of {name!r} was summed over {_describe(axes)} in this step already; sum once, after "
+                "the last backward"
+            )
+    for (_, parameter, _, _), (form, _, _) in zip(declared, found, strict=True):
+        if form == _GRADIENT and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def _form_of(parameter: torch.Tensor) -> tuple[int, bool, bool]:
+    """What this rank has of a gradient, whether the parameter is trained, and whether it is frozen."""
+    state = sum_state_of(parameter)
+    is_summed = state is not None and not state.is_pending and state.summed is parameter.grad
+    form = _NONE if parameter.grad is None else _SUMMED if is_summed else _GRADIENT
+    return form, parameter.requires_grad, not parameter.requires_grad
 
 
 def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> None:

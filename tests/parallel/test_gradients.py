@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.parallel import Grid, overlap, parallelize, plain_state_dict, sync_during_backward, sync_gradients
+from reshard.parallel import (
+    Grid,
+    overlap,
+    parallelize,
+    plain_state_dict,
+    register,
+    sync_during_backward,
+    sync_gradients,
+)
 from reshard.runtime import gradient_sums
 from reshard.runtime.gradient_sums import sum_state_of as state_of
 from reshard.testing import run_processes
@@ -136,6 +144,45 @@ def check_frozen(rank):
 
 def test_a_model_with_frozen_parameters_goes_on_a_grid():
     run_processes(check_frozen, 2)
+
+
+class Experts(nn.Module):
+    """Two layers, of which the caller chooses one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.experts = nn.Embedding(8, 6), nn.ModuleList(nn.LayerNorm(6) for _ in range(2))
+
+    def forward(self, words, expert):
+        return self.experts[expert](self.embed(words))
+
+
+def check_experts(rank):
+    """Each rank uses another layer, after a step whose replicas were compared: no layer's sum gets the other's."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    plain = Experts()
+    register(Experts, lambda module, conversion, path: conversion.convert_children(module, path))
+    model = parallelize(copy.deepcopy(plain), Grid.make(1, 1, 2, timeout_seconds=20))
+    words = torch.arange(8).view(4, 2)
+    for experts in ((0, 0), (0, 1)):
+        model.zero_grad()
+        plain.zero_grad()
+        model(words, experts[rank]).square().sum().backward()
+        sync_gradients(model)
+        sum(plain(words[2 * each :][:2], experts[each]).square().sum() for each in (0, 1)).backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None)
+            assert ours.grad is None or torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-5)
+    model.zero_grad()
+    model(words, rank).square().sum().backward()
+    model.experts[0].weight.requires_grad_(rank == 0)
+    with pytest.raises(DisagreementError, match=r"'experts.0.weight' is trained on some of ranks \[0, 1\] and frozen"):
+        sync_gradients(model)
+
+
+def test_gradients_that_only_some_ranks_have():
+    run_processes(check_experts, 2)
 
 
 def check_one_bad_replica(rank):
