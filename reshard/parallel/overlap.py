@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
 from reshard.runtime.gradient_sums import (
     CHECK_EVERY,
     SumState,
@@ -51,7 +51,7 @@ def sync_during_backward(model: torch.nn.Module, *, check_every: int = CHECK_EVE
 
     Raises:
         ArgumentError: a backward adds to a gradient whose sum has begun, or the context is entered twice.
-        DisagreementError: replicas differ, on all ranks of the grid.
+        DisagreementError: replicas differ, on all ranks of the grid; or some ranks froze a parameter.
         RemoteError: a rank failed, or did not take part within the time-out of the grid.
     """
     check_interval(check_every)
@@ -90,27 +90,45 @@ class _EarlySums:
         self._buckets: list[_Bucket] = []
         self._num_begun = 0
         self._work: queue.SimpleQueue[tuple[Future[torch.Tensor], torch.Tensor] | None] = queue.SimpleQueue()
-        axis: Axis | None = None
+        self._depth: Axis | None = None
+        found: list[tuple[str, torch.Tensor, SumState]] = []
         for name, parameter, axes in reversed(list(declared_sums(model))):
             state, left = sum_state_of(parameter), axes_left(parameter, axes)
-            is_on_cpu = parameter.requires_grad and parameter.device.type == "cpu"
-            if state is None or not is_on_cpu or [each.name for each in left] != ["depth"]:
+            if state is None or parameter.device.type != "cpu" or [each.name for each in left] != ["depth"]:
                 continue
-            if not isinstance(left[0], Axis) or (axis is not None and axis is not left[0]):
-                continue  # another grid, or groups of the user's own
-            axis = left[0]
+            if not isinstance(left[0], Axis) or self._depth not in (None, left[0]):
+                continue  # another grid, or a group that the user declared
             if state.on_gradient is not None:
                 raise ArgumentError(f"sync_during_backward is entered twice for the gradient of {name!r}")
+            self._depth = left[0]
+            found.append((name, parameter, state))
+        if self._depth is None:
+            return
+        self._check_trained(found, self._depth)
+        self._axis = self._depth.for_sums()
+        for _, parameter, state in found:
+            if not parameter.requires_grad:
+                continue
             last = self._buckets[-1] if self._buckets else None
             if last is None or last.nbytes >= BUCKET_BYTES or last.entries[0][0].dtype != parameter.dtype:
                 last = _Bucket()
                 self._buckets.append(last)
             last.entries.append((parameter, state))
-        self._axis = axis.for_sums() if axis is not None else None
+
+    @staticmethod
+    def _check_trained(found: Sequence[tuple[str, torch.Tensor, SumState]], depth: Axis) -> None:
+        """Raise DisagreementError on all ranks along depth if some of them froze a parameter: buckets would differ."""
+        own = torch.tensor([(each.requires_grad, not each.requires_grad) for _, each, _ in found])
+        for (name, _, _), both in zip(found, depth.max(own.int()).all(1).tolist(), strict=True):
+            if both:
+                raise DisagreementError(
+                    f"{name!r} is trained on some of ranks {list(depth.ranks)} and frozen on others; set "
+                    "requires_grad alike on all ranks"
+                )
 
     def begin(self) -> None:
         """Start the thread, and let it know of each gradient that is complete."""
-        if self._axis is None:
+        if self._depth is None:
             return
         for bucket in self._buckets:
             for number, (_, state) in enumerate(bucket.entries):
@@ -123,17 +141,21 @@ class _EarlySums:
             following = self._buckets[self._num_begun]
             if len(following.complete) < len(following.entries):
                 return
-            self._num_begun += 1
-            for _, state in following.entries:
-                state.is_early = True
-            with torch.no_grad():
-                flat = torch.cat([local_of(parameter.grad).reshape(-1) for parameter, _ in following.entries])
-            following.total = Future()
-            self._work.put((following.total, flat))
+            self._begin_sum(following)
+
+    @torch.no_grad()
+    def _begin_sum(self, bucket: _Bucket) -> None:
+        self._num_begun += 1
+        for parameter, state in bucket.entries:
+            state.is_early = True
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        flat = torch.cat([local_of(parameter.grad).reshape(-1) for parameter, _ in bucket.entries])
+        bucket.total = Future()
+        self._work.put((bucket.total, flat))
 
     def _sum_buckets(self) -> None:
         """The thread: sum what has begun, in order, until None comes."""
-        assert self._axis is not None
         while (work := self._work.get()) is not None:
             total, flat = work
             try:
@@ -144,13 +166,18 @@ class _EarlySums:
 
     def finish(self) -> None:
         """Wait for the sums and write them into the gradients."""
+        if self._depth is None:
+            return
+        # A rank whose part of the batch does not use a layer takes part in the sums that other ranks have begun.
+        most = int(self._depth.max(torch.tensor(self._num_begun)))
+        while self._num_begun < most:
+            self._begin_sum(self._buckets[self._num_begun])
         with torch.no_grad():
-            for bucket in self._buckets[: self._num_begun]:
+            for bucket in self._buckets[:most]:
                 assert bucket.total is not None
                 gradients = [local_of(parameter.grad) for parameter, _ in bucket.entries]
-                for gradient, part in zip(
-                    gradients, bucket.total.result().split([each.numel() for each in gradients]), strict=True
-                ):
+                parts = bucket.total.result().split([each.numel() for each in gradients])
+                for gradient, part in zip(gradients, parts, strict=True):
                     gradient.copy_(part.view(gradient.shape))
 
     def end(self, *, is_complete: bool) -> None:

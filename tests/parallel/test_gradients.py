@@ -157,10 +157,11 @@ class Experts(nn.Module):
         return self.experts[expert](self.embed(words))
 
 
-def check_experts(rank):
+def check_experts(rank, is_overlapped):
     """Each rank uses another layer, after a step whose replicas were compared: no layer's sum gets the other's."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
+    overlap.BUCKET_BYTES = 1
     plain = Experts()
     register(Experts, lambda module, conversion, path: conversion.convert_children(module, path))
     model = parallelize(copy.deepcopy(plain), Grid.make(1, 1, 2, timeout_seconds=20))
@@ -168,8 +169,12 @@ def check_experts(rank):
     for experts in ((0, 0), (0, 1)):
         model.zero_grad()
         plain.zero_grad()
-        model(words, experts[rank]).square().sum().backward()
-        sync_gradients(model)
+        if is_overlapped:
+            with sync_during_backward(model):
+                model(words, experts[rank]).square().sum().backward()
+        else:
+            model(words, experts[rank]).square().sum().backward()
+            sync_gradients(model)
         sum(plain(words[2 * each :][:2], experts[each]).square().sum() for each in (0, 1)).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
@@ -178,11 +183,12 @@ def check_experts(rank):
     model(words, rank).square().sum().backward()
     model.experts[0].weight.requires_grad_(rank == 0)
     with pytest.raises(DisagreementError, match=r"'experts.0.weight' is trained on some of ranks \[0, 1\] and frozen"):
-        sync_gradients(model)
+        sync_during_backward(model).__enter__() if is_overlapped else sync_gradients(model)
 
 
-def test_gradients_that_only_some_ranks_have():
-    run_processes(check_experts, 2)
+@pytest.mark.parametrize("is_overlapped", [False, True])
+def test_gradients_that_only_some_ranks_have(is_overlapped):
+    run_processes(check_experts, 2, is_overlapped)
 
 
 def check_one_bad_replica(rank):
