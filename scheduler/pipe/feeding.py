@@ -9,6 +9,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..runtime.engine import Engine
+from ..runtime.tied_params import check_training
 from .dry_run import DryRun
 from .partition.batches import (
     Batch,
@@ -53,7 +54,10 @@ class Feeder:
         self._dry_run, self._example = dry_run, example
 
     def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
-        """The batch by name, and its outline, once all ranks have passed batches that fit."""
+        """The batch by name, and its outline, once all ranks have passed batches that fit.
+
+        Stages that share a parameter must agree on whether it is trained.
+        """
         named: Batch = {}
         own: BatchOutline | None = None
         failure: Exception | None = None
@@ -69,8 +73,9 @@ class Feeder:
                 digests = {} if is_local else digest_batch(named)
         except Exception as error:  # any error of this rank must reach the other ranks
             failure = error
-        passed = [own.to_json() if own else None, accumulate, is_local, digests]
+        passed = [own.to_json() if own else None, accumulate, is_local, digests, self._engine.tied_training()]
         gathered = self._engine.exchange(None if failure else passed, failure)
+        check_training(each for _, value in sorted(gathered.items()) for each in value[4])
         outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in gathered.items() if value[0] is not None}
         outline = common_outline(outlines, {rank: value[1:3] for rank, value in gathered.items()}, self._planner.meshes)
         if not is_local:

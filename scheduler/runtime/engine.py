@@ -303,6 +303,10 @@ class Engine:
         """The rank of this process in the group of the engine."""
         return self._group.rank
 
+    def tied_training(self) -> list[tuple[int, str, bool]]:
+        """See :meth:`TiedParameters.training`."""
+        return self._state.ties.training()
+
     @property
     def topology(self) -> Topology:
         """Hosts and links of the ranks."""

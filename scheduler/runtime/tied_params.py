@@ -11,7 +11,7 @@ import torch
 from reshard.api.mover import Mover
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
 from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape, code_tensor
 
 from ..graph import Pipeline
@@ -127,6 +127,14 @@ class TiedParameters:
         """Tied parameters of this rank."""
         return [parameter for each in self._ties for parameter in each.mine.values()]
 
+    def training(self) -> list[tuple[int, str, bool]]:
+        """For each tied parameter of this rank: the index of its tie, what it is called in errors, if it is trained."""
+        return [
+            (index, f"{each.tie.names[stage]!r} of stage {stage}", parameter.requires_grad)
+            for index, each in enumerate(self._ties)
+            for stage, parameter in each.mine.items()
+        ]
+
     def share_values(self) -> None:
         """Copy the values of the first stage of each tie to the others."""
         for each in self._ties:
@@ -197,6 +205,23 @@ def _exchange(
         if tensor is not None:
             received.setdefault(dst, {})[src] = tensor
     return received
+
+
+def check_training(found: Iterable[tuple[int, str, bool]]) -> None:
+    """Raise DisagreementError if some stages train a shared parameter and others froze it: their copies would differ.
+
+    Args:
+        found: :meth:`TiedParameters.training` of all ranks.
+    """
+    first: dict[int, tuple[str, bool]] = {}
+    for index, name, is_trained in found:
+        other, was_trained = first.setdefault(index, (name, is_trained))
+        if is_trained != was_trained:
+            trained, frozen = (name, other) if is_trained else (other, name)
+            raise DisagreementError(
+                f"{trained} is trained, but {frozen}, which is the same parameter of the model, is frozen; set "
+                "requires_grad alike in all stages that share it"
+            )
 
 
 def check_ties(

@@ -88,7 +88,11 @@ def use_wrongly(rank):
     with rs.Pipe(make_chain(), ["layers.1"], stages="1x1,1x1").compile(good, 2) as engine:
         before = engine.evaluate(good).loss
         wrong = [
-            (ArgumentError, "the batch has no 'targets', which the model reads; it has .'tokens'.$", {"tokens": tokens}),
+            (
+                ArgumentError,
+                "the batch has no 'targets', which the model reads; it has .'tokens'.$",
+                {"tokens": tokens},
+            ),
             (ArgumentError, "the batch has 'other', which the stages do not read", {**good, "other": tokens}),
             (
                 ArgumentError,
@@ -250,3 +254,24 @@ def test_sequences_that_ranks_cannot_divide_are_refused_before_the_step():
     batch = {name: each[:, :2] for name, each in make_mixer_batch(0, 4).items()}
     expected = make_mixer(tied=False)(**batch).item()
     assert run_processes(step_on_uneven_sequences, 2) == [pytest.approx(expected, rel=1e-6)] * 2
+
+
+def freeze_one_copy(rank):
+    pipe = rs.Pipe(make_chain(), ["layers.2"], stages="1x1,1x1")
+    with pipe.compile(make_batch(0), microbatches=2) as engine:
+        named = dict(engine.named_parameters())
+        if rank == 0:
+            named["embed.weight"].requires_grad_(False)
+        with pytest.raises(DisagreementError) as found:
+            engine.step(make_batch(0))
+        if rank == 1:
+            named["head.weight"].requires_grad_(False)
+        engine.step(make_batch(0))
+        assert all(named[name].grad is None for name in named if name in ("embed.weight", "head.weight"))
+        return str(found.value)
+
+
+def test_a_shared_parameter_that_only_one_stage_froze():
+    first, second = run_processes(freeze_one_copy, 2)
+    assert first == second
+    assert "'head.weight' of stage 1 is trained, but 'embed.weight' of stage 0" in first
