@@ -5,6 +5,7 @@ All ranks of a row do the same actions. Stages are ordinary modules; torch handl
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -306,6 +307,15 @@ class Engine:
     def tied_training(self) -> list[tuple[int, str, bool]]:
         """See :meth:`TiedParameters.training`."""
         return self._state.ties.training()
+
+    def frozen_digests(self) -> dict[str, str]:
+        """For each stage of this rank, a digest of the names of its frozen parameters."""
+        return {
+            str(stage): hashlib.sha256(
+                repr([name for name, each in run.module.named_parameters() if not each.requires_grad]).encode()
+            ).hexdigest()
+            for stage, run in self._stages.items()
+        }
 
     @property
     def topology(self) -> Topology:

@@ -275,3 +275,17 @@ def test_a_shared_parameter_that_only_one_stage_froze():
     first, second = run_processes(freeze_one_copy, 2)
     assert first == second
     assert "'head.weight' of stage 1 is trained, but 'embed.weight' of stage 0" in first
+
+
+def freeze_on_one_replica(rank, wrap):
+    pipe = rs.Pipe(make_chain(), ["layers.2"], stages=[rs.Placement(), rs.Placement(dp=2, wrap=wrap)])
+    with pipe.compile(make_batch(0), microbatches=2) as engine:
+        if rank == 2:
+            engine.named_parameters()[0][1].requires_grad_(False)
+        with pytest.raises(DisagreementError, match="ranks 1 and 2 of stage 1 froze different parameters"):
+            engine.step(make_batch(0))
+
+
+@pytest.mark.parametrize("wrap", [rs.ddp, rs.fsdp])
+def test_a_parameter_that_only_one_replica_froze(wrap):
+    run_processes(freeze_on_one_replica, 3, wrap)
