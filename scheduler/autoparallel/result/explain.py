@@ -5,11 +5,31 @@ from __future__ import annotations
 from reshard.formatting import count_of, format_bytes
 
 from .record import StrategyRecord
-from .reports import EdgeReport
+from .reports import Alternative, EdgeReport, StageReport, TieReport
+from .stages import StagePlan
 
 
 def explain_strategy(strategy: StrategyRecord) -> str:
     """The text of :meth:`reshard.scheduler.autoparallel.Strategy.explain`."""
+    lines = _summary_lines(strategy)
+    for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
+        over_stages = sum(tie.seconds for tie in strategy.ties if number in tie.stages)
+        lines += _stage_lines(number, stage, report, step_seconds=strategy.seconds, tie_seconds=over_stages)
+    lines += map(_edge_line, strategy.edges)
+    lines += map(_tie_line, strategy.ties)
+    if strategy.compression_text:
+        lines.append(f"codecs: {strategy.compression_text}; values that they code are rounded")
+    for name, reason in strategy.grid_refusals:
+        lines.append(f"layer {name!r} cannot be on a grid: {reason}")
+    lines += _improvement_lines(strategy)
+    if strategy.alternatives:
+        lines.append("choices of each method, fastest first:")
+    lines += [_alternative_line(other, strategy.seconds) for other in strategy.alternatives]
+    return "\n".join(lines)
+
+
+def _summary_lines(strategy: StrategyRecord) -> list[str]:
+    """Seconds, method and schedule; the bound; the balance over stages."""
     lines = [
         f"{strategy.seconds:.4g} s for {count_of(strategy.rows, 'row')} in "
         f"{count_of(strategy.microbatches, 'microbatch')}, found by {strategy.method}, "
@@ -24,61 +44,71 @@ def explain_strategy(strategy: StrategyRecord) -> str:
     time, memory = strategy.balance
     most = 1 - 1 / len(strategy.stages)
     lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {most:.3f}")
-    for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
-        sums = report.gradient_sync_seconds
-        over_stages = sum(tie.seconds for tie in strategy.ties if number in tie.stages)
-        idle = strategy.seconds - report.busy_seconds - sums - over_stages
-        lines += [
-            f"stage {number}: {stage}",
-            f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.sum_seconds:.3g} s tensor-parallel "
-            f"sums, {report.gather_seconds:.3g} s gathers",
-            f"  step: {report.busy_seconds:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
-            f"{max(0.0, idle - report.exposed_seconds):.3g} s otherwise idle, {sums:.3g} s gradient "
-            f"sums{f' over replicas and {over_stages:.3g} s over stages' if over_stages else ''}",
-            f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
-            f"states {format_bytes(round(report.state_bytes))}, {count_of(report.in_flight, 'microbatch')} in "
-            f"flight {format_bytes(round(report.activation_bytes))}, "
-            f"working {format_bytes(round(report.working_bytes))}, buffers {format_bytes(round(report.buffer_bytes))}",
-        ]
-        if report.ending_bytes:
-            ending = format_bytes(round(report.ending_bytes))
-            lines.append(f"  end of a step: {ending}, while it adds the gradients of parameters that stages share")
-    for edge in strategy.edges:
-        port = f", busiest {edge.busiest_port} ({edge.port_seconds:.3g} s)" if edge.busiest_port else ""
-        lines.append(
-            f"edge {edge.src} -> {edge.dst}: {format_bytes(edge.nbytes)}, {edge.forward_seconds:.3g} s forward, "
-            f"{edge.backward_seconds:.3g} s backward{port}{_codecs_of(edge)}"
-        )
-    for tie in strategy.ties:
-        names, stages = (_list_of(list(map(str, values))) for values in (tie.layer_names, tie.stages))
-        lines.append(
-            f"layers {names} share parameters: stages {stages} add their gradients of "
-            f"{format_bytes(round(tie.nbytes))} once in a step, {tie.seconds:.3g} s"
-            + (f", coded as {tie.codec}" if tie.codec else "")
-        )
-    if strategy.compression_text:
-        lines.append(f"codecs: {strategy.compression_text}; values that they code are rounded")
-    for name, reason in strategy.grid_refusals:
-        lines.append(f"layer {name!r} cannot be on a grid: {reason}")
+    return lines
+
+
+def _stage_lines(
+    number: int, stage: StagePlan, report: StageReport, step_seconds: float, tie_seconds: float
+) -> list[str]:
+    """Seconds and memory of a stage; ``tie_seconds``: its sums of gradients over stages that share parameters."""
+    sums = report.gradient_sync_seconds
+    idle = step_seconds - report.busy_seconds - sums - tie_seconds
+    lines = [
+        f"stage {number}: {stage}",
+        f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.sum_seconds:.3g} s tensor-parallel "
+        f"sums, {report.gather_seconds:.3g} s gathers",
+        f"  step: {report.busy_seconds:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
+        f"{max(0.0, idle - report.exposed_seconds):.3g} s otherwise idle, {sums:.3g} s gradient "
+        f"sums{f' over replicas and {tie_seconds:.3g} s over stages' if tie_seconds else ''}",
+        f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
+        f"states {format_bytes(round(report.state_bytes))}, {count_of(report.in_flight, 'microbatch')} in "
+        f"flight {format_bytes(round(report.activation_bytes))}, "
+        f"working {format_bytes(round(report.working_bytes))}, buffers {format_bytes(round(report.buffer_bytes))}",
+    ]
+    if report.ending_bytes:
+        ending = format_bytes(round(report.ending_bytes))
+        lines.append(f"  end of a step: {ending}, while it adds the gradients of parameters that stages share")
+    return lines
+
+
+def _edge_line(edge: EdgeReport) -> str:
+    port = f", busiest {edge.busiest_port} ({edge.port_seconds:.3g} s)" if edge.busiest_port else ""
+    return (
+        f"edge {edge.src} -> {edge.dst}: {format_bytes(edge.nbytes)}, {edge.forward_seconds:.3g} s forward, "
+        f"{edge.backward_seconds:.3g} s backward{port}{_codecs_of(edge)}"
+    )
+
+
+def _tie_line(tie: TieReport) -> str:
+    names, stages = (_list_of(list(map(str, values))) for values in (tie.layer_names, tie.stages))
+    return (
+        f"layers {names} share parameters: stages {stages} add their gradients of "
+        f"{format_bytes(round(tie.nbytes))} once in a step, {tie.seconds:.3g} s"
+        + (f", coded as {tie.codec}" if tie.codec else "")
+    )
+
+
+def _improvement_lines(strategy: StrategyRecord) -> list[str]:
+    """What faster links and more memory would gain."""
     gain = strategy.seconds - strategy.wider_links_seconds
-    lines.append(f"links 10 % faster would gain {max(0.0, gain):.3g} s")
+    lines = [f"links 10 % faster would gain {max(0.0, gain):.3g} s"]
     short = [other for other in strategy.alternatives if other.short_bytes and other.seconds < strategy.seconds]
     if short:
         least = min(short, key=lambda other: other.short_bytes)
         lines.append(
             f"{format_bytes(round(least.short_bytes))} more memory would allow {least.seconds:.4g} s: {least.text}"
         )
-    if strategy.alternatives:
-        lines.append("choices of each method, fastest first:")
-    for other in strategy.alternatives:
-        lacks = f"{other.seconds - strategy.seconds:+.3g} s"
-        fits = f", does not fit by {format_bytes(round(other.short_bytes))}" if other.short_bytes else ""
-        lines.append(
-            f"{other.method} {other.seconds:.4g} s ({lacks}{fits}; {other.busy_seconds:.3g} busy, "
-            f"{other.exposed_seconds:.3g} transfers, {other.bubble_seconds:.3g} idle, {other.sync_seconds:.3g} sums): "
-            f"{other.text}"
-        )
-    return "\n".join(lines)
+    return lines
+
+
+def _alternative_line(other: Alternative, chosen_seconds: float) -> str:
+    lacks = f"{other.seconds - chosen_seconds:+.3g} s"
+    fits = f", does not fit by {format_bytes(round(other.short_bytes))}" if other.short_bytes else ""
+    return (
+        f"{other.method} {other.seconds:.4g} s ({lacks}{fits}; {other.busy_seconds:.3g} busy, "
+        f"{other.exposed_seconds:.3g} transfers, {other.bubble_seconds:.3g} idle, {other.sync_seconds:.3g} sums): "
+        f"{other.text}"
+    )
 
 
 def _list_of(words: list[str]) -> str:
