@@ -143,14 +143,14 @@ class _EarlySums:
                 return
             self._begin_sum(following)
 
-    @torch.no_grad()
     def _begin_sum(self, bucket: _Bucket) -> None:
         self._num_begun += 1
         for parameter, state in bucket.entries:
             state.is_early = True
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        flat = torch.cat([local_of(parameter.grad).reshape(-1) for parameter, _ in bucket.entries])
+        with torch.no_grad():
+            flat = torch.cat([local_of(parameter.grad).reshape(-1) for parameter, _ in bucket.entries])
         bucket.total = Future()
         self._work.put((bucket.total, flat))
 

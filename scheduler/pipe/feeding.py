@@ -73,7 +73,7 @@ class Feeder:
                 digests = {} if is_local else digest_batch(named)
         except Exception as error:  # any error of this rank must reach the other ranks
             failure = error
-        passed = [own.to_json() if own else None, accumulate, is_local, digests]
+        passed: list[Any] = [own.to_json() if own else None, accumulate, is_local, digests]
         passed += [self._engine.tied_training(), self._engine.frozen_digests()]
         gathered = self._engine.exchange(None if failure else passed, failure)
         _check_frozen({rank: value[5] for rank, value in gathered.items()})
