@@ -62,7 +62,8 @@ def find_strategy(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
     profile = Profile.estimate(graph, flops_per_second=flops, efficiency=1.0)
     topology = hosts if isinstance(hosts, Topology) else Topology.uniform(hosts, 1e8)
     cluster = Cluster(topology, memory_bytes)
-    return search(graph, cluster, profile, rows=8, keep={"tp": 1, **(keep or {})}, **options)
+    keep = keep or {}
+    return search(graph, cluster, profile, rows=8, keep=keep if "grid" in keep else {"tp": 1, **keep}, **options)
 
 
 def pipe_of_strategy(case, text):
