@@ -23,11 +23,12 @@ from reshard.errors import ArgumentError
 
 #: Kinds of tensors in a dump. ``weights_before`` are the weights before the optimizer's step.
 KINDS = ("gradients", "activations", "activation_gradients", "weights", "weights_before", "optimizer")
-#: Largest relative L2 error that training bore, by kind: gradients at 4 bits, the others at 8 (docs/compression.md).
+#: Largest relative L2 error that training tolerated, by kind: gradients at 4 bits, the others at 8
+#: (docs/compression.md).
 MAX_ERROR = {"gradients": 0.11, "activations": 0.015, "activation_gradients": 0.015, "weights": 0.012}
-#: Codecs that are at least this much as small as another count as equally small.
+#: A codec with at least this fraction of the best compression ratio counts as equally small.
 SAME_SIZE = 0.9
-#: Tensors of fewer values are left out: they take no time on the wire.
+#: Tensors of fewer values are ignored: their transfers take almost no time.
 MIN_VALUES = 1024
 
 
@@ -37,7 +38,8 @@ class CodecReport:
 
     Attributes:
         error: L2 norm of the error over that of the values. ratio: plain bytes over coded ones.
-        bias: sum of the errors in units of the standard deviation of such a sum; beyond 3 or so, errors have a sign.
+        bias: sum of the errors, in units of its standard deviation if they were independent with mean 0. Beyond about
+            3 or -3, the codec is biased.
     """
 
     codec: str
@@ -80,7 +82,7 @@ class TensorProfile:
         """The smallest codec of each dimension whose error training bore, for the dimensions that the job has.
 
         ``dp`` and ``zero``'s reduce-scatters carry gradients, ``pp`` activations and their gradients, and ``zero``'s
-        gathers weights. ``tp`` and ``optimizer`` are left out: their tensors are not in a dump, or bear no error.
+        gathers weights. ``tp`` and ``optimizer`` are left out: their tensors are not in a dump, or tolerate no error.
         """
         best = {each.kind: _smallest(each) for each in self.kinds if each.kind in MAX_ERROR}
         gradients, weights = best.get("gradients"), best.get("weights")
@@ -198,7 +200,7 @@ def _profile_changes(before: list[torch.Tensor], after: list[torch.Tensor]) -> t
 
 
 def _smallest(report: KindReport) -> str | None:
-    """Of the codecs whose error training bore, the smallest, or one of nearly its size with less error."""
+    """The smallest codec whose error training tolerated, or one of nearly the same size with a smaller error."""
     allowed = [each for each in report.codecs if each.error <= MAX_ERROR[report.kind]]
     most = max((each.ratio for each in allowed), default=0.0)
     close = [each for each in allowed if each.ratio >= SAME_SIZE * most]
