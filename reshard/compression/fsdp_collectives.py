@@ -113,6 +113,6 @@ class CodedReduceScatter(_Coded, ReduceScatter):
                     )
                 rows = rows + self._errors.view(rows.shape)
         total = reduce_scatter(rows, group, self.codec, errors)
-        if errors is not None:  # those of blocks with NaN or infinity would spoil all later gradients
+        if errors is not None:  # errors of blocks with NaN or infinity would spoil all later gradients
             self._errors = torch.nan_to_num(errors, nan=0.0, posinf=0.0, neginf=0.0)
         output_tensor.copy_((total / world if op == dist.ReduceOp.AVG else total).view(output_tensor.shape))

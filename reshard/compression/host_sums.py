@@ -147,5 +147,5 @@ def _sum_piece(
     yield
     every = wait()
     if inside.size > 1:
-        every = inside.gather(every)()  # (places, hosts * bytes of a part)
+        every = inside.gather(every)()  # (ranks of a host, hosts * bytes of a part)
     decode_rows(every.view(-1, coded.shape[1]), flat.view(inside.size * across.size, -1), codec)

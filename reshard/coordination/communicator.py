@@ -56,7 +56,7 @@ class Channel:
         self.broken: ReshardError | None = None
         self.idle_staging: Any = None  # staging buffer of the last call, reused by the next call with the same plan
         self.idle_runner: Any = None  # the same for transfers between devices
-        self._connections: tuple[int, Connections] | None = None  # with their generation
+        self._connections: tuple[int, Connections] | None = None  # (generation, connections)
         self.cache: OrderedDict[Any, Any] = OrderedDict()
 
     @property

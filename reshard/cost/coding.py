@@ -77,7 +77,7 @@ class _Rows:
         work = (end - begin) * row_bytes[of, rank]
         total = np.bincount(rank, weights=work, minlength=shard_bytes.shape[1])
         share = shard_bytes.sum(axis=0) / np.maximum(total, 1.0)
-        if side == "src":  # of which a rank may send a part only, but a destination shard is decoded whole
+        if side == "src":  # a rank may send only a part of a source shard, but decodes a whole destination shard
             share = np.minimum(share, 1.0)
         return cls(rank, work * share[rank] * seconds_per_byte, message, number[of_message.ravel()])
 
@@ -95,7 +95,7 @@ class _Rows:
         first = np.flatnonzero(np.concatenate([[True], rank[1:] != rank[:-1]]))
         lengths = np.diff(np.append(first, len(rank)))
         sums = np.cumsum(work)
-        spent = sums - np.repeat(sums[first] - work[first], lengths)  # of a rank, up to and with each run
+        spent = sums - np.repeat(sums[first] - work[first], lengths)  # per rank, each run included
         idle = np.zeros(len(rank)) if ready is None else ready[sequence] - (spent - work)
         for begin, length in zip(first.tolist(), lengths.tolist(), strict=True):
             idle[begin : begin + length] = np.maximum.accumulate(idle[begin : begin + length])

@@ -184,7 +184,7 @@ class Mover:
             for given, shape, spec in zip(plan.by_tensor(out), shapes, plan.tensors, strict=True)
         ]
         dst = self._check(outs, shapes, "destination")
-        for given in plan.by_tensor(out):  # arrays allocated above share no memory
+        for given in plan.by_tensor(out):  # only arrays of the caller can overlap a source
             if given is not None and any(one is not None and cupy.may_share_memory(given, one) for one in src):
                 raise ArgumentError("out shares memory with a source; pass a separate array")
         return src, dst

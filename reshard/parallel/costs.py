@@ -77,7 +77,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
     for (host, number), parts in received.items():
         port = topology.host(host).nics[number]
         nic_seconds = max(nic_seconds, parts / _slower_rate(port))
-    for parts, uplink in zip(pod_received, topology.pods, strict=True):  # as much leaves a pod as enters it
+    for parts, uplink in zip(pod_received, topology.pods, strict=True):  # every pod sends as many bytes as it receives
         nic_seconds = max(nic_seconds, parts / _slower_rate(uplink))
     inside_rate = topology.inside_bytes_per_second or math.inf
     latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if most_inside else 0.0)

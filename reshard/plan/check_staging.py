@@ -52,7 +52,7 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
     order = np.lexsort((time, rank))
     num_change = np.concatenate([is_relayed[arriving].astype(np.int64), np.full(len(relayed), -1)])[order]
     bytes_change = np.concatenate([message_bytes[arriving], -message_bytes[relayed]])[order]
-    num_held, bytes_held = np.cumsum(num_change), np.cumsum(bytes_change)  # each rank ends at 0
+    num_held, bytes_held = np.cumsum(num_change), np.cumsum(bytes_change)  # at the end, each rank is back at 0
     rank, time, arrives = rank[order], time[order], time[order] % 2 == 0
     full = arrives & (num_held - num_change >= slots[rank])
     over = arrives & (bytes_held > staging_bytes)

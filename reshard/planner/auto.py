@@ -59,11 +59,11 @@ _MAX_PLANNED = 8 * 10**6
 _MAX_MESSAGES = 10_000_000
 #: Skip the variants of multicast when multicast takes more than this factor of the best time.
 _VARIANT_CUTOFF = 1.25
-#: Multicast is simulated up to this factor of the best time: above ``_VARIANT_CUTOFF`` by more than the best time can
-#: grow, which it does by at most ``_MARGIN`` with each plan of fewer messages.
+#: Multicast is simulated up to this factor of the best time. It is above ``_VARIANT_CUTOFF``, because the best time
+#: grows by up to ``_MARGIN`` each time a plan with fewer messages replaces the best one.
 _KNOWN_UP_TO = 1.4
-#: Of the first two plans, the one with the lower floor is simulated up to this factor of the other floor, then the
-#: other one up to ``_LOOK_GROWTH`` times as far, and so on.
+#: The first two plans are simulated alternately. The one with the lower floor comes first, up to ``_FIRST_LOOK`` times
+#: the other floor. Each further simulation goes up to ``_LOOK_GROWTH`` times as far.
 _FIRST_LOOK, _LOOK_GROWTH = 1.05, 1.5
 #: Limit on regions per strategy; each of these strategies spends tens of microseconds per region.
 _MAX_REGIONS = {

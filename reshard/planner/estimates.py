@@ -97,7 +97,7 @@ class Floors:
             rates = [nic.egress_bytes_per_second for h in np.unique(members).tolist() for nic in topology.host(h).nics]
             work = times * (classes.nbytes + chunks * topology.latency_seconds * min(rates))
             seconds.append(float(work.sum()) / sum(rates))
-        # the largest region passes one NIC of its sender
+        # the largest region leaves through a single NIC of its sender
         of_task = np.repeat(np.arange(len(classes)), np.diff(classes.task_at))
         nbytes = np.where(leaves_host[of_task], self.problem.nbytes[classes.task], 0)
         fastest = max(nic.egress_bytes_per_second for host in topology.hosts for nic in host.nics)
@@ -120,7 +120,7 @@ class Floors:
             return 0.0
         home, count = holders[holder_at[single]], np.diff(at)[single]
         nbytes = self.host_classes.nbytes[single].astype(np.float64)
-        messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)  # at least
+        messages = nbytes / np.where(count > 1, TREE_CHUNK_BYTES, DIRECT_CHUNK_BYTES)  # a lower bound
         of, host = np.repeat(np.arange(len(single)), count), destinations[ranges(at[single], count)]
         num_hosts = topology.num_hosts
         place = np.where(host < home[of], num_hosts, 0) + host
@@ -163,7 +163,7 @@ class Floors:
         row_bytes = problem.nbytes[task] // np.maximum(size, 1)
         row, place = np.nonzero(np.arange(table.shape[1]) < k[:, None])
         following = (place + 1) % k[row]
-        # all parts but the one that starts at the next receiver
+        # a receiver sends its successor all parts except the one that the successor fetched
         part = size[row] * (following + 1) // k[row] - size[row] * following // k[row]
         smallest = size // k * row_bytes
         small = min(SMALL_BYTES, problem.staging_bytes // STAGING_PARTS)  # smaller parts may share a message

@@ -66,7 +66,7 @@ class SumState:
 
 _STATE = "_reshard_gradient_sum"
 _REPLACED = "_reshard_replaced_by"
-#: Axes that a DTensor parameter lies on in any case; its gradient is not summed over them by a wrapper.
+#: Axes of a grid over which every parameter is a DTensor. A wrapper does not sum gradients over these axes.
 _WEIGHT_AXES = ("row", "col")
 _hooked_optimizers = False
 

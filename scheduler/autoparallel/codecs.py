@@ -136,7 +136,7 @@ class CodecCosts:
         return min(raw, coded) if self.is_optional else coded
 
 
-#: No codec.
+#: Costs without any codec.
 RAW = CodecCosts()
 
 

@@ -234,7 +234,7 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
     replicas = place.num_ranks // choice.tp
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     gathered, gather, scatter = 0.0, 0.0, 0.0
-    # DDP has buckets beside the gradients, and keeps them from step to step
+    # DDP keeps buckets of the size of the gradients from step to step
     buckets = gradients if choice.zero == 0 and replicas > 1 else 0.0
     sync = place.replica_seconds(params * states.gradient, choice.tp, 2.0)
     if choice.zero == 0 and choice.tp == 1 and codec_costs.sums is not None:

@@ -61,7 +61,7 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
         compute += sample.forward_seconds * share
     before = forward + backward
     params = price.parameters + math.ceil((layer.num_params - sizes.num_params) / choice.cols)
-    is_cut = choice.cols if sizes.products else 1  # of an embedding, tokens are saved
+    is_cut = choice.cols if sizes.products else 1  # an embedding saves only its tokens, which columns do not divide
     saved = (sample.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
     shared = _share_states(params, choice, place, work)
@@ -110,7 +110,7 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
     """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
     states, microbatches, codec_costs, depth = work.states, work.microbatches, work.codec_costs, choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
-    if choice.zero == 0:  # a sum over the depth leaves a copy of the gradients
+    if choice.zero == 0:  # the sum over the depth makes a copy of the gradients
         return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
     traffic = _traffic(place, choice.grid)["depth"]
     gather, scatter = traffic.seconds(weights / depth), traffic.seconds(gradients / depth)
@@ -163,7 +163,7 @@ def _best_price(
     price, coding = price_layer(sizes, load, rate), work.codec_costs.panels
     if coding is None:
         return price
-    seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # a gather decodes the rank's own part too
+    seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in a gather, a rank also decodes its own part
     coded = price_layer(sizes, replace(load, coded_ratio=coding.ratio, coding_seconds=seconds), rate)
     return coded if not work.codec_costs.is_optional or _exposed(coded) < _exposed(price) else price
 

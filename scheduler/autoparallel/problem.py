@@ -224,7 +224,7 @@ class Problem:
         ]
         moved = self.relayout_seconds(stage, place, microbatches)
         repeated_states, repeated_gradients = repeated_bytes(self.graph, stage, costs)
-        # a layer that runs, the next one, and the buffer that the next one was gathered in
+        # parameters of the layer that runs and of the next one, and the buffer into which the next one is gathered
         gathered = sorted((cost.gathered_bytes for cost in costs), reverse=True)
         return StageCost(
             sum(cost.forward_seconds for cost in costs) + moved,

@@ -72,7 +72,7 @@ class ClassTimes:
         if len(samples) == 1:
             return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
         index = bisect.bisect_left([sample.rows for sample in samples], rows)
-        if index == 0:  # below the smallest: never below the time of its rows in proportion
+        if index == 0:  # below the smallest sample: in proportion to the rows
             return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
         low, high = samples[-2:] if index == len(samples) else samples[index - 1 : index + 1]
         mixed = _mixed(low, high, (rows - low.rows) / (high.rows - low.rows), 1.0, rows)

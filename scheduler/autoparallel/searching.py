@@ -27,9 +27,9 @@ from .result.strategy import Strategy
 if TYPE_CHECKING:
     from reshard.compression import Policy
 
-#: Candidates that a strategy lists beside its own.
+#: Maximum number of alternatives that a strategy lists.
 NUM_ALTERNATIVES = 8
-#: Codecs must make a step shorter by at least this part.
+#: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
 #: Parts of a strategy that ``keep=`` fixes.
 KEPT = ("microbatches", "tp", "zero", "recompute", "grid")

@@ -19,15 +19,15 @@ from .profile import ClassTimes, Profile, Sample
 from .result.stages import StagePlan
 from .result.strategy import Strategy
 
-#: A layer class, and the degree of tensor parallelism that its times are of: 1 on a grid.
+#: A layer class, and the degree of tensor parallelism of its times; the degree is 1 on a grid.
 _Entry = tuple[str, int]
 #: Groups of kinds of actions.
 _Kinds = Sequence[Sequence[Kind]]
-#: Most rounds of measurement and search.
+#: Maximum number of rounds of measurement and search.
 MOST_ROUNDS = 2
 #: Steps of the multiplicative fit of layer times to stage times.
 FIT_STEPS = 60
-#: A layer class takes at least and at most this many times what the profile says.
+#: Limits on the factor by which a correction changes the profiled time of a layer class.
 LEAST_FACTOR, MOST_FACTOR = 0.05, 20.0
 
 
@@ -147,7 +147,7 @@ def _scaled(sample: Sample, forward: float, backward: float, weight: float) -> S
     )
 
 
-#: Actions whose seconds a factor is fitted to: those of the first group that a step has.
+#: Groups of kinds of actions. A factor is fitted to the seconds of the first group that occurs in a step.
 _FORWARD, _BACKWARD, _WEIGHT = ((Kind.F,),), ((Kind.B,), (Kind.I, Kind.W)), ((Kind.W,),)
 
 

@@ -40,7 +40,7 @@ class Agreement:
             return dict(self._channel.agree(request, gather_values, self._timeout_seconds)[1].payloads)
         except ReshardError:
             if error is not None:
-                raise error from None  # it has a traceback
+                raise error from None  # the local error has a traceback
             raise
 
     @contextmanager

@@ -111,7 +111,7 @@ class StageSums:
     ) -> None:
         self._sums = {stage: each for stage, each in sums.items() if each is not None}
         self._scatters, self._ties = dict(scatters), ties
-        self._steps = 0  # of the engine, so that it is the same on ranks without coded sums
+        self._steps = 0  # counted here, so that ranks without coded sums have the same count
 
     def count_step(self) -> None:
         """Count a step for ``raw_steps`` of the policy."""

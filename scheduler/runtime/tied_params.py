@@ -118,7 +118,7 @@ class TiedParameters:
                 stage: find_parameter(modules[stage], name) for stage, name in tie.names.items() if stage in modules
             }
             coded = {} if codec is None else _code(tie, pipeline, codec)
-            sums_raw = not coded or self._raw_steps > 0  # else only the values of the first stage travel raw
+            sums_raw = not coded or self._raw_steps > 0  # else only the values that the first stage sends travel raw
             specs = _specs(tie, pipeline)
             raw = {(a, b): spec for (a, b), spec in specs if a != b and (sums_raw or a == min(tie.names))}
             self._ties.append(_Tie(tie, mine, open_movers(raw), open_movers(coded)))

@@ -109,7 +109,7 @@ def run(options: argparse.Namespace) -> int:
 
     wanted = SearchOptions.of(options) if options.strategy in SEARCHES else None
     if wanted is not None:
-        job = replace(job, compression=None)  # the strategy says which of the codecs it uses
+        job = replace(job, compression=None)  # the strategy names the codecs that it uses
     result = launch(job, options.device, on_ray=options.launcher == "ray", options=wanted)
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
@@ -138,7 +138,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         if value is not None and value < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must not be negative")
     strategy = _read_strategy(options)
-    num_stages = stages.count(",") + 1 if strategy is None else 1  # as it was searched for
+    num_stages = stages.count(",") + 1 if strategy is None else 1  # the search shrinks the preset for one stage
     preset = preset.shrunk(options.shrink, num_stages)
     changes: dict[str, Any] = {"rows": options.batch, "microbatches": options.microbatches}
     changes["learning_rate"] = options.learning_rate

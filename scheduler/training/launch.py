@@ -44,7 +44,7 @@ def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = 
         ArgumentError: the options do not fit each other, the launcher or the machines.
         RemoteError: an actor died.
     """
-    make_loaders(job)  # errors of the options before any process starts
+    make_loaders(job)  # raises errors of the options before any process starts
     if options is None:
         make_pipe(job)
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ

@@ -218,7 +218,7 @@ def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
 
         def measure(strategy: Strategy) -> Measurement:
             nonlocal is_measuring
-            is_measuring = True  # an error now ends all ranks, which then wait for no broadcast
+            is_measuring = True  # an error in here ends all ranks, so none waits for a broadcast
             measured = measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
             is_measuring = False
             return measured

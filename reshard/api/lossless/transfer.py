@@ -101,7 +101,7 @@ class LosslessTransfer:
         self.last_round: tuple[Channel, int, int] | None = None
         self._buckets = find_buckets(specs, self._rank)
         self._encoded: dict[str, EncodedBucket] = {}
-        # of each bucket: size, digest of the plain bytes if asked for, digest of the bucket
+        # for each bucket: its size, the digest of its plain bytes if requested, and its digest
         self._entries: dict[str, tuple[int, int | None, int]] = {}
         self._kept = "every out is unchanged"
 

@@ -123,6 +123,6 @@ class CodedAxis:
         if self._is_coded(target.numel(), dtype.itemsize):
             self._codec.decode(data, target, 0, accumulate=accumulate)
         elif accumulate:
-            target += data.clone().view(dtype)  # view needs the alignment that the clone has
+            target += data.clone().view(dtype)  # clone() aligns the bytes, as view() requires
         else:
             target.copy_(data.clone().view(dtype))

@@ -13,8 +13,10 @@ from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
-#: How long to wait for a lost connection, a report of another rank, or a silent rank; and between two looks.
+#: How long to look for the root cause of a failed collective: a lost connection, an error that another rank reports, or
+#: a rank without a heartbeat.
 ROOT_CAUSE_SECONDS = SILENT_SECONDS + 2.0
+#: Interval between two of these checks.
 LOOK_SECONDS = 0.1
 
 

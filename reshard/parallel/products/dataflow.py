@@ -88,7 +88,7 @@ def received_elements(
         if kind is ProductKind.CONTRACT_Q:
             return w + (shape.cols - 1) * own_p_col * m
         return x + (shape.rows - 1) * own_p_row * q
-    overlap = size_of(intersect(shape.p_rows[row], shape.p_cols[col]))  # what the rank itself has of what it needs
+    overlap = size_of(intersect(shape.p_rows[row], shape.p_cols[col]))  # the part of its needs that the rank holds
     if kind is ProductKind.CONTRACT_Q:
         return (sum(tokens) - m) * q + (shape.cols * own_p_col - overlap) * m
     x = own_p_row * sum(tokens) - overlap * m

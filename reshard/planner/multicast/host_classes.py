@@ -133,7 +133,7 @@ class _LinkLoads:
             latency_seconds: time that a port spends per chunk, besides its bytes.
         """
         count = _sum_rows(self.link, counts[:, self.host_class], len(self.rate))
-        each = np.ceil(count / self.ports) * self.ports  # as if all ports had as many as the busiest
+        each = np.ceil(count / self.ports) * self.ports  # every port counts the chunks of the busiest one
         total = _sum_rows(self.link, (counts * nbytes)[:, self.host_class], len(self.rate))
         total *= each / np.maximum(count, 1)
         return (total / self.rate + each / self.ports * latency_seconds).max(axis=1, initial=0.0)

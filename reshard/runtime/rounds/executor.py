@@ -160,7 +160,7 @@ class RoundRunner:
                 box = copy.box
                 self.memory.copy(self._view(dst, box.tensor, box.dst), self._view(src, box.tensor, box.src))
         for number, step in enumerate(steps):
-            previous = number - self.num_halves  # the step that used this half before
+            previous = number - self.num_halves  # the previous step with this half of the buffer
             after = max(previous, step.after_unpack)
             with streams.on(PACK):
                 streams.wait(begun if number == 0 else None)

@@ -12,9 +12,10 @@ from ..problem import Candidate, Problem, Stages
 from ..result.stages import StagePlan
 from .pace import Tables, make_tables
 
-#: Limits of the slowest stage are all times of stages, or this many of them, evenly spread, if there are more.
+#: Number of limits on the time of the slowest stage that are tried. If there are more times of stages, the limits are
+#: spread evenly among them.
 MOST_LIMITS = 300
-#: Times of stages whose relative difference is smaller count as one limit.
+#: Times whose relative difference is smaller count as one limit.
 SAME = 1e-6
 
 
@@ -60,14 +61,14 @@ def best_stages(tables: Tables) -> tuple[float, Stages]:
     least, best = _with_limit(places, times, math.inf)
     if not best:
         return math.inf, ()
-    low, high = 0, len(limits) - 1  # the tightest limit under which any stages exist
+    low, high = 0, len(limits) - 1  # bisection: the lowest limit that some division into stages meets
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _with_limit(places, times, limits[middle])[1] else (middle + 1, high)
     seconds = least + more * max(time for time, _ in best)
     for limit in limits[low:]:
         if least + more * limit >= seconds:
-            break  # no sum is smaller than that without a limit
+            break  # with any limit, the sum of the stages is at least ``least``
         found, stages = _with_limit(places, times, limit)
         slowest = max(time for time, _ in stages)
         if found + more * slowest < seconds:

@@ -27,13 +27,13 @@ METHODS: dict[str, Method] = {
     "alpa": alpa,
     "pure": pure,
 }
-#: ``auto`` leaves out ``alpa`` where one pass of its dynamic programming adds more times than this.
+#: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
 MOST_SUMS = 250_000_000
-#: Evaluations that are improved by moves. Each may simulate this many computations for its moves.
+#: Number of evaluated strategies that local moves improve, and limit on the computations that each simulates for them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
-#: Evaluations at the end for which ``auto_schedule`` is tried.
+#: Number of the best strategies for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
-#: A move must gain this part of the time.
+#: A move must shorten the time by at least this fraction.
 LEAST_GAIN = 1e-6
 
 

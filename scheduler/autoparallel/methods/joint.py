@@ -13,9 +13,9 @@ import numpy as np
 from ..problem import Candidate, Problem, Stages, end_of
 from .pace import Tables, make_tables
 
-#: Ratio of a pace of the grid to the one before: the answer is within this factor of the best pace.
+#: Ratio of consecutive paces that are tried. The answer is within this factor of the best pace.
 PACE_STEP = 1.01
-#: Distinct plans that :func:`joint` returns, and the most of them with one number of microbatches.
+#: Maximum number of distinct plans that :func:`joint` returns, in total and for one number of microbatches.
 NUM_CANDIDATES, PER_COUNT = 6, 3
 
 
@@ -99,7 +99,7 @@ def pace_grid(tables: Tables) -> list[float]:
     num = len(tables.problem.graph.layers)
     total = tables.forward + tables.backward
     first = np.arange(num)
-    # the slowest layer needs a pace of its time on its best option, and all work needs the devices
+    # bounds on the pace: the time of the slowest layer on its best option; all work, divided over all devices
     slowest = float(total[:, first, first + 1].min(axis=0).max())
     devices = np.array([tables.classes[c].num_ranks for c in tables.option_class])
     work = float((total[:, first, first + 1] * devices[:, None]).min(axis=0).sum())

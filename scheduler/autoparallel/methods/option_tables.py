@@ -158,7 +158,7 @@ def _gathered_bytes(values: Sequence[float]) -> np.ndarray:
     """``[first, end]``: sum of the two largest values of a range, and the largest once more."""
     num = len(values)
     table = np.zeros((num + 1, num + 1))
-    largest, second = np.zeros(num), np.zeros(num)  # of the ranges from each first layer
+    largest, second = np.zeros(num), np.zeros(num)  # by first layer of a range
     for end in range(num if any(values) else 0):
         begun = slice(0, end + 1)
         second[begun] = np.maximum(second[begun], np.minimum(largest[begun], values[end]))

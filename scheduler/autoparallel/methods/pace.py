@@ -35,7 +35,7 @@ from .range_bytes import RangeBytes, bytes_of_cuts
 
 #: Parts of a stage's layers that are recomputed, from its first layer on.
 RECOMPUTED_PARTS = (0.0, 0.5, 1.0)
-#: What ports may carry in a pace, for a stage that shares its host's port with the stage at the other end.
+#: Fraction of its host's port that a stage may use if the stage at the other end of the host uses the port, too.
 SHARED_PORT = 0.5
 
 
@@ -206,8 +206,8 @@ def _make_tables(problem: Problem, microbatches: int) -> Tables | None:
         cols = option.choice.cols
         own = exchanged[cols]
         ahead, kept = rows * (own.received + own.returned / cols), rows * own.sent
-        fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / shards  # as Problem.buffer_bytes
-        activation[o] += kept / shards  # as Problem.kept_bytes
+        fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / shards  # as in Problem.buffer_bytes
+        activation[o] += kept / shards  # as in Problem.kept_bytes
     received, sent = (rows * each * problem.prices.least_ratio for each in (exchanged[1].received, exchanged[1].sent))
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
@@ -246,7 +246,7 @@ def _positions(
 def _reachable(problem: Problem) -> tuple[int, ...]:
     """Numbers of devices that a suffix of stages can use, ascending."""
     total = problem.cluster.num_ranks
-    whole_hosts = total > 128  # of larger clusters, a suffix begins with a host
+    whole_hosts = total > 128  # in larger clusters, a suffix begins at the start of a host
     starts = problem.cluster.host_starts
     reached = {0}
     for used in range(total):

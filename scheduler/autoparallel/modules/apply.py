@@ -79,7 +79,7 @@ def _shard(module: Any, device_mesh: Any, *, names: Sequence[str]) -> Any:
     return fully_shard(module, mesh=device_mesh, reshard_after_forward=True)
 
 
-#: Its parameters are shards of what a stage has, as those of ``fsdp`` are.
+#: As with ``fsdp``, each parameter of the wrapped module is a shard.
 _shard.shards_parameters = True  # type: ignore[attr-defined]
 
 

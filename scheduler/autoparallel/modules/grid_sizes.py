@@ -25,7 +25,7 @@ class SizeRecorder(TorchFunctionMode):
         self.rows = rows
         self.num_norms = self.num_entries = self.num_heads = self.head_size = 0
         self.sequence = 1
-        self._products: dict[int, tuple[Any, int, int]] = {}  # by input, which they share
+        self._products: dict[int, tuple[Any, int, int]] = {}  # by id of the input; products of one input are merged
         self._hooks: list[Any] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -50,7 +50,8 @@ class SizeRecorder(TorchFunctionMode):
         name = type(module).__name__
         if name.endswith("Norm"):
             self.num_norms += 1
-        elif isinstance(module, nn.Embedding) and args[0].dim() > 1 and len(args[0]) == self.rows:  # not of positions
+        elif isinstance(module, nn.Embedding) and args[0].dim() > 1 and len(args[0]) == self.rows:
+            # an embedding of tokens; positions have no dim of rows
             self.num_entries += module.num_embeddings
             self.sequence = math.prod(args[0].shape[1:])
         elif isinstance(module, nn.Linear) or name == "Conv1D":

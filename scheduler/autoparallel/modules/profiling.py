@@ -76,7 +76,7 @@ def _measure_class(
     values = [(each, each.grad) for each in module.parameters()]
     if any(each.is_meta for each, _ in values):
         module = module.to_empty(device=device)
-        with torch.no_grad():  # what lies in fresh memory may be slow to compute with
+        with torch.no_grad():  # uninitialized memory may hold denormals, which are slow to compute with
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.fill_(0.01 if tensor.is_floating_point() else 0)
     else:

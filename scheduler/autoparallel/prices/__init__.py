@@ -1,1 +1,1 @@
-"""What stages pay for what they send each other: edges, and sums of the gradients of parameters that they share."""
+"""Costs of transfers between stages: edges, and sums of the gradients of parameters that stages share."""

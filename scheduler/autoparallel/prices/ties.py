@@ -179,7 +179,7 @@ class TiePrices:
         moved = nbytes * self.least_ratio
         seconds = moved / parts / max(self.cluster.inside_bytes_per_second, self._host_rate)
         has_both_ends = tied[0] == 0 and tied[-1] == len(self.graph.layers) - 1
-        if place.num_hosts > 1 or (has_both_ends and len(self.cluster.hosts) > 1):  # a stage is on other hosts
+        if place.num_hosts > 1 or (has_both_ends and len(self.cluster.hosts) > 1):  # the stages span hosts
             seconds = max(seconds, moved / (place.num_hosts * self._host_rate))
         return seconds + self.message_seconds, sum_bytes(nbytes, parts, 2, False)
 
