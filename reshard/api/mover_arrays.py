@@ -114,7 +114,9 @@ class MoverArrays:
         if shape is None:
             return None
         if spec.plain.codec is not None:
-            raise ArgumentError(f"the plan moves elements of codec {spec.dtype}, but does not say what they code")
+            raise ArgumentError(
+                f"the plan moves elements of codec {spec.dtype}, but not the shape and dtype of the coded tensor"
+            )
         dtype = getattr(torch, spec.plain.dtype)
         return torch.empty(tuple(shape), dtype=dtype, device=current_device(self.device_type))
 

@@ -124,7 +124,8 @@ def check_base(base: Any, source: torch.Tensor | None, what: str, rank: int) -> 
     """
     if source is None:
         raise ArgumentError(
-            f"{what}: rank {rank} is not in the source layout and must pass base=None; at a destination, out is it"
+            f"{what}: rank {rank} is not in the source layout and must pass base=None; "
+            "a destination rank passes the base as out"
         )
     check_movable(base, f"base of {what}", rank)
     found, needed = ((dtype_name(one.dtype), list(one.shape), one.device.type) for one in (base, source))

@@ -136,7 +136,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--compression", help="a codec such as int8x128, or auto with codecs in --topology")
     parser.add_argument(
-        "--max-error", type=float, help="with --compression auto: limit on a codec's usual relative error"
+        "--max-error",
+        type=float,
+        help="with --compression auto: limit on the codec's relative error of normally distributed values",
     )
     parser.add_argument(
         "--strategy",
@@ -151,7 +153,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
         "the devices of a host, each host has a 10 Gbit/s NIC, a message takes 100 us between hosts, 50 us inside",
     )
     parser.add_argument("--rank", type=int, help="print only the messages of this rank")
-    parser.add_argument("--format", choices=("text", "summary", "json", "html"), default="text")
+    parser.add_argument(
+        "--format", choices=("text", "summary", "json", "html"), default="text", help="output format (default: text)"
+    )
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -68,4 +68,4 @@ def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
         return
     if read_plain(data, words):
         return
-    raise ArgumentError(f"{len(data)} bytes are no delta of an array of {len(words)} bytes")
+    raise ArgumentError(f"{len(data)} bytes are not a delta to an array of {len(words)} bytes")

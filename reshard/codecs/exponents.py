@@ -45,4 +45,4 @@ def decode_exponents(data: np.ndarray, words: np.ndarray) -> None:
         return
     if read_plain(data, words):
         return
-    raise ArgumentError(f"{len(data)} bytes are no code of {len(words)} bytes of bf16 values")
+    raise ArgumentError(f"{len(data)} bytes are not the code of an array of {len(words)} bytes of bf16")

@@ -56,7 +56,7 @@ class Policy:
             value = getattr(self, dimension)
             if dimension in _PAIRS and isinstance(value, (tuple, list)):
                 if len(value) != 2 or all(codec is None for codec in value):
-                    raise ArgumentError(f"{dimension}= of a policy is a codec or two, not {value!r}")
+                    raise ArgumentError(f"{dimension}= of a policy must be one codec or two, not {value!r}")
                 object.__setattr__(self, dimension, tuple(value))
                 value = [codec for codec in value if codec is not None]
             for codec in value if isinstance(value, list) else [value]:
@@ -86,7 +86,7 @@ class Policy:
             raise ArgumentError(f"raw_steps is {self.raw_steps!r}; it must be a number of steps, at least 0")
         if self.dp is None and ("dp" in self.feedback or self.raw_steps):
             raise ArgumentError(
-                f"feedback={self.feedback} and raw_steps={self.raw_steps} are of sums of gradients, and need dp="
+                f"feedback={self.feedback} and raw_steps={self.raw_steps} apply to sums of gradients, which need dp="
             )
 
     @property

@@ -93,7 +93,7 @@ class _Worker:
     def check_usable(self) -> dist.Store:
         """The store. Raises RuntimeError if it is closed or belongs to a parent process, whose connection it shares."""
         if self._pid != os.getpid():
-            raise RuntimeError(f"this store was connected in process {self._pid}")
+            raise RuntimeError(f"this store belongs to process {self._pid}; a fork needs its own")
         if self.raw is None:
             raise RuntimeError("this store is closed")
         return self.raw

@@ -181,7 +181,8 @@ def _convert_dropout(module: nn.Dropout, conversion: Conversion, path: str) -> n
 def _convert_loss(module: nn.CrossEntropyLoss, conversion: Conversion, path: str) -> nn.Module:
     if module.weight is not None or module.reduction != "mean" or module.label_smoothing:
         raise ArgumentError(
-            f"{path!r} has weights, smoothed labels or no mean; CrossEntropy on a grid has none of them"
+            f"{path!r} has class weights, label smoothing or a reduction other than mean; CrossEntropy on a grid "
+            "supports none of them"
         )
     if conversion.features is None:
         raise ArgumentError(f"{path!r} is a loss, but no Linear before it says how many classes there are")

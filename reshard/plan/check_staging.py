@@ -31,7 +31,7 @@ def check_staging(boxes: MessageBoxes, staged: np.ndarray) -> None:
         row = int(unused[0])
         raise PlanError(
             f"{boxes.name(row)} brings {nbytes[row]} bytes to rank {boxes.receiver[row]}, "
-            "which neither needs nor passes on the data"
+            "which neither needs nor forwards them"
         )
     is_relayed = np.logical_or.reduceat(staged, messages.id)
     relayed = np.flatnonzero(is_relayed)

@@ -278,7 +278,7 @@ def _check_complete(plan: Plan, rank: int, copies: Sequence[Copy], recvs: Sequen
             )
     for recv in recvs:
         if recv.is_relay and not recv.num_forwards:
-            raise PlanError(f"message {recv.id}: rank {rank} neither needs it nor passes it on")
+            raise PlanError(f"message {recv.id}: rank {rank} neither needs nor forwards it")
 
 
 def _count_staged_forwards(recvs: Sequence[Recv], queues: tuple[list[Send], list[Send]]) -> list[Recv]:

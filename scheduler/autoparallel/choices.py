@@ -155,7 +155,7 @@ class ChoiceRules:
             )
         for zero in self.zero:
             if type(zero) is not int or not 0 <= zero <= 3:
-                raise ArgumentError(f"a stage of ZeRO is {zero!r}; it must be from 0 to 3")
+                raise ArgumentError(f"the ZeRO stage is {zero!r}; it must be from 0 to 3")
         if self.executable and not {0, 3} & set(self.zero):
             raise ArgumentError(
                 f"the search may use only ZeRO {', '.join(map(str, self.zero))}, which Pipe does not run; it runs "

@@ -48,12 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="JSON of a LayerGraph, or transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257",
     )
     add("--topology", required=True, help=f"{', '.join(MACHINES)}, or a JSON or YAML file of hosts")
-    add("--devices", type=int, help="number of devices (default: all of the file)")
+    add("--devices", type=int, help="number of devices (default: all of the topology)")
     add("--memory", required=True, help="memory of a device, for example 80GB")
     add("--rows", type=int, required=True, help="rows of a step")
     add("--profile", help="JSON of a Profile, as profile_layers() measures it")
-    add("--flops", type=float, help="without a profile, guess times from this peak rate of a device")
-    add("--efficiency", type=float, default=0.5, help="part of the peak that layers reach (default: 0.5)")
+    add("--flops", type=float, help="without --profile: peak operations per second of a device, to estimate times")
+    add("--efficiency", type=float, default=0.5, help="fraction of --flops that layers reach (default: 0.5)")
     add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
     add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
     add(
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     """Search, and print where time and memory go."""
     graph = _read_graph(options.graph)
     if (options.profile is None) == (options.flops is None):
-        raise ArgumentError("pass either --profile, a measured one, or --flops, to guess times")
+        raise ArgumentError("pass either --profile (measured times) or --flops (estimated times)")
     profile = (
         Profile.read(options.profile)
         if options.profile is not None

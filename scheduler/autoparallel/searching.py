@@ -130,7 +130,7 @@ def _decide(problem: Problem, method: str | Method) -> list[Evaluation]:
         )
         needed = best.costs[number].peak_bytes(best.schedule.in_flight[number])
         raise ArgumentError(
-            f"nothing fits: in the plan that comes nearest, stage {number} needs {needed / 1e9:.4g} GB of "
+            f"nothing fits: in the closest plan, stage {number} needs {needed / 1e9:.4g} GB of "
             f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
             "rows, or allow recomputation and ZeRO 3"
         )

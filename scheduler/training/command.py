@@ -39,7 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("preset", help=f"model and recipe: {', '.join(PRESETS)}")
     add(
         "--meshes",
-        help="dp x tp of each stage, or rows x cols x depth of a grid: 1x2,2x2,2x2x1 (default: of the preset)",
+        help="dp x tp of each stage, or rows x cols x depth of a grid: 1x2,2x2,2x2x1 (default: those of the preset)",
     )
     add("--layers", help="layers of each stage, for example 4,4,4 (default: that of the preset, or equal shares)")
     add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/pipeline.md")
@@ -49,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sequence", type=int, help="tokens of a row (default: that of the preset)")
     add("--data", metavar="FILE", help="text, .bin (uint16 tokens) or .npy (default: text that Python ships, as bytes)")
     add("--learning-rate", type=float, help="peak learning rate (default: that of the preset)")
-    add("--warmup", type=int, help="steps in which the learning rate grows (default: a tenth of all)")
+    add("--warmup", type=int, help="first steps, in which the learning rate rises (default: a tenth of all)")
     add("--schedule", choices=_SCHEDULES, default="auto", help="pipeline schedule (default: auto)")
     add(
         "--compression",
         metavar="POLICY",
-        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search uses those which make steps shorter; "
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search uses those that make steps shorter; "
         "see docs/compression.md",
     )
     add(
@@ -66,23 +66,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-strategy", metavar="FILE", help="write the strategy that was found")
     add("--devices", type=int, help="number of ranks that a search may use (default: all of the topology)")
     add("--topology", help="hosts and links for a search, as for reshard search (default: one host)")
-    add("--memory", help="memory of a device for a search, such as 16GB (default: what it has)")
+    add("--memory", help="memory of a device for a search, such as 16GB (default: 90 %% of what it has)")
     add(
         "--keep",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix a part in a search",
+        help="fix a part of the strategy in a search, such as tp=2",
     )
-    add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: of the preset)")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="default: cuda if every rank can have one")
-    add("--launcher", choices=("auto", "ray"), default="auto", help="default: torchrun under it, else local processes")
-    add("--seed", type=int, default=0, help="of the first parameters and of the order of the data (default: 0)")
+    add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: the preset's)")
+    add(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="device of each rank (default: cuda if there is one for every rank)",
+    )
+    add(
+        "--launcher",
+        choices=("auto", "ray"),
+        default="auto",
+        help="ray: actors of a Ray cluster (default: the ranks of torchrun if it runs, else local processes)",
+    )
+    add("--seed", type=int, default=0, help="seed of the initial parameters and of the order of the data (default: 0)")
     add("--log-every", type=int, default=10, metavar="N", help="report every N steps (default: 10)")
-    add("--eval-every", type=int, default=0, metavar="N", help="evaluate on held-out data every N steps too")
+    add("--eval-every", type=int, default=0, metavar="N", help="also evaluate on held-out data every N steps")
     add("--eval-batches", type=int, default=1, metavar="N", help="batches of an evaluation (default: 1)")
     add("--checkpoint", metavar="PATH", help="save here at the end (default with --resume: PRESET.checkpoint)")
-    add("--save-every", type=int, default=0, metavar="N", help="save every N steps too")
+    add("--save-every", type=int, default=0, metavar="N", help="also save every N steps")
     add("--dump-tensors", metavar="PATH", help="save tensors of three steps here, for reshard profile-compression")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one, and save at the end")
 

@@ -73,7 +73,7 @@ def test_damaged_streams_are_refused_and_write_nothing_outside():
         try:
             apply_delta(broken, guarded[: len(base)].view(np.uint8), 2)
         except ArgumentError as error:
-            assert "are no delta of an array of 8000 bytes" in str(error)
+            assert "are not a delta to an array of 8000 bytes" in str(error)
             refused += 1
         assert (guarded[len(base) :] == 7).all()
     assert refused > 50

@@ -64,7 +64,7 @@ def test_damaged_codes_are_refused_and_write_nothing_outside():
         try:
             decode_exponents(broken, guarded[: len(words)].view(np.uint8))
         except ArgumentError as error:
-            assert "no code of 2000 bytes of bf16 values" in str(error)
+            assert "not the code of an array of 2000 bytes of bf16" in str(error)
             refused += 1
         assert (guarded[len(words) :] == 7).all()
     assert refused > 200

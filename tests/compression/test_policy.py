@@ -43,7 +43,7 @@ def test_policies_have_a_text_form():
     for text, message in (
         ("pp=int8x128,raw-steps=3", "need dp="), ("dp=int8x128,raw-steps=x", "raw-steps= with a number"),
         ("dp=int9", "no codec 'int9'"), ("ep=int8x128", "has 'ep=int8x128'"), ("dp=int8x128,dp=int8x128", "each once"),
-        ("force-pp", "needs pp="), ("zero=raw/raw", "a codec or two"),
+        ("force-pp", "needs pp="), ("zero=raw/raw", "one codec or two"),
     ):  # fmt: skip
         with pytest.raises(ArgumentError, match=message):
             parse_policy(text)

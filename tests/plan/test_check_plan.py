@@ -300,7 +300,7 @@ tensor 1 int8 [6] named "b" from () on Mesh(ranks 0) to {dst}
         (
             "Regions(ndim=1 join=0; 2: none; 3: [0:4])",
             ["0: t0 [0:4] + t1 [0:4] 0 -> 3", "2: t0 [0:2] + t1 [0:2] 0 -> 2"],
-            "message 2 (box id 2): [0:2] brings 2 bytes to rank 2, which neither needs nor passes on the data",
+            "message 2 (box id 2): [0:2] brings 2 bytes to rank 2, which neither needs nor forwards them",
         ),
         (
             "Regions(ndim=1 join=0; 2: [0:4]; 3: [0:4])",

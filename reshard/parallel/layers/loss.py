@@ -47,7 +47,7 @@ class CrossEntropy(nn.Module):
         counted = flat != self.ignore_index
         bad = counted & ((flat < 0) | (flat >= self.num_classes))
         if bool(bad.any()):
-            raise ArgumentError(f"target {int(flat[bad][0])} is not a class of {self.num_classes}")
+            raise ArgumentError(f"target {int(flat[bad][0])} is not one of the {self.num_classes} classes")
         losses = _TokenLosses.apply(logits.flatten(0, -2), flat, counted, span, self.grid)
         total = _SumOverRows.apply(losses.sum(), self.grid)
         if count is None:

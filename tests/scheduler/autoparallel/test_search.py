@@ -333,7 +333,7 @@ def test_the_command_prints_and_writes_a_strategy(tmp_path, capsys):
     assert status == 0
     assert capsys.readouterr().out.strip() == Strategy.read(written).explain()
     for arguments, text in (
-        ([str(tmp_path / "graph.json"), *rest], "pass either --profile, a measured one, or --flops"),
+        ([str(tmp_path / "graph.json"), *rest], "pass either --profile (measured times) or --flops"),
         (["transformer:layers=2", *rest, "--flops", "1e12"], "lacks heads, hidden, sequence"),
         ([str(tmp_path / "none.json"), *rest, "--flops", "1e12"], "there is no file"),
         ([str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--keep", "tp"], "must be NAME=NUMBER"),
