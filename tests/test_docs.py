@@ -126,7 +126,7 @@ def test_every_error_is_on_its_page():
             assert f"`{name}`" in text or f"reshard.{name}`" in text
 
 
-def test_the_example_of_the_docstring():
+def test_examples_in_docstrings_run():
     import doctest
 
     import reshard.api.local

@@ -187,7 +187,7 @@ def test_wire_dtype_is_the_narrower():
         ("float32", "float8_e8m0fnu"),
     ],
 )
-def test_check_cast_refuses(src, dst):
+def test_check_cast_names_both_dtypes_of_a_refused_cast(src, dst):
     with pytest.raises(ArgumentError, match=f"{src} .*{dst}") as raised:
         check_cast(src, dst, "the tensor")
     assert "INTERNAL" not in str(raised.value)

@@ -330,7 +330,7 @@ def test_bf16_travels_without_loss_and_other_dtypes_are_refused():
     run_processes(_lossless, 4)
 
 
-def test_local_delta_of_arrays_in_another_byte_order():
+def test_local_delta_moves_arrays_in_another_byte_order():
     rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
     new = np.arange(32, dtype=np.float32).reshape(4, 8)
     for orders in itertools.product("<>", repeat=3):

@@ -122,7 +122,7 @@ def _move_without_loss(rank):
     return _move(rank, {}, SRC, "recover"), _move(rank, {}, SRC, "offer", verify=True)
 
 
-def test_fault_tolerant_transfer_without_losses():
+def test_fault_tolerant_transfers_deliver_without_losses():
     for both in run_processes(_move_without_loss, 8):
         assert [outcome["unlike"] for outcome in both] == [0, 0]
 

@@ -123,7 +123,7 @@ def test_rank_option_prints_only_its_messages(capsys):
     assert " -> 13" in capsys.readouterr().out
 
 
-def test_both_meshes_on_the_same_ranks(capsys):
+def test_plans_with_both_meshes_on_the_same_ranks_copy_locally(capsys):
     assert main([*PLAN, "--dst-mesh", "2x4", "--dst", "R S0 R", "--dst-first-rank", "0", "--format", "json"]) == 0
     data = json.loads(capsys.readouterr().out)
     assert data["lower_bound_seconds"] == pytest.approx(2**29 / 1.25e9)

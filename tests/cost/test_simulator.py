@@ -49,7 +49,7 @@ def test_chain_is_pipelined_by_chunk():
     assert _times(plan) == [(0, 2.5), (2.5, 5), (2.5, 5), (5, 7.5), (5, 7.5), (7.5, 10), (7.5, 10), (10, 12.5)]
 
 
-def test_unequal_rates_and_directions():
+def test_messages_take_the_rates_of_their_ports_and_directions():
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 4"], "0*1,1*1,2*1", ONE_TO_TWO)
     hosts = (Host((Port(10.0, 1.0),)), Host((Port(1.0, 2.0),)), Host((Port(1.0, 50.0),)))
     assert _times(plan, hosts=hosts) == [(0, 50), (0, 12.5)]  # 2 to the first receiver, the other 8 to the second
@@ -79,7 +79,7 @@ def test_latency_occupies_the_sender_port():
     assert [t for _, t in _times(together, latency_seconds=1.0)] == [22, 22]
 
 
-def test_links_inside_a_host():
+def test_messages_inside_a_host_take_its_rate_and_latency():
     plan = _plan(["0: t0 [0:100] 0 -> 1 -> 2 splits 1 window 4"], "0*3", ONE_TO_TWO)
     assert _times(plan) == [(0, 0), (0, 0)]
     assert _times(plan, inside_bytes_per_second=50.0, inside_latency_seconds=0.5) == [(0, 2.5), (2.5, 5)]
@@ -203,7 +203,7 @@ def test_native_refuses_indices_out_of_range():
         flow(replace(network, after_at=network.after_at[:-1]))
 
 
-def test_thousands_of_receivers_of_one_sender():
+def test_makespan_with_thousands_of_receivers_is_the_time_of_all_bytes():
     """Each message that starts lets the next one start, because it fits in the send buffer."""
     topology = Topology(tuple(range(3001)), latency_seconds=0, send_buffer_bytes=10**6)
     src, dst = Layout(Mesh.of(1)), Layout(Mesh.of(3000, first_rank=1), "S0")

@@ -87,7 +87,7 @@ def test_mover_delivers_every_element(strategy, shape, dtype):
     run_plan(make_plan(SRC, DST, shape, dtype, strategy=strategy, topology=HOSTS), {None: whole(shape, dtype)})
 
 
-def test_strided_outs_scalars_and_ranks_outside_the_plan():
+def test_strided_outs_and_scalars_are_delivered_beside_ranks_outside_the_plan():
     plan = make_plan(SRC, DST, (6, 10), "float64", topology=HOSTS)
 
     def strided(shard):
@@ -98,7 +98,7 @@ def test_strided_outs_scalars_and_ranks_outside_the_plan():
     run_plan(scalar, {None: np.array(200, dtype=np.uint8)}, size=3)
 
 
-def test_several_tensors_and_irregular_regions():
+def test_several_tensors_with_irregular_regions_are_delivered():
     fused = RegionLayout({4: [[(0, 2), (0, 3)], [(4, 6), (0, 3)]], 5: [[(2, 4), (0, 3)]]})
     src = {"a": SRC, "b": Layout(Mesh.of("2"), "S0")}
     plan = make_plan(src, {"a": DST, "b": fused}, {"a": (4, 4), "b": (6, 3)}, "float32", topology=HOSTS)

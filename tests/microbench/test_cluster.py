@@ -104,7 +104,7 @@ def _move(rank, report, specs, plan):
 
 @on_hosts
 @pytest.mark.parametrize("name", [TRACED, "S0 -> R", "2 -> 3 hosts, R R", "columns -> rows", "one host -> all others"])
-def test_elements_and_bytes_on_every_nic(name):
+def test_every_element_arrives_and_each_nic_carries_the_bytes_of_the_plan(name):
     """Small tensors on the clusters of the suites: every element arrives, and each NIC carries the bytes of the plan."""
     row = next(row for row in all_rows(0, 0, scale=1 / 16) if row.name == name)
     planned = plan_row(row, "0", ("broadcast_greedy", "global_all_gather", "full_tensor + broadcast"), 1)
@@ -237,7 +237,7 @@ def test_reshard_finds_hosts_by_host_name():
         assert cluster.run(_reshard_by_hostname) == [None, None, True, True]
 
 
-def test_errors_if_hosts_cannot_be_emulated(monkeypatch):
+def test_errors_say_why_hosts_cannot_be_emulated(monkeypatch):
     monkeypatch.setattr(namespaces.shutil, "which", lambda tool: None)
     monkeypatch.setattr(namespaces.Path, "exists", lambda path: False)
     assert "install iproute2" in namespaces.why_unsupported()

@@ -149,7 +149,7 @@ def test_rows_get_shares_of_the_spare_time():
     assert retries.is_spent
 
 
-def test_records_and_tables_of_a_row():
+def test_records_and_tables_have_the_measured_values_of_a_row():
     records = _records()
     by_name = {record["contender"]: record for record in records[1:]}
     ours = by_name["broadcast_greedy"]

@@ -24,7 +24,7 @@ def best_of(choice, rows, cols, depth):
     return next(price for price in choice.candidates if (price.rows, price.cols, price.depth) == shape)
 
 
-def test_price_of_one_dimension_by_hand():
+def test_price_of_a_one_dimensional_grid_equals_the_one_by_hand():
     """[1,4,1] on four hosts: each product moves 3/4 of its smaller activation in, three times. No weights move."""
     topology = Topology.uniform(range(4), 1e6)
     choice = choose_grid(sizes(64, sequence=32), topology, range(4), rows=4, flops_per_second=1e18)
@@ -69,7 +69,7 @@ def test_slow_uplinks_of_pods_change_the_winner():
     assert ratio == pytest.approx((16 / 10e6) / (7 / 50e6))
 
 
-def test_memory_limit_and_refusals():
+def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refused():
     model = sizes(256)
     everything = choose_grid(model, four_hosts(), range(16), rows=32, flops_per_second=1e12)
     limit = sorted(price.memory_bytes for price in everything.candidates)[2]

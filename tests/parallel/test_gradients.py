@@ -292,7 +292,7 @@ def check_clip_and_checkpoint(rank, folder):
     return error, max(errors.values()), is_same
 
 
-def test_clipping_and_checkpoints_of_torch(tmp_path):
+def test_clipped_norms_and_loaded_checkpoints_equal_one_process(tmp_path):
     """A checkpoint of one grid loads on another."""
     for norm, gradient, is_same in run_processes(check_clip_and_checkpoint, 4, str(tmp_path)):
         assert norm < 1e-12

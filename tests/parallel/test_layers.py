@@ -71,7 +71,7 @@ def check_vocabulary(rank):
     return float((loss - expected).detach().abs()), relative_error(local.grad, whole.grad[rows, :, columns])
 
 
-def test_cross_entropy_of_50257_classes_on_three_columns():
+def test_cross_entropy_of_50257_classes_on_three_columns_equals_one_process():
     for loss, gradient in run_processes(check_vocabulary, 6):
         assert loss < 1e-12
         assert gradient < 1e-12
@@ -106,7 +106,7 @@ def check_dtype(rank, dtype):
 
 
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
-def test_linear_in_each_dtype(dtype, bound):
+def test_linear_is_accurate_in_each_dtype(dtype, bound):
     assert max(run_processes(check_dtype, 8, dtype)) < bound
 
 
@@ -217,5 +217,5 @@ def check_norms(rank):
             LayerNorm(torch.nn.LayerNorm(2, elementwise_affine=affine), grid)(x[:, :2])
 
 
-def test_norms_without_parameters_and_of_whole_inputs():
+def test_norms_without_parameters_equal_torch_and_refuse_whole_inputs():
     run_processes(check_norms, 2)

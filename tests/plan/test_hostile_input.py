@@ -130,7 +130,7 @@ def test_huge_texts_and_regions_are_refused():
         topology_from_json({"host_of_rank": [0, 2147483647]})
 
 
-def test_one_element_views_with_odd_strides():
+def test_one_element_views_with_odd_strides_are_moved():
     plan = make_plan(Layout(Mesh([0], {"x": 1})), Layout(Mesh([1], {"x": 1})), (1, 1), "float32")
     source, out = torch.tensor([[0.0, 7.0]]).t()[1:], torch.zeros(3, 5)[::2, ::3][1:, 1:]
     assert out.shape == (1, 1)

@@ -64,7 +64,7 @@ def test_plans_round_trip_in_text_and_json(case, strategy):
 
 
 @given(cases(), st.sampled_from(sorted(STRATEGIES)))
-def test_expand_messages_of_one_rank(case, strategy):
+def test_expand_messages_of_a_rank_gives_its_part_of_all_messages(case, strategy):
     shape, src, dst, topology = case
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology)
     everything = list(expand_messages(plan))

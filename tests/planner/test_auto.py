@@ -115,7 +115,7 @@ def test_floor_of_broadcasts_allows_large_chunks_in_a_star():
 
 @pytest.mark.parametrize("has_home_ports", [False, True])
 @pytest.mark.parametrize("seed", range(20))
-def test_native_and_twin_greedy_orders_are_equal(seed, has_home_ports):
+def test_native_and_reference_greedy_orders_are_equal(seed, has_home_ports):
     """Where all options of a home share a port, a round ends early once no set can be better."""
     chance = np.random.default_rng(seed)
     num_classes, num_hosts, num_ports = int(chance.integers(1, 30)), int(chance.integers(1, 9)), 24

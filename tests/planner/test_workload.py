@@ -72,10 +72,13 @@ def test_transfers_copy_their_arrays_and_are_read_only():
         assert (getattr(made, name) == getattr(given, name)).all()
 
 
-def test_by_tensor_and_simulation_limit(monkeypatch):
+def _plans_of_two_tensors():
     one = TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1])), "a")
-    two = replace(one, name="b")
-    both, alone = plan_tensors([one, two]), plan_tensors([one])
+    return plan_tensors([one, replace(one, name="b")]), plan_tensors([one])
+
+
+def test_by_tensor_orders_values_as_the_plan_and_refuses_others():
+    both, alone = _plans_of_two_tensors()
     assert alone.staging_bytes == 64 * 2**20
     assert alone.by_tensor(5) == [5] and alone.by_tensor({"a": 6}) == [6] and alone.by_tensor(None) == [None]
     assert both.by_tensor({"b": 1, "a": 2}) == [2, 1] and both.by_tensor(None) == [None, None]
@@ -83,12 +86,16 @@ def test_by_tensor_and_simulation_limit(monkeypatch):
         both.by_tensor(5)
     with pytest.raises(ArgumentError, match="the dict of tensors lacks"):
         both.by_tensor({"a": 2})
+
+
+def test_reports_predict_no_time_above_the_simulation_limit(monkeypatch):
+    both, _ = _plans_of_two_tensors()
     for most in (4, 3):  # two messages on two ranks
         monkeypatch.setattr("reshard.cost.report.MAX_SIMULATED", most)
-        assert (CostReport(plan_tensors([one, two])).predicted_seconds is None) == (most == 3)
+        assert (CostReport(both).predicted_seconds is None) == (most == 3)
 
 
-def test_workload_step_count_and_defaults():
+def test_workload_counts_steps_and_by_default_messages_inside_hosts_are_free():
     """Each chunk visits all hosts, holders and destinations once per destination."""
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
     workload, _ = make_workload(Problem.of([spec], Topology((0, 1, 2, 3))))
@@ -174,7 +181,7 @@ tensor 0 uint8 [9] from () on Mesh(ranks 0) to () on Mesh(0=5; ranks 1-5)
 """
 
 
-def test_find_waits_and_turns():
+def test_find_waits_and_find_turns_match_a_plan_by_hand():
     """Each host has two ranks. Transfer 4 uses the connection of transfer 0; neither rank of 8 can see the end of 0."""
     plan = parse_plan(ORDERED)
     waits = find_waits(plan)

@@ -382,7 +382,7 @@ def _run_all_ranks(rank):
     return failures
 
 
-def test_all_ranks_of_a_plan_in_one_process():
+def test_all_ranks_of_a_plan_deliver_in_one_process():
     assert _run(_run_all_ranks, ranks=1) == [[]]
 
 

@@ -29,7 +29,7 @@ from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 @pytest.mark.parametrize("in_rounds", [False, True])
 @pytest.mark.parametrize("contiguous", [True, False])
-def test_message_of_many_boxes_of_two_tensors(contiguous, in_rounds):
+def test_messages_with_many_boxes_of_two_tensors_are_delivered(contiguous, in_rounds):
     stripes = {rank: [[(0, 6), (2 * i + rank, 2 * i + rank + 1)] for i in range(9)] for rank in (0, 1)}
     src = RegionLayout(stripes, join_dim=1)
     dst = Layout(Mesh([2, 3], {"x": 2}), "S0")

@@ -213,7 +213,7 @@ def test_arguments_of_builders_are_checked():
     from_warmups("x", pipeline, 1, [1, 3])
 
 
-def test_auto_schedule_with_stages_on_given_rows():
+def test_auto_schedule_keeps_stages_on_given_rows():
     pipeline = chain(0.1, 0.5, 0.1)
     in_order, permuted = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, row_of_stage=(2, 0, 3, 1))
     seconds = [simulate(one, pipeline).makespan_seconds for one in (in_order, permuted)]

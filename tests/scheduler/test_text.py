@@ -54,11 +54,11 @@ def test_invalid_texts_are_rejected(bad):
         parse_schedule(bad)
 
 
-def test_text_of_a_blocking_send():
+def test_text_of_a_blocking_send_ends_with_an_exclamation_mark():
     assert str(Action(Kind.SEND_B, 2, 7, 0, blocks=True)) == "2SEND_B7>0!"
 
 
-def test_torch_csv_round_trip():
+def test_schedules_round_trip_in_the_csv_of_torch():
     pipeline = Pipeline((Stage(1, 1, 1),) * 3, (Edge(0, 1, 1.0, 1.0), Edge(1, 2, 1.0, 1.0)))
     for build in (gpipe, one_f_one_b, eager_1f1b, zb_h1):
         schedule = build(pipeline, 4)

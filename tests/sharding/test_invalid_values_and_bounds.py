@@ -66,7 +66,7 @@ def test_invalid_meshes_are_refused(build, text):
         build()
 
 
-def test_mesh_text_equality_and_from_jax():
+def test_equal_meshes_from_text_arrays_and_jax_compare_equal():
     mesh = Mesh([4, 5, 6, 0], {"dp": 2, "tp": 2})
     assert str(mesh) == "Mesh(dp=2, tp=2; ranks 4-6,0)"
     assert parse_ranks(format_ranks(mesh.ranks)) == [4, 5, 6, 0]
@@ -200,7 +200,7 @@ STUDY = {
 
 
 @pytest.mark.parametrize("case", study_cases(4), ids=lambda case: case.name)
-def test_bytes_and_bounds_of_the_study_cases(case):
+def test_plans_and_bounds_of_the_study_cases_have_the_expected_bytes(case):
     topology = Topology.uniform([rank // 4 for rank in range(case.num_ranks)], 1e9)
     between, inside, bound = STUDY[case.name]
     total = int(np.prod(case.shape)) * 4
@@ -245,7 +245,7 @@ def test_least_largest_share_is_the_maximum_over_host_sets(held):
     assert least_largest_share(held, dict.fromkeys(range(64), 1.0)) == pytest.approx(by_sets, rel=1e-6)
 
 
-def test_bound_when_source_and_destination_share_hosts():
+def test_bound_is_exact_if_source_and_destination_share_hosts():
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
     assert find_bound([TensorSpec((4, 4), "int8", src, dst)], Topology.uniform((0, 1), 1.0)).seconds == pytest.approx(
         4.0
@@ -338,7 +338,7 @@ def test_small_regions_between_two_ranks_share_a_message():
     assert plan_to_json(plan)["messages"][0]["window"] == 32 * INSIDE_WINDOW
 
 
-def test_at_most_eight_dims():
+def test_tensors_of_eight_dims_move_and_of_nine_are_refused():
     src = Layout(Mesh.of("2x2"), "R S0 R R R R R S1")
     dst = Layout(Mesh.of("2x2", first_rank=4), "S1 R R S0")
     shape = (2, 3, 1, 2, 1, 2, 1, 5)
@@ -352,7 +352,7 @@ def test_at_most_eight_dims():
         make_plan(src, dst, (*shape, 1), "int64")
 
 
-def test_a_million_unit_tasks():
+def test_a_million_unit_tasks_cover_the_tensor_in_little_memory():
     """1,024 -> 1,024 ranks: tasks are arrays, so they take well under a second and a gigabyte."""
     src, dst = Layout(Mesh.of("256x4"), "R S01 R"), Layout(Mesh.of("256x4", first_rank=1024), "S01 R R")
     tasks = TensorSpec((2048, 2048, 64), "float32", src, dst).tasks
@@ -361,7 +361,7 @@ def test_a_million_unit_tasks():
     assert tasks.start.nbytes + tasks.stop.nbytes < 64 * 2**20
 
 
-def test_bound_when_rates_are_a_billion_times_apart():
+def test_bound_is_found_if_rates_are_a_billion_times_apart():
     hosts = (Host((Port(1.0, 1e9),)), Host((Port(1e9, 1.0),)))
     spec = TensorSpec((8192,), "int8", Layout(Mesh.of(4), "S0"), Layout(Mesh.of(4)))
     assert find_bound([spec], Topology((0, 0, 1, 1), hosts)).seconds >= 4096.0

@@ -23,7 +23,7 @@ for spec in (P("dp", None), P(("tp", "dp")), P(), P(None, "tp", None)):
 """
 
 
-def test_real_jax_meshes_and_specs():
+def test_layouts_match_the_shards_of_the_real_jax():
     pytest.importorskip("jax", reason="jax is not installed: pip install 'reshard[jax]'")
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     subprocess.run([sys.executable, "-c", CODE], check=True, env=environment, timeout=120)

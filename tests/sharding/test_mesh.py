@@ -54,7 +54,7 @@ def test_with_ranks_replaces_ranks():
         regions.with_ranks({4: 2, 7: 2})
 
 
-def test_mesh_from_device_mesh():
+def test_from_device_mesh_keeps_ranks_and_axis_names():
     grid = types.SimpleNamespace(tolist=lambda: [[3, 1], [0, 2]])
     named = types.SimpleNamespace(mesh=grid, mesh_dim_names=("dp", "tp"))
     assert Mesh.from_device_mesh(named) == Mesh([3, 1, 0, 2], {"dp": 2, "tp": 2})

@@ -46,7 +46,7 @@ def test_boxes_of_different_ranks_may_partly_overlap():
         ("S01 R R", "S01 R S2", True),  # parts of several rows
     ],
 )
-def test_is_strided_for_known_layouts(src, dst, strided):
+def test_is_strided_is_known_for_simple_layouts(src, dst, strided):
     mesh, other = Mesh.of("2x2x2"), Mesh.of("2x2x2", first_rank=8)
     tasks = cut_unit_tasks(cut_shards(Layout(mesh, src), (4, 4, 4)), cut_shards(Layout(other, dst), (4, 4, 4)))
     assert tasks.is_strided.all() == tasks.is_strided.any() == strided

@@ -87,7 +87,7 @@ def test_unknown_preset_error_lists_the_presets():
         load_preset("dgx", 8)
 
 
-def test_json_file_with_all_features(tmp_path):
+def test_json_files_set_every_part_of_a_topology(tmp_path):
     path = tmp_path / "cluster.json"
     path.write_text(json.dumps(FILE))
     topology = read_topology(path)

@@ -99,7 +99,7 @@ def test_one_stage_with_all_of_the_layers_exchanges_nothing():
     assert problem.stage_cost(whole[0], 4).tie_seconds == 0
 
 
-def test_three_stages_send_to_two_others():
+def test_each_of_three_stages_pays_for_two_sends():
     problem = make_problem_of((0, 1, 2), ((0, 2, 5), SHARED))
     (each,) = problem.ties.exchanges(plan((1, 1, Choice()), (3, 2, Choice()), (6, 3, Choice())))
     assert each.stages == (0, 1, 2)
@@ -122,7 +122,7 @@ def test_three_stages_send_to_two_others():
     ],
     ids=str,
 )
-def test_each_rank_has_its_part(choice, parts):
+def test_the_price_of_a_tie_follows_the_part_of_each_rank(choice, parts):
     problem = make_problem_of((0, 0, 0, 0, 1, 1, 1, 1))
     (each,) = problem.ties.exchanges(plan((3, 4, choice), (6, 8, Choice(zero=3))))
     assert each.stage_bytes == (4 * 4 * SHARED / parts, 4 * SHARED)

@@ -73,18 +73,18 @@ def test_a_compiled_grid_stage_equals_one_process():
 
 
 @pytest.mark.slow
-def test_stages_that_share_a_grid():
+def test_stages_that_share_a_grid_equal_one_process():
     shared = on_grid(2, 2, 1, ranks=(0, 1, 2, 3))
     check_equal(make_case(), pipe_of(["blocks.0", "blocks.1"], [shared, rs.Placement(ranks=(4,)), shared]), 5)
 
 
 @pytest.mark.slow
-def test_one_grid_without_a_pipeline():
+def test_one_grid_without_a_pipeline_equals_one_process():
     run([on_grid(2, 2, 1)], [])
 
 
 @pytest.mark.slow
-def test_fewer_rows_than_grid_rows():
+def test_batches_with_fewer_rows_than_the_grid_equal_one_process():
     case = make_case()
     case.batches[1:] = [make_batch(7, 1), make_batch(8, 2)]
     run([on_grid(3, 1, 1), on_grid(1, 2, 1)], ["blocks.1"], case)

@@ -41,7 +41,7 @@ class Branching(nn.Module):
         (make_chain, ["layers"], "cannot be cut before 'layers': its forward does not call that module"),
     ],
 )
-def test_models_that_cannot_be_cut(model, cuts, message):
+def test_errors_say_why_a_model_cannot_be_cut(model, cuts, message):
     batch = {"x": torch.ones(4, 4)} if model is Branching else make_batch(0)
     pipe = rs.Pipe(model(), cuts, stages=",".join(["1x1"] * (len(cuts) + 1)))
     with pytest.raises(ArgumentError, match=message):

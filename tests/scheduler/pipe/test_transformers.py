@@ -123,7 +123,7 @@ def test_llama_equals_one_process():
         *(pytest.param(each, "1x2,2x2", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen2")),
     ],
 )
-def test_models_with_the_chain_of_llama(name, stages):
+def test_models_with_the_chain_of_llama_equal_one_process(name, stages):
     case = make_case(lambda: make_like_llama(name, **LIKE_LLAMA[name]), mask=True, ignored=True)
     check_equal(case, pipe_of(llama_layers(3), stages), 2 if stages == "1x1,1x1" else 6)
 

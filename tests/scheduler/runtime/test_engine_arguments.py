@@ -96,7 +96,7 @@ STEPS = {
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_wrong_arguments_of_a_step(group, name):
+def test_wrong_arguments_of_a_step_are_named(group, name):
     given, error = STEPS[name]
     engine = Engine(one_f_one_b(ONE, NUM), ONE, {0: Model()}, group=group)
     with engine, pytest.raises(ArgumentError, match=re.escape(error)):
@@ -124,7 +124,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_wrong_arguments_of_an_engine(group, name):
+def test_wrong_arguments_of_an_engine_are_named(group, name):
     given, error = ENGINES[name]
     arguments = {"schedule": one_f_one_b(ONE, NUM), "pipeline": ONE, "modules": {0: Model()}, **given}
     with pytest.raises(ReshardError, match=re.escape(error)):

@@ -348,7 +348,7 @@ class InputChanger(Counter):
         return super().forward(x, count)
 
 
-def test_in_place_changes_of_sent_tensors():
+def test_in_place_changes_of_sent_tensors_are_found_between_ranks():
     _, losses = run_processes(run_counter, 2, True, timeout_seconds=60)
     assert losses == (1, 2, 3, 4, 5, 6)
     _, losses = run_processes(run_counter, 2, True, None, True, timeout_seconds=60)

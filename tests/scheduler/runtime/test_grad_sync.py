@@ -251,7 +251,7 @@ def run_in_joined_group(rank):
     return gradients(module)
 
 
-def test_replicas_in_a_joined_group():
+def test_replicas_in_a_joined_group_equal_one_process():
     wanted = single_process()
     for rank, got in enumerate(run_processes(run_in_joined_group, 3)):
         check(got, wanted[rank < 2])

@@ -42,7 +42,7 @@ def test_order_is_a_function_of_seed_and_step(kind):
         make(2).load_state_dict(loader.state_dict())
 
 
-def test_files_of_text_and_of_tokens(tmp_path):
+def test_files_of_text_and_of_tokens_are_read_and_other_shapes_refused(tmp_path):
     (tmp_path / "text.txt").write_text("hé")
     np.array([1, 65535], dtype=np.uint16).tofile(tmp_path / "tokens.bin")
     np.save(tmp_path / "tokens.npy", np.array([3, 70000], dtype=np.int32))
