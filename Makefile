@@ -1,4 +1,4 @@
-.PHONY: install install-all install-bench demo docs wheel test test-cluster test-faults test-fuzz gpu-check check bench clean
+.PHONY: install install-all install-bench demo docs wheel test test-integration test-cluster test-faults test-fuzz gpu-check check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -34,6 +34,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal
+
+test-integration: install
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'integration and not slow and not cluster and not gpu'
 
 test-cluster: install
 	$(BIN)/python -m pytest -m 'cluster and not slow'

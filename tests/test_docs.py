@@ -72,6 +72,7 @@ def test_the_readme_plan_is_what_the_command_prints(capsys):
     assert capsys.readouterr().out == expected
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
 def test_code_on_the_pages_runs(page):
     for block in _blocks(page, "python"):

@@ -43,6 +43,7 @@ def _interrupted(rank, who, kind):
     return results
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("kind", [_Alarm, TimeoutError, KeyboardInterrupt])
 @pytest.mark.parametrize("who", [0, 1])
 def test_call_interrupted_by_a_signal_is_never_paired_with_a_later_call(who, kind):

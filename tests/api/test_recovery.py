@@ -84,6 +84,7 @@ def _move_with(rank, victims, src, on_loss, options):
     return _move(rank, victims, src, on_loss, **options)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     "victims",
     [

@@ -18,6 +18,7 @@ from tests.support.interpreters import run_interpreters
 SCRIPT = Path(__file__).with_name("forking.py")
 
 
+@pytest.mark.integration
 def test_forked_child_is_refused_and_its_parent_continues():
     for output, errors in run_interpreters(SCRIPT, 2):
         assert output == "well\n"

@@ -106,6 +106,7 @@ def _count_collectives(patch):
     return wire
 
 
+@pytest.mark.integration
 def test_products_and_optimizer_state_send_fewer_bytes():
     for raw, coded in run_processes(check_bytes, 4):
         assert coded[0] < 0.45 * raw[0]
@@ -127,6 +128,7 @@ def train_on_two_grids(rank):
     return found
 
 
+@pytest.mark.integration
 def test_second_moments_keep_small_values():
     """In a block codec they would become 0, the next update huge, and the last loss 0.9 off."""
     raw, coded = run_processes(train_on_two_grids, 4)[0]

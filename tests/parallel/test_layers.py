@@ -44,6 +44,7 @@ def check_dropout(rank, grid_shape, has_checkpoints):
     return losses, norms
 
 
+@pytest.mark.integration
 def test_dropout_is_the_same_on_every_grid_and_when_recomputed():
     make_dropout_model()  # imports the model once
     expected, norms = run_processes(check_dropout, 1, (1, 1, 1), False)[0]
@@ -105,6 +106,7 @@ def check_dtype(rank, dtype):
     return max(relative_error(a.double(), b) for a, b in pairs)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
 def test_linear_is_accurate_in_each_dtype(dtype, bound):
     assert max(run_processes(check_dtype, 8, dtype)) < bound

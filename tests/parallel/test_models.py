@@ -34,6 +34,7 @@ def check_gpt(rank, grid_shape, rows, options):
     return abs(float(losses[0] - losses[1])), max(errors.values()), max(errors, key=errors.get)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("grid_shape", GRIDS)
 def test_gpt_has_the_loss_and_gradients_of_one_process(grid_shape):
     """Tied and untied; heads that the columns do not divide, odd widths, fewer rows than ranks."""

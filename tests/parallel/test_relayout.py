@@ -37,6 +37,7 @@ def check_training(rank, num_grids):
     return is_exact, max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("num_grids", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_training_is_the_same_over_several_grids(num_grids):
     for is_exact, error in run_processes(check_training, 4, num_grids):

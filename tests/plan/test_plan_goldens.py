@@ -10,6 +10,7 @@ import pytest
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", ["bounds", "parts", "plans"])
 def test_fixed_cases_match_the_goldens(name):
     """To update the files after an intended change: python -m tests.goldens.make_plans (or make_bounds, make_parts)."""

@@ -143,6 +143,7 @@ print("equal")
 """
 
 
+@pytest.mark.integration
 def test_interpreted_kernel_matches_its_python_reference(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
     import os

@@ -36,6 +36,7 @@ def _maker():
     return module
 
 
+@pytest.mark.integration
 def test_schedules_equal_the_golden_file():
     """To update the file after an intended change: python -m tests.goldens.make_schedules."""
     kept = (GOLDENS / "schedules.txt").read_text().splitlines()

@@ -75,6 +75,7 @@ def run(stages, folder, until, wrap=None):
     return results[0]
 
 
+@pytest.mark.integration
 def test_resume_on_the_same_meshes_is_bitwise(tmp_path):
     whole = run("1x1,2x1", tmp_path / "a", 6)
     assert run("1x1,2x1", tmp_path / "b", 3) + run("1x1,2x1", tmp_path / "b", 6) == whole
@@ -118,6 +119,7 @@ def follow(rank, stages, source, start, until, wrap):
     return losses
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
     ("first", "second", "wrap"),

@@ -7,6 +7,7 @@ import pytest
 from tests.campaigns.kills import Kill, play
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("wrap", "victim", "doing"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -69,6 +70,7 @@ def make_batch(seed, rows=8):
     }
 
 
+@pytest.mark.integration
 def test_modules_equal_one_process():
     case = Case(make_stages, [make_batch(0), make_batch(1, 5), make_batch(2, 1)], make_batch(9, 3), run_alone)
     check_equal(case, lambda case: rs.Pipe(list(case.make_model()), stages="1x1,2x1,1x1"), 4, accumulate=1)

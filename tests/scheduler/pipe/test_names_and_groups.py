@@ -38,6 +38,7 @@ def _save(rank, wrap, folder):
         return engine.step(batch).loss, [name for name, _ in engine.named_parameters()]
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_child_of_the_model_may_be_called_module(tmp_path):
     model = Outer()
@@ -64,6 +65,7 @@ def _train_on_some(rank, ranks, all_placements):
     return found
 
 
+@pytest.mark.integration
 def test_placements_name_ranks_of_the_group():
     model = make_chain()
     loss, _ = model(**make_batch(5))
@@ -95,6 +97,7 @@ def compile_twice(rank):
     return losses
 
 
+@pytest.mark.integration
 def test_second_engine_on_ranks_that_are_in_unequal_numbers_of_groups():
     for first, second in run_processes(compile_twice, 3):
         assert first == pytest.approx(second, rel=1e-6)

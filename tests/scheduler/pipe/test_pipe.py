@@ -85,6 +85,7 @@ def train_staged(rank, stages, cuts, accumulate, local):
     return results
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("stages", "cuts", "accumulate", "local"),
     [

@@ -106,11 +106,13 @@ def llama_layers(*numbers):
     return [f"model.layers.{number}" for number in numbers]
 
 
+@pytest.mark.integration
 def test_gpt2_equals_one_process():
     case = make_case(make_gpt2, mask=True, ignored=True)
     check_equal(case, pipe_of(gpt2_layers(2), "2x1,1x1"), 3)
 
 
+@pytest.mark.integration
 def test_llama_equals_one_process():
     check_equal(make_case(lambda: make_llama(tied=True), ignored=True), pipe_of(llama_layers(1), "1x1,1x1"), 2)
 

@@ -53,6 +53,7 @@ def train_staged(job):
     return results[0]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("preset", "stages", "schedule", "steps"),
     [
