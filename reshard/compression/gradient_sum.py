@@ -23,7 +23,7 @@ from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.planner.callers import not_compiled
-from reshard.runtime.device_mesh import new_group
+from reshard.runtime.device_mesh import end_with, new_group
 
 #: Dtypes of gradients. Sums are computed in fp32.
 GRADIENT_DTYPES = ("float32", "bfloat16", "float16")
@@ -95,6 +95,7 @@ class GradientSum:
             counts = ", ".join(f"{host} has {number}" for host, number in Counter(hosts).items())
             raise ArgumentError(f"a hierarchical sum needs equally many ranks on each host, but {counts}")
         self._groups = tuple(self._new_group(ranks) for ranks in levels)
+        end_with(self, self._groups)
         self._inside, self._across = map(GroupLevel, self._groups)
         self._digests: dict[tuple[Any, ...], int] = {}
         self._errors = CodingErrors()

@@ -1,4 +1,4 @@
-"""A torch ``DeviceMesh`` whose process groups have a timeout of the caller's choice."""
+"""Process groups and ``DeviceMesh`` objects with a timeout of the caller's choice, which end with their owners."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 
 #: For each default process group, how many groups of the same ranks were made.
 _num_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.WeakKeyDictionary()
+#: Process groups whose owners were collected.
+_without_owner: list[Any] = []
 
 
 def new_group(ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None) -> Any:
@@ -24,6 +26,7 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None = None, backend: s
 
     from .torch_compat import named_group
 
+    _destroy_groups_without_owner()
     made = _num_made.setdefault(dist.group.WORLD, Counter())
     made[tuple(sorted(ranks))] += 1
     name = f"reshard group {made[tuple(sorted(ranks))]} of ranks {sorted(ranks)}"
@@ -31,8 +34,27 @@ def new_group(ranks: Sequence[int], timeout: timedelta | None = None, backend: s
         return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
 
 
+def end_with(owner: Any, groups: Sequence[Any]) -> None:
+    """Destroy process groups after their owner: when this process makes the next group by :func:`new_group`.
+
+    They are not destroyed at once, because the garbage collector may run in any thread, inside any call.
+    """
+    weakref.finalize(owner, _without_owner.extend, groups).atexit = False
+
+
+def _destroy_groups_without_owner() -> None:
+    import torch.distributed as dist
+
+    from .torch_compat import is_alive
+
+    while _without_owner:
+        group = _without_owner.pop()
+        if is_alive(group):
+            dist.destroy_process_group(group)
+
+
 def make_device_mesh(ranks: torch.Tensor, axes: Sequence[str], device_type: str, timeout_seconds: float) -> Any:
-    """A ``DeviceMesh`` with one process group for each axis. Only its own ranks call, all of them.
+    """A ``DeviceMesh`` with one process group for each axis, which end with it. Only its own ranks call, all of them.
 
     Args:
         ranks: global ranks, one dim for each axis.
@@ -46,4 +68,6 @@ def make_device_mesh(ranks: torch.Tensor, axes: Sequence[str], device_type: str,
     lines = [ranks[(*place[:axis], slice(None), *place[axis + 1 :])] for axis in range(ranks.dim())]
     timeout = timedelta(seconds=timeout_seconds)
     groups = [new_group(line.tolist(), timeout) for line in lines]
-    return DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+    mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
+    end_with(mesh, groups)
+    return mesh

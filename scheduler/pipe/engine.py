@@ -295,7 +295,7 @@ class PipelineEngine:
         )
 
     def close(self) -> None:
-        """Stop the threads that move tensors."""
+        """Stop the threads that move tensors. Process groups end when the module is collected, at the next compile."""
         self._programs.close()
         self._engine.close()
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
-from reshard.runtime.device_mesh import new_group
+from reshard.runtime.device_mesh import end_with, new_group
 
 from .cuts import Span
 
@@ -108,6 +108,7 @@ class Axis:
         ranks = [self.ranks[position] for position in positions]
         group = new_group(ranks, self._timeout, dist.get_backend(self.group))
         axis = Axis(name, group, ranks, positions.index(self.index), self._timeout)
+        end_with(axis, [group])
         axis.explain = self.explain
         return axis
 

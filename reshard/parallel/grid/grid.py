@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import ArgumentError, MeshError
-from reshard.runtime.device_mesh import make_device_mesh, new_group
+from reshard.runtime.device_mesh import end_with, make_device_mesh, new_group
 from reshard.sharding import Mesh
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
@@ -270,4 +270,6 @@ class Grid:
             return self._axes["row"]
         backend = dist.get_backend(self._axes["col"].group)
         group = new_group(ranks, self._timeout, backend)
-        return Axis("layer", group, ranks, self.row * self.cols + self.col)
+        axis = Axis("layer", group, ranks, self.row * self.cols + self.col)
+        end_with(axis, [group])
+        return axis

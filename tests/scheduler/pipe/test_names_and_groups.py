@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -84,20 +87,28 @@ def test_placements_name_ranks_of_the_group():
             assert found == pytest.approx(expected, rel=2e-6)
 
 
-def compile_twice(rank):
-    """Ranks 0 and 1, a grid, are then in more process groups than rank 2."""
+def compile_often(rank, num):
+    """Losses, and threads and descriptors. Ranks 0 and 1, a grid first, are then in more process groups than rank 2."""
     batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(0))}
-    losses = []
-    for stages in ([rs.Placement(grid=(1, 2, 1)), rs.Placement()], [rs.Placement(), rs.Placement(dp=2)]):
+    losses, resources = [], []
+    on_grid = [rs.Placement(grid=(1, 2, 1)), rs.Placement()]
+    for stages in [on_grid, [rs.Placement(), rs.Placement(dp=2)]] * num:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         pipe = rs.Pipe(model, ["1"], stages=stages, loss=lambda output: output.square().mean())
         with pipe.compile({"input": batch["x"]}, 2, timeout_seconds=20) as engine:
             losses.append(engine.step({"input": batch["x"]}).loss)
-    return losses
+        del engine, pipe, model
+        gc.collect()
+        resources.append([len(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd")])
+    return losses, resources
 
 
 @pytest.mark.integration
-def test_second_engine_on_ranks_that_are_in_unequal_numbers_of_groups():
-    for first, second in run_processes(compile_twice, 3):
-        assert first == pytest.approx(second, rel=1e-6)
+def test_engines_after_each_other_on_unlike_meshes_train_and_leak_nothing():
+    for losses, resources in run_processes(compile_often, 3, 4):
+        assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
+        for kind in (0, 1):
+            assert (
+                max(each[kind] for each in resources[4:]) <= max(each[kind] for each in resources[:4]) + 10
+            )  # 30 if groups leak
