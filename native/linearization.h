@@ -8,7 +8,7 @@
 //   - The messages of each receiver are ordered by end time.
 //   - If a sender stages a piece from its own host, it receives the piece at most STAGED_BEFORE of its sends to other
 //     hosts before the send of the piece.
-//   - If a receiver only stages a piece from another host, it passes the piece on inside its host before its
+//   - If a receiver only stages a piece from another host, it forwards the piece inside its host before its
 //     STAGED_AFTER-th further receive.
 // The constraints may form a cycle. Then the next message is the one that ends first among those whose `after` is done.
 //
@@ -23,7 +23,7 @@
 #include "rank_assignment.h"
 
 constexpr size_t STAGED_BEFORE = 2; // how many sends to other hosts ahead a sender may stage a piece
-constexpr size_t STAGED_AFTER = 4;  // a staged piece is passed on before this many further receives
+constexpr size_t STAGED_AFTER = 4;  // a staged piece is forwarded before this many further receives
 
 class Linearization {
   public:

@@ -2,11 +2,11 @@
 //
 // A chunk is sent piece by piece. The sender of a piece is a rank at the sending port that has the piece. The receiver
 // is a rank at the receiving port that needs it. If a port has no such rank, another rank at the port stages the piece.
-// The receiver passes the piece on to all ranks of its host that need it, along a chain or, for many ranks, a binary
+// The receiver forwards the piece to all ranks of its host that need it, along a chain or, for many ranks, a binary
 // tree. Among several candidates, the port keeps the rank that it used last until that rank is `run` pieces ahead of
 // the least loaded one, because each change of rank costs a wait of one rank for the other.
 //
-// A rank stages at most MOST_STAGED pieces for others. Beyond that it gives up the oldest one. If the piece is needed
+// A rank stages at most MOST_STAGED pieces for others. Beyond that it drops the oldest one. If the piece is needed
 // later, the rank receives it again.
 //
 // Python reference: tests/reference/rank_assignment.py.
@@ -22,7 +22,7 @@ struct Messages {
     std::vector<int64_t> piece, sender, receiver, source, after_at{0}, after;
     std::vector<double> start, end;
     std::vector<char> crosses; // whether sender and receiver are on different hosts
-    std::vector<char> staged;  // whether the receiver only passes the piece on
+    std::vector<char> staged;  // whether the receiver only forwards the piece
     bool ends_before(int64_t a, int64_t b) const { // on a tie, messages between hosts come first
         return end[a] != end[b] ? end[a] < end[b] : crosses[a] > crosses[b];
     }
@@ -222,7 +222,7 @@ class RankAssignment {
         return message;
     }
 
-    // Records that a rank stages a piece. If the rank now stages too many pieces, it gives up the oldest one.
+    // Records that a rank stages a piece. If the rank now stages too many pieces, it drops the oldest one.
     void stage(int64_t piece, int64_t host, int64_t rank) {
         auto &kept = staged_[rank];
         kept.push_back({piece, host});

@@ -2,8 +2,8 @@
 // tests/reference/pace.py, with the same floating point operations in the same order.
 //
 // A state is (first layer, devices left, class of the first stage) of a suffix of the model, and the end of its first
-// stage if the model has skip connections. It keeps the Pareto front of the round trip, and of that with the excess of
-// gradient sums: what the excess of another suffix saves, its round trip must not lose.
+// stage if the model has skip connections. For each state, the suffixes on a Pareto front are kept: no other suffix is
+// as good in both the round trip and the sum of round trip and excess of gradient sums.
 
 #include <algorithm>
 #include <cmath>
@@ -29,7 +29,7 @@ namespace {
 
 constexpr double INFINITE = std::numeric_limits<double>::infinity();
 
-// A suffix of stages. `next` is the position of the suffix behind its first stage in `points`, -1 if there is none.
+// A suffix of stages. `next` is the position in `points` of the suffix after its first stage, -1 if there is none.
 struct Point {
     double trip, excess;
     int32_t end, option, next_class;
@@ -70,10 +70,10 @@ struct Search {
     std::vector<std::vector<int64_t>> options_of_class;
     std::vector<Point> points;                         // of all final fronts
     std::vector<std::pair<int64_t, int64_t>> fronts;   // by state: [begin, end) in `points`
-    std::vector<Front> merged;                         // by (cut, class, at): what follows a stage, of a chain
+    std::vector<Front> merged;                         // by (cut, class, at): suffixes after a stage; for chains
     std::vector<char> is_merged;
-    std::vector<char> can_stand;                       // by (class, first, end): whether any option is fast and fits
-    std::vector<char> in_plan;                         // by (first, at): whether stages can stand before and from here
+    std::vector<char> can_stand;                       // by (class, first, end): whether an option is fast and fits
+    std::vector<char> in_plan;                         // by (first, at): whether both sides can be divided
 
     int64_t state(int64_t first, int64_t end, int64_t at, int64_t c) const {
         const int64_t ends = is_chain ? 1 : size;

@@ -233,7 +233,7 @@ template <class Codec> constexpr size_t element_bytes(size_t blocks) {
     return blocks * (Codec::SCALE_BYTES + Codec::CODE_BYTES);
 }
 
-// Asks for the values that are read a few blocks later: the hardware prefetches too late for this amount of arithmetic.
+// Prefetches the values of a few blocks later: with so much arithmetic, the hardware prefetches too late.
 template <class Value> RESHARD_INLINE void prefetch_block(const Value *values) {
     constexpr uintptr_t AHEAD = 2048, LINE = 64;
     for (uintptr_t at = 0; at < BLOCK * sizeof(Value); at += LINE)

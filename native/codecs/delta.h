@@ -112,7 +112,7 @@ template <class Word> RESHARD_INLINE Word move_by(Word word, int64_t steps) {
 }
 
 // Reads a stream some entries ahead of its application, and prefetches the words that change. The changed words of a
-// large array are too far apart for the processor to foresee them.
+// large array are too far apart for the hardware prefetcher.
 template <class Word> struct Prefetcher {
     static constexpr int ENTRIES = 24;
     const uint8_t *data, *const end;

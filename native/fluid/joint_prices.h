@@ -170,7 +170,7 @@ class JointPrices {
                 move_[j] -= hessian_[i * n + j] * move_[i];
     }
 
-    // Moves the prices, no further than to a tenth of the cost of any flow; false if a flow is free of charge then.
+    // Moves the prices, but reduces the cost of no flow below a tenth. False if the cost of a flow would be 0.
     bool move_prices(size_t n) {
         double part = 1;
         for (const Bundle &bundle : bundles_) {

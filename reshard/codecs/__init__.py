@@ -1,4 +1,4 @@
-"""Codecs: how values are compressed for the wire. Planning knows their sizes; only the ranks' arrays know their values.
+"""Codecs: how values are compressed for the wire. Planning uses only their sizes.
 
 May import the modules at the root only.
 """

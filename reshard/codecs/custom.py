@@ -150,7 +150,7 @@ def wrap_codec(codec: Any) -> CustomCodec:
     """A caller's codec as plans use it.
 
     Raises:
-        ArgumentError: it is no :class:`~reshard.Codec`.
+        ArgumentError: it does not implement :class:`~reshard.Codec`.
     """
     if isinstance(codec, type):
         raise ArgumentError(f"compression is the class {codec.__name__}; pass an object of it: {codec.__name__}(...)")

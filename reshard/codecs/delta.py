@@ -24,7 +24,7 @@ def word_width(itemsize: int) -> int:
 
 
 def write_plain(words: np.ndarray, out: np.ndarray) -> int:
-    """Copy the plain bytes behind a header. Returns the number of bytes written."""
+    """Copy the plain bytes after a header. Returns the number of bytes written."""
     out[0] = PLAIN
     out[HEADER_BYTES : HEADER_BYTES + len(words)] = words
     return len(words) + HEADER_BYTES

@@ -1,6 +1,6 @@
 """Compressed communication of training: sums of gradients, hooks for DDP and FSDP2, and weights as differences.
 
-May import every package below :mod:`reshard.api`, and it.
+May import :mod:`reshard.api` and every package below it.
 """
 
 from reshard.compression.ddp_communication import ddp_hook

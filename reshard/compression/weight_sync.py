@@ -306,7 +306,7 @@ class WeightSync:
 
 
 class _Entry(NamedTuple):
-    """What all holders of a bucket report alike.
+    """A report on a bucket, equal on all its holders.
 
     Attributes:
         nbytes: size of the encoded bucket.
@@ -349,7 +349,7 @@ def _why_full(reports: Mapping[int, Any]) -> str:
 
 
 def _agree_on_buckets(reports: Mapping[int, Any], buckets: Mapping[str, Bucket]) -> dict[str, _Entry]:
-    """What all holders of each bucket report alike.
+    """The report on each bucket, after checking that its holders report the same.
 
     Raises:
         DisagreementError: ranks send different versions, or replicas of a region differ.

@@ -94,7 +94,7 @@ def simulate_within(
         after_seconds: ``(rows,)`` seconds that each row needs after its last computation.
 
     Returns:
-        The timeline; None if a row is surely later than ``limit_seconds``. A timeline may be later than that, too.
+        The timeline; None if a row certainly ends later than ``limit_seconds``. A returned timeline may end later, too.
 
     Raises:
         ScheduleError: see :func:`simulate`. A schedule that is stopped before its deadlock raises nothing.
@@ -106,7 +106,7 @@ def simulate_within(
 class _Replay:
     """The state of one simulation. ``at`` is the index of each row's current action.
 
-    A row or a channel is looked at again only when something has happened on which it may have waited.
+    A row or a channel is examined again only after an event for which it may have waited.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class _Replay:
         self.wake(row_of[state.channel.sender], row_of[state.channel.receiver])
 
     def wake(self, *rows: int) -> None:
-        """Look at some rows again; at all, if a row has actions of stages that are not its own."""
+        """Examine some rows again; all rows if a row has actions of stages that are not its own."""
         self.rows_to_try.update(rows if self.is_regular else range(len(self.at)))
 
     def advance(self, row: int, action: Action) -> bool:

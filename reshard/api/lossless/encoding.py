@@ -31,7 +31,7 @@ class EncodedBucket:
 
     Attributes:
         buffer: flat uint8: the bucket, then zero padding. nbytes: of the bucket.
-        digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not asked for.
+        digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not requested.
     """
 
     buffer: np.ndarray

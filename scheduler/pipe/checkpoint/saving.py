@@ -89,7 +89,7 @@ def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> Non
 
 
 def _has_optimizer(state: TrainingState) -> bool | None:
-    """Whether this rank passes an optimizer; None if it has no parameters, of which torch makes no optimizer."""
+    """Whether this rank passes an optimizer; None if it has no parameters, since torch then makes none."""
     has_parameters = any(True for module in state.modules.values() for _ in module.parameters())
     return state.optimizer is not None if has_parameters else None
 

@@ -53,7 +53,10 @@ class UTransformer(nn.Module):
 
 
 class ULayer(nn.Module):
-    """One of the thirteen layers: a residual block, attention but at the lowest resolution, and upsampling."""
+    """One of the thirteen layers: a residual block, and attention and upsampling in some layers.
+
+    At the lowest resolution, only the middle layer has attention, and it has a second residual block.
+    """
 
     def __init__(self, config: UTransformerConfig, layer: int) -> None:
         super().__init__()
