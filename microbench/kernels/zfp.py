@@ -1,4 +1,4 @@
-"""ZFP at a fixed rate (the zfpy package) in the elements of a block codec, as a rival of our codecs.
+"""ZFP at a fixed rate (the zfpy package) in the elements of a block codec, to compare with our codecs.
 
 ZFP codes 4 neighboring values at a time. At 8 bits a value, 128 values fill 128 of the 132 bytes of an ``int8x128``
 element, so ZFP can travel in its place: blocks, plans and messages stay the same, and only the values differ.

@@ -3,8 +3,8 @@
 All grids run on the same emulated hosts, in turns. The bound is the longest time that a NIC, or a rank inside
 its host, needs at its calibrated rate for what must pass it at least: each element enters a host once. ``dtensor`` is
 torch's own matrix product on the same placements. ``panels`` overlaps communication with the products by panels,
-``one panel`` gathers first and then multiplies. ``processor`` is the processor time of all ranks in "transfers" divided
-by the number of processors: all ranks share them, so "transfers" cannot take less in this implementation.
+``one panel`` gathers first and then multiplies. ``CPU`` is the CPU time of all ranks in "transfers", divided by the
+number of cores: all ranks share them, so "transfers" cannot take less in this implementation.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def time_settings(
     repeats: int,
     with_dtensor: bool,
 ) -> dict[tuple[int, str], list[tuple[float, float]]]:
-    """Seconds of each step by setting and variant: the longest of all ranks, and the processor time of all ranks.
+    """Seconds of each step by setting and variant: the longest of all ranks, and the CPU time of all ranks.
 
     Variants run in turns.
     """
@@ -147,14 +147,14 @@ def time_settings(
     for turn in range(repeats + 1):
         for key, run in variants.items():
             dist.barrier()
-            begun, processor_begun = time.perf_counter(), time.process_time()
+            begun, cpu_begun = time.perf_counter(), time.process_time()
             run()
             longest = torch.tensor(time.perf_counter() - begun)
-            processor = torch.tensor(time.process_time() - processor_begun)
+            cpu_seconds = torch.tensor(time.process_time() - cpu_begun)
             dist.all_reduce(longest, dist.ReduceOp.MAX)
-            dist.all_reduce(processor)
+            dist.all_reduce(cpu_seconds)
             if turn:  # the first turn connects
-                seconds[key].append((float(longest), float(processor)))
+                seconds[key].append((float(longest), float(cpu_seconds)))
     return seconds
 
 
@@ -211,18 +211,18 @@ def _print_table(
     names = sorted({name for _, name in seconds}, key=["transfers", "one panel", "panels", "dtensor"].index)
     print_line(f"\n{tokens} tokens, hidden {hidden}: milliseconds, forward + backward + depth sums; medians")
     print_line(
-        f"{'grid':>10} {'ranks vary along':>18} {'bound':>8} {'processor':>9} "
+        f"{'grid':>10} {'ranks vary along':>18} {'bound':>8} {'CPU':>9} "
         + " ".join(f"{name:>10}" for name in names)
         + "  ratio"
     )
-    processors = len(os.sched_getaffinity(0))
+    cores = len(os.sched_getaffinity(0))
     for number, setting in enumerate(settings):
         bound = bound_seconds(setting, links, tokens, hidden)
         medians = [statistics.median(longest for longest, _ in seconds[number, name]) for name in names]
-        processor = statistics.median(each for _, each in seconds[number, "transfers"]) / processors
+        cpu_seconds = statistics.median(each for _, each in seconds[number, "transfers"]) / cores
         cells = " ".join(f"{1e3 * each:>10.0f}" for each in medians)
         order = ", ".join(reversed([axis for axis in setting.order if _size(setting, axis) > 1]))
-        limits = f"{1e3 * bound:>8.0f} {1e3 * processor:>9.0f}"
+        limits = f"{1e3 * bound:>8.0f} {1e3 * cpu_seconds:>9.0f}"
         print_line(f"{setting.shape!s:>10} {order:>18} {limits} {cells}  {medians[0] / bound:.2f}")
 
 

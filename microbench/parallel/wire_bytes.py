@@ -51,7 +51,7 @@ def main() -> int:
     parser.add_argument("--grids", default=GRIDS, help="rows,cols,depth of each grid, separated by spaces")
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=8, help="steps that are counted")
+    parser.add_argument("--steps", type=int, default=8, help="steps whose bytes are counted (8)")
     args = parser.parse_args()
     sizes = transformer_linears(args.hidden)
     print_line(f"linears of a transformer layer, {args.tokens} tokens, hidden {args.hidden}, float32, bytes per step")

@@ -1,6 +1,6 @@
 """Time to plan pairs of layouts with the default strategy: ``python -m microbench.planner.planning_time``.
 
-16384 x 16384 bfloat16 moves to the next ranks, on three topologies. Times are processor times of one warm process. The
+16384 x 16384 bfloat16 moves to the next ranks, on three topologies. Times are CPU times of one warm process. The
 goals are 10 ms up to 64 ranks a side and 0.5 s for 1,024; the exit status is 1 if a pair takes longer.
 """
 
@@ -67,7 +67,7 @@ class Case:
         return TensorSpec(SHAPE, "bfloat16", src, dst), topology
 
     def time(self, repeats: int) -> tuple[float, Plan]:
-        """Median seconds of processor time to plan, and the plan."""
+        """Median seconds of CPU time to plan, and the plan."""
         taken = []
         for _ in range(repeats):
             spec, topology = self.inputs()

@@ -1,6 +1,6 @@
 """Planning time and memory by number of ranks: ``python -m microbench.planner.scaling``.
 
-Times are processor times, because other work on a shared machine lengthens the others. Each case runs in a separate
+Times are CPU times, because other work on a shared machine lengthens the others. Each case runs in a separate
 process, so that peak memory belongs to the case.
 """
 

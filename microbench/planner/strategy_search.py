@@ -182,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", default=["families", "speed", "clusters"])
     parser.add_argument("--clusters", type=int, default=20, help="number of random clusters (default: 20)")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="start no further cluster after this time")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="seconds after which no cluster starts (3600)")
     parser.add_argument("--results", type=Path, help="file of random clusters that are finished, read and appended to")
     options = parser.parse_args()
     for part in options.parts:

@@ -151,7 +151,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
 def main() -> None:
     """Print every strategy, the part that is predicted within 5 and 10 %, and the rank correlation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1 Gbit/s", help="of each NIC (default: 1 Gbit/s)")
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each NIC (default: 1 Gbit/s)")
     options = parser.parse_args()
     from scipy.stats import spearmanr
 

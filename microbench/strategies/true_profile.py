@@ -1,9 +1,9 @@
 """What the placement of transfers and a true profile gain: ``python -m microbench.strategies.true_profile``.
 
-A GPT of XL's proportions (48 layers of width 1600, 1,024 tokens, a head for 50,257 tokens) on two emulated hosts of two
-devices. Devices sleep for the seconds of their layers; tensors cross rate-limited links. Seconds and bytes are those of
-the model on devices of 60 TFLOPS with links of ``--link``, scaled alike, so the ratio of communication to computation
-is that of the model.
+A GPT with the proportions of GPT-2 XL (48 layers of width 1600, 1,024 tokens, a head for 50,257 tokens) on two emulated
+hosts of two devices. Devices sleep for the seconds of their layers; tensors cross rate-limited links. The model is that
+of devices of 60 TFLOPS and links of ``--link``. All its seconds are multiplied by one factor, so the ratio of
+communication to computation stays the same.
 
 Transfers run in two ways. *Blocking* transfers are on the compute stream, so a send blocks the next computation of its
 producer. *Overlapped* transfers have streams of their own and start when their producers end, as ``overlap_transfers``
@@ -104,10 +104,10 @@ def measure(
 def main() -> None:
     """Print the seconds of a step for each choice and way, and the gains over ``alpa`` on the wrong profile."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1 Gbit/s", help="of each emulated NIC (default: 1 Gbit/s)")
-    parser.add_argument("--link", default="10 Gbit/s", help="of each modelled NIC (default: 10 Gbit/s)")
-    parser.add_argument("--scale", type=float, default=4.0, help="of the seconds of the model (default: 4)")
-    parser.add_argument("--repeats", type=int, default=5, help="steps of each choice and way (default: 5)")
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each emulated NIC (default: 1 Gbit/s)")
+    parser.add_argument("--link", default="10 Gbit/s", help="rate of each modelled NIC (default: 10 Gbit/s)")
+    parser.add_argument("--scale", type=float, default=4.0, help="factor of all modelled times (default: 4)")
+    parser.add_argument("--repeats", type=int, default=5, help="steps of each choice and schedule (default: 5)")
     options = parser.parse_args()
     shaped = topology_from_json({"hosts": [{"devices": 2, "nics": [options.rate]}] * 2})
     plain = nominal(shaped)

@@ -56,7 +56,7 @@ def find_codec(codec: Any) -> ElementCodec:
     """The codec of a name, or a caller's :class:`Codec` as plans use it.
 
     Raises:
-        ArgumentError: there is no codec of this name, or it is no Codec.
+        ArgumentError: there is no codec of this name, or it is not a Codec.
     """
     if isinstance(codec, ElementCodec):
         return codec

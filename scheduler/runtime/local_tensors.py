@@ -63,13 +63,13 @@ def full(value: Any) -> torch.Tensor | None:
 
 
 def one_row(empty: torch.Tensor) -> torch.Tensor:
-    """A tensor of ones, with one entry in each dim in which ``empty`` has none."""
+    """A tensor of ones with the shape of ``empty``, but of size 1 in each dim of size 0."""
     made = torch.ones([size or 1 for size in empty.shape], dtype=empty.dtype, device=empty.device)
     return made.requires_grad_(empty.requires_grad)
 
 
 def no_rows(arrays: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec], rank: int) -> dict[str, torch.Tensor]:
-    """None of the entries in the dims in which ``tensors`` have none on this rank. They stay in the autograd graph."""
+    """Cut every dim in which the shard of this rank is empty to size 0. Autograd still records the results."""
     made = {}
     for spec in tensors:
         array = arrays[str(spec.name)]

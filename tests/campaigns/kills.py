@@ -110,7 +110,7 @@ def main() -> int:
     """Print the number of runs as required; returns 1 if one was not."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.kills", description=__doc__)
     parser.add_argument("--runs", type=int, default=20, help="runs with each wrapper, and with grids (20)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the moments (0)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments of the kills (0)")
     parser.add_argument("--doing", default=",".join(DOING), help=f"what ranks do ({','.join(DOING)})")
     options = parser.parse_args()
     num_wrong = 0

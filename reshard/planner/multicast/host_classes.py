@@ -27,7 +27,7 @@ _MIN_CHUNK_BYTES = 2**14
 LONGEST_CHAIN = 8
 #: Share of a rank's bandwidth inside its host that forwarding may use if one rank serves a NIC alone.
 _MAX_INSIDE_SHARE = 0.5
-#: Limit on (number of slots, load of a link) pairs that are priced at once, so that they fit the processor's cache.
+#: Limit on (number of slots, load of a link) pairs that are priced at once, so that they fit the cache of a core.
 _MAX_LOADS_AT_ONCE = 10_000
 _NO_HOST = np.iinfo(np.int64).max
 
