@@ -221,7 +221,7 @@ class Trees {
         : host_of_(host_of), pod_of_(pod_of), most_arriving_(most_arriving), num_pods_(num_pods), entered_(num_ranks),
           sent_(num_ranks) {}
 
-    // Writes the edges of a tree to `from` and `to`, one for each receiver, and moves these behind them.
+    // Writes the edges of a tree to `from` and `to`, one for each receiver, and advances both past them.
     void grow(int64_t sender, const std::vector<int64_t> &receivers, int64_t nbytes, int64_t *&from, int64_t *&to) {
         const int64_t home = host_of_[sender];
         near_.clear(), far_.clear(), inside_.clear();

@@ -116,7 +116,7 @@ def random_problem(seed: int) -> tuple[str, Problem]:
 
 
 def random_clusters(number: int, seconds: float, path: Path | None) -> None:
-    """Models and clusters drawn at random, as many as fit the seconds. Stops if ``auto`` is behind another method.
+    """Models and clusters drawn at random, as many as fit the seconds. Stops if ``auto`` is slower than another method.
 
     Clusters in the file at ``path`` are not compared again; others are appended to it.
     """

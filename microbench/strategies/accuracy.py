@@ -55,7 +55,7 @@ MB = 250_000  # elements of a megabyte
 
 @dataclass(frozen=True)
 class Model:
-    """Eight layers: seconds of the forward of one row, and megabytes of a row behind each but the last.
+    """Eight layers: seconds of the forward of one row, and megabytes of a row after each but the last.
 
     ``skips``: (writer, reader, megabytes).
     """

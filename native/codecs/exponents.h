@@ -26,7 +26,7 @@
 namespace codecs {
 
 constexpr size_t EXPONENT_VALUES = 128, ROW = 16, ROWS = EXPONENT_VALUES / ROW, CODES_BYTES = 3 * ROW;
-constexpr size_t FIXED_BYTES = 1 + CODES_BYTES + EXPONENT_VALUES; // of a block, without the exponents behind it
+constexpr size_t FIXED_BYTES = 1 + CODES_BYTES + EXPONENT_VALUES; // of a block, without the exponents after it
 constexpr uint8_t ESCAPE = 7;
 constexpr size_t AHEAD = 4; // exponents that the encoder writes without a branch between them
 

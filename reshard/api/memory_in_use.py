@@ -106,7 +106,7 @@ def _places(arrays: Sequence[Any]) -> list[Place]:
 
 
 def _memory_of(array: Any) -> Any:
-    """The caller's array behind one that is cast or coded on the way."""
+    """The caller's array, if this object casts or codes it on the way."""
     if isinstance(array, EncodedSource | DecodedTarget):
         return array.plain
     return array.array if isinstance(array, CastSource) else array

@@ -64,7 +64,7 @@ class Choice:
 
     @property
     def way(self) -> tuple[int, int, GridShape]:
-        """What all layers of a stage that ``Pipe`` runs have in common."""
+        """The properties that ``Pipe`` needs to be equal for all layers of a stage."""
         return self.tp, self.zero, self.grid
 
     @property
@@ -77,7 +77,7 @@ class Choice:
         return num_ranks // (self.grid[1] if self.grid else self.tp)
 
     def fits(self, num_ranks: int) -> bool:
-        """Whether a stage of some ranks can have it."""
+        """Whether a stage of so many ranks can have this choice."""
         return num_ranks == math.prod(self.grid) if self.grid else num_ranks % self.tp == 0
 
     def describe(self, num_ranks: int) -> str:
@@ -91,7 +91,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Sharding:
-    """What one rank of a tensor-parallel group has of a layer.
+    """The share of a layer on one rank of a tensor-parallel group.
 
     Attributes:
         compute: share of the computation. params: parameters. saved_bytes: bytes saved for the backward of one row.
@@ -106,7 +106,7 @@ class Sharding:
 
 
 def shard_1d(layer: Layer, degree: int) -> Sharding:
-    """Megatron's: column-wise and then row-wise products, with an all-reduce behind each pair.
+    """Megatron's: column-wise and then row-wise products, with an all-reduce after each pair.
 
     A layer that cannot be divided over so many ranks is computed whole by each.
     """

@@ -143,7 +143,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Place:
-    """What a layer's cost needs to know of the ranks of its stage.
+    """The hosts and links of the ranks of a stage, as costs of layers need them.
 
     Attributes:
         num_ranks: ranks of the stage. num_hosts: hosts that they are on.
@@ -199,7 +199,7 @@ class Place:
     def replica_seconds(self, nbytes: float, tp: int, passes: float) -> float:
         """Seconds of a ring over the replicas of a layer, of which each rank has ``nbytes``.
 
-        Between hosts, the rings of all ``tp`` ranks share the NICs. The part inside a host runs beside it.
+        Between hosts, the rings of all ``tp`` ranks share the NICs. The part inside a host runs at the same time.
         """
         replicas = self.num_ranks // tp
         if replicas == 1 or nbytes == 0:

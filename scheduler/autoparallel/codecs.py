@@ -1,4 +1,4 @@
-"""Seconds of coded collectives: which codec each kind of traffic may have, and what it then takes."""
+"""Seconds of coded collectives, for each kind of traffic inside stages."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class CodecCost:
     def sum_seconds(self, place: Place, nbytes: float) -> float:
         """Seconds of a sum over all ranks of a place: raw inside hosts and coded between them, or coded on one host.
 
-        A rank encodes its part of each host's, adds the parts that it receives, encodes their sum, and decodes all.
+        A rank encodes its part for each host, adds the parts that it receives, encodes the sum, and decodes all sums.
         """
         if place.num_ranks == 1 or nbytes == 0:
             return 0.0
@@ -85,7 +85,7 @@ class CodecCost:
 
 @dataclass(frozen=True)
 class CodecCosts:
-    """The codec_costs of all kinds of traffic inside stages; None: raw.
+    """The codec of each kind of traffic inside stages, with its costs; None: raw.
 
     Attributes:
         sums: of gradients over replicas under DDP. gathers, scatters: of parameters and gradients under ZeRO 3.
@@ -104,7 +104,7 @@ class CodecCosts:
     def of(
         cls, policy: Policy | None, cluster: Cluster, dtype: str, weight: float, gradient: float, is_optional: bool
     ) -> CodecCosts:
-        """The codec_costs of a policy.
+        """The codecs of a policy, with their costs.
 
         Args:
             dtype: of activations. weight, gradient: bytes of a parameter and of its gradient.
@@ -157,7 +157,7 @@ def check_policy(policy: Policy, cluster: Cluster) -> None:
 
 
 def parts_of_policy(policy: Policy, stages: Sequence[StagePlan], graph: LayerGraph) -> Iterator[Policy]:
-    """All policies that code some of what a policy codes, of the traffic that stages have.
+    """All policies that use some of the codecs of a policy, for traffic that the stages have.
 
     The engine codes panels of grids only if no stage has torch's tensor parallelism. Sums over stages of the gradients
     of shared parameters have the codec of sums over replicas.

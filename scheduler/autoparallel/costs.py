@@ -1,4 +1,4 @@
-"""Seconds and bytes of one layer under one choice. What layers cost, stages add up.
+"""Seconds and bytes of one layer under one choice. The cost of a stage is the sum over its layers.
 
 Formulas: ring collectives of Patarasu and Yuan (2009); ZeRO of Rajbhandari et al. (2020); computation that overlaps
 with a transfer is slowed, as Galvatron-BMW (Wang et al., 2023) charges it.
@@ -40,7 +40,7 @@ MIXED_PRECISION = StateBytes(2.0, 2.0, 12.0)
 
 @dataclass(frozen=True)
 class Workload:
-    """What the costs of all layers of a step depend on, beside the layer, its choice and its place.
+    """What the costs of layers depend on, in addition to the layer, its choice and its place.
 
     Attributes:
         profile: times of the layers. states: bytes of states of a parameter.
@@ -88,11 +88,11 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """What the layers of a stage add up to, for one microbatch of its number of rows.
+    """The summed costs of the layers of a stage, for one microbatch of its number of rows.
 
     ``late_bytes`` are states that do not exist yet while all ``microbatches`` of a step are in flight: gradients.
-    ``tie_seconds`` and ``tie_bytes`` are what it takes to add the gradients of parameters that other stages share, once
-    in a step, after its own sums: seconds, and bytes of a device beside its states.
+    Once in a step, after its own sums, a stage adds the gradients of parameters that it shares with other stages. This
+    takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
     """
 
     forward_seconds: float
@@ -123,7 +123,7 @@ class StageCost:
 
     @property
     def fixed_bytes(self) -> float:
-        """Bytes of a device beside activations, in the middle of a step."""
+        """Bytes of a device without activations, in the middle of a step."""
         return self.state_bytes + self.working_bytes + self.buffer_bytes
 
     @property
@@ -137,7 +137,7 @@ class StageCost:
         return self.sync_seconds + self.tie_seconds
 
     def peak_state_bytes(self, in_flight: int) -> float:
-        """Bytes of the states when a device has most bytes."""
+        """Bytes of the states at the peak of a device."""
         return self.state_bytes - (self.late_bytes if in_flight >= self.microbatches else 0.0)
 
     def peak_bytes(self, in_flight: int) -> float:
@@ -259,7 +259,7 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
 def recompute_bytes(costs: Sequence[LayerCost]) -> float:
     """Bytes by which the backward of a microbatch exceeds what its forward has kept.
 
-    A layer is computed again once the layers behind it have released their activations.
+    A layer is computed again once the layers after it have released their activations.
     """
     most, released = 0.0, 0.0
     for cost in reversed(costs):
@@ -269,7 +269,7 @@ def recompute_bytes(costs: Sequence[LayerCost]) -> float:
 
 
 def late_bytes(costs: Sequence[LayerCost]) -> float:
-    """Bytes by which a device has fewer states than all, at its peak, if all microbatches are in flight by then.
+    """Bytes of the states that do not exist yet at the peak of a device, if all microbatches are in flight by then.
 
     The first backward makes the gradients, layer by layer from the last one, and releases activations meanwhile.
     """

@@ -181,7 +181,7 @@ class LayerGraph:
         """Layers that each pass one tensor to the next.
 
         Args:
-            layers: the layers. shapes: shape of one row of the tensor behind each layer but the last, the rows first.
+            layers: the layers. shapes: shape of one row of the tensor after each layer but the last, the rows first.
             options: further arguments of :class:`LayerGraph`.
         """
         if not all(isinstance(shape, Sequence) for shape in shapes):
@@ -204,7 +204,7 @@ class LayerGraph:
         dtype: str = "bfloat16",
         name: str = "transformer",
     ) -> LayerGraph:
-        """A decoder of equal layers, with an embedding before and the head and its loss behind them.
+        """A decoder of equal layers, with an embedding before them, and the head and its loss after them.
 
         Work and memory follow Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models",
         2022) for 2-byte activations, without the memory of attention scores, which a fused kernel does not keep. With
@@ -321,7 +321,7 @@ def _read_ties(ties: Any) -> tuple[tuple[tuple[int, ...], int], ...]:
 def own_layer(tied: Sequence[int], first: int, end: int) -> int | None:
     """The last of some tied layers in a stage of layers ``first`` to ``end - 1``; None if it has none.
 
-    Its backward comes first, and so makes the gradient. The stage counts the parameters once, with this layer.
+    Its backward comes first, so it creates the gradient. The stage counts the parameters once, with this layer.
     """
     return max((layer for layer in tied if first <= layer < end), default=None)
 

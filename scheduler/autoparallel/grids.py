@@ -1,4 +1,4 @@
-"""What layers cost on grids of :mod:`reshard.parallel`: prices of ``choose_grid`` with times of the profile."""
+"""Costs of layers on grids of :mod:`reshard.parallel`: prices of ``choose_grid``, with times of the profile."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
 def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> LayerCost:
     """The cost of a layer on a grid for one microbatch. See :func:`~.costs.layer_cost`.
 
-    Computation is the busiest rank's part of what the profile says of one rank. Communication is what
-    :func:`~reshard.parallel.layer_price.price_layer` says for a rank of that speed. Gradients are summed over the depth
-    once in a step; such sums leave a copy of them.
+    Computation takes the busiest rank's share of the profiled time of one rank. Communication takes the time that
+    :func:`~reshard.parallel.layer_price.price_layer` returns for a rank of that speed. Gradients are summed over the
+    depth once in a step; such a sum keeps a copy of them.
     """
     sizes = layer.grid_sizes
     assert sizes is not None

@@ -1,4 +1,4 @@
-"""What every search method is given: the model, the devices, the profile and the rules, with the costs of any stage."""
+"""The input of every search method: the model, the devices, the profile and the rules, with the costs of any stage."""
 
 from __future__ import annotations
 

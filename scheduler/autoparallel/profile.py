@@ -103,10 +103,10 @@ class Profile:
         device, dtype: kind of the device, and dtype of computations.
         classes: ``{layer class: {tensor-parallel degree: ClassTimes}}``. A degree that is not there takes its share of
             the work of degree 1.
-        message_seconds: what a message between stages takes beside its bytes.
+        message_seconds: time of a message between stages in addition to that of its bytes.
         sums: ``(latency seconds, bytes per second)`` of collectives inside a host, as measured; default: of the
             topology.
-        slowdown: how much longer computation takes while a transfer runs beside it.
+        slowdown: how much longer computation takes while a transfer runs at the same time.
         is_guess: whether the times are estimates.
         software: versions of what was measured.
 

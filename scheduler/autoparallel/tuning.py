@@ -1,7 +1,7 @@
 """The loop of search and measurement: the steps of a strategy correct the profile that it was chosen by.
 
 Source of the idea: Hosoki et al., "An optimization pass for training speed-up and strategy search in 3D parallelism"
-(2024): with transfers behind their producers, a span of a measured step is computation only, so the profile is true.
+(2024): with transfers after their producers, a span of a measured step is computation only, so the profile is true.
 """
 
 from __future__ import annotations
@@ -219,9 +219,9 @@ def _work(problem: Problem, stage: StagePlan, count: int, kinds: _Kinds) -> tupl
 
 
 def _message_seconds(problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline]) -> float:
-    """What a message takes beside its bytes: the median over all channels of what is measured beyond the plan.
+    """Fixed time of a message: the median, over all channels, of the measured time minus the predicted time without it.
 
-    Of each channel, the faster half of its transfers counts: the others share links.
+    For each channel, the faster half of its transfers counts: the others share links.
     """
     now, extra = problem.profile.message_seconds, []
     for edge in strategy.edges:

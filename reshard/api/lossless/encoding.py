@@ -102,7 +102,7 @@ def encode_bucket(
     if capacity_of(at) > len(out):
         out = _enlarged(out, at, capacity_of(at))
     out[: _ENTRY_BYTES * len(sizes)] = np.array(sizes, dtype=np.int64).view(np.uint8)
-    out[at : capacity_of(at)] = 0  # the encoder may have written behind its result
+    out[at : capacity_of(at)] = 0  # the encoder may have written past the end of its result
     return EncodedBucket(
         out[: capacity_of(at)],
         at,

@@ -72,7 +72,7 @@ def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.n
 
 
 def _fits(schedule: Schedule, workload: Workload, relays: np.ndarray, staging_bytes: int) -> bool:
-    """Whether every message finds a free receive slot at its receiver beside the messages staged there."""
+    """Whether every message finds a free receive slot at its receiver, which also stages other messages."""
     count = len(schedule.piece)
     nbytes = workload.piece_bytes[schedule.piece]
     largest = np.zeros(int(schedule.receiver.max()) + 1, dtype=np.int64)

@@ -93,7 +93,7 @@ class DecodedTarget:
 
 
 class _Slabs:
-    """A contiguous shard beside its coded array, and which slabs were taken."""
+    """A contiguous shard and its coded array, and which slabs were taken."""
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
         self.codec, self.num_row_dims = codec, num_row_dims

@@ -22,7 +22,7 @@ SAME = 1e-6
 def alpa(problem: Problem) -> tuple[Candidate, ...]:
     """The best stages for each number of microbatches if edges took no time, best first.
 
-    The time of a stage has its part of the gradient sum. A stage with s - 1 stages behind it keeps s microbatches in
+    The time of a stage has its part of the gradient sum. A stage with s - 1 stages after it keeps s microbatches in
     flight, as 1F1B does.
 
     Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning" (2022),
@@ -78,7 +78,7 @@ def best_stages(tables: Tables) -> tuple[float, Stages]:
 
 @dataclass(frozen=True, eq=False)
 class _Places:
-    """The places where stages may stand. Those with the same class, memory and options share one table of times."""
+    """The positions at which stages may begin. Those with equal class, memory and options share a table of times."""
 
     tables: Tables
 

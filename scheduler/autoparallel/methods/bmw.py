@@ -90,7 +90,7 @@ def _balanced(problem: Problem, degree: int, count: int) -> Sequence[PackedStage
 
 
 def _moves_away(cuts: Cuts, stage: int) -> Iterator[Cuts]:
-    """One layer at either cut of a stage goes to the stage beyond."""
+    """Move one layer at either end of a stage to the neighbouring stage."""
     if cuts[stage + 1] - cuts[stage] < 2:
         return
     if stage > 0:

@@ -37,8 +37,8 @@ def pack_stage(
     """The fastest choices of layers ``first`` to ``end - 1`` that fit, or None.
 
     ``C(l, E, s) = min over s' of C(l - 1, E - O(l, s), s') + c(l, s) + R(l, s', s)``: c is the time of layer l under
-    choice s, O its states and activations in flight, and R the change of layout between layers. What a stage needs
-    beside the layers (working memory of the largest layer, buffers) is held back.
+    choice s, O its states and activations in flight, and R the change of layout between layers. Memory
+    that no layer alone accounts for (working memory of the largest layer, buffers) is reserved.
 
     Args:
         problem: the search. first, end: the layers. ranks: first rank and end. count: microbatches of a step.

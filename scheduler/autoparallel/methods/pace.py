@@ -11,7 +11,7 @@ end of a step <= memory. A second value is the time e by which gradient sums end
 e = max(sync, e' - b - x_b). The iteration takes R + (m - 1) P + e. Smaller R and smaller R + e are never worse, so a
 state keeps their Pareto front.
 
-``native/autoparallel/pace.cpp`` is the loop; ``tests/reference/pace.py`` is its twin.
+``native/autoparallel/pace.cpp`` is the loop; ``tests/reference/pace.py`` is its Python reference.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ class Tables:
         classes, options: see :class:`StageClass` and :class:`Option`.
         ends: numbers of devices that a suffix may use, ascending from 0.
         allowed: ``[option, u]``: whether a stage of the option may begin with ``u`` devices left (itself included).
-        next_at: ``[class, u]``: index into ``ends`` of what is left behind the stage, -1 if it cannot stand there.
-        port_in, port_out: ``[class, u]``: seconds per byte of the ports towards the stages before and behind it.
+        next_at: ``[class, u]``: index into ``ends`` of the devices left after the stage, -1 if it cannot begin there.
+        port_in, port_out: ``[class, u]``: seconds per byte of the ports towards the stages before and after it.
         memory: ``[class, u]``: bytes of a device.
         received, sent: ``[first, end]``: bytes of a microbatch that a stage receives and sends forward, on the wire.
         cut_bytes: ``[first, cut, end]``: bytes between two stages next to each other; chains use ``[0, cut, 0]`` only.
@@ -294,10 +294,10 @@ def _find_options(
 
 
 def _port_seconds(problem: Problem, begin: int, end: int) -> tuple[float, float]:
-    """Seconds per byte that the ports of a stage are busy for what it exchanges with the stages before and behind it.
+    """Seconds that the ports of a stage take for a byte from or to the stage before it, and the stage after it.
 
-    A stage inside a host whose one side only leads out may use half of the port: another stage of the host leads out
-        too.
+    If exactly one neighbour of a stage inside a host is on another host, the stage may use half of the port, because
+    another stage of its host uses the port, too.
     """
     cluster = problem.cluster
     parts = cluster.hosts_of(begin, end)

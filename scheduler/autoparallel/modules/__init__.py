@@ -1,1 +1,1 @@
-"""What touches torch modules: tracing a model into layers, measuring them, and running a strategy on them."""
+"""The code that uses torch modules: tracing a model into layers, measuring them, and running a strategy on them."""

@@ -42,7 +42,7 @@ def profile_layers(
         traced: the model, from :func:`trace_module`.
         device: what to measure on.
         rows: numbers of rows of one forward. repeats: measurements, of which the median counts.
-        message_seconds, slowdown: see :class:`Profile`; what a message takes beside its bytes cannot be measured by one
+        message_seconds, slowdown: see :class:`Profile`; the fixed time of a message cannot be measured by one
             process.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Layers of a torch model, found with the means that cut it into stages."""
+"""Find the layers of a torch model, with the code that cuts models into stages."""
 
 from __future__ import annotations
 
@@ -223,9 +223,9 @@ def _measure_work(
 ) -> tuple[tuple[float, ...], SizeRecorder]:
     """Operations and saved bytes of the forward of one row, and the saved bytes that tensor parallelism divides.
 
-    Counted on tensors without data, or on a copy with values if the layer needs data. What is saved behind a
-    column-wise module and before the end of the next row-wise one is divided. The last number is what is saved in the
-    module at ``path``, which recomputation computes again.
+    Counted on tensors without data, or on a copy with values if the layer needs data. Tensor
+    parallelism divides what is saved between a column-wise module and the end of the next row-wise one. The last number
+    counts what is saved in the module at ``path``, which recomputation computes again.
     """
 
     def make_inputs(rows: int) -> dict[str, Any]:

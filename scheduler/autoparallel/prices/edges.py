@@ -35,7 +35,7 @@ class EdgePrices:
 
     Args:
         graph, cluster: the model and its devices.
-        message_seconds: what a message takes beside its bytes.
+        message_seconds: time of a message in addition to that of its bytes.
         codecs: of activations and of their gradients; each direction of an edge is coded where that is faster.
     """
 

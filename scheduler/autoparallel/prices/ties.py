@@ -73,7 +73,7 @@ def tied_share(graph: LayerGraph, layer: int, num_params: int) -> float:
 
 
 def repeated_bytes(graph: LayerGraph, stage: StagePlan, costs: Sequence[LayerCost]) -> tuple[float, float]:
-    """Bytes that layers of a stage count more than once, as they share parameters: states, and gradients alone."""
+    """Bytes that layers of a stage count twice because they share parameters: of all states, and of gradients alone."""
     states, gradients = 0.0, 0.0
     for tied, number in graph.ties:
         own = own_layer(tied, stage.first_layer, stage.end_layer)
@@ -111,7 +111,7 @@ class TiePrices:
 
     Args:
         graph, cluster: the model and its devices.
-        gradient_bytes: of a parameter. message_seconds: what a message takes beside its bytes.
+        gradient_bytes: of a parameter. message_seconds: fixed time of a message.
         codec: of gradients. is_optional: whether it is used only where it is faster.
         least_ratio: bytes on the wire of each byte of gradients, at least.
     """
