@@ -27,7 +27,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 class StageOutput(NamedTuple):
-    """What the module of a stage returns.
+    """The result of the module of a stage.
 
     A module may also return a dict of ``tensors``, or one tensor. One tensor is the only tensor of the outgoing edges,
     or the loss if the stage has no outgoing edges.

@@ -128,7 +128,7 @@ class TiedParameters:
         return [parameter for each in self._ties for parameter in each.mine.values()]
 
     def training(self) -> list[tuple[int, str, bool]]:
-        """For each tied parameter of this rank: the index of its tie, what it is called in errors, if it is trained."""
+        """For each tied parameter of this rank: the index of its tie, its name in errors, and whether it is trained."""
         return [
             (index, f"{each.tie.names[stage]!r} of stage {stage}", parameter.requires_grad)
             for index, each in enumerate(self._ties)

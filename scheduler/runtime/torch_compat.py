@@ -132,7 +132,7 @@ def copy_without_data(module: torch.nn.Module) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def filled_in(module: torch.nn.Module, other: torch.nn.Module) -> Iterator[None]:
-    """Within the context, descendants of ``module`` that are None are those of ``other``."""
+    """Within the context, descendants of ``module`` that are None are replaced by those of ``other``."""
     added: list[tuple[dict[str, Any], str]] = []
 
     def fill(module: torch.nn.Module, other: torch.nn.Module) -> None:
@@ -204,7 +204,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """What tells living storages apart, also those without data."""
+    """A key that identifies a living storage, even one without data."""
     return storage._cdata
 
 
@@ -227,7 +227,7 @@ class StorageRef:
 
 
 def is_strided_shard(placement: Any) -> bool:
-    """Whether a placement of a DTensor cuts what a later mesh axis has cut before."""
+    """Whether a placement of a DTensor shards a dim that a later mesh axis has sharded before (``_StridedShard``)."""
     return int(getattr(placement, "split_factor", 1)) > 1
 
 
@@ -237,7 +237,7 @@ def is_async(tensor: Any) -> bool:
 
 
 def wait_inside(tensor: Any) -> torch.Tensor:
-    """The plain tensor of an asynchronous collective, once it is there."""
+    """The plain tensor of an asynchronous collective, once the collective has ended."""
     return tensor.trigger_wait()
 
 

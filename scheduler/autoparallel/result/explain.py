@@ -1,4 +1,4 @@
-"""A strategy as a text for people: where time and memory go, and what others lack."""
+"""A strategy as text: where time and memory go, and why other candidates are slower or do not fit."""
 
 from __future__ import annotations
 
