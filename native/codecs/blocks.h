@@ -233,13 +233,6 @@ template <class Codec> constexpr size_t element_bytes(size_t blocks) {
     return blocks * (Codec::SCALE_BYTES + Codec::CODE_BYTES);
 }
 
-// Prefetches the values of a few blocks later: with so much arithmetic, the hardware prefetches too late.
-template <class Value> RESHARD_INLINE void prefetch_block(const Value *values) {
-    constexpr uintptr_t AHEAD = 2048, LINE = 64;
-    for (uintptr_t at = 0; at < BLOCK * sizeof(Value); at += LINE)
-        __builtin_prefetch(reinterpret_cast<const void *>(reinterpret_cast<uintptr_t>(values) + AHEAD + at));
-}
-
 template <class Codec, Format F, bool Measure>
 RESHARD_INLINE void encode_rows(Grid grid, const typename Word<F>::type *source, uint8_t *out, ErrorSums &sums) {
     Floats values[VECTORS];
@@ -257,7 +250,7 @@ RESHARD_INLINE void encode_rows(Grid grid, const typename Word<F>::type *source,
                         std::memcpy(padded, source + at, count * sizeof padded[0]);
                     from = padded;
                 }
-                prefetch_block(source + at);
+                prefetch_ahead(source + at, BLOCK * sizeof padded[0]);
                 read_block<F>(from, values);
                 encode_block<Codec, Measure>(
                     values, out + block * Codec::SCALE_BYTES,

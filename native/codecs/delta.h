@@ -92,12 +92,15 @@ RESHARD_INLINE int64_t encode_delta(const Word *words, const Word *base, size_t 
     constexpr size_t per_block = 64 / sizeof(Word);
     DeltaWriter<Word> writer{out, out + capacity};
     size_t at = 0;
-    for (; at + per_block <= count; at += per_block)
+    for (; at + per_block <= count; at += per_block) {
+        prefetch_ahead(words + at, 64);
+        prefetch_ahead(base + at, 64);
         for (uint64_t changed = find_changes(words + at, base + at); changed; changed &= changed - 1) {
             const size_t i = at + static_cast<size_t>(std::countr_zero(changed));
             if (!writer.add(i, words[i], base[i]))
                 return -1;
         }
+    }
     for (; at < count; ++at)
         if (words[at] != base[at] && !writer.add(at, words[at], base[at]))
             return -1;

@@ -90,6 +90,7 @@ RESHARD_INLINE int64_t encode_exponents(const uint16_t *words, size_t count, uin
     for (; at + EXPONENT_VALUES <= count; at += EXPONENT_VALUES) {
         if (static_cast<size_t>(end - to) < FIXED_BYTES)
             return -1;
+        prefetch_ahead(words + at, EXPONENT_VALUES * sizeof words[0]);
         Row exponents[ROWS], codes[ROWS];
         Row largest{};
         for (size_t i = 0; i < ROWS; ++i) {
