@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from .conversion import Conversion, parallelize, register
     from .gradients import sync_gradients
     from .grid import Grid
+    from .grid_change import relayout
     from .layers.attention import Heads
     from .layers.dropout import Dropout
     from .layers.embedding import Embedding, PositionEmbedding
     from .layers.linear import Linear, multiply
     from .layers.loss import CrossEntropy
     from .layers.norms import LayerNorm, RMSNorm
-    from .live_conversion import relayout
     from .overlap import sync_during_backward
     from .state import plain_state_dict
 
@@ -44,7 +44,7 @@ _WITH_TORCH = {
     "parallelize": "conversion",
     "plain_state_dict": "state",
     "register": "conversion",
-    "relayout": "live_conversion",
+    "relayout": "grid_change",
     "sync_during_backward": "overlap",
     "sync_gradients": "gradients",
 }

@@ -27,12 +27,12 @@ _SAVED_PER_FEATURE = 20
 
 @dataclass(frozen=True)
 class GridPrice:
-    """One grid, the order of its axes, and the estimated cost of one training step.
+    """A grid, and the estimated time and memory of one training step on it.
 
     Attributes:
         rows, cols, depth: shape of the grid.
         order: axis names, from the slowest to the fastest varying over consecutive ranks.
-        compute_seconds: matrix products and attention of the busiest rank.
+        compute_seconds: computation of matrix products and attention on the busiest rank.
         product_seconds: communication of products that does not overlap with computation.
         depth_seconds: sums of gradients over depth.
         other_seconds: communication of norms.
@@ -53,7 +53,7 @@ class GridPrice:
 
     @property
     def seconds(self) -> float:
-        """Seconds of one step."""
+        """Estimated seconds of one training step."""
         return self.compute_seconds + self.product_seconds + self.depth_seconds + self.other_seconds
 
     @property
@@ -95,7 +95,7 @@ class GridChoice:
         return self.candidates[0]
 
     def explain(self, count: int = 8) -> str:
-        """A table of the fastest ``count`` shapes, each with its fastest rank order, and of the shapes left out."""
+        """A table of the fastest ``count`` shapes, each with its fastest rank order, then those that do not fit."""
         lines = [
             f"{'grid':>12} {'kind':>14} {'seconds':>9} {'compute':>9} {'products':>9} {'depth':>9} {'norms':>9} "
             f"{'memory':>10}  ranks vary fastest along"
@@ -135,9 +135,9 @@ def choose_grid(
     """Estimate the time of a training step for every grid shape and rank order, and sort them by time.
 
     Each product uses the dataflow that moves the fewest elements. Its communication overlaps with its local
-    multiplication, except for one panel. The estimate counts bytes by the formulas of
-    :mod:`~reshard.parallel.products.dataflow`, on NICs, on uplinks of pods and inside hosts, and one latency per
-    collective and panel.
+    multiplication, except for one panel. :mod:`~reshard.parallel.products.dataflow` has the formulas for the bytes. The
+    estimate counts these bytes on NICs, on uplinks of pods and inside hosts, and adds one latency per collective and
+    panel.
 
     Args:
         model: :class:`TransformerSizes`, or a model or config that :meth:`TransformerSizes.of` reads.
@@ -161,7 +161,7 @@ def choose_grid(
         raise ArgumentError(
             f"ranks must be different ranks of the topology, which has {len(topology.host_of_rank)}, not {list(ranks)}"
         )
-    job = _Job(sizes, topology, tuple(ranks), rows, flops_per_second, itemsize, state_bytes, panel)
+    workload = _Workload(sizes, topology, tuple(ranks), rows, flops_per_second, itemsize, state_bytes, panel)
     prices: list[GridPrice] = []
     refused: list[tuple[str, str]] = []
     for shape in _shapes(len(ranks)):
@@ -172,7 +172,7 @@ def choose_grid(
         elif depth * grid_rows > rows:
             refused.append((name, f"needs {depth * grid_rows} rows in a batch, which has {rows}"))
         else:
-            prices += [job.price(shape, order) for order in _orders(shape)]
+            prices += [workload.price(shape, order) for order in _orders(shape)]
     prices.sort(key=lambda price: (price.seconds, price.memory_bytes, str(price), price.order))
     fitting = tuple(price for price in prices if price.memory_bytes <= memory_bytes)
     if not fitting:
@@ -209,8 +209,8 @@ def _arrange(ranks: Sequence[int], shape: tuple[int, int, int], order: Sequence[
 
 
 @dataclass(frozen=True)
-class _Job:
-    """The arguments of :func:`choose_grid`, which are the same for all grids."""
+class _Workload:
+    """The arguments of :func:`choose_grid` that are the same for all grids."""
 
     sizes: TransformerSizes
     topology: Topology

@@ -31,7 +31,7 @@ from .products.dataflow import PANEL_WIDTH
 Converter = Callable[[Any, "Conversion", str], nn.Module]
 
 _CONVERTERS: dict[type, Converter] = {}
-#: Modules of one element at a time, which work on any part of a tensor.
+#: Modules that compute each element from one element of the input, so they work on any part of a tensor.
 _ELEMENTWISE = (
     nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus,
     nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
@@ -44,19 +44,19 @@ def register(module_class: type, convert: Converter) -> None:
 
     Args:
         module_class: the class; subclasses need an entry of their own.
-        convert: ``convert(module, conversion, path)`` returns the module on the grid. It may convert children by
-            ``conversion.convert(child, path)``, and return ``module`` itself if its forward works on any part of the
-            batch and of the features.
+        convert: ``convert(module, conversion, path)`` returns the module on the grid. It converts children with
+            ``conversion.convert(child, path)``. It may return ``module`` itself if the forward works on any part of
+            the batch and of the features.
     """
     _CONVERTERS[module_class] = convert
 
 
 class Conversion:
-    """One call of :func:`parallelize`, as converters see it.
+    """The state of one call of :func:`parallelize`. Every converter gets it.
 
     Attributes:
         grid: the grid. panel: see :class:`~reshard.parallel.Linear`.
-        features: size of the last dim of what the latest layer returns, in whole, for dropout and losses.
+        features: global size of the last dim of the latest layer's output. Dropouts and losses need it.
     """
 
     def __init__(self, model: nn.Module, grid: Grid, panel: int) -> None:
@@ -82,9 +82,10 @@ class Conversion:
         return module
 
     def convert(self, module: Any, path: str) -> nn.Module:
-        """The module on the grid; containers and elementwise modules are changed in place.
+        """The module on the grid. Containers are converted in place, and elementwise modules stay as they are.
 
-        A module with several names is converted once. Dropouts and losses are not: their sizes are those of the place.
+        A module with several names is converted once, so its names share one module on the grid. Dropouts and losses
+        are converted once per name, because their sizes depend on the layer before them.
 
         Raises:
             ArgumentError: no converter is known for the module, or it cannot be cut.
@@ -103,7 +104,7 @@ class Conversion:
 def find_refusal(module: Any, path: str = "") -> str | None:
     """Why :func:`parallelize` cannot cut a module; None if it knows all classes in it.
 
-    It needs no grid. What converters of a class refuse, such as a norm over several dims, is not found.
+    It needs no grid. It checks classes only. A converter may still refuse a module, such as a norm over several dims.
     """
     try:
         converter = _find_converter(module, path)
@@ -215,10 +216,10 @@ def parallelize(
 ) -> nn.Module:
     """Cut a model over a grid, in place. All ranks of the grid call it with the same model.
 
-    Knows ``nn.Linear``, ``Embedding``, ``LayerNorm``, ``RMSNorm``, ``Dropout``, ``CrossEntropyLoss``, elementwise
-    activations and containers of them, the GPT of ``reshard train``, and GPT-2 and Llama of ``transformers``;
-    :func:`register` adds others. Every rank keeps its part of each parameter only, as a DTensor. The forward of the
-    result takes the whole batch on every rank; losses are those of the whole batch, and other outputs have this rank's
+    The function knows ``nn.Linear``, ``Embedding``, ``LayerNorm``, ``RMSNorm``, ``Dropout``, ``CrossEntropyLoss``,
+    elementwise activations, containers of these, the GPT of ``reshard train``, and GPT-2 and Llama of ``transformers``.
+    :func:`register` adds others. Every rank keeps only its shard of each parameter, as a DTensor. The forward of the
+    result takes the whole batch on every rank. It returns the loss of the whole batch. Other outputs have this rank's
     rows and features. Call :func:`sync_gradients` after the last backward of each step.
 
     Args:
@@ -226,7 +227,8 @@ def parallelize(
         grid: the grid.
         panel: see :class:`Linear`.
         has_local_input: the forward takes only this rank's rows, as a stage of a pipeline does.
-        compression: a policy with ``tp`` alone: the codec of the messages of matrix products, fp32, bf16 or fp16.
+        compression: a policy that sets ``tp``, the codec of the messages of matrix products, and nothing else. It
+            encodes fp32, bf16 and fp16 values.
 
     Returns:
         The model; a new module if ``model`` itself is replaced.
@@ -248,13 +250,17 @@ def parallelize(
     kept = set(map(id, result.parameters()))
     mark_replaced([each for each in before if id(each) not in kept], "parallelize")
     watch_optimizers()
-    _Input(grid, has_local_input).attach(result)
+    _BatchHooks(grid, has_local_input).attach(result)
     result.reshard_grid = grid  # type: ignore[assignment]
     return result
 
 
 def _tie(model: nn.Module, names: list[str]) -> None:
-    """Make parameters one again that were one before they were cut."""
+    """Let the modules at ``names`` share one parameter again, as they did before conversion.
+
+    Raises:
+        ArgumentError: the modules have cut the parameter in different ways.
+    """
     first, *others = names
     parameter = model.get_parameter(first)
     for name in others:
@@ -269,8 +275,8 @@ def _tie(model: nn.Module, names: list[str]) -> None:
         setattr(parent, key, parameter)
 
 
-class _Input:
-    """Cuts the batch of a forward, and tells the layers its size."""
+class _BatchHooks:
+    """Forward hooks that cut the batch, and set its number of rows in the grid."""
 
     def __init__(self, grid: Grid, has_local_input: bool) -> None:
         self.grid, self.has_local_input = grid, has_local_input
@@ -279,7 +285,7 @@ class _Input:
         self._num_forwards = 0
 
     def attach(self, model: nn.Module) -> None:
-        """Run before and after each forward of a model."""
+        """Register the hooks before and after each forward of a model."""
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after, always_call=True)
 
@@ -302,7 +308,7 @@ class _Input:
             lo, hi = self.grid.local_rows(rows)
             args = tuple(_narrow(each, rows, lo, hi) for each in args)
             kwargs = {
-                name: each if _is_of_positions(name, each) else _narrow(each, rows, lo, hi)
+                name: each if _has_no_batch_dim(name, each) else _narrow(each, rows, lo, hi)
                 for name, each in kwargs.items()
             }
         context.__enter__()
@@ -317,7 +323,7 @@ class _Input:
     def _compare_batches(self, args: Any, kwargs: Any) -> None:
         """Raise DisagreementError, on all ranks alike, if ranks pass different batches.
 
-        A floating-point input may have features that are cut over the columns, which then differ.
+        A floating-point input may hold only the features of its column, so it may differ between columns.
         """
         named = [(f"argument {number}", each) for number, each in enumerate(args)] + sorted(kwargs.items())
         tensors = [(name, each) for name, each in named if isinstance(each, torch.Tensor)]
@@ -354,7 +360,7 @@ class _Input:
 
 
 def _sum_under_fsdp(model: nn.Module) -> None:
-    """Let FSDP add gradients up, where it would average them: the loss is that of the whole batch."""
+    """Make FSDP sum gradients instead of averaging them, because the loss is already the mean over the whole batch."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -364,13 +370,16 @@ def _sum_under_fsdp(model: nn.Module) -> None:
 
 
 def _rows_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Rows of a batch: what all rows share has 1 in its first dim, or one dim alone."""
+    """Number of rows of a batch.
+
+    Tensors that all rows share do not count: their first dim is 1, or they have one dim where other tensors have more.
+    """
     several = [each for each in tensors if each.dim() > 1] or tensors
     return next((len(each) for each in several if len(each) != 1), 1)
 
 
-def _is_of_positions(name: str, value: Any) -> bool:
-    """Whether an argument has one element for each position of a sequence, and none for each row of the batch."""
+def _has_no_batch_dim(name: str, value: Any) -> bool:
+    """Whether an argument has one element per position of a sequence, and so no dim for the batch."""
     return name in ("position_ids", "cache_position") and isinstance(value, torch.Tensor) and value.dim() == 1
 
 

@@ -18,17 +18,17 @@ from .products.dataflow import ProductKind, ProductShape, busiest_elements
 
 @dataclass(frozen=True)
 class AxisTraffic:
-    """What one collective along an axis moves if every rank holds one part.
+    """Seconds per byte, and latency, of one collective along an axis on which every rank holds one part.
 
-    A gather and a sum move the same: each rank receives the part of every other rank of its axis, through NICs and
-    uplinks of pods, or inside its host. Where hosts have equally many ranks of an axis, both run in two levels, as
-    :class:`~reshard.parallel.grid.collectives.Levels` does.
+    A gather and a sum move the same bytes: each rank receives one part from every other rank of its axis. The parts
+    pass NICs and uplinks of pods, or stay inside a host. Where all hosts have the same number of ranks of an axis, both
+    collectives run in two levels (:class:`~reshard.parallel.grid.collectives.TwoLevelAxis`).
 
     Attributes:
         nic_seconds: seconds of the busiest NIC, or uplink of a pod, for parts of one byte.
-        inside_seconds: seconds of the busiest rank inside its host for parts of one byte.
+        inside_seconds: seconds of the traffic inside a host, of the busiest rank, for parts of one byte.
         latency_seconds: time that does not depend on bytes.
-        parts: parts that a rank receives.
+        parts: number of parts that a rank receives.
     """
 
     nic_seconds: float
@@ -105,12 +105,14 @@ def find_product_seconds(
     *,
     keeps_weight: bool,
 ) -> ProductSeconds:
-    """What the communication of one product takes, nothing hidden.
+    """Seconds of communication of one product, without overlap.
 
     Args:
+        kind, product: the product.
         tokens: number of tokens of each row of the grid.
-        traffic: of the axes "row" and "col".
-        keeps_weight: weight-stationary.
+        traffic: by axis, with "row" and "col".
+        itemsize: bytes of an element on the wire.
+        keeps_weight: whether the dataflow is weight-stationary.
     """
     row, col = traffic["row"], traffic["col"]
     m, q = max(tokens), max(product.q)
@@ -139,7 +141,7 @@ def find_exchange_seconds(nbytes: float, traffic: Mapping[str, AxisTraffic]) -> 
 
 
 def _seconds_per_byte(traffic: Mapping[str, AxisTraffic]) -> tuple[float, float]:
-    """Of a part that goes to some rank of a layer: on NICs and inside hosts, along the slower axis."""
+    """Seconds per received byte on NICs and inside hosts, each along the slower of the axes "row" and "col"."""
     parts = [traffic[axis] for axis in ("row", "col")]
     return (
         max(each.nic_seconds / max(1, each.parts) for each in parts),

@@ -18,7 +18,8 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
 
     Args:
         model: a model, or a stage, that :func:`parallelize` has cut.
-        check_every: compare replicas of gradients and parameters in the first step and in every so many; 0: never.
+        check_every: compare replicas of gradients and parameters in the first step, and then once in this many steps;
+            0: never.
 
     Raises:
         ArgumentError: a gradient was summed before in this step, on this rank or another.

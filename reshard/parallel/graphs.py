@@ -1,4 +1,4 @@
-"""Check that functions between the modules of a traced model can run on the shard that a rank holds."""
+"""Check that the functions that a traced model calls between its modules work on the shard that a rank holds."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _ATTRIBUTES = {"dtype", "device", "ndim"}
 
 
 def check_graph(module: fx.GraphModule, path: str) -> None:
-    """Raise ArgumentError if a traced model calls a function that needs whole rows or features.
+    """Check the functions that a traced model calls between its modules.
 
-    Reading a size raises it too, because the size would be that of the shard. So does reading a parameter outside a
-    submodule, because its gradient would not be summed.
+    Raises:
+        ArgumentError: a function needs whole rows or features; the model reads a size, which would be that of the
+            shard; or it reads a parameter outside a submodule, whose gradient would not be summed.
     """
     for node in module.graph.nodes:
         problem = _find_problem(module, node)

@@ -17,9 +17,9 @@ from .costs import AxisTraffic, find_exchange_seconds, find_product_seconds
 from .grid.cuts import chunk_spans, size_of
 from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, busiest_elements, is_weight_stationary
 
-#: Collectives of a norm, each of a few bytes per token: mean and squares in a forward, both in one in a backward.
+#: Collectives of a norm: a forward sums values and then squares, a backward sums both at once.
 _NORM_FORWARD, _NORM_BACKWARD = 2, 1
-#: Bytes of a token in such a collective.
+#: Bytes per token in such a collective.
 _NORM_BYTES = 8.0
 
 
@@ -28,9 +28,9 @@ class LayerSizes:
     """The properties of a layer that determine its price on a grid.
 
     Args:
-        hidden: features of what it passes on. sequence: tokens of one row.
-        products: ``(in, out)`` of its matrix products. Projections that share an input are one.
-        num_heads, head_size: of its attention; without heads, it has none.
+        hidden: features of its output. sequence: tokens of one row.
+        products: ``(in, out)`` of each matrix product. Projections that share an input count as one product.
+        num_heads, head_size: of its attention; ``num_heads`` is 0 if it has none.
         num_norms: normalizations over all features. num_entries: entries of an embedding of ``hidden`` features.
 
     Raises:
@@ -56,12 +56,12 @@ class LayerSizes:
 
     @property
     def most_cols(self) -> int:
-        """The most columns of a grid that each have a head, or a feature if there is no attention."""
+        """The largest number of columns of which each gets a head, or a feature if there is no attention."""
         return self.num_heads or min(self.hidden, *itertools.chain(*self.products), 1 << 30)
 
     @property
     def forward_flops(self) -> float:
-        """Multiplications and additions of the forward of one row in one process."""
+        """Floating-point operations of the forward of one row in one process; a multiplication and its addition: 2."""
         products = sum(2.0 * self.sequence * k * n for k, n in self.products)
         return products + attention_flops(self, self.sequence, 1)
 
@@ -73,16 +73,17 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class GridLoad:
-    """A grid and its part of a batch.
+    """A grid, and the traffic and the tokens of one batch on it.
 
     Attributes:
         rows, cols, depth: the shape.
-        tokens: tokens of each row of the grid, in a layer that has most of them.
-        traffic: of each axis.
-        itemsize: bytes of an element of activations and weights on the wire. gradient_bytes: of one of a gradient.
+        tokens: number of tokens of each row of the grid, in the depth layer with the most tokens.
+        traffic: by axis name.
+        itemsize: bytes of an element of activations and weights on the wire. gradient_bytes: of an element of a
+            gradient.
         panel: see :class:`~reshard.parallel.Linear`.
-        coded_ratio: bytes on the wire of each byte of a matrix product. coding_seconds: to encode and decode an element
-            that a rank receives; nothing hides them.
+        coded_ratio: bytes on the wire per byte of a message of a matrix product. coding_seconds: seconds to encode and
+            decode one element that a rank receives. Computation does not hide them.
     """
 
     rows: int
@@ -111,10 +112,11 @@ class LayerPrice:
     Attributes:
         forward, input_grad, weight_grad: the passes, without norms.
         norm_forward_seconds, norm_backward_seconds: collectives of norms.
-        depth_seconds: sums of gradients over the depth, once in a step.
-        parameters: elements of weight matrices and embeddings of a rank.
-        panel_elements: elements of panels of the largest product, the one that is multiplied and the next one.
-        num_stationary: products, of all, that keep the weight in place.
+        depth_seconds: sums of gradients over the depth, once per step.
+        parameters: elements of weight matrices and embeddings on a rank.
+        panel_elements: elements in the two panels that the largest product holds at a time: the one that is multiplied
+            and the one that arrives.
+        num_stationary: number of products that keep the weight in place.
     """
 
     forward: PassSeconds
@@ -136,11 +138,11 @@ class LayerPrice:
 def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> LayerPrice:
     """The price of one layer on a grid.
 
-    Each product takes its cheapest dataflow. Its local multiplication hides its communication but for one panel.
+    Each product uses its cheapest dataflow. Its local multiplication hides its communication, except for one panel.
 
     Args:
         layer: the layer. load: the grid and its part of the batch.
-        flops_per_second: of one rank, in multiplications and additions.
+        flops_per_second: rate of one rank; a multiplication and its addition count as two.
     """
     attention = attention_flops(layer, load.tokens[0], load.cols) / flops_per_second
     compute, exposed = [attention, 2 * attention, 0.0], [0.0, 0.0, 0.0]
@@ -188,17 +190,17 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
 
 
 def attention_flops(layer: LayerSizes, tokens: int, cols: int) -> float:
-    """Operations of attention in a forward: scores, and scores times values. A causal mask does not reduce them."""
+    """Operations of attention in a forward: scores, then scores times values. A causal mask does not reduce them."""
     return 4.0 * tokens * layer.sequence * layer.head_size * math.ceil(layer.num_heads / cols)
 
 
 def _depth_seconds(elements: int, load: GridLoad) -> float:
-    """A sum over the depth: a scatter and a gather."""
+    """Seconds of an all-reduce over the depth: a reduce-scatter and a gather."""
     return 2 * load.traffic["depth"].seconds(elements * load.gradient_bytes / load.depth)
 
 
 def _lookup_seconds(layer: LayerSizes, load: GridLoad) -> float:
-    """An embedding: tokens are gathered along a column of the grid, and entries are exchanged in a layer of it."""
+    """Seconds of an embedding: a gather of tokens along a grid column, then an exchange of entries in a depth layer."""
     size = load.rows * load.cols
     elements = load.tokens[0] * math.ceil(layer.hidden / load.cols) * (size - 1) / size
     tokens = load.traffic["row"].seconds(load.tokens[0] * _NORM_BYTES)

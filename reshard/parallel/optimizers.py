@@ -1,4 +1,4 @@
-"""Which optimizers work on the parameters of a grid, which are DTensors, and which state can move to another grid."""
+"""Refuse optimizers that fail on DTensors, the parameters of a grid, and optimizer state that cannot change grids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard.errors import ArgumentError
 
-#: State that enters an update linearly. An update divides by the root of other state, such as second moments.
+#: State in which an update is linear. By contrast, an update divides by the root of second moments.
 _LINEAR_STATE = ("exp_avg", "momentum_buffer")
 #: Optimizers that torch cannot run on DTensors.
 _WITHOUT_DTENSORS = ("Adafactor", "Rprop")
@@ -68,14 +68,15 @@ def check_state(optimizer: torch.optim.Optimizer, names: Iterable[tuple[str, tor
 
 
 def is_linear(name: str) -> bool:
-    """Whether an update is linear in a state named ``NUMBER.KEY``, so that it does not amplify errors of the state."""
+    """Whether an update is linear in the state named ``NUMBER.KEY``. Such an update does not amplify errors of it."""
     return name.rpartition(".")[2] in _LINEAR_STATE
 
 
 def without_low_bits(values: torch.Tensor) -> torch.Tensor:
-    """Values for a move with compression, in bf16 if they are wider floating-point numbers.
+    """Floating-point values as bf16 if they are wider; other values unchanged.
 
-    Each keeps its magnitude to 0.4 %. A block codec turns small ones into 0, by whose root an update then divides.
+    A move with compression sends state in this form if an update is not linear in it. The rounding error is at most
+    0.4 %. A block codec could round small second moments to 0, and an update divides by their root.
     """
     return values.bfloat16() if values.is_floating_point() and values.itemsize > 2 else values
 

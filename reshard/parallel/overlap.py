@@ -40,10 +40,10 @@ def sync_during_backward(model: torch.nn.Module, *, check_every: int = CHECK_EVE
             loss.backward()
         optimizer.step()
 
-    Weights are summed over depth in buckets of 1 MiB, from the last layer to the first. The sum of a bucket begins when
-    its gradients, and those of all buckets before it, are complete. Other sums follow at the end. The result has the
-    bits of :func:`sync_gradients`. Until the end, gradients whose sum has begun take their memory twice. On devices
-    other than the CPU, all sums run at the end.
+    Gradients of weights are summed over depth in buckets of 1 MiB, from the last layer to the first. The sum of a
+    bucket begins when its gradients, and those of all buckets before it, are complete. Other sums follow at the end.
+    The result is bit-identical to that of :func:`sync_gradients`. Gradients whose sum has begun take twice their memory
+    until the end of the context. On devices other than the CPU, all sums run at the end.
 
     Args:
         model: a model, or a stage, that :func:`parallelize` has cut.
@@ -83,7 +83,7 @@ class _Bucket:
 class _EarlySums:
     """Buckets of gradients over the depth of a grid, and the thread that sums one bucket after the other.
 
-    All ranks have the same buckets and sum them in the same order, whatever the order of their backwards.
+    All ranks have the same buckets and sum them in the same order, even if their backwards run in different orders.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -117,7 +117,7 @@ class _EarlySums:
 
     @staticmethod
     def _check_trained(found: Sequence[tuple[str, torch.Tensor, SumState]], depth: Axis) -> None:
-        """Raise DisagreementError on all ranks along depth if some of them froze a parameter: buckets would differ."""
+        """Raise DisagreementError, on all ranks along depth, if only some froze a parameter: buckets would differ."""
         own = torch.tensor([(each.requires_grad, not each.requires_grad) for _, each, _ in found])
         for (name, _, _), both in zip(found, depth.max(own.int()).all(1).tolist(), strict=True):
             if both:
@@ -127,7 +127,7 @@ class _EarlySums:
                 )
 
     def begin(self) -> None:
-        """Start the thread, and let it know of each gradient that is complete."""
+        """Start the thread, and call :meth:`_note_complete` for each complete gradient."""
         if self._depth is None:
             return
         for bucket in self._buckets:
@@ -155,7 +155,7 @@ class _EarlySums:
         self._work.put((bucket.total, flat))
 
     def _sum_buckets(self) -> None:
-        """The thread: sum what has begun, in order, until None comes."""
+        """Body of the thread: sum buckets in order until ``None`` arrives."""
         while (work := self._work.get()) is not None:
             total, flat = work
             try:
@@ -168,7 +168,7 @@ class _EarlySums:
         """Wait for the sums and write them into the gradients."""
         if self._depth is None:
             return
-        # A rank whose part of the batch does not use a layer takes part in the sums that other ranks have begun.
+        # If this rank's part of the batch does not use a layer, the rank still joins the sums that others have begun.
         most = int(self._depth.max(torch.tensor(self._num_begun)))
         while self._num_begun < most:
             self._begin_sum(self._buckets[self._num_begun])
@@ -181,7 +181,7 @@ class _EarlySums:
                     gradient.copy_(part.view(gradient.shape))
 
     def end(self, *, is_complete: bool) -> None:
-        """End the thread. Where a step failed, its gradients count as not summed."""
+        """End the thread. After a failed step, mark its gradients as not summed."""
         self._work.put(None)
         for bucket in self._buckets:
             for _, state in bucket.entries:

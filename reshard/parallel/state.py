@@ -1,4 +1,4 @@
-"""State dicts of the plain model (before it was put on a grid), and layers whose parameters differ from it."""
+"""State dicts with the names and shapes of the plain model, that is, of the model before ``parallelize``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .layers.linear import Linear, multiply
 
 @dataclass(frozen=True)
 class PlainForm:
-    """How a parameter of the plain model is made from parameters on a grid.
+    """How to make a parameter of the plain model from parameters on a grid.
 
     Attributes:
         parts: names of the parameters on the grid, which are concatenated along dim 0.
@@ -34,15 +34,15 @@ class TransposedLinear(Linear):
 
     @property
     def plain_forms(self) -> dict[str, PlainForm]:
-        """The form of each parameter of the plain layer that differs, by its name there."""
+        """The form of each parameter that differs in the plain layer, by its name in that layer."""
         return {"weight": PlainForm(("weight",), is_transposed=True)}
 
 
 class FusedLinear(nn.Module):
-    """Several Linear layers with the same input, whose weights are one parameter in the plain model.
+    """Several Linear layers with one input. Their weights are one parameter in the plain model.
 
     Args:
-        linear: the layer with the whole weight, ``[parts * out, in]``.
+        linear: the plain layer with the whole weight, ``[parts * out, in]``.
         parts: number of layers, each with ``out`` output features. grid, panel: as for :class:`Linear`.
         is_transposed: whether the weight of the plain model is ``[in, parts * out]``.
     """
@@ -65,7 +65,7 @@ class FusedLinear(nn.Module):
 
     @property
     def plain_forms(self) -> dict[str, PlainForm]:
-        """The form of each parameter of the plain layer that differs, by its name there."""
+        """The form of each parameter that differs in the plain layer, by its name in that layer."""
         forms = {}
         for key, _ in self.parts[0].named_parameters():
             parts = tuple(f"parts.{number}.{key}" for number in range(len(self.parts)))
@@ -107,7 +107,10 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _whole(value: Any) -> torch.Tensor:
-    """The global tensor of a DTensor on (row, col). Torch's ``full_tensor`` mixes up shards if ranks do not ascend."""
+    """The global tensor of a DTensor on (row, col).
+
+    Torch's ``full_tensor`` returns the shards in the wrong order if the ranks of a mesh do not ascend.
+    """
     from torch.distributed.tensor import Replicate
 
     ranks = value.device_mesh.mesh

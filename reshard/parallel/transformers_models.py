@@ -25,7 +25,7 @@ from .state import FusedLinear, TransposedLinear
 
 
 class GPT2Attention(nn.Module):
-    """``GPT2Attention``: the fused projection becomes three, so that each column has the q, k and v of its heads."""
+    """``GPT2Attention``, with three projections for the fused one, so that each column has q, k and v of its heads."""
 
     def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class GPT2Attention(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """``LlamaAttention``: grouped queries, rotated by position."""
+    """``LlamaAttention``, with grouped-query attention and rotary position embeddings."""
 
     def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    """``LlamaMLP``: both projections share their input."""
+    """``LlamaMLP``, whose gate and up projections move their shared input once."""
 
     def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
         super().__init__()
@@ -140,9 +140,9 @@ def _convert_gpt2(module: Any, conversion: Conversion, path: str) -> nn.Module:
 
 
 def _omit_empty_mask(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """On a rank without rows, call ``GPT2Model`` without a mask, which it could not reshape. There is nothing to mask.
+    """On a rank without rows, call ``GPT2Model`` without a mask, because the model cannot reshape an empty mask.
 
-    An exception on one rank would leave the other ranks waiting in a collective.
+    The exception on one rank would leave the other ranks waiting in a collective.
     """
     names = [*inspect.signature(module.forward).parameters][: len(args)]
     values = {**dict(zip(names, args, strict=True)), **kwargs}

@@ -1,8 +1,8 @@
 """The collectives of matrix products, with messages coded by a block codec.
 
-A message is coded only if this makes it shorter. Both ends compute this from the number of values. A gather decodes
-every part, also the rank's own, so that all ranks hold the same bits. Sums and exchanges do not code a rank's own part.
-Where several ranks of an axis share a host, sums inside hosts are not coded.
+A message is coded only if the code is shorter. Both ends compute its size from the number of values. In a gather, a
+rank codes and decodes its own part too, so that all ranks hold the same bits. Sums and exchanges do not code a rank's
+own part. If several ranks of an axis share a host, sums inside the host are not coded.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Collectives along one axis of a grid that move exactly the bytes of their formulas, also for uneven parts.
 
-Sums, and gathers of uneven parts, are all-to-all exchanges: Gloo's ``reduce_scatter`` is an all-reduce, which moves
-twice as much, and its ``all_gather`` needs equal parts. Where several ranks of an axis share a host, sums run inside
-hosts first and gathers between hosts first. Ranks receive as much as before, but each NIC passes every element once.
+Sums, and gathers of uneven parts, are all-to-all exchanges. Gloo's ``reduce_scatter`` is an all-reduce, which moves
+twice as many bytes, and its ``all_gather`` needs equal parts. Where several ranks of an axis share a host, a sum first
+runs inside each host and then between hosts. A gather runs in the opposite order. A rank receives as many bytes as with
+one level, but every element passes each NIC only once.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .cuts import Span
 Explain = Callable[[RuntimeError], ReshardError]
 
 
-#: Collectives in two levels move at most so many pieces, each of at least so many bytes for a rank.
+#: A collective in two levels moves at most ``MOST_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
 MOST_PIECES, PIECE_BYTES = 4, 2**18
 
 
@@ -67,20 +68,22 @@ class Axis:
     ) -> None:
         self.name, self.group, self.ranks, self.index = name, group, tuple(ranks), index
         self._timeout = timeout
-        #: The error to raise when a collective failed; a grid sets it.
+        #: Makes the error to raise after a collective failed; a grid replaces it.
         self.explain: Explain = self._describe
         #: Two levels, if :meth:`split_by_host` found that they help.
-        self.levels: Levels | None = None
+        self.levels: TwoLevelAxis | None = None
         self._for_sums: Axis | None = None
         # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
         self._order = None if order == list(range(self.size)) else order
 
     def split_by_host(self, hosts: Sequence[int]) -> None:
-        """Use two levels, inside hosts and between them, if each host has the same number of ranks and it helps.
+        """Use two levels, inside hosts and between them. All ranks of the axis call this.
+
+        The axis keeps one level if it has one host, one rank per host, or different numbers of ranks on its hosts.
 
         Args:
-            hosts: host of each rank, in order. All ranks of the axis call this.
+            hosts: number of the host of each rank, in the order of the axis.
         """
         members: dict[int, list[int]] = {}
         for position, host in enumerate(hosts):
@@ -92,19 +95,22 @@ class Axis:
         local = table[host].index(self.index)
         inside = self._make(f"{self.name} inside", table[host])
         between = self._make(f"{self.name} between", [row[local] for row in table])
-        self.levels = Levels(tuple(map(tuple, table)), inside, between)
+        self.levels = TwoLevelAxis(tuple(map(tuple, table)), inside, between)
 
     def for_sums(self) -> Axis:
-        """An axis of the same ranks whose process groups nothing else uses. All ranks of the axis call this."""
+        """An axis of the same ranks with process groups of its own, for :func:`sync_during_backward`.
+
+        All ranks of the axis call this.
+        """
         if self._for_sums is None:
             self._for_sums = self._make(self.name, range(self.size))
             if self.levels is not None:
                 inside, between = self.levels.inside.for_sums(), self.levels.between.for_sums()
-                self._for_sums.levels = Levels(self.levels.table, inside, between)
+                self._for_sums.levels = TwoLevelAxis(self.levels.table, inside, between)
         return self._for_sums
 
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
-        """An axis of some of these ranks, by a new process group."""
+        """An axis of the ranks at ``positions``, with a new process group."""
         ranks = [self.ranks[position] for position in positions]
         group = new_group(ranks, self._timeout, dist.get_backend(self.group))
         axis = Axis(name, group, ranks, positions.index(self.index), self._timeout)
@@ -140,9 +146,9 @@ class Axis:
         return Pending(work, lambda: self._from_group(result, in_group), self.explain)
 
     def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """Sum the arrays of all ranks, of which rank ``i`` keeps ``sizes[i]`` consecutive rows.
+        """Sum the arrays of all ranks. Rank ``i`` keeps ``sizes[i]`` consecutive rows of the sum.
 
-        The sum runs in the order of ranks, in float32 if the dtype is shorter, so it is the same in every run.
+        The sum adds in the order of ranks, so its bits are the same in every run. It adds bf16 and fp16 in float32.
 
         Args:
             array: contiguous, with ``sum(sizes)`` rows.
@@ -169,7 +175,7 @@ class Axis:
         return self.start_exchange(sent, send_sizes, receive_sizes).wait()
 
     def start_exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
-        """As :meth:`exchange`, without waiting."""
+        """Start :meth:`exchange` without waiting for it."""
         if self.size == 1:
             return Pending(None, lambda: sent)
         received = sent.new_empty(sum(receive_sizes))
@@ -178,13 +184,13 @@ class Axis:
         return Pending(work, lambda: self._from_group(received, in_group), self.explain)
 
     def sum(self, array: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same bits on each. For small arrays: every rank receives all of them."""
+        """The sum over all ranks, with the same bits on each. For small arrays: every rank receives every array."""
         if self.size == 1:
             return array
         return ordered_sum(self._gather_all(array))
 
     def max(self, array: torch.Tensor) -> torch.Tensor:
-        """The largest of each element over all ranks. For small arrays, as :meth:`sum`."""
+        """The elementwise maximum over all ranks. For small arrays, as :meth:`sum`."""
         return array if self.size == 1 else self._gather_all(array).amax(0)
 
     def all_reduce(self, array: torch.Tensor) -> torch.Tensor:
@@ -237,12 +243,12 @@ class Summing(Protocol):
         """See :meth:`Axis.reduce_scatter`."""
 
 
-class Levels:
-    """An axis as hosts and their ranks.
+class TwoLevelAxis:
+    """The ranks of an axis as hosts x local ranks, and collectives that run on one level after the other.
 
     Args:
         table: ``[host][local rank]`` positions on the axis.
-        inside: the ranks of this host. between: the ranks of all hosts with this rank's local number.
+        inside: the ranks of this host. between: the rank of each host that has this rank's local number.
     """
 
     def __init__(self, table: tuple[tuple[int, ...], ...], inside: Axis, between: Axis) -> None:
@@ -304,11 +310,15 @@ class Levels:
         return [row[self.inside.index] for row in self.table]
 
     def _per_local(self, piece: Sequence[Span]) -> list[int]:
-        """Rows of a piece that each local rank has from all hosts."""
+        """Number of rows of a piece, summed over hosts, of each local rank."""
         return [sum(_length(piece[row[local]]) for row in self.table) for local in range(self.inside.size)]
 
     def _cut(self, sizes: Sequence[int], whole: torch.Tensor) -> list[list[Span]]:
-        """Pieces that pass the two levels one after the other, so that both are busy: ``[piece][position]`` rows."""
+        """Cut rows into pieces, so that one level moves a piece while the other moves the next.
+
+        Returns:
+            ``[piece][position]`` intervals of the rows of each position.
+        """
         count = max(1, min(MOST_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
         return [[(size * n // count, size * (n + 1) // count) for size in sizes] for n in range(count)]
 
@@ -318,7 +328,7 @@ def _length(span: Span) -> int:
 
 
 def ordered_sum(parts: torch.Tensor) -> torch.Tensor:
-    """The sum over dim 0, one part after the other, in float32 if the dtype is shorter."""
+    """The sum over dim 0, one part after the other; bf16 and fp16 are added in float32."""
     if parts.dtype not in (torch.bfloat16, torch.float16):
         result = parts[0].clone()
         for part in parts[1:]:

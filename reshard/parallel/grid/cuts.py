@@ -1,4 +1,4 @@
-"""Where a dim is cut over the rows and the columns of a grid, and the panels of a product."""
+"""The intervals that the rows and the columns of a grid hold of a dim, and the panels of a product."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def intersect(a: Span, b: Span) -> Span:
 
 @dataclass(frozen=True)
 class Panels:
-    """A dim that is cut over rows and over columns, in panels.
+    """The panels of a dim that one matrix cuts over grid rows and another matrix cuts over grid columns.
 
     The bounds of both cuts divide the dim into segments. Panel ``s`` has slice ``s`` of each segment, in ascending
     order. So each rank holds about the same part of every panel, and all links are busy in every step.

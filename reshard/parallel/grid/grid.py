@@ -25,7 +25,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from .coded_axis import CodedAxis
 from .collectives import Axis
 from .cuts import AXES, Span, batch_spans, chunk_spans, size_of
-from .watch import Watch
+from .root_cause import RootCauseFinder
 
 
 class Grid:
@@ -37,8 +37,8 @@ class Grid:
 
     Args:
         device_mesh: a ``DeviceMesh`` whose axes are named ``("depth", "row", "col")``, in this order.
-        timeout_seconds: of the process groups that the grid adds to those of the mesh, which keep their own; default:
-            the backend's.
+        timeout_seconds: of the process groups that the grid creates; default: the backend's. The groups of the mesh
+            keep their time-outs.
 
     Attributes:
         depth, rows, cols: sizes of the axes.
@@ -72,9 +72,9 @@ class Grid:
             for name, members in of_axis.items()
         }
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
-        watch = Watch(ranks.flatten().tolist(), device_mesh.shape)
+        finder = RootCauseFinder(ranks.flatten().tolist(), device_mesh.shape)
         for axis in self._axes.values():
-            axis.explain = watch.explain
+            axis.explain = finder.explain
         self._split_axes_by_host()
         #: Compresses the messages of matrix products; None: no compression.
         self.codec: BlockCodec | None = None
@@ -125,7 +125,7 @@ class Grid:
     def has_open_graph(self) -> bool:
         """Whether a forward of a model on this grid is waiting for its backward."""
         if self.open_calls:
-            gc.collect()  # a graph in a reference cycle is not waiting
+            gc.collect()  # a graph that only a reference cycle keeps alive will have no backward
         return bool(self.open_calls)
 
     def copy(self) -> Grid:
@@ -134,7 +134,7 @@ class Grid:
         result.open_calls = weakref.WeakSet()
         return result
 
-    def become(self, other: Grid) -> None:
+    def replace_with(self, other: Grid) -> None:
         """Take the shape and groups of another grid, but keep the codec. For :func:`~reshard.parallel.relayout`."""
         codec = self.codec
         self.__dict__.update(other.copy().__dict__)
@@ -203,7 +203,7 @@ class Grid:
 
     @contextlib.contextmanager
     def local_batch(self, rows: int, device: torch.device) -> Iterator[None]:
-        """As :meth:`batch`, if each rank knows only its own number of rows. The ranks of a column exchange theirs."""
+        """As :meth:`batch`, but ``rows`` is the number of rows of this rank. The ranks of a column exchange them."""
         before = self._batch_rows, self._first_row
         self._batch_rows, self._first_row = self.exchange_count(rows, device), None
         try:

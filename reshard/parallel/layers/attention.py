@@ -78,8 +78,8 @@ class Heads:
         """Causal attention of this column's heads; arrays as :meth:`split` returns them.
 
         Args:
-            mask: added to the scores, or boolean, ``[batch, 1, sequence, keys]``; None: causal.
-            dropout: probability that a weight is dropped, by a mask that is the same on every grid.
+            mask: ``[batch, 1, sequence, keys]``, boolean or added to the scores; None: causal.
+            dropout: probability that a weight is dropped. The mask is the same on every grid.
             scale: factor of the scores; default: 1 / sqrt(head_size).
         """
         if self.num_kv_heads != self.num_heads:
@@ -120,8 +120,14 @@ def select_features(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span],
     """Move features among the columns of a grid, from the intervals that they have to the intervals that they need.
 
     Args:
-        x: ``[..., features]`` with the interval ``have[col]``. Intervals that are needed may overlap; their gradients
-            are summed.
+        x: ``[..., features]``, the features ``have[col]`` of this column.
+        have: the interval of each column in ``x``; they do not overlap.
+        need: the interval of each column in the result. They may overlap. The backward sums gradients of features that
+            several columns need.
+        grid: the grid.
+
+    Returns:
+        ``[..., features]``, the features ``need[col]`` of this column.
     """
     if tuple(have) == tuple(need):
         return x
@@ -142,7 +148,7 @@ class _Select(torch.autograd.Function):
 
 
 def _move(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span], grid: Grid) -> torch.Tensor:
-    """Send each column what it needs. What comes from several columns is summed, in their order."""
+    """Send each column the features that it needs. Features that several columns hold are summed in column order."""
     own, wanted = have[grid.col], need[grid.col]
     sent = []
     for span in need:

@@ -20,13 +20,14 @@ _MIX_2 = -7723592293110705685
 class Dropout(nn.Module):
     """``nn.Dropout`` of features that are cut over the columns of a grid.
 
-    The mask is a hash of a key and of each element's index in the whole tensor. The key is one draw from torch's CPU
-    generator. So masks are equal on every grid whose ranks have the same seed, and when activations are recomputed.
+    The mask hashes a key together with each element's index in the whole tensor. The key is one draw from torch's CPU
+    generator. So the mask is the same on every grid if all ranks have the same seed, and is the same again when
+    activations are recomputed.
 
     Args:
         p: probability that an element is dropped.
         grid: the grid.
-        features: size of the last dim, in whole.
+        features: global size of the last dim.
     """
 
     def __init__(self, p: float, grid: Grid, features: int) -> None:
@@ -56,7 +57,7 @@ def dropout_mask(grid: Grid, x: torch.Tensor, p: float, *, dim: int, span: Span,
 
     Args:
         x: ``[batch, ...]``; the batch is cut over (depth, row), and dim ``dim`` over columns.
-        span: the interval of ``dim`` that this rank holds. size: its whole size.
+        span: the interval of ``dim`` that this rank holds. size: the global size of ``dim``.
     """
     key = torch.randint(2**62, ()).to(x.device)
     index = torch.arange(x.shape[0], device=x.device) + grid.first_row(x.shape[0], x.device)

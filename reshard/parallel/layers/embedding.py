@@ -18,16 +18,16 @@ from .parameters import gradient_axes, local_of, shard_parameter
 
 
 class Embedding(nn.Module):
-    """``nn.Embedding`` whose table is cut over (row, col).
+    """``nn.Embedding`` with its table sharded over (row, col).
 
-    Ranks of a layer tell each other their tokens, then each rank sends the parts of its table that they name. So a
-    rank receives every element of its output once; the table itself never moves.
+    The ranks of a depth layer exchange their tokens. Then each rank sends the entries of its table that the tokens
+    name. So a rank receives each element of its output once, and the table itself does not move.
 
     Args:
         embedding: the layer with the whole table, ``[num_embeddings, embedding_dim]``.
         grid: the grid.
-        cut_rows: which dim is cut over the rows of the grid: 0, the entries, or 1, the features, as in a tied output
-            layer with more entries than features.
+        cut_rows: dim that is cut over the rows of the grid: 0 for the entries, 1 for the features. An output layer that
+            shares the table and has more entries than features needs 1.
     """
 
     def __init__(self, embedding: nn.Embedding, grid: Grid, cut_rows: int = 0) -> None:
@@ -76,7 +76,7 @@ class Embedding(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Each rank sends the entries it holds to the ranks whose tokens name them; gradients go the same way back."""
+    """Each rank sends entries to the ranks whose tokens name them. The backward sends gradients the other way."""
 
     @staticmethod
     def forward(ctx: Any, table: Any, layer: Embedding, tokens_of_row: Any) -> Any:
@@ -115,9 +115,9 @@ class _Routes:
     """What this rank sends to and receives from each rank of its layer.
 
     Attributes:
-        sends: entries and features of the local table for each rank.
-        receives: positions among this rank's tokens, and local features, from each rank.
-        receive_sizes: elements from each rank.
+        sends: for each rank, the entries and the features of the local table to send.
+        receives: for each rank, the positions among this rank's tokens, and the local features, to receive.
+        receive_sizes: number of elements to receive from each rank.
     """
 
     def __init__(self, layer: Embedding, tokens_of_row: Any) -> None:
@@ -142,9 +142,9 @@ class _Routes:
 
 
 class PositionEmbedding(nn.Module):
-    """A table of positions: features over the columns of the grid, replicated over its rows.
+    """An embedding of positions, with features sharded over the columns of the grid and replicated over its rows.
 
-    ``forward(positions)`` is a lookup in the local part. It has the attributes of ``nn.Embedding``.
+    ``forward(positions)`` is a lookup in the local shard. The module has the attributes of ``nn.Embedding``.
     """
 
     def __init__(self, embedding: nn.Embedding, grid: Grid) -> None:

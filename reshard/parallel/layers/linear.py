@@ -23,7 +23,7 @@ from .parameters import gradient_axes, local_of, shard_parameter
 
 
 class Linear(nn.Module):
-    """``y = x Wᵀ + b`` with tokens over (depth, row) and features over col, before and after.
+    """``y = x Wᵀ + b`` with the tokens of x and y sharded over (depth, row), and their features over col.
 
     ``forward`` maps ``[batch, ..., in_j]`` to ``[batch, ..., out_j]``, where ``in_j`` is column j's part of
     ``in_features`` by the rule of ``torch.chunk``. If ``x`` needs no gradient, it may also have all ``in_features``.
@@ -31,9 +31,9 @@ class Linear(nn.Module):
     Args:
         linear: the layer with the whole weight, ``[out_features, in_features]``.
         grid: the grid.
-        cut_rows: which dim of the weight is cut over the rows of the grid, "in" or "out"; the other one is cut over
-            columns. What moves along grid rows is the activation on the side of this dim. Default: the smaller one.
-        panel: largest number of elements of that dim that are moved at a time; bounds the memory of a product.
+        cut_rows: dim of the weight that is cut over the rows of the grid, "in" or "out"; default: the smaller one. The
+            other dim is cut over columns. The activation that has the dim ``cut_rows``, x or y, moves along grid rows.
+        panel: largest number of elements of that dim that move at a time; bounds the memory of a product.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, cut_rows: str | None = None, panel: int = PANEL_WIDTH) -> None:
@@ -73,7 +73,7 @@ class Linear(nn.Module):
 
 @not_compiled
 def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
-    """Apply layers to the same input, which is moved only once. All must cut "in" over rows if there are several.
+    """Apply several layers to the same input, which moves only once. Several layers must all have ``cut_rows="in"``.
 
     An input that needs no gradient, such as a batch, may have the features of all columns.
 
@@ -130,10 +130,10 @@ def _autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 @dataclass(eq=False)
 class _Call:
-    """One use of layers that share an input.
+    """One forward of layers that share an input.
 
     Attributes:
-        tasks: where weight gradients are deferred to; None: they are computed in the backward.
+        tasks: list that collects deferred weight-gradient passes; None: the backward computes weight gradients.
     """
 
     product: Product
@@ -159,7 +159,7 @@ class _Call:
         return self.product.contract_tokens(first, second, self.tokens)
 
     def split(self, gradient: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of each layer's local weight."""
+        """Split a gradient of all layers into the gradient of each layer's local weight."""
         if not self.cuts_in:
             return [gradient]
         return list(gradient.t().split([local_of(each.weight).shape[0] for each in self.layers]))
@@ -193,7 +193,7 @@ class _Multiply(torch.autograd.Function):
 
 
 def _accumulate(call: _Call, x: torch.Tensor, gradient: torch.Tensor) -> None:
-    """The deferred weight gradient. Autograd adds it, so that other uses of the parameter add up."""
+    """Compute the deferred weight gradient. Autograd adds it to that of other uses of the parameter."""
     (whole,) = run_together(call.weight_gradient(x, gradient))
     for layer, weight_gradient in zip(call.layers, call.split(whole), strict=True):
         if layer.weight.requires_grad:

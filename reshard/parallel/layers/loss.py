@@ -18,10 +18,11 @@ from ..grid.cuts import chunk_spans, size_of
 class CrossEntropy(nn.Module):
     """The mean cross-entropy over all tokens of a batch, the same on every rank of a grid.
 
-    Backward sends only this rank's part, so gradients must be summed over the grid, not averaged.
+    The backward computes gradients of this rank's tokens alone, so gradients must be summed, not averaged, over the
+    grid.
 
     Args:
-        grid: the grid. num_classes: size of the last dim of the logits, in whole.
+        grid: the grid. num_classes: global size of the last dim of the logits.
         ignore_index: targets with this value do not count.
     """
 
@@ -31,11 +32,11 @@ class CrossEntropy(nn.Module):
 
     @not_compiled
     def forward(self, logits: torch.Tensor, targets: torch.Tensor, count: Any = None) -> torch.Tensor:
-        """The mean loss; NaN if no token counts, as in torch.
+        """The mean loss; NaN if all targets are ``ignore_index``, as in torch.
 
         Args:
             logits: ``[batch, ..., classes_j]``. targets: ``[batch, ...]``, of this rank's rows.
-            count: divisor in place of the number of tokens that count.
+            count: divisor of the summed losses; default: the number of targets other than ``ignore_index``.
         """
         span = chunk_spans(self.num_classes, self.grid.cols)[self.grid.col]
         if logits.shape[-1] != size_of(span) or logits.shape[:-1] != targets.shape:
@@ -64,7 +65,7 @@ def _sum_over_rows(value: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 class _SumOverRows(torch.autograd.Function):
-    """The sum over (depth, row). Each rank's backward goes to its own part."""
+    """The sum over (depth, row). The backward passes the gradient on to this rank's value unchanged."""
 
     @staticmethod
     def forward(ctx: Any, value: Any, grid: Grid) -> Any:
@@ -76,7 +77,7 @@ class _SumOverRows(torch.autograd.Function):
 
 
 class _TokenLosses(torch.autograd.Function):
-    """The loss of each token of this rank's rows; 0 where it does not count."""
+    """The loss of each token of this rank's rows; 0 for targets that do not count."""
 
     @staticmethod
     def forward(ctx: Any, logits: Any, targets: Any, counted: Any, span: Any, grid: Grid) -> Any:

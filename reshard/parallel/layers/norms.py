@@ -18,7 +18,7 @@ from .parameters import gradient_axes, local_of, shard_parameter
 
 
 class _Norm(nn.Module):
-    """What both norms share.
+    """Base of LayerNorm and RMSNorm.
 
     Args:
         weight, bias: whole parameters ``[features]``, or None.

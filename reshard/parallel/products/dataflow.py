@@ -1,14 +1,15 @@
-"""What each dataflow of a matrix product moves, and the choice of the cheapest.
+"""Bytes that each dataflow of a matrix product moves, and the choice of the cheapest.
 
 A weight is cut into ``rows`` x ``cols`` blocks ``W[P_i, Q_j]``. Activations are cut by tokens over (depth, row) and by
-features over col. Three products are needed, each with two of its three matrices on the move:
+features over col. A layer needs three products. Each moves two of its three matrices:
 
 - ``X W``, contracts P: output-stationary; panels of X along grid rows and of W along grid columns.
 - ``X Wᵀ``, contracts Q: input-stationary; panels of W along grid columns, partial sums along grid rows.
 - ``Xᵀ Z``, the gradient of W: Z stays; panels of X along grid rows, partial sums along grid columns.
 
-Each can keep W where it is instead (weight-stationary), and move both activations. That moves less where a layer of the
-grid has fewer tokens than W has rows. Source: SUMMA (van de Geijn, Watts, 1997) and MeshSlice (2025) for the choice.
+Each product can instead keep W where it is (weight-stationary) and move both activations. This moves less if a depth
+layer of the grid has fewer tokens than W has rows. Source: SUMMA (van de Geijn, Watts, 1997) for the products, and
+MeshSlice (2025) for the choice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PANEL_WIDTH = 1024
 
 
 class ProductKind(Enum):
-    """Which product: by the dim that it contracts."""
+    """The three products, named for the dim that each contracts."""
 
     CONTRACT_P = "X W"
     CONTRACT_Q = "X Wᵀ"
@@ -76,7 +77,7 @@ def received_elements(
 
     Args:
         tokens: number of tokens of each row of the grid.
-        keeps_weight: weight-stationary.
+        keeps_weight: whether the dataflow is weight-stationary.
     """
     own_p_row, own_p_col = size_of(shape.p_rows[row]), size_of(shape.p_cols[col])
     m, q = tokens[row], shape.q[col]
@@ -88,7 +89,7 @@ def received_elements(
         if kind is ProductKind.CONTRACT_Q:
             return w + (shape.cols - 1) * own_p_col * m
         return x + (shape.rows - 1) * own_p_row * q
-    overlap = size_of(intersect(shape.p_rows[row], shape.p_cols[col]))  # the part of its needs that the rank holds
+    overlap = size_of(intersect(shape.p_rows[row], shape.p_cols[col]))  # needed features that the rank itself holds
     if kind is ProductKind.CONTRACT_Q:
         return (sum(tokens) - m) * q + (shape.cols * own_p_col - overlap) * m
     x = own_p_row * sum(tokens) - overlap * m
@@ -108,7 +109,7 @@ def busiest_elements(kind: ProductKind, shape: ProductShape, tokens: Sequence[in
 
 @lru_cache(maxsize=4096)
 def is_weight_stationary(kind: ProductKind, shape: ProductShape, tokens: tuple[int, ...]) -> bool:
-    """Whether the weight-stationary dataflow moves less. The other one overlaps, so it wins ties."""
+    """Whether the weight-stationary dataflow moves less. The other one overlaps with computation, so it wins ties."""
     if shape.rows == 1:
         return False  # no weight moves in any dataflow
     return busiest_elements(kind, shape, tokens, keeps_weight=True) < busiest_elements(

@@ -16,12 +16,12 @@ from ..grid.collectives import Pending, ordered_sum
 from ..grid.cuts import Span, intersect, size_of, total
 from .dataflow import ProductKind, ProductShape, is_weight_stationary
 
-#: A product in steps. It yields after it has started collectives, so that another product can start its own.
+#: A product as a generator. It yields after it starts collectives, so that another product can start its own.
 Steps = Generator[None, None, torch.Tensor]
 
 
 def run_together(*products: Steps) -> list[torch.Tensor]:
-    """Run products so that their collectives overlap, and return the results. All ranks pass them in the same order."""
+    """Run products so that their collectives overlap, and return the results. All ranks need the same order."""
     results: dict[int, torch.Tensor] = {}
     while len(results) < len(products):
         for number, product in enumerate(products):
@@ -132,7 +132,7 @@ class Product:
     # Weight-stationary
 
     def _features_of_row(self, x: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """The features P_i of all tokens of this layer, transposed: ``[P_i, M]`` from ``[m, P_j]`` of each rank."""
+        """Gather the features P_i of all tokens of this depth layer: ``[P_i, M]`` from ``[m, P_j]`` of each rank."""
         shape, grid = self.shape, self.grid
         have, need = shape.p_cols[grid.col], shape.p_rows[grid.row]
         sent = [x[:, _relative(intersect(have, shape.p_rows[i]), have)].t().reshape(-1) for i in range(shape.rows)]

@@ -40,9 +40,9 @@ def relayout(
             codec encodes first moments alone. Other state, such as second moments, travels as bf16.
 
     Raises:
-        ArgumentError: the model is not on a grid, ranks differ, the model does not fit the new grid, a backward is
-            still to come, a parameter has a gradient, the optimizer has state that cannot move, the policy does not
-            fit, or there is no state to encode.
+        ArgumentError: the model is not on a grid or does not fit the new one, the new grid has other ranks, a forward
+            has had no backward yet, a parameter has a gradient, the optimizer has state that cannot move, the policy
+            sets something else, or there is no state to encode.
         ReshardError: what :func:`reshard.reshard` raises.
     """
     old_grid = getattr(model, "reshard_grid", None)
@@ -90,7 +90,7 @@ def relayout(
         for group in optimizer.param_groups:
             group["params"] = [replaced.get(id(each), each) for each in group["params"]]
     mark_replaced([parameter for parameter, _ in parameters], "relayout")
-    old_grid.become(grid)
+    old_grid.replace_with(grid)
     for path, module in reversed(list(model.named_modules())):  # errors give a tied parameter its first path
         if hasattr(module, "declare"):
             module.declare(f"{path}." if path else "")
@@ -116,7 +116,7 @@ def _check(model: nn.Module, old_grid: Grid, grid: Grid) -> None:
 
 
 def _holders(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
-    """Each parameter once, in the order of the model, with each module that holds it and the name there."""
+    """Each parameter once, in the order of the model, with the modules that hold it and its name in each."""
     found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
@@ -125,7 +125,7 @@ def _holders(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module,
 
 
 def _placements_on_grid(value: Any) -> list[Any]:
-    """Placements of a DTensor on (row, col) over (depth, row, col): replicated over depth."""
+    """Placements over (depth, row, col) of a DTensor on (row, col), which is replicated over depth."""
     from torch.distributed.tensor import Replicate
 
     return [Replicate(), *value.placements]

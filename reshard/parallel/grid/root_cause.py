@@ -1,4 +1,4 @@
-"""Which rank of a grid is gone, when a collective of the grid fails."""
+"""Find the root cause of a failed collective of a grid, such as the rank that is gone."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
-#: How long to look for the root cause of a failed collective: a lost connection, an error that another rank reports, or
-#: a rank without a heartbeat.
+#: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
+#: heartbeat.
 ROOT_CAUSE_SECONDS = SILENT_SECONDS + 2.0
-#: Interval between two of these checks.
-LOOK_SECONDS = 0.1
+#: Seconds between two checks for it.
+CHECK_INTERVAL_SECONDS = 0.1
 
 
-class Watch:
-    """Control connections among the ranks of a grid. All ranks create it together.
+class RootCauseFinder:
+    """Finds root causes over control connections among the ranks of a grid. All ranks create it together.
 
     Args:
-        ranks: global ranks of the grid.
-        shape: of the grid; ranks that pass others get an error.
+        ranks: global ranks of the grid, the same on all ranks.
+        shape: of the grid, the same on all ranks.
 
     Raises:
         DisagreementError: ranks make different grids.
@@ -41,10 +41,10 @@ class Watch:
         self._generation = decision.generation
 
     def explain(self, error: RuntimeError) -> ReshardError:
-        """The error to raise where a collective failed: that of another rank, or which rank is gone.
+        """The error to raise after a failed collective: the error of another rank, or one that names the lost ranks.
 
-        A rank that was killed is found by its connection to the first rank of the grid, or else by its heartbeats. A
-        rank that ended after its own error, or that has stopped, is found by its heartbeats.
+        A killed rank loses its connection to the first rank of the grid, and sends no more heartbeats. A rank that has
+        ended after an error of its own, or that has stopped, sends no more heartbeats.
         """
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
         heartbeats = HeartbeatReader(self._group.store)
@@ -60,7 +60,7 @@ class Watch:
                 verb = "is" if len(silent) == 1 else "are"
                 text = f"{describe_ranks(silent)} {verb} gone or stopped: no heartbeat for {SILENT_SECONDS:g} s"
                 return self._channel.fail(self._generation, RemoteError(f"{text}; a collective of a grid failed"))
-            time.sleep(LOOK_SECONDS)
+            time.sleep(CHECK_INTERVAL_SECONDS)
         members = describe_ranks(self._channel.members)
         return self._channel.fail(
             self._generation,
