@@ -11,7 +11,7 @@ import torch
 from reshard import Mesh
 from reshard.scheduler import Edge, Pipe
 from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_rows, take_rows
-from reshard.scheduler.pipe.partition.stage_graph import Skeleton, StageGraph
+from reshard.scheduler.pipe.partition.stage_graph import FakeModel, StageGraph
 from reshard.scheduler.training.data import Loader, PictureLoader, TokenLoader, read_tokens
 from reshard.scheduler.training.models import find_cuts, make_model
 from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
@@ -87,4 +87,4 @@ def _find_graph(workload: Workload) -> tuple[StageGraph, BatchOutline]:
     """The tensors that stages exchange, and the names and shapes of the tensors of a batch."""
     pipe = workload._pipe()
     outline = outline_batch(workload._loader().batch(0))
-    return Skeleton(pipe.model, pipe.cut(outline.names)).find(outline), outline
+    return FakeModel(pipe.model, pipe.cut(outline.names)).find(outline), outline

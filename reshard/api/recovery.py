@@ -36,7 +36,7 @@ from reshard.errors import RankLostError, ReshardError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
 from reshard.planner.callers import not_compiled
-from reshard.planner.recovery import Arrived, find_missing, plan_remainder, view_pieces, whole_tensors
+from reshard.planner.recovery import RankProgress, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.runtime.cpu.coding import coded_array
 from reshard.runtime.cpu.progress import Tally
 
@@ -154,7 +154,7 @@ class Recovery:
 
     def _plan_remainder(self, outcomes: dict[int, Any]) -> None:
         """Make the plan of the next attempt, the same on every surviving rank."""
-        arrived = {rank: Arrived(outcome["copied"], outcome["received"]) for rank, outcome in outcomes.items()}
+        arrived = {rank: RankProgress(outcome["copied"], outcome["received"]) for rank, outcome in outcomes.items()}
         if self._verify:
             arrived = {}
         self._pieces = find_missing(self._plan, self._pieces, arrived, self._members)

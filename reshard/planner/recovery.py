@@ -22,7 +22,7 @@ _MAX_NAMED = 3
 
 
 @dataclass(frozen=True)
-class Arrived:
+class RankProgress:
     """Progress of one rank: whether its local copies are done, and how many receives it completed, in plan order."""
 
     copied: bool = False
@@ -45,7 +45,7 @@ def whole_tensors(plan: Plan) -> list[Piece]:
 
 
 def find_missing(
-    plan: Plan, pieces: Sequence[Piece], arrived: Mapping[int, Arrived], ranks: Iterable[int]
+    plan: Plan, pieces: Sequence[Piece], arrived: Mapping[int, RankProgress], ranks: Iterable[int]
 ) -> list[Piece]:
     """Find the pieces that an interrupted plan has not delivered to ``ranks``.
 
@@ -62,7 +62,7 @@ def find_missing(
     missing: dict[tuple[int, tuple[int, ...], tuple[int, ...]], set[int]] = {}
     order_of: dict[tuple[int, tuple[int, ...], tuple[int, ...]], tuple[int, int, int]] = {}
     for rank in sorted(ranks):
-        progress, received = arrived.get(rank, Arrived()), 0
+        progress, received = arrived.get(rank, RankProgress()), 0
         boxes = []
         for message in expand_messages(plan, rank):
             if message.receiver != rank:

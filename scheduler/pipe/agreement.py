@@ -1,4 +1,4 @@
-"""What all ranks exchange before there is an engine: errors, and the layouts of shared parameters."""
+"""Exchange errors, and the layouts of shared parameters, among all ranks before they have an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Agreement:
     """Lets all ranks of a process group exchange values and errors, and detects ranks that died.
 
     Args:
-        group: process group; None: the world. timeout_seconds: how long a rank waits for the others.
+        group: process group; None: the world. timeout_seconds: time limit for a rank to wait for the others.
     """
 
     def __init__(self, group: Any, timeout_seconds: float) -> None:
@@ -29,10 +29,17 @@ class Agreement:
         self._channel = find_channel(self._group, tuple(range(torch.distributed.get_world_size(group))))
 
     def exchange(self, value: Any = None, error: BaseException | None = None) -> dict[int, Any]:
-        """The values of all ranks, by rank; each is a plain value that JSON can hold.
+        """Exchange values. All ranks must call this.
+
+        Args:
+            value: value of this rank, which JSON can hold.
+            error: error of this rank. This rank raises it, and the other ranks raise a ReshardError.
+
+        Returns:
+            The values of all ranks, by rank.
 
         Raises:
-            ReshardError: the error of the first rank that passes one, on the others.
+            ReshardError: the error of the first rank that passes one.
         """
         failure = None if error is None else describe_error(error)
         request = Request(self._group.rank, hostname=self._group.hostname, error=failure, payload=value)
@@ -45,7 +52,7 @@ class Agreement:
 
     @contextmanager
     def share_error(self) -> Iterator[None]:
-        """If a rank raises inside, all ranks raise. All ranks must enter."""
+        """If a rank raises an error in this context, all ranks raise it. All ranks must enter the context."""
         try:
             yield
         except Exception as error:  # whatever a user's function raises must reach the other ranks
@@ -56,10 +63,10 @@ class Agreement:
     def tied_layouts(
         self, ties: Sequence[Mapping[int, str]], modules: Mapping[int, torch.nn.Module], meshes: Sequence[Mesh]
     ) -> list[dict[int, Layout]]:
-        """For each tie, the layout of the parameter on each stage that shards it.
+        """For each shared parameter, ``{stage: layout}`` of the stages that shard it.
 
         Args:
-            ties: for each parameter that several stages share, ``{stage: name}``.
+            ties: for each parameter that several stages share, ``{stage: its name in the stage}``.
             modules: ``{stage: module}`` of this rank, parallelized.
             meshes: of all stages.
         """

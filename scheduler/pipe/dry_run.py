@@ -1,4 +1,4 @@
-"""Run the modules of stages without data, to learn before a step whether they accept the sizes of its batch."""
+"""Run the modules of stages without data, to check before a step that they accept the sizes of its batch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .planner import MOST_GRAPHS, Planner
 
 #: Stage, number of rows, and entries of a batch.
 Key = tuple[int, int, tuple[Entry, ...]]
-#: Shards the module of a stage in place, as on this rank, without moving data.
+#: ``shard(module)`` shards a copy of a stage's module in place, as this rank shards the stage, without moving data.
 Shard = Callable[[torch.nn.Module], None]
 
 
@@ -37,7 +37,7 @@ class DryRun:
         engine: lets ranks exchange what they find.
         planner: plans the stages.
         fsdp_stages: stages under FSDP, the same on all ranks.
-        shards: for each stage of this rank, how it is sharded; None: it is not.
+        shards: for each stage of this rank, the function that shards a copy of it; None: the stage is not sharded.
         sequence_parts: ``{stage: tp}`` of stages whose plan divides the sequence, the same on all ranks.
     """
 
@@ -51,11 +51,11 @@ class DryRun:
     ) -> None:
         self._engine, self._planner = engine, planner
         self._fsdp_stages, self._shards, self._sequence_parts = sorted(fsdp_stages), shards, sequence_parts
-        # the text of each error, or None if the stage ran; the same on all ranks
+        # Text of the error of each run, or None if the stage ran; the same on all ranks.
         self._failures: collections.OrderedDict[Key, str | None] = collections.OrderedDict()
 
     def rows_without(self, stage: int) -> int | None:
-        """The number of rows on which a replica of the stage runs if it has none; None if it then does not run."""
+        """The number of rows to run on for a replica of the stage that has no rows; None: it does not run."""
         if stage not in self._fsdp_stages:
             return None
         return 0 if is_grid(self._planner.meshes[stage]) else 1
@@ -83,7 +83,11 @@ class DryRun:
                     )
 
     def _find_failure(self, stage: int, rows: int, outline: BatchOutline) -> str | None:
-        """Run a stage on ``rows`` rows; the error of its first rank that fails, or None. All ranks must call this."""
+        """Run a stage on ``rows`` rows. All ranks must call this.
+
+        Returns:
+            The error of the first rank of the stage that fails; None if no rank fails.
+        """
         key = stage, rows, outline.entries
         if key not in self._failures:
             own = None

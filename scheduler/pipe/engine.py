@@ -26,17 +26,18 @@ from .gradients import LossScale, are_finite, check_clip, combine_norm, local_po
 from .partition.batches import BatchOutline, take_filler, take_rows
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
-from .profile import Profile, ScheduleBuilder, count_saved_bytes, leave_no_trace, profile_timelines
+from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines, restore_training_state
 from .totals import StepResult, Totals, combine_totals
 
 
 @dataclass(frozen=True)
 class CompileOptions:
-    """What :meth:`Pipe.compile` decides besides the stages.
+    """Options of an engine, which :meth:`Pipe.compile` sets.
 
     Attributes:
         microbatches: number of microbatches of a step. schedule: a schedule, or a function that builds one.
-        input_names: names of the values of a batch that is a tuple. example: outline of the batch given to ``compile``.
+        input_names: names for the values of a batch that is a tuple, in order.
+        example: outline of the batch given to ``compile``.
         ties: ``{stage: name}`` of each parameter that several stages share.
         device: device of the parameters. scales_loss: whether to scale the loss, as float16 needs.
         memory_limit_bytes: given to ``schedule`` if it is a function.
@@ -118,7 +119,7 @@ class PipelineEngine:
 
     @property
     def compression(self) -> str:
-        """Codecs between stages, and the simulated seconds with and without them; empty if none were asked for."""
+        """Codecs between stages, and the simulated seconds with and without them; empty without a policy for them."""
         return self._programs.choices
 
     def step(
@@ -127,10 +128,10 @@ class PipelineEngine:
         """Add the gradients of the mean loss over all rows of a batch to each parameter's ``.grad``.
 
         Args:
-            batch: ``{name: tensor}``, a tensor or a tuple, the same on all ranks; None on ranks whose stages read none
-                of it. Its sizes may differ from the example's. A batch of few rows has fewer microbatches.
-            accumulate: number of parts that run one after the other; each has its own microbatches.
-            local_batch: the batch has only the rows of this rank, in the order of :meth:`local_rows`.
+            batch: ``{name: tensor}``, a tensor or a tuple, the same on all ranks; None on ranks whose stages read no
+                input. Its sizes may differ from the example's. A batch of few rows has fewer microbatches.
+            accumulate: number of parts of the batch that run one after the other, each with its own microbatches.
+            local_batch: whether the batch has only the rows of this rank, in the order of :meth:`local_rows`.
             timeline: measure the times of the last part.
 
         Raises:
@@ -168,7 +169,7 @@ class PipelineEngine:
                 each.training = was_training
 
     def local_rows(self, rows: int, accumulate: int = 1) -> torch.Tensor:
-        """Indices of the rows, of a batch of ``rows``, that this rank passes with ``local_batch=True``, in order."""
+        """Indices of the rows that this rank passes with ``local_batch=True``, in order, for ``rows`` rows in all."""
         parts = self._feeder.divide(rows, accumulate)
         return torch.tensor([row for part in parts for microbatch in part for row in self._feeder.own(microbatch)])
 
@@ -215,8 +216,8 @@ class PipelineEngine:
             keep: number of newest checkpoints to keep; older ones are deleted.
 
         Raises:
-            ArgumentError: the folder cannot be made, is another one on some ranks, or an argument is invalid; on all
-                ranks.
+            ArgumentError: the folder cannot be made, some ranks see another folder, or an argument is invalid. All
+                ranks raise it.
             DisagreementError: ranks pass different steps.
         """
         state = self._training_state(optimizer, lr_scheduler, loader, step)
@@ -244,7 +245,7 @@ class PipelineEngine:
             missing_ok: return 0 if there is no checkpoint, instead of an error.
 
         Raises:
-            ArgumentError: there is no checkpoint, or it lacks something that is to be loaded.
+            ArgumentError: there is no checkpoint, or it lacks an entry that this call loads.
         """
         found = self._run_and_agree(lambda: checkpoint.find_checkpoints(path) if self._is_first else [])
         gathered = self._engine.exchange(str(found[-1][1]) if found else None)
@@ -264,7 +265,7 @@ class PipelineEngine:
         return int(counters.get("step", 0))
 
     def _run_and_agree(self, call: Callable[[], Any]) -> Any:
-        """The result of a call on this rank. An error of one rank is raised on all, before any goes on."""
+        """Run ``call`` on each rank, and return this rank's result. If the call fails on one rank, all ranks raise."""
         result, failure = None, None
         try:
             result = call()
@@ -342,7 +343,7 @@ class PipelineEngine:
         return steps, outline.rows
 
     def _exchange_totals(self, steps: Sequence[Step], rows: int, finite: bool) -> Totals:
-        """The totals of all parts over all ranks. Of the ranks that have the same loss, only one counts."""
+        """The totals of all parts over all ranks. If several ranks have the same loss, only one of them counts."""
         own: list[Any] = []
         if self._rank in ranks_with_own_loss(self._planner.mesh_of(self._rank)):
             own = [[stage, asdict(totals)] for step in steps for stage, totals in step.totals.items()]
@@ -371,7 +372,7 @@ class PipelineEngine:
     def measure(self, batch: Any) -> Profile:
         """Measure the seconds of each stage, and the bytes that it saves for the backward, in trial steps on a batch.
 
-        Parameters, buffers, random number generators and ``.grad`` are left as they were.
+        Trial steps do not change parameters, buffers, random number generators or ``.grad``.
         """
         named, outline = self._feeder.agree(batch, 1, False)
         rows = [len(each) for each in self._feeder.divide(outline.rows, 1)[0]]
@@ -379,7 +380,7 @@ class PipelineEngine:
         trials = [self._engine.schedule]
         if self._can_split and self._is_chain:
             trials.append(zb_h1(pipeline, len(rows)))
-        with leave_no_trace(self.parameters(), self.modules, self._engine.sums, self._options.device.type):
+        with restore_training_state(self.parameters(), self.modules, self._engine.sums, self._options.device.type):
             with count_saved_bytes() as saved:
                 self._run(named, 1, False, schedule=self._engine.schedule)
             timelines = []

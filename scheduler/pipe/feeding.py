@@ -32,11 +32,11 @@ class Feeder:
     """Checks and divides the batches of one engine.
 
     Args:
-        engine: lets ranks exchange what they pass.
-        planner: knows what each stage reads.
+        engine: exchanges outlines and digests of batches between ranks.
+        planner: knows the inputs that each stage reads.
         input_names: names of the values of a batch that is a tuple.
         microbatches: number of microbatches of a part; fewer if it has fewer rows.
-        dry_run: checks that stages run on the rows that they get.
+        dry_run: checks that stages accept the numbers of rows that they get.
         example: outline of the batch that the engine was compiled with; see :func:`check_dtypes`.
     """
 
@@ -54,7 +54,7 @@ class Feeder:
         self._dry_run, self._example = dry_run, example
 
     def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
-        """The batch by name, and its outline, once all ranks have passed batches that fit.
+        """Check the batch with all ranks. Returns the batch by name, and the outline of the whole batch.
 
         Stages that share a parameter must agree on whether it is trained.
         """
@@ -90,7 +90,7 @@ class Feeder:
     def _check_given(
         self, outline: BatchOutline, outlines: Mapping[int, BatchOutline], is_local: bool, accumulate: int
     ) -> None:
-        """Raise ArgumentError, on all ranks alike, unless each rank passes what its stages read."""
+        """Raise ArgumentError, on all ranks alike, unless each rank passes the rows and inputs that its stages read."""
         graph = self._planner.graph(outline)
         check_dtypes(outline, self._example)
         parts = self.divide(outline.rows, accumulate)
@@ -127,7 +127,7 @@ class Feeder:
         return range(rows.start + own.start, rows.start + own.stop)
 
     def rows_of_loss(self, rows: range) -> int:
-        """Number of rows of a microbatch that a loss on this rank is a mean over."""
+        """Number of rows of a microbatch over which the loss on this rank is a mean."""
         return rows_of_loss(self._planner.mesh_of(self._engine.rank), len(rows), len(self.own(rows)))
 
 

@@ -26,9 +26,9 @@ def local_power_sum(
     tied_elsewhere: Mapping[int, set[str]],
     norm_type: float,
 ) -> float:
-    """The part of this rank in the sum of ``|g| ** norm_type`` over all gradients; for inf, its largest ``|g|``.
+    """The sum of ``|g| ** norm_type`` over the gradients of this rank; for inf, their largest ``|g|``.
 
-    The parts of all ranks add up to the sum of the whole model: an element that k ranks hold counts 1/k on each.
+    An element that k ranks hold counts 1/k on each, so the values of all ranks add up to that of the whole model.
 
     Args:
         modules: ``{stage: module}`` of this rank.
@@ -134,10 +134,10 @@ def _num_shards(gradient: Any) -> int:
 
 @dataclass
 class LossScale:
-    """A factor of the loss. It halves after a step with a gradient that is not finite, and doubles after many others.
+    """A factor of the loss, which halves after a step with a non-finite gradient and doubles after many finite steps.
 
-    The rule and the constants are those of ``torch.amp.GradScaler``. Unlike there, the engine divides the gradients by
-    the factor within the step.
+    The rule and the constants are those of ``torch.amp.GradScaler``. Unlike the user of a GradScaler, the engine itself
+    divides the gradients by the factor, within the step.
 
     Attributes:
         value: the factor.

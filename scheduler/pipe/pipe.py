@@ -29,9 +29,9 @@ from .partition.adapters import find_blocks
 from .partition.batches import name_batch, outline_batch, split_microbatches
 from .partition.blocks import Block, BlockCut, BlockStage, blocks_of_modules, copy_stage
 from .partition.materialize import Init, is_on_meta, materialize
-from .partition.stage_graph import Cut, Skeleton, StageGraph, find_ties
+from .partition.single_block import whole_model
+from .partition.stage_graph import Cut, FakeModel, StageGraph, find_ties
 from .partition.tracing import TracedCut, UntraceableError
-from .partition.whole import whole_model
 from .placement import (
     Placement,
     Strategy,
@@ -167,9 +167,9 @@ class Pipe:
             ArgumentError: the model cannot be cut, or does not accept the batch.
         """
         outline = outline_batch(name_batch(example, self.input_names))
-        skeleton = Skeleton(self.model, self.cut(outline.names), autocast=self.autocast)
+        fake_model = FakeModel(self.model, self.cut(outline.names), autocast=self.autocast)
         rows = split_microbatches(outline.rows, microbatches, self.meshes)[0]
-        return Planner(skeleton, self.meshes).priced(outline, rows, topology, profile)
+        return Planner(fake_model, self.meshes).priced(outline, rows, topology, profile)
 
     def compile(
         self,
@@ -221,7 +221,7 @@ class Pipe:
             batch = name_batch(example, self.input_names)
             outline = outline_batch(batch)
             cut = self.cut(outline.names)
-            planner = Planner(Skeleton(self.model, cut, device.type, self.autocast), self.meshes)
+            planner = Planner(FakeModel(self.model, cut, device.type, self.autocast), self.meshes)
             stages, ties, mine = self._make_stages(cut, planner.graph(outline), torch.distributed.get_rank(group))
             kinds = _kinds_of_ties(stages, ties)
         with agreement.share_error():

@@ -1,4 +1,4 @@
-"""Where each stage runs, and how torch parallelizes it there."""
+"""Placements: the ranks of each stage, and the parallelism inside the stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Wrap = Callable[[Any, Any], Any]
 
 
 def ddp(module: Any, device_mesh: Any) -> Any:
-    """Replicate a stage over ``device_mesh`` with ``DistributedDataParallel``, or as it does if the stage is frozen."""
+    """Replicate a stage over ``device_mesh`` with ``DistributedDataParallel``, or :class:`FrozenReplicas` if frozen."""
     from torch.nn.parallel import DistributedDataParallel
 
     from ..runtime.data_parallel import FrozenReplicas
@@ -42,15 +42,20 @@ def fsdp(module: Any, device_mesh: Any) -> Any:
     return fully_shard(module, mesh=device_mesh)
 
 
-#: Such a wrap may shard the parameters of a stage on a grid over its depth.
+#: A wrap with this attribute may shard the parameters of a stage on a grid over its depth.
 fsdp.shards_parameters = True  # type: ignore[attr-defined]
 
 
 def make_device_mesh(mesh: Mesh, device: Any, group: Any, timeout_seconds: float) -> Any:
     """The device mesh of a stage of this rank, with a process group for each axis.
 
-    The ranks of ``mesh`` are those of ``group``. Only they take part, so that other ranks of the world need not call.
-    ``timeout_seconds`` is that of the process groups.
+    Only the ranks of ``mesh`` call this.
+
+    Args:
+        mesh: of the stage, with ranks of ``group``.
+        device: device of the stage.
+        group: process group; None: the world.
+        timeout_seconds: time limit of each collective of the new process groups.
     """
     import torch
     import torch.distributed as dist
@@ -157,7 +162,7 @@ def _is_size(value: Any) -> bool:
 
 
 class Strategy(Protocol):
-    """What a search has chosen for a model: its cuts, and how its stages run."""
+    """The result of a strategy search for a model: its cuts, and the placements and the schedule of its stages."""
 
     @property
     def microbatches(self) -> int:

@@ -24,12 +24,12 @@ from ..runtime.engine import Engine
 from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
 from .partition.batches import BatchOutline, Entry
-from .partition.stage_graph import Skeleton, StageGraph
+from .partition.stage_graph import FakeModel, StageGraph
 from .profile import Profile, ScheduleBuilder
 
-#: Most programs that an engine keeps, for batches of different shapes.
+#: Largest number of programs that an engine keeps. Batches of different shapes need different programs.
 MOST_PROGRAMS = 8
-#: Most stage graphs that it keeps, for batches of different outlines.
+#: Largest number of stage graphs that an engine keeps, for batches of different outlines.
 MOST_GRAPHS = 32
 
 
@@ -37,12 +37,12 @@ class Planner:
     """Plans the stages of one model for batches of any shape. It does not communicate.
 
     Args:
-        skeleton: finds the stage graph.
+        fake_model: finds the stage graph.
         meshes: mesh of each stage.
     """
 
-    def __init__(self, skeleton: Skeleton, meshes: Sequence[Mesh]) -> None:
-        self._skeleton, self.meshes = skeleton, tuple(meshes)
+    def __init__(self, fake_model: FakeModel, meshes: Sequence[Mesh]) -> None:
+        self._fake_model, self.meshes = fake_model, tuple(meshes)
         self._graphs: collections.OrderedDict[tuple[Entry, ...], StageGraph] = collections.OrderedDict()
 
     @property
@@ -58,7 +58,7 @@ class Planner:
         """The stage graph for batches of this outline, whatever their number of rows."""
         key = outline.entries
         if key not in self._graphs:
-            self._graphs[key] = self._skeleton.find(outline)
+            self._graphs[key] = self._fake_model.find(outline)
             if len(self._graphs) > MOST_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
@@ -67,8 +67,8 @@ class Planner:
     def find_failure(
         self, outline: BatchOutline, rows: int, stage: int, shard: Callable[[torch.nn.Module], None] | None
     ) -> str | None:
-        """See :meth:`Skeleton.find_failure`."""
-        return self._skeleton.find_failure(outline, rows, self.graph(outline), stage, shard)
+        """See :meth:`FakeModel.find_failure`."""
+        return self._fake_model.find_failure(outline, rows, self.graph(outline), stage, shard)
 
     def pipeline(self, outline: BatchOutline, rows: int) -> Pipeline:
         """The pipeline for microbatches of ``rows`` rows, without costs."""
@@ -88,11 +88,11 @@ class Programs:
         engine: the engine that runs them.
         planner: plans the stages.
         build: a schedule, or a function that builds one.
-        options: given to ``build`` if it has parameters of these names.
-        policy: its codecs between stages are used where they pay.
+        options: keyword arguments for ``build``, each passed only if ``build`` has a parameter of this name.
+        policy: compression policy. Its codec between stages codes a transfer if this shortens the simulated iteration.
 
     Attributes:
-        choices: the text of the last choice of codecs; the same on all ranks.
+        choices: text that describes the last choice of codecs; the same on all ranks.
     """
 
     def __init__(
@@ -107,7 +107,7 @@ class Programs:
         self._policy = policy
         self.profile: Profile | None = None
         self.schedules: dict[int, Schedule] = {}  # by number of microbatches
-        self._codecs: dict[int, dict[Channel, str]] = {}  # the same
+        self._codecs: dict[int, dict[Channel, str]] = {}  # by number of microbatches
         self.choices = ""
         self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
 

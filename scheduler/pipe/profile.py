@@ -1,4 +1,4 @@
-"""Seconds per stage: medians of measured steps, kept as JSON."""
+"""Profiles: median times of each stage in measured steps, which can be saved as JSON."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def profile_timelines(
 
 @dataclass
 class SavedBytes:
-    """Bytes that autograd saved for backwards; ``marked_bytes``: of them, those while ``is_marked`` was set."""
+    """Bytes that autograd saved for backwards. ``marked_bytes`` counts those saved while ``is_marked`` is set."""
 
     nbytes: int = 0
     marked_bytes: int = 0
@@ -125,7 +125,7 @@ def count_saved_bytes(
     """Count the bytes of the tensors that autograd saves inside, each storage once, without parameters.
 
     Args:
-        key: what tells storages apart; default: their addresses. Storages without data need another one.
+        key: function that identifies a storage; default: its address. Storages without data need another one.
         ignored: tensors whose storages do not count, such as parameters, of which autograd also saves views.
     """
     counted, seen = SavedBytes(), {key(torch_compat.inner_tensor(each).untyped_storage()) for each in ignored}
@@ -145,10 +145,10 @@ def count_saved_bytes(
 
 
 @contextlib.contextmanager
-def leave_no_trace(
+def restore_training_state(
     parameters: Sequence[torch.Tensor], modules: Mapping[int, torch.nn.Module], sums: StageSums, device_type: str
 ) -> Iterator[None]:
-    """Restore gradients, buffers, errors of coded sums and random number generators at the end."""
+    """Restore gradients, buffers, errors of coded sums and random number generators when the context ends."""
     gradients = [parameter.grad for parameter in parameters]
     buffers = [
         (held, name, buffer, buffer.detach().clone())

@@ -83,7 +83,7 @@ def _parse_style(path: str, style: Any) -> Any:
 def divides_sequence(plan: Mapping[str, Any]) -> bool:
     """Whether a style of the plan shards a dim that is counted from the front, such as the sequence.
 
-    Such styles compute the size of a whole tensor from one shard, so its ranks disagree if the shards are unequal.
+    Such styles compute the size of a whole tensor from one shard. If shards are unequal, ranks get different sizes.
     """
     from torch.distributed.tensor import Shard
 
@@ -102,7 +102,7 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
     Args:
         module: of the stage. device_mesh: one-dimensional, of the tensor-parallel ranks.
         plan: as :func:`find_plan` returns it; names of other stages' modules are ignored.
-        moves_data: whether all ranks get the values of the first one; if not, the ranks need not call together.
+        moves_data: whether to broadcast the values of the first rank. If False, the ranks need not call together.
 
     Raises:
         ArgumentError: two modules of the stage share a parameter, and the plan shards it in two ways.

@@ -31,12 +31,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Totals:
-    """What a step gives, the same on all ranks.
+    """The sums of a step over all ranks, the same on every rank.
 
     Attributes:
-        loss: sum over stages of the weighted mean of their losses. metrics: sums of weighted means too.
+        loss: sum over stages of the weighted mean of their losses. metrics: ``{name: sum of weighted means}``.
         finite: whether the loss and all gradients are finite.
-        gradient_factor: the gradients are those of ``loss`` after they are multiplied by it.
+        gradient_factor: factor that turns the gradients of the step into gradients of ``loss``.
     """
 
     loss: float
@@ -79,7 +79,7 @@ def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], rows: int, fin
 
 
 def _divide(value: float, weight: float) -> float:
-    """The quotient; without any weight, NaN, as a mean over nothing."""
+    """The quotient; NaN if the weight is 0, as for a mean over no values."""
     return value / weight if weight else math.nan
 
 

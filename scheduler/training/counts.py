@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from reshard.sharding import Mesh
 
 from ..pipe.partition.batches import outline_batch
-from ..pipe.partition.stage_graph import Skeleton
+from ..pipe.partition.stage_graph import FakeModel
 from ..pipe.partition.tracing import TracedCut
 from .models import find_cuts, make_model
 from .presets import GPTConfig, Preset
@@ -48,7 +48,7 @@ def count_edges(preset: Preset, layers: Sequence[int]) -> list[EdgeCount]:
     model = make_model(config)
     cut = TracedCut(model, find_cuts(config, tuple(layers)), batch)
     autocast = getattr(torch, preset.autocast) if preset.autocast else None
-    graph = Skeleton(model, cut, autocast=autocast).find(outline_batch(batch))
+    graph = FakeModel(model, cut, autocast=autocast).find(outline_batch(batch))
     flops, made = [], {name: each.to("meta") for name, each in batch.items()}
     for stage in cut.build(model):
         names = [str(node.target) for node in stage.graph.nodes if node.op == "placeholder"]

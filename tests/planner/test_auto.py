@@ -15,7 +15,7 @@ from reshard.planner.auto import CANDIDATES, _are_equal
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_greedy
-from reshard.planner.strategies.greedy import Contest, order_greedily
+from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
 from reshard.planner.strategies.problem import Problem, complete
 from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
@@ -126,7 +126,7 @@ def test_native_and_reference_greedy_orders_are_equal(seed, has_home_ports):
         rows = [np.append(row[:1], num_ports + at) for row, at in zip(rows, home, strict=True)]
     tasks = chance.integers(1, 6, num_classes)
     nbytes = chance.integers(1, 2 ** int(chance.integers(2, 40)), tasks.sum())
-    contest = Contest(
+    greedy_problem = GreedyProblem(
         option_at=np.concatenate([[0], np.cumsum(options)]),
         home=home,
         crosses=chance.integers(0, 2, options.sum()),
@@ -137,7 +137,7 @@ def test_native_and_reference_greedy_orders_are_equal(seed, has_home_ports):
         num_hosts=num_hosts,
         num_ports=num_ports + num_hosts,
     )
-    native, twin = order_greedily(contest), order_python(contest)
+    native, twin = order_greedily(greedy_problem), order_python(greedy_problem)
     assert (native[0] == twin[0]).all() and (native[1] == twin[1]).all()
     assert (np.bincount(twin[0], minlength=num_classes) == tasks).all()
 

@@ -11,8 +11,8 @@ from hypothesis import given, settings, strategies as st
 from reshard import Layout, Mesh, RankLostError, Topology, check_plan, make_plan
 from reshard.plan.messages import expand_messages
 from reshard.planner.recovery import (
-    Arrived,
     Piece,
+    RankProgress,
     _cut,
     _format_loss,
     find_boxes,
@@ -85,7 +85,7 @@ def test_survivors_receive_everything_that_a_survivor_holds(case, strategy, data
         lost = data.draw(st.sets(st.sampled_from(sorted(survivors)), max_size=max(len(survivors) - 1, 0)))
         survivors -= lost
         arrived = {
-            rank: Arrived(data.draw(st.booleans()), data.draw(st.integers(0, _num_recvs(plan, rank))))
+            rank: RankProgress(data.draw(st.booleans()), data.draw(st.integers(0, _num_recvs(plan, rank))))
             for rank in sorted(survivors & set(plan.ranks))
         }
         _land(plan, pieces, arrived, first, whole, outs)
@@ -153,10 +153,10 @@ def test_missing_chunks_of_one_region_form_one_piece():
     plan = make_plan(rows, everything, (4096, 64), "float32", **options)
     half = _num_recvs(plan, 3) // 2
     assert half == 64
-    arrived = {1: Arrived(True, 0), 2: Arrived(True, _num_recvs(plan, 2)), 3: Arrived(True, half)}
+    arrived = {1: RankProgress(True, 0), 2: RankProgress(True, _num_recvs(plan, 2)), 3: RankProgress(True, half)}
     pieces = find_missing(plan, whole_tensors(plan), arrived, [1, 2, 3])
     assert [(piece.start, piece.stop, piece.missing) for piece in pieces] == [((2048, 0), (4096, 64), {3})]
-    both = find_missing(plan, whole_tensors(plan), arrived | {2: Arrived(True, 96)}, [1, 2, 3])
+    both = find_missing(plan, whole_tensors(plan), arrived | {2: RankProgress(True, 96)}, [1, 2, 3])
     assert [(piece.start[0], piece.stop[0], piece.missing) for piece in both] == [
         (2048, 3072, {3}),
         (3072, 4096, {2, 3}),  # missed by other ranks

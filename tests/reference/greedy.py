@@ -6,18 +6,22 @@ import random
 
 import numpy as np
 
-from reshard.planner.strategies.greedy import _SEED, Contest
+from reshard.planner.strategies.greedy import _SEED, GreedyProblem
 
 
-def order_python(contest: Contest) -> tuple[np.ndarray, np.ndarray]:
+def order_python(greedy_problem: GreedyProblem) -> tuple[np.ndarray, np.ndarray]:
     """See :func:`reshard.planner.strategies.greedy.order_greedily`."""
-    tries, at_once = contest.effort
-    option_at, home, crosses = contest.option_at.tolist(), contest.home.tolist(), contest.crosses.tolist()
-    port_at, port = contest.port_at.tolist(), contest.port.tolist()
+    tries, at_once = greedy_problem.effort
+    option_at, home, crosses = (
+        greedy_problem.option_at.tolist(),
+        greedy_problem.home.tolist(),
+        greedy_problem.crosses.tolist(),
+    )
+    port_at, port = greedy_problem.port_at.tolist(), greedy_problem.port.tolist()
     masks = [sum(1 << p for p in port[port_at[w] : port_at[w + 1]]) for w in range(len(home))]
-    task_at, nbytes = contest.task_at.tolist(), contest.nbytes.tolist()
+    task_at, nbytes = greedy_problem.task_at.tolist(), greedy_problem.nbytes.tolist()
     left = [task_at[i + 1] for i in range(len(option_at) - 1)]  # per class, the end of its unsent tasks
-    load = [0] * contest.num_hosts
+    load = [0] * greedy_problem.num_hosts
     rng = random.Random(_SEED)
     classes, options = [], []
     alive = [i for i in range(len(left)) if left[i] > task_at[i]]

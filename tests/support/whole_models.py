@@ -14,7 +14,7 @@ import reshard.scheduler as rs
 from reshard.formatting import unwrapped_name
 from reshard.parallel import plain_state_dict
 from reshard.scheduler.pipe.partition.batches import name_batch, outline_batch
-from reshard.scheduler.pipe.partition.stage_graph import Skeleton
+from reshard.scheduler.pipe.partition.stage_graph import FakeModel
 from reshard.testing import run_processes
 
 
@@ -93,7 +93,7 @@ def train_staged(rank, case, make_pipe, accumulate=1):
 def find_shapes(pipe, example):
     """Find the tensors between stages in this process, so that forked ranks inherit what torch has cached of them."""
     outline = outline_batch(name_batch(example, pipe.input_names))
-    Skeleton(pipe.model, pipe.cut(outline.names), autocast=pipe.autocast).find(outline)
+    FakeModel(pipe.model, pipe.cut(outline.names), autocast=pipe.autocast).find(outline)
 
 
 def check_equal(case, make_pipe, num_ranks, accumulate=1):

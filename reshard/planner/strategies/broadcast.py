@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.greedy import Contest, order_greedily
+from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
 from reshard.planner.strategies.problem import Problem, Routes
 from reshard.planner.strategies.sender_selection import SendLoads, real_ranks, rotation
 from reshard.planner.strategies.trees import along_trees
@@ -142,7 +142,7 @@ def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
     options = [option for row, _ in queues for option in row]
     ports = [ports_of_mask(mask) for _, mask in options]
     classes, chosen = order_greedily(
-        Contest(
+        GreedyProblem(
             option_at=np.cumsum([0] + [len(row) for row, _ in queues]),
             home=np.array([home for home, _ in options], dtype=np.int64),
             crosses=np.array([not mask >> rank_port for _, mask in options], dtype=np.int64),

@@ -19,7 +19,7 @@ _SEED = 2023
 
 
 @dataclass(frozen=True, eq=False)
-class Contest:
+class GreedyProblem:
     """Classes of tasks that compete for ports. All int64.
 
     Attributes:
@@ -50,12 +50,12 @@ class Contest:
         return max(1, min(GREEDY_TRIES, _GREEDY_VISITS // visits)), max(1, min(longest, visits // _GREEDY_VISITS))
 
 
-def order_greedily(contest: Contest) -> tuple[np.ndarray, np.ndarray]:
+def order_greedily(greedy_problem: GreedyProblem) -> tuple[np.ndarray, np.ndarray]:
     """The class and the option of each task, in the order of sending; both int64 ``(tasks,)``.
 
     Each round keeps the set with the most bytes (ties: the most even bytes per sending host).
     """
-    c = contest
+    c = greedy_problem
     state = np.array(random.Random(_SEED).getstate()[1], dtype=np.int64)
     classes, options = (np.zeros(len(c.nbytes), dtype=np.int64) for _ in range(2))
     _native.order_greedily(

@@ -19,7 +19,7 @@ from reshard.errors import ArgumentError
 
 from ...pipe.partition.batches import BatchOutline, name_batch, outline_batch
 from ...pipe.partition.blocks import Block, BlockStage
-from ...pipe.partition.stage_graph import NeedsDataError, Skeleton, StageGraph
+from ...pipe.partition.stage_graph import FakeModel, NeedsDataError, StageGraph
 from ...pipe.partition.tracing import UntraceableError
 from ...pipe.pipe import Pipe
 from ...pipe.placement import Placement
@@ -146,8 +146,8 @@ def _cut(
     """A model cut before some modules, the outline of a batch, and what the layers exchange."""
     pipe = Pipe(model, paths, stages=[Placement()] * (len(paths) + 1), **options)
     outline = outline_batch(name_batch(example, pipe.input_names))
-    skeleton = Skeleton(model, pipe.cut(outline.names), autocast=options["autocast"])
-    return pipe, outline, skeleton.find(outline)
+    fake_model = FakeModel(model, pipe.cut(outline.names), autocast=options["autocast"])
+    return pipe, outline, fake_model.find(outline)
 
 
 def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Folders of checkpoints: complete ones, unfinished ones, and which are deleted."""
+"""Name, find, complete and delete the folders of checkpoints."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ _FOLDER = re.compile(r"step-(\d{8,})(\.unfinished)?")
 def find_checkpoints(path: str | Path) -> list[tuple[int, Path]]:
     """Steps and folders of the complete checkpoints at ``path``, one for each step, oldest first."""
     found: dict[int, Path] = {}
-    for folder in sorted(Path(path).glob("step-*"), reverse=True):  # a renamed folder after an unfinished one
+    # In reverse order, "step-N.unfinished" comes before "step-N", which then replaces it.
+    for folder in sorted(Path(path).glob("step-*"), reverse=True):
         match = _FOLDER.fullmatch(folder.name)
         if match and (folder / ".metadata").exists():  # torch writes this file last
             found[int(match[1])] = folder
@@ -26,12 +27,12 @@ def folder_of(path: str | Path, step: int) -> Path:
 
 
 def unfinished_folder(folder: Path) -> Path:
-    """Where a checkpoint is written before it gets its name."""
+    """The folder in which a checkpoint is written before it is renamed to ``folder``."""
     return folder.with_name(folder.name + _UNFINISHED)
 
 
 def begin(folder: Path) -> None:
-    """Make an empty folder to write to."""
+    """Make an empty folder for a checkpoint that will be renamed to ``folder``."""
     unfinished = unfinished_folder(folder)
     if (unfinished / ".metadata").exists() and not (folder / ".metadata").exists():
         finish(folder)  # it is complete, and may be the only checkpoint
@@ -40,14 +41,14 @@ def begin(folder: Path) -> None:
 
 
 def finish(folder: Path) -> None:
-    """Give a complete checkpoint its name, in place of an earlier checkpoint of its step."""
+    """Rename a complete checkpoint to ``folder``. It replaces an earlier checkpoint of the same step."""
     _delete(folder)
     unfinished_folder(folder).rename(folder)
 
 
 def _delete(folder: Path) -> None:
     if folder.exists():
-        # first, so that a folder without some files never counts as complete
+        # Delete this file first: a folder that has it counts as complete.
         (folder / ".metadata").unlink(missing_ok=True)
         shutil.rmtree(folder)
 

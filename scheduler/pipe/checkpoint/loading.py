@@ -1,4 +1,4 @@
-"""Find what a rank reads from a checkpoint, and read it."""
+"""Find the entries of a checkpoint that a rank needs, and read them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .state import TrainingState, restore_rng
 
 
 def find_entries(folder: Path, state: TrainingState) -> Request:
-    """Find what this rank reads from the checkpoint.
+    """Find the entries that this rank reads from the checkpoint.
 
     Raises:
         ArgumentError: the checkpoint lacks an entry that ``state`` needs, or has it with another shape.
@@ -45,7 +45,7 @@ def find_entries(folder: Path, state: TrainingState) -> Request:
 
 
 def load(folder: Path, request: Request, state: TrainingState) -> dict[str, Any]:
-    """Read this rank's part into its modules, optimizer, scheduler and loader. It does not communicate.
+    """Read this rank's entries into its modules, optimizer, scheduler and loader. No rank communicates.
 
     Returns:
         The counters of the engine that saved the checkpoint; empty if another program saved it.
@@ -73,12 +73,12 @@ def load(folder: Path, request: Request, state: TrainingState) -> dict[str, Any]
 
 
 class Request:
-    """What one rank reads from a checkpoint.
+    """The entries that one rank reads from a checkpoint.
 
     Attributes:
         known: ``{key: metadata}`` of all entries of the checkpoint.
         wanted: before loading, ``{key: tensor to fill, or None}``; after loading, ``{key: value}``.
-        further: more tensors to fill, under keys that ``wanted`` has too.
+        further: second and further tensors to fill from a key of ``wanted``, such as tied parameters.
         restore: functions to call after loading.
     """
 
@@ -93,7 +93,7 @@ class Request:
         """Request the first of these keys that the checkpoint has, to fill ``tensor``.
 
         Returns:
-            The key; None if the checkpoint has none of the keys or another shape, which :meth:`check` then reports.
+            The key; None if the checkpoint lacks all keys, or has another shape. :meth:`check` then reports this.
         """
         key = next((each for each in keys if each in self.known), None)
         if key is None:
@@ -162,7 +162,7 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
 def _want_state(
     request: Request, values: Sequence[dict[str, Any]], plain: PlainParameter, key: str, stored: str
 ) -> None:
-    """Request one entry of a parameter's optimizer state, sharded as the parameter is if it has the same shape."""
+    """Request one entry of a parameter's optimizer state. If it has the parameter's shape, it is sharded alike."""
     metadata = request.known[stored]
     if not isinstance(metadata, TensorStorageMetadata):
         request.want([stored])

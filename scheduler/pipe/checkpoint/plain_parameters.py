@@ -1,6 +1,6 @@
-"""The parameters of this rank as checkpoints have them: under the names, and in the shapes, of the whole model.
+"""The parameters of this rank with the names and the shapes of the whole model, as checkpoints store them.
 
-On a grid of :mod:`reshard.parallel`, a parameter of the model may be several DTensors, or a transposed one.
+On a grid of :mod:`reshard.parallel`, several DTensors, or a transposed one, may stand for one parameter of the model.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class PlainParameter:
     """A parameter of the whole model.
 
     Attributes:
-        name: its name there. parameters: the ones of this rank, which are concatenated along dim 0.
-        is_transposed: the parameter of the whole model is the transpose of that.
+        name: its name in the whole model. parameters: the parameters of this rank that it is made of, by concatenation
+            along dim 0.
+        is_transposed: whether it is the transpose of the concatenation.
     """
 
     name: str
@@ -59,16 +60,16 @@ def divide_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[st
 
 
 class JoinedTensor(torch.Tensor):
-    """DTensors that are concatenated along dim 0, and then transposed, for ``torch.distributed.checkpoint`` alone.
+    """DTensors that are concatenated along dim 0 and may be transposed. Only ``torch.distributed.checkpoint`` uses it.
 
-    It has the methods by which torch saves and loads any tensor of several shards.
+    It has the methods with which torch saves and loads a tensor of several shards.
     """
 
     _chunks: list[tuple[ChunkStorageMetadata, torch.Tensor]]
 
     @staticmethod
     def __new__(cls, tensors: Sequence[Any], is_transposed: bool) -> JoinedTensor:
-        """Join DTensors, whose shards it keeps."""
+        """Join DTensors without copying their shards."""
         first = tensors[0]
         shape = [sum(each.shape[0] for each in tensors), *first.shape[1:]]
         made = torch_compat.make_shapeless_subclass(cls, shape[::-1] if is_transposed else shape, first)
@@ -89,7 +90,7 @@ class JoinedTensor(torch.Tensor):
         raise NotImplementedError(f"{cls.__name__} is only saved and loaded; it does not compute {func}")
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """What to save."""
+        """One item to write per shard of this rank."""
         return [
             WriteItem(
                 index=MetadataIndex(fqn, chunk.offsets),
@@ -100,9 +101,9 @@ class JoinedTensor(torch.Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """What to load."""
+        """Offset and size of each shard of this rank."""
         return [chunk for chunk, _ in self._chunks]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor of a chunk."""
+        """The tensor of the shard at the offset of ``index``."""
         return next(local for chunk, local in self._chunks if chunk.offsets == index.offset)

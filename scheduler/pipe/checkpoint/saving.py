@@ -18,18 +18,18 @@ from reshard.errors import ArgumentError, DisagreementError
 from .folders import begin, finish, folder_of, prune, unfinished_folder
 from .state import TrainingState, check_objects, rng_state
 
-#: How long ranks wait for one that writes or reads. A rank that dies is detected at once.
+#: Time limit for waiting for a rank that writes or reads. Ranks detect at once that another one died.
 CHECKPOINT_TIMEOUT_SECONDS = 3600.0
-#: ``exchange(value, error)``: the values of all ranks, by rank; an error of one rank is raised on all.
+#: ``exchange(value, error)`` returns the values of all ranks, by rank. If a rank passes an error, all ranks raise it.
 Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
 
 
-#: How long another rank waits until a shared file system shows the folder that the first rank has made.
+#: Time limit for the other ranks until a shared file system shows them the folder that the first rank has made.
 FOLDER_TIMEOUT_SECONDS = 5.0
 
 
 def check_saved(state: TrainingState, keep: Any) -> None:
-    """Raise ArgumentError unless this rank can save these objects, at this step."""
+    """Raise ArgumentError unless this rank can save these objects, and the step and ``keep`` are valid."""
     step = state.counters["step"]
     if isinstance(step, bool) or not isinstance(step, int) or step < 0:
         raise ArgumentError(f"step is {step!r}; it must be the number of steps taken, an integer that is 0 or more")
@@ -41,8 +41,8 @@ def check_saved(state: TrainingState, keep: Any) -> None:
 def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
     """Write a checkpoint in a folder at ``path``, and delete old ones. All ranks call this.
 
-    The steps are those of ``torch.distributed.checkpoint.save``. Ranks communicate by ``exchange``, which ends on all
-    of them if one fails or dies.
+    The function runs the steps of ``torch.distributed.checkpoint.save``. But ranks communicate by ``exchange``, which
+    ends on all ranks if one fails or dies.
     """
     _check_alike(exchange([state.counters["step"], _has_optimizer(state)], None))
     folder = folder_of(path, state.counters["step"])
@@ -57,7 +57,7 @@ def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> Non
             value = base64.b85encode(zlib.compress(pickle.dumps(step()))).decode()
         except OSError as error:
             failure = ArgumentError(f"cannot write the checkpoint {folder}: {error}")
-        except Exception as error:  # such as that a loader's state cannot be pickled
+        except Exception as error:  # for example, the state of a loader cannot be pickled
             failure = error
         gathered = exchange(value, failure)
         return {rank: pickle.loads(zlib.decompress(base64.b85decode(each))) for rank, each in sorted(gathered.items())}
@@ -95,7 +95,7 @@ def _has_optimizer(state: TrainingState) -> bool | None:
 
 
 def _check_alike(values: Mapping[int, Sequence[Any]]) -> None:
-    """Raise DisagreementError unless the ranks save the same step, and all of them an optimizer or none."""
+    """Raise DisagreementError unless all ranks save the same step, and either all or none save an optimizer."""
     (first, (step, _)), *others = sorted(values.items())
     for rank, (other, _) in others:
         if other != step:
@@ -122,7 +122,7 @@ def _check_shared(folder: Path) -> None:
 
 
 def _saved_entries(state: TrainingState) -> dict[str, Any]:
-    """What this rank saves, by key."""
+    """The entries that this rank saves, by key."""
     saved: dict[str, Any] = {"model": dict(state.model(for_save=True)), "engine": pickle.dumps(state.counters)}
     saved[f"rng.{state.rank}"] = pickle.dumps(rng_state())
     saved |= {f"feedback.{state.rank}.{name}": error for name, error in state.sums.state_dict()["errors"].items()}

@@ -1,4 +1,4 @@
-"""What one rank saves and loads: modules, optimizer, scheduler, loader, counters, random number generators."""
+"""The state that one rank saves and loads: modules, optimizer, scheduler, loader, counters, random generators."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from .plain_parameters import PlainParameter, divide_state
 
 @dataclass(frozen=True)
 class TrainingState:
-    """What one rank saves to a checkpoint, or loads from it.
+    """The state that one rank saves to a checkpoint, or loads from it.
 
     Attributes:
-        rank: of this process. is_first: whether it decides for all. modules: ``{stage: module}`` of this rank.
+        rank: this rank. is_first: whether it decides for all ranks. modules: ``{stage: module}`` of this rank.
         ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
         optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
         counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.
@@ -63,7 +63,7 @@ class TrainingState:
         ]
 
     def saves(self, stage: int, name: str) -> bool:
-        """Whether a stage saves its parameter of this name. If stages share it under one name, the first does."""
+        """Whether a stage saves its parameter of this name. If stages share it under one name, only the first does."""
         return not any(tie.get(stage) == name and name in (tie[s] for s in tie if s < stage) for tie in self.ties)
 
     def aliases(self, name: str) -> list[str]:
@@ -72,7 +72,10 @@ class TrainingState:
 
 
 def check_objects(state: TrainingState, method: str) -> None:
-    """Raise ArgumentError unless the scheduler and the loader have this method, and the optimizer is of the engine."""
+    """Raise ArgumentError unless scheduler and loader have a method, and the optimizer has no other parameters.
+
+    The method is ``state_dict`` or ``load_state_dict``.
+    """
     for name, each in (("lr_scheduler", state.lr_scheduler), ("loader", state.loader)):
         if each is not None and not callable(getattr(each, method, None)):
             raise ArgumentError(f"{name} is {type(each).__name__}, which has no {method}(); omit it, or give it one")

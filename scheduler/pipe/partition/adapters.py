@@ -1,4 +1,4 @@
-"""Blocks of models of ``transformers``, whose forwards torch.fx cannot trace. Write your own in the same way."""
+"""Blocks of models of ``transformers``, because torch.fx cannot trace their forwards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def find_blocks(model: torch.nn.Module) -> Callable[[Any], Sequence[Block]] | No
 
 
 def gpt2_blocks(model: Any) -> list[Block]:
-    """Blocks of ``transformers.GPT2LMHeadModel``. Inputs: its tensors but for those of a cache or an encoder."""
+    """Blocks of ``transformers.GPT2LMHeadModel``. Inputs: its tensor arguments except those of a cache or encoder."""
     body = model.transformer
 
     def embed(input_ids: Any, position_ids: Any = None, token_type_ids: Any = None) -> dict[str, Any]:
@@ -56,9 +56,9 @@ def gpt2_blocks(model: Any) -> list[Block]:
 
 
 def llama_blocks(model: Any) -> list[Block]:
-    """Blocks of ``transformers.LlamaForCausalLM`` and models with the same chain: Gemma, Mistral, Qwen2 and Qwen3.
+    """Blocks of ``transformers.LlamaForCausalLM``, and of Gemma, Mistral, Qwen2 and Qwen3, which have its structure.
 
-    Inputs: its tensors but for those of a cache.
+    Inputs: the tensor arguments of the model except those of a cache.
     """
     body, windows = model.model, _sliding_layers(model)
 

@@ -1,4 +1,4 @@
-"""Batches: what they contain, and how they are divided into parts, microbatches and rows of replicas."""
+"""Outlines of batches, and the division of batches into parts, microbatches and rows of replicas."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from reshard.sharding import Mesh
 
 from .stage_mesh import layout_of_rows, num_row_shards, ranks_with_own_rows
 
-#: ``{name: value}``; tensors whose first dim has one entry per row, and values that are not divided
+#: ``{name: value}``. A value is a tensor with one entry per row in its first dim, or goes to all replicas undivided.
 Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One entry of a batch: the dtype and shape of a tensor, without rows if they are divided, or another value."""
+    """Dtype and shape of one tensor of a batch, or another value. The shape of a divided tensor omits the rows."""
 
     name: str
     dtype: str = ""
@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class BatchOutline:
-    """What a batch contains: its number of rows, and its entries sorted by name."""
+    """Description of a batch without the values of its tensors: number of rows, and entries sorted by name."""
 
     rows: int
     entries: tuple[Entry, ...]
@@ -91,10 +91,10 @@ def name_batch(batch: Any, names: Sequence[str]) -> Batch:
 
 
 def outline_batch(batch: Batch) -> BatchOutline:
-    """What a batch contains.
+    """The outline of a batch.
 
-    The first tensor with a dim gives the number of rows. Other tensors are divided if their first dim has as many; a
-    scalar or a tensor whose first dim is 1 goes to all replicas as a whole.
+    The first tensor with a dim gives the number of rows. Other tensors are divided if their first dim has this size. A
+    scalar, or a tensor whose first dim is 1, goes to all replicas undivided.
 
     Raises:
         ArgumentError: a value cannot be passed to a stage, or tensors have different numbers of rows.
@@ -133,7 +133,8 @@ def outline_batch(batch: Batch) -> BatchOutline:
 def check_dtypes(outline: BatchOutline, example: BatchOutline) -> None:
     """Raise ArgumentError if a tensor has another kind of dtype than in the example; integers may differ in width.
 
-    The stage graph is found with fake tensors, on which operations accept some dtypes that they refuse on real ones.
+    :class:`FakeModel` cannot find all of these errors, because some operations accept dtypes on fake tensors that they
+    refuse on real ones.
     """
     expected = {entry.name: entry.dtype for entry in example.entries}
     for entry in outline.entries:
@@ -158,7 +159,7 @@ def split_rows(rows: int, parts: int) -> list[int]:
 
 
 def split_microbatches(rows: int, microbatches: int, meshes: Sequence[Mesh]) -> list[int]:
-    """Rows of each microbatch. There are fewer microbatches if otherwise one would have fewer rows than replicas."""
+    """Number of rows of each microbatch. The list is shorter if a microbatch would have fewer rows than replicas."""
     most_shards = max(map(num_row_shards, meshes))
     return split_rows(rows, min(microbatches, max(1, rows // most_shards)))
 

@@ -1,4 +1,4 @@
-"""Stages of a model that is given as a chain of blocks, for models whose forward cannot be traced."""
+"""Stages of a model that is given as a sequence of blocks, for models whose forward cannot be traced."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from ...runtime.stage import StageOutput
 
 @dataclass(frozen=True)
 class Block:
-    """One link of a chain of blocks.
+    """One step of a model's forward. A model is a sequence of blocks.
 
     Args:
         path: module path that ``cut_before`` can name.
-        run: function of named values, or a module. Its parameters name the values that it reads: inputs of the batch,
-            or values that earlier blocks wrote. A parameter with a default is optional. It returns ``{name: value}``,
-            the values that it writes, or a :class:`~reshard.scheduler.StageOutput`.
-        modules: paths of the modules and parameters that it uses; default: ``path`` alone.
-        recomputed: names of the values that it writes, if every stage that reads one of them computes it again instead
-            of receiving it. Such a block must be cheap.
+        run: function or module that is called with values by name. Its parameters name the values that it reads:
+            inputs of the batch, or values that earlier blocks wrote. A parameter with a default is optional. ``run``
+            returns the values that it writes as ``{name: value}``, or a :class:`~reshard.scheduler.StageOutput`.
+        modules: paths of the modules and parameters that ``run`` uses; default: ``path`` alone.
+        recomputed: names of all values that ``run`` writes, if every stage that reads one of them runs this block again
+            instead of receiving the value. Such a block must be cheap. Default: no value.
     """
 
     path: str
@@ -51,12 +51,12 @@ class Block:
 
 
 class BlockStage(torch.nn.Module):
-    """Some blocks of a chain. Its parameters keep the names that they have in the whole model.
+    """The blocks of one stage. Its parameters keep the names that they have in the whole model.
 
     Args:
         root: the whole model.
         used: paths of the modules and parameters that the blocks use.
-        bind: returns the blocks, whose functions use a given copy of the model.
+        bind: ``bind(copy)`` returns the blocks, with functions that use this copy of the model.
 
     Raises:
         ArgumentError: the model has no such module or parameter.
@@ -68,7 +68,7 @@ class BlockStage(torch.nn.Module):
         super().__init__()
         for path in used:
             _check_path(root, path)
-        # The blocks run on this copy and share its children, so that they see what wraps or shards them.
+        # The blocks run on this copy. It shares the children of the stage, also children that wrap or shard others.
         view = torch_compat.copy_parts(root, used)
         torch_compat.share_parts(self, view)
         self.__dict__["_view"] = view  # not a child
@@ -90,7 +90,7 @@ class BlockStage(torch.nn.Module):
         return self
 
     def rebind(self) -> None:
-        """Make the blocks again, after children have been replaced."""
+        """Make the blocks again. Call this after replacing children."""
         self._blocks = list(self._bind())
 
     def to_grid(self, conversion: Any, path: str) -> BlockStage:
@@ -148,7 +148,7 @@ class BlockStage(torch.nn.Module):
 
 
 def copy_stage(module: torch.nn.Module, memo: dict[int, Any] | None = None) -> torch.nn.Module:
-    """A copy of the module of a stage. ``memo`` has what to take instead of copies, as in ``copy.deepcopy``."""
+    """A copy of the module of a stage. ``memo`` has replacements by id of the original, as in ``copy.deepcopy``."""
     made = copy.deepcopy(module, memo)
     if isinstance(made, BlockStage):
         made.rebind()
@@ -166,11 +166,11 @@ def _check_path(root: torch.nn.Module, path: str) -> None:
 
 
 class BlockCut:
-    """A chain of blocks, cut into stages.
+    """A sequence of blocks, cut into stages.
 
     Args:
-        make_blocks: returns the blocks of a model. It is also called with copies of the model in which modules that a
-            stage does not use have no parameters and buffers.
+        make_blocks: ``make_blocks(model)`` returns the blocks of a model. It is also called with a copy of the model
+            for each stage, in which modules that the stage does not use have no parameters and buffers.
         model: the model; its blocks name what can be cut.
         cut_before: paths of blocks, in order.
 

@@ -1,4 +1,4 @@
-"""Give the parameters of a model on the meta device the values that one process would give them."""
+"""Initialize a model on the meta device with the values that it would have in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def materialize(
     Args:
         model: the whole model, on the meta device.
         stages: modules of this rank, which share their parts with ``model``.
-        cut_before: paths at which the model is cut. What lies between two of them is initialized as one part.
+        cut_before: paths at which the model is cut. A module with no such path inside is initialized as a whole.
         init: called with each module, children first; default: ``module.reset_parameters()`` where it exists.
 
     Raises:
@@ -105,7 +105,7 @@ def _fill(module: torch.nn.Module, made: dict[int, torch.Tensor], meta: Places, 
 
 
 def _drop(module: torch.nn.Module, made: dict[int, torch.Tensor], meta: Places, keep: Collection[int]) -> None:
-    """Put tensors back on the meta device that this rank does not keep, also where init has assigned another one."""
+    """Put the tensors that this rank does not keep back on the meta device, even if ``init`` has replaced them."""
     for each in module.modules():
         for held in torch_compat.held_tensors(each):
             for name in held:
@@ -147,7 +147,7 @@ def _check_filled(stage: torch.nn.Module) -> None:
 
 
 class _RefuseRandom(torch_compat.TorchDispatchMode):
-    """Refuses to draw random numbers for tensors without data: one process would draw other numbers afterwards."""
+    """Refuses to draw random numbers for tensors without data, because later numbers would differ from one process."""
 
     def __init__(self, path: str) -> None:
         super().__init__()

@@ -58,7 +58,7 @@ class Value:
 
 @dataclass(frozen=True)
 class StageGraph:
-    """What the stages of a model exchange, for batches of one outline.
+    """The tensors that the stages of a model exchange, and the inputs that they read, for batches of one outline.
 
     Attributes:
         values: tensors that cross from one stage to others.
@@ -71,7 +71,7 @@ class StageGraph:
     def edges(self, rows: int, meshes: Sequence[Mesh]) -> tuple[Edge, ...]:
         """Edges without costs, for a microbatch of ``rows`` rows.
 
-        If several stages read a tensor, each reader passes it on to the next reader, so that the writer sends it once.
+        If several stages read a tensor, the writer sends it once, and each reader sends it on to the next reader.
 
         Raises:
             ArgumentError: a tensor cannot be divided over the replicas of a stage.
@@ -128,7 +128,7 @@ class NeedsDataError(ArgumentError):
     """A stage computes something that depends on data, such as a branch on the values of a tensor."""
 
 
-class Skeleton:
+class FakeModel:
     """A copy of a model with fake tensors, which finds the stage graph for any outline of a batch.
 
     Args:
@@ -252,14 +252,19 @@ class Skeleton:
 
 @dataclass(frozen=True)
 class _Run:
-    """``values``: ``{(writer, name): (tensor, readers)}``. ``inputs``: for each stage, the inputs that it reads."""
+    """One run of all stages.
+
+    Attributes:
+        values: ``{(writer, name): (tensor, readers)}``.
+        inputs: for each stage, the inputs that it reads.
+    """
 
     values: dict[tuple[int, str], tuple[Any, list[int]]]
     inputs: list[set[str]]
 
 
 def _run_stage(module: Any, given: Mapping[str, Any], batch: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """The values that a stage writes, and the names that it reads of ``given``: those of the batch and of stages."""
+    """The values that a stage writes, and the names of the values in ``given`` that it reads."""
     if isinstance(module, BlockStage):
         output, read = module.run(given)
         return dict(output.tensors), read
@@ -290,7 +295,7 @@ def _row_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int | No
 
 
 def _without_data(module: torch.nn.Module) -> dict[int, Any]:
-    """What to take for the parameters and buffers of a module in a copy without data."""
+    """Replacements for the parameters and buffers of a module in a copy without data, by id, for ``copy_stage``."""
     made: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -1,4 +1,4 @@
-"""What the axes of a stage's mesh mean: which of them divide the rows of a batch, and which one divides features.
+"""The axes of a stage's mesh that divide the rows of a batch, and the one that divides features.
 
 The mesh of a stage has the axes (dp, tp), or (depth, row, col) of a grid of :mod:`reshard.parallel`. Ranks that differ
 on the last axis only hold the same rows.
@@ -36,7 +36,13 @@ def ranks_with_own_loss(mesh: Mesh) -> tuple[int, ...]:
 
 
 def rows_of_loss(mesh: Mesh, rows: int, own_rows: int) -> int:
-    """Number of rows that the loss of a rank is a mean over, of a microbatch of ``rows`` rows."""
+    """Number of rows over which the loss of a rank is a mean.
+
+    Args:
+        mesh: of the stage.
+        rows: number of rows of the microbatch.
+        own_rows: number of its rows on this rank.
+    """
     return rows if is_grid(mesh) else own_rows
 
 

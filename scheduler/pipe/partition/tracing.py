@@ -41,7 +41,7 @@ class TracedCut:
         model: the model.
         cut_before: paths of modules, in the order in which forward calls them.
         inputs: names of the inputs in the batch. Other parameters of forward have their defaults.
-        loss: ``loss(output, ...)``, whose further parameters name inputs of the batch; default: the model returns the
+        loss: ``loss(output, ...)``, whose other parameters name inputs of the batch; default: the model returns the
             loss, ``(loss, metrics)`` or a StageOutput.
 
     Raises:
@@ -74,7 +74,7 @@ class TracedCut:
         self._stage_of = self._assign(model, cut_before)
 
     def _assign(self, model: torch.nn.Module, cut_before: Sequence[str]) -> dict[fx.Node, int]:
-        """The stage of each node. Nodes that every stage can compute itself have none."""
+        """The stage of each node, without nodes that every stage can compute itself."""
         stage_of: dict[fx.Node, int] = {}
         stage = 0
         for node in self._graph.nodes:
@@ -205,7 +205,7 @@ def _append_loss(graph: fx.Graph, loss: Callable[..., Any], given: set[str]) -> 
 
 
 def _is_cheap(node: fx.Node, stage_of: Mapping[fx.Node, int]) -> bool:
-    """Whether every stage can compute the node itself: metadata of a tensor, or what follows from inputs alone."""
+    """Whether every stage can compute the node itself: it is metadata of a tensor, or depends on inputs alone."""
     if node.op not in ("call_function", "call_method"):
         return False
     if node.target is getattr and node.args[1] in _METADATA:
@@ -244,5 +244,5 @@ def finish_output(output: Any) -> StageOutput:
     )
 
 
-#: It computes nothing, so it may follow modules that :mod:`reshard.parallel` has cut.
+#: The function computes nothing, so it also works on the shards of a model that :mod:`reshard.parallel` has cut.
 finish_output.works_on_parts = True  # type: ignore[attr-defined]

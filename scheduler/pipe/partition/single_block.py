@@ -1,4 +1,4 @@
-"""A model whose forward cannot be traced, as one block."""
+"""Run a model whose forward cannot be traced as a single block."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def whole_model(model: torch.nn.Module, loss: Callable[..., Any] | None = None) -> list[Block]:
-    """One block, which runs the whole model and then ``loss``.
+    """A single block that runs the whole model and then ``loss``.
 
-    It reads the inputs of the batch that their parameters name. Parameters with a default are optional.
+    The block reads the inputs of the batch that the parameters of the forward and of ``loss`` name. Parameters with a
+    default are optional.
     """
     named = [each for each in inspect.signature(model.forward).parameters.values() if each.kind not in _UNNAMED]
     further = [] if loss is None else list(inspect.signature(loss).parameters.values())[1:]
