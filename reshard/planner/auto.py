@@ -47,11 +47,11 @@ _VARIANTS: dict[str, dict[str, bool]] = {
 _MARGIN = 0.005
 #: Stop the search when the best plan is within this fraction of the floor of all strategies.
 _GOOD_ENOUGH = 0.0075
-#: Limit on messages x ranks for simulating a plan, which then takes up to 0.5 s.
+#: Limit on messages x ranks for simulating a plan. A simulation at the limit takes 0.5 s.
 _MAX_SIMULATED = 2 * 10**7
-#: Estimated time of a plan that is too large to simulate, over the time of its busiest port.
+#: Ratio of the estimated time of a plan that is too large to simulate to the time of its busiest port.
 _ESTIMATE_FACTOR = 1.2
-#: Limit on scheduling steps between pods (tens of microseconds each) for trying multicast with fixed partners.
+#: Limit on scheduling steps between pods, of tens of microseconds each, for trying ``multicast_from_partners``.
 _MAX_POD_STEPS = 10_000
 #: Limit on receivers x ranks for trying strategies other than send_recv and multicast.
 _MAX_PLANNED = 8 * 10**6
@@ -62,9 +62,9 @@ _VARIANT_CUTOFF = 1.25
 #: Multicast is simulated up to this factor of the best time. It is above ``_VARIANT_CUTOFF``, because the best time
 #: grows by up to ``_MARGIN`` each time a plan with fewer messages replaces the best one.
 _KNOWN_UP_TO = 1.4
-#: The first two plans are simulated alternately. The one with the lower floor comes first, up to ``_FIRST_LOOK`` times
-#: the other floor. Each further simulation goes up to ``_LOOK_GROWTH`` times as far.
-_FIRST_LOOK, _LOOK_GROWTH = 1.05, 1.5
+#: The first two plans are simulated alternately, each up to a cutoff. The plan with the lower floor comes first, with a
+#: cutoff of ``_FIRST_CUTOFF`` times the other floor. Each further cutoff is ``_CUTOFF_GROWTH`` times the one before.
+_FIRST_CUTOFF, _CUTOFF_GROWTH = 1.05, 1.5
 #: Limit on regions per strategy; each of these strategies spends tens of microseconds per region.
 _MAX_REGIONS = {
     "broadcast_naive": 20_000,
@@ -72,7 +72,7 @@ _MAX_REGIONS = {
     "broadcast_greedy": 10_000,
     "broadcast_search": 128,
 }
-#: The same for broadcast_search if there are more than ``_FEW_RANKS`` ranks, where planning may take longer.
+#: Limit on regions for broadcast_search if there are more than ``_FEW_RANKS`` ranks.
 _MAX_SEARCHED_REGIONS, _FEW_RANKS = 256, 64
 #: Limit on regions x holders for broadcast_search, which compares each region with all others.
 _MAX_SEARCHED = 500_000
@@ -122,7 +122,7 @@ class _Choice:
         return "multicast" if self.name.startswith("multicast") else self.name, self.best
 
     def multicast_beats_direct(self) -> bool:
-        """Whether multicast is surely faster than send_recv, which is then not planned."""
+        """Whether multicast is sure to be faster than send_recv. If so, send_recv is not planned."""
         floors = self.floors
         if floors.of_direct <= floors.of_all * (1 + _GOOD_ENOUGH):
             return False
@@ -181,7 +181,7 @@ class _Choice:
     def plan(self, name: str) -> tuple[float, Transfers]:
         """The transfers that a strategy makes, preceded by the floor of their makespan in seconds."""
         if name == "local_all_gather" and (local_cuts(self.problem) < 0).all():
-            name = "send_recv"  # it sends every region directly, too
+            name = "send_recv"  # this strategy would send every region directly as well
         if name in self.planned:
             return self.planned[name]
         found = complete(self.problem, self.choose(name))
@@ -204,14 +204,14 @@ class _Choice:
 
     @property
     def takes_near_chunks(self) -> bool:
-        """Whether multicast is planned as its variant for hosts with several NICs, as it is too large to simulate.
+        """Whether to plan ``multicast_near`` in place of multicast, because multicast is too large to simulate.
 
         Of 59 random pairs of over 5,000 messages, the variant took 0.53 % longer at worst, and was up to 13 % faster.
         """
         return self.has_several_nics and self.is_too_large(self.prepared[0].num_messages)
 
     def is_too_large_with_relays(self, found: Transfers) -> bool:
-        """Whether only the messages to relays make multicast too large to simulate, on hosts with several NICs."""
+        """Whether multicast, on hosts with several NICs, would be small enough to simulate without messages to relays."""
         if not self.has_several_nics or self.can_simulate(found) or has_many_hosts(self.problem):
             return False
         return not self.takes_near_chunks
@@ -233,7 +233,7 @@ class _Choice:
             cutoff = self.seconds * (1 + margin)
             seconds = self.makespan(found, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)
         elif self.best is not None and name not in ("send_recv", "multicast"):
-            return  # a deep chain takes many times the time of its busiest port
+            return  # the estimate fails for a deep chain, which takes many times the time of its busiest port
         else:
             seconds = self.estimate(floor)
         if name == "multicast":
@@ -254,21 +254,21 @@ class _Choice:
         return num_messages * self.num_ranks > _MAX_SIMULATED
 
     def put_in_order(self, first: _Candidate, second: _Candidate) -> tuple[_Candidate, _Candidate]:
-        """Two candidates in the order in which to compare them: the second one first if it is surely faster.
+        """Two candidates in the order in which to compare them: the second one first if it is sure to be faster.
 
-        The order does not change which one is kept, but each simulation stops as early as possible. The two are
-        simulated in turn, each further than the other, until one ends.
+        The order does not change which one is kept, but lets each simulation stop as early as possible. The two plans
+        are simulated in turn, with growing cutoffs, until one simulation ends.
         """
         if not (self.can_simulate(first[2]) and self.can_simulate(second[2])):
             return first, second
-        look = second[1] * _FIRST_LOOK
+        look = second[1] * _FIRST_CUTOFF
         while True:
             if self.makespan(first[2], look) < math.inf:
                 return first, second
-            seconds = self.makespan(second[2], look * _LOOK_GROWTH)
+            seconds = self.makespan(second[2], look * _CUTOFF_GROWTH)
             if seconds < math.inf:
                 break
-            look *= _LOOK_GROWTH**2
+            look *= _CUTOFF_GROWTH**2
         known = _KNOWN_UP_TO if first[0] == "multicast" else 1 + 2 * _MARGIN
         return (first, second) if self.makespan(first[2], seconds * known) < math.inf else (second, first)
 

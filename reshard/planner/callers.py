@@ -1,4 +1,4 @@
-"""What calls of this package need of the code that calls them: no compilation, and its line for warnings."""
+"""Adapt public functions to their callers: exclude them from torch.compile, and let warnings name the caller's line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def not_compiled(function: F) -> F:
             uncompiled.append(sys.modules["torch"].compiler.disable(function))
         return uncompiled[0](*args, **kwargs)
 
-    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # compiled callers call it, and do not trace it
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]  # torch.compile reads this attribute
     return cast(F, call)
 
 

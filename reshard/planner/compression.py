@@ -1,4 +1,4 @@
-"""Codes the tensors of a plan: with the codec that the caller names, or the one predicted to be fastest."""
+"""Choose the coding of the tensors of a plan: the codec that the caller names, or the one predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Prediction:
     """The predicted time of a plan.
 
     Attributes:
-        seconds: of the transfer with its coding. bound_seconds: lower bound of the transfer alone.
+        seconds: predicted seconds of the transfer with its coding. bound_seconds: lower bound of the transfer alone.
     """
 
     codec: str | None
@@ -35,10 +35,12 @@ class Prediction:
 
 
 def predict(plan: Plan, rate: CodecRate | None = None, *, encodes_first: bool = False) -> Prediction:
-    """The time of a plan by simulation, with its coding.
+    """Predict the time of a plan, including its coding, by simulation.
 
     Args:
-        rate: of the codec of the plan's coded tensors. encodes_first: see :func:`reshard.cost.coded_makespan`.
+        plan: the plan.
+        rate: rate of the codec of the coded tensors; None: coding takes no time.
+        encodes_first: see :func:`reshard.cost.coded_makespan`.
     """
     bound = find_bound(plan).seconds
     if rate is None:
@@ -56,15 +58,14 @@ def code_tensors(
     *,
     encodes_first: bool = False,
 ) -> list[TensorSpec]:
-    """The tensors as they travel.
+    """The specs of tensors on the wire, coded or raw.
 
     Args:
-        tensors: in the dtypes of their sources.
+        tensors: specs with the dtypes of the sources.
         compression: a codec or its name; ``"auto"``: the codec with the lowest predicted time, or none; None: none.
-        max_error: with ``"auto"``: only codecs whose usual error is at most this are considered. None allows no lossy
-            codec.
+        max_error: with ``"auto"``: largest usual error of a codec to choose. None allows no lossy codec.
         topology: with ``"auto"``: has the rates of the codecs to choose from. plan: plans tensors on this topology.
-        wire_dtypes: dtypes in which the tensors travel raw; by default those of their sources.
+        wire_dtypes: dtypes of tensors that travel raw; default: those of the sources.
         encodes_first: whether ranks encode all tensors before they move any.
 
     Returns:

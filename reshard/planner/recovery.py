@@ -31,7 +31,7 @@ class RankProgress:
 
 @dataclass(frozen=True)
 class Piece:
-    """A box of one tensor, in global indices, and the ranks that need the box and do not have it."""
+    """A box of one tensor, in global indices, and the ranks that need it but lack it."""
 
     tensor: int
     start: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A compression policy in an engine: sums of gradients over replicas, and FSDP's collectives."""
+"""Apply a compression policy to an engine: gradient sums over replicas, FSDP's collectives, edges and grids."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from ..passes.compression import choose_codecs, code_edges
 from .data_parallel import is_fsdp
 from .tied_params import TiedParameters
 
-#: ``exchange(received, sent, rows)`` with the number of rows from and to each replica.
+#: ``exchange(received, sent, rows)`` sends ``rows[i]`` rows to replica ``i``, and receives as many from it.
 Exchange = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
 
 class CodedSums:
     """Sums of gradients over replicas of a stage, raw inside a host and coded between hosts.
 
-    Replicas that share one host, or are not equally many on each, count as hosts of their own.
+    If all replicas share one host, or hosts have different numbers of replicas, each replica counts as a host.
 
     Args:
         codec: name of a block codec.
-        hosts: host of each replica. position: that of this replica.
-        sizes: numbers of values of the parameters by name.
-        feedback: add the errors of this replica's codings to its next gradients. raw_steps: number of first steps whose
-            sums are not coded.
+        hosts: host of each replica. position: index of this replica.
+        sizes: ``{name: number of values}`` of the parameters.
+        feedback: whether to add the coding errors of a step to the gradients of the next step. raw_steps: number of
+            first steps whose sums are not coded.
 
     Attributes:
-        errors: of this replica's codings; None without feedback. steps: number of steps taken.
+        errors: coding errors of this replica; None without feedback. steps: number of steps taken.
     """
 
     def __init__(
@@ -73,7 +73,9 @@ class CodedSums:
         """Replace flat gradients by their sum over the replicas. All replicas get the same bits.
 
         Args:
-            parts: names and sizes of the parameters whose gradients they are, in this order.
+            gradients: the gradients of several parameters, concatenated.
+            parts: ``(name, number of values)`` of each of these parameters, in order.
+            exchange: exchanges rows with the other replicas.
         """
         size = padded_size(gradients.numel(), self._size, self._codec)
         flat = torch.zeros(size, dtype=torch.float32, device="cpu")
@@ -82,14 +84,14 @@ class CodedSums:
         names, sizes = zip(*parts, strict=True)
         if self.errors is not None:
             self.errors.add_to(list(zip(names, flat[: gradients.numel()].split(sizes), strict=True)))
-        inside, across = (_Level(members, self._position, self._size, exchange) for members in self._levels)
+        inside, across = (_ReplicaSubset(members, self._position, self._size, exchange) for members in self._levels)
         sum_over_hosts(flat, inside, across, self._codec, errors=errors)
         gradients.copy_(flat[: gradients.numel()])
         if self.errors is not None and errors is not None:
             self.errors.keep(list(zip(names, errors[: gradients.numel()].split(sizes), strict=True)))
 
     def load_errors(self, errors: Mapping[str, torch.Tensor]) -> None:
-        """Restore errors of parameters of these names and sizes; ignore others, which are of other stages."""
+        """Restore the errors of this stage's parameters. Errors with other names or sizes are ignored."""
         if self.errors is not None:
             self.errors.load_state_dict({k: v for k, v in errors.items() if self._sizes.get(k) == v.numel()})
 
@@ -145,8 +147,8 @@ class StageSums:
             scatter.load_state_dict({"errors": state["errors"][key]} if key in state["errors"] else {})
 
 
-class _Level:
-    """Some of the replicas, which exchange rows over the connections of all."""
+class _ReplicaSubset:
+    """Some of the replicas. They exchange rows over the connections of all replicas."""
 
     def __init__(self, members: Sequence[int], own: int, num_replicas: int, exchange: Exchange) -> None:
         self.size, self.index = len(members), members.index(own)
@@ -165,10 +167,13 @@ class _Level:
 def code_sums(
     policy: Policy, topology: Topology, replicas: Sequence[int], rank: int, module: torch.nn.Module
 ) -> CodedSums | None:
-    """The coded sums of the gradients of replicas; None if the policy does not code them.
+    """The coded sums of gradients over the replicas of a stage; None if the policy does not code them.
 
     Args:
-        module: of the stage, under DDP.
+        policy: the codec is ``policy.dp``.
+        topology: hosts of the ranks.
+        replicas: ranks of the replicas. rank: this rank.
+        module: module of the stage, under DDP.
     """
     if policy.dp is None:
         return None
@@ -180,7 +185,7 @@ def code_sums(
 def describe_modules(
     modules: Mapping[int, torch.nn.Module], schedule: Schedule, tied_stages: Collection[int]
 ) -> dict[str, list[int]]:
-    """The stages of this rank that have each kind of parallelism. Sums over tied stages count as sums over replicas."""
+    """For each kind of parallelism, the stages of this rank that have it. Tied stages count as having "dp"."""
     found: dict[str, list[int]] = {"dp": [], "zero": [], "tp": [], "torch tp": [], "pp": []}
     if len(schedule.rows) > 1:
         found["pp"] = list(modules)
@@ -237,14 +242,14 @@ def check_policy(policy: Policy, described: Sequence[Mapping[str, Sequence[int]]
 
 
 def measure_codecs(policy: Policy, topology: Topology) -> dict[str, tuple[float, float]]:
-    """The rates of this rank for the codecs between stages that the topology has no rates of."""
+    """Measure this rank's rates for the codecs between stages, if the topology has no rates for them."""
     known = {rate.codec for rate in topology.codec_rates}
     wanted = set(policy.pair("pp")) - known - {None}
     return {name: measure_rates(parse_codec(name)) for name in sorted(map(str, wanted))}
 
 
 def add_codec_rates(topology: Topology, measured: Mapping[int, Mapping[str, Sequence[float]]]) -> Topology:
-    """The topology with the rates of the slowest rank. Args: what :func:`measure_codecs` returned, by rank."""
+    """The topology with the rates of the slowest rank. ``measured``: results of :func:`measure_codecs`, by rank."""
     names = next(iter(measured.values()))
     slowest = {name: map(min, zip(*(each[name] for each in measured.values()), strict=True)) for name in names}
     rates = tuple(CodecRate(name, *pair) for name, pair in slowest.items())
@@ -258,7 +263,7 @@ def code_pipelines(
     topology: Topology,
     strategy: str | Strategy | None,
 ) -> tuple[Pipeline, ...]:
-    """The pipelines with the codecs of the policy, where they make the iteration of the first one shorter."""
+    """Set the codecs of the policy on edges where they shorten the simulated iteration of the first pipeline."""
     if policy.pp is None:
         return pipelines
     price = functools.partial(price_edge, topology=topology, strategy=strategy)
@@ -267,10 +272,10 @@ def code_pipelines(
 
 
 def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> ArgumentError | None:
-    """Replace the collectives of FSDP modules and grids of this rank by coded ones, if the policy says so.
+    """Replace the collectives of FSDP modules and grids of this rank by coded ones, as the policy asks.
 
     Returns:
-        The error if FSDP shards parameters that the codec does not code.
+        An error if FSDP shards parameters that the codec cannot code; otherwise None.
     """
     if policy.tp is not None:
         for grid in (each.reshard_grid for module in modules.values() for each in module.modules() if _is_cut(each)):

@@ -1,7 +1,7 @@
 """DDP and FSDP in a pipeline: sum gradients once per step instead of once per microbatch.
 
-Gradients are those of the total loss, so replicas of a stage that see different data *add* theirs, under DDP and FSDP.
-A mean over the replicas of each stage would scale stages with different numbers of replicas differently.
+Gradients are those of the total loss. So replicas of a stage that see different data *add* their gradients, under DDP
+and FSDP. A mean over replicas would scale the gradients of stages with different numbers of replicas differently.
 
 This module configures the wrappers and refuses wrappers that cannot run. :mod:`.grad_sync` sums gradients under DDP.
 """
@@ -25,10 +25,10 @@ from . import torch_compat
 
 
 class FrozenReplicas(torch.nn.Module):
-    """Replicas of a module without trainable parameters, which DDP refuses.
+    """Wraps a replicated module without trainable parameters, which DDP refuses.
 
-    As DDP does, it gives all replicas the parameters and buffers of the first one now. The engine synchronizes buffers
-    before each step, as it does under DDP.
+    Like DDP, the constructor copies the parameters and buffers of the first replica to all replicas. The engine
+    synchronizes buffers before each step, as it does under DDP.
     """
 
     def __init__(self, module: torch.nn.Module, process_group: Any) -> None:
@@ -91,7 +91,7 @@ def check_split(stage: int, module: Any) -> None:
         )
 
 
-#: Attribute of an FSDP module after a step failed.
+#: Attribute that marks an FSDP module after a failed step.
 _FAILED = "_was_in_a_step_that_failed"
 
 
@@ -102,7 +102,7 @@ def mark_failed(module: Any) -> None:
 
 
 def find_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
-    """The parameter with this name, which may be its name without wrappers or its name in the wrapped module.
+    """The parameter with this name, with or without the prefixes of wrappers.
 
     Raises:
         AttributeError: no parameter has this name.

@@ -72,8 +72,8 @@ Feed = Mapping[int, Sequence[Mapping[str, Any]]]
 class Engine:
     """Runs a schedule, one iteration per :meth:`step`. Every rank of the pipeline makes an engine and calls each step.
 
-    Gradients of the total loss are added to each parameter's ``.grad``. The total is the weighted sum over microbatches
-    of the mean loss of the replicas that see different data. The caller runs the optimizer.
+    A step adds the gradients of the total loss to each parameter's ``.grad``. The total loss is the weighted sum, over
+    microbatches, of the mean loss of the replicas that see different data. The caller runs the optimizer.
 
     Args:
         schedule: schedule to run.
@@ -82,19 +82,20 @@ class Engine:
             tensors of incoming edges and those in ``feed``. It returns a :class:`StageOutput`.
         group: process group whose ranks the meshes name; default: the world.
         topology, strategy: used to plan transfers; default: hosts are found by host name, and the default strategy.
-        last_pipeline: the pipeline with the tensor shapes of a smaller last microbatch, whose loss then weighs less.
-        ties: parameters that several stages share. All stages take the values of the first stage now.
+        last_pipeline: the pipeline with the tensor shapes of a smaller last microbatch. Its loss then has less weight.
+        ties: parameters that several stages share. The constructor copies the values of the first stage to the others.
         num_loss_shards: replicas that see different data on the stage with the loss; the total is the mean over them.
             For several such stages, ``{stage: number}``; the default is 1.
         autocast: dtype of ``torch.autocast`` in the forwards; default: no autocast.
-        compression: codecs of each parallel dimension. Those between stages (``pp``) replace those of the edges where
-            the simulated iteration gets shorter, with the costs of the pipeline's stages.
+        compression: codecs of each parallel dimension. The codec between stages (``pp``) replaces the codec of an edge
+            if this shortens the simulated iteration. The simulation uses the costs of the pipeline's stages.
         signal_only: move one element instead of each tensor and compute on zeros, to measure communication costs.
-        timeout_seconds: limit for agreeing, and for each transfer including the sender's computation. Silent ranks are
-            detected after 30 s; with a shorter timeout, errors may name a rank that waits for the silent one.
+        timeout_seconds: limit for the constructor's agreement between ranks, and for each transfer including the
+            sender's computation. Silent ranks are detected after 30 s; with a shorter timeout, errors may name a rank
+            that waits for the silent one.
 
     Attributes:
-        sums: sums of gradients that are coded; ``sums.state_dict()`` has what a checkpoint keeps of them.
+        sums: coded sums of gradients; a checkpoint saves ``sums.state_dict()``.
 
     Raises:
         ScheduleError: the schedule does not fit the pipeline.
@@ -163,7 +164,7 @@ class Engine:
         self._state = EngineState(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
-        """Code the collectives of the modules by the policy. Returns the pipelines with the codecs of their edges."""
+        """Replace collectives of the modules by coded ones. Returns the pipelines with the codecs of their edges."""
         policy, strategy = self._options.policy, self._options.strategy
         described = self.exchange(describe_modules(modules, self.schedule, self._options.tied_stages))
         check_policy(policy, list(described.values()), self._device)
@@ -177,7 +178,7 @@ class Engine:
         return Mover(plan, self._group, timeout_seconds=self._timeout_seconds, device=self._device, both_ways=True)
 
     def _make_replicas(self) -> tuple[ReplicaSync, ...]:
-        """What sums the gradients of the stages of this rank over replicas."""
+        """Make a ReplicaSync for each replicated stage of this rank."""
         policy, rank = self._options.policy, self._group.rank
         try:
             return tuple(
@@ -198,7 +199,7 @@ class Engine:
             raise
 
     def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:
-        """What this rank does in ``schedule`` with tensors of the shapes of ``pipelines``. All ranks pass the same.
+        """Make the program of ``schedule`` for the tensor shapes of ``pipelines``. All ranks pass the same arguments.
 
         Args:
             schedule: a checked schedule with the rows of this engine.
@@ -237,7 +238,7 @@ class Engine:
     def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
         """Run the forward of every microbatch without gradients. Arguments and errors are those of :meth:`step`.
 
-        Modules are run in the mode that they are in: call ``module.eval()`` first if it matters.
+        The engine does not change the mode of the modules: call ``module.eval()`` first if it matters.
         """
         return self.run(self._program, lambda: self._read_inputs(feed, loss_weights, train=False))
 
@@ -248,7 +249,12 @@ class Engine:
         return StepInputs(fed, read_loss_weights(loss_weights, num, self._last_weight), train=train)
 
     def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> Step:
-        """Run one iteration of a program, the same on all ranks, on inputs of this rank or on what makes them."""
+        """Run one iteration of a program, the same on all ranks.
+
+        Args:
+            program: the program.
+            inputs: inputs of this rank, or a function that returns them.
+        """
         self._group.check_usable()
         if self._closed:
             raise ArgumentError("this engine is closed")
@@ -284,7 +290,7 @@ class Engine:
         self._state.ties.fail(error)
 
     def _add_context(self, error: BaseException) -> BaseException:
-        """Note on the error which action failed. Returns the error to report to other ranks."""
+        """Add a note to the error that names the failed action. Returns the error to report to other ranks."""
         doing = None if self._iteration is None else self._iteration.doing
         if doing is None:
             return error
@@ -330,7 +336,7 @@ class Engine:
         Args:
             value: plain values that JSON can hold.
             error: an error of this rank, raised on all ranks.
-            timeout_seconds: how long to wait for the other ranks, if longer than the engine does.
+            timeout_seconds: time limit for the other ranks, if longer than that of the engine.
 
         Raises:
             ReshardError: the error of the first rank that passes one, or a rank does not call.

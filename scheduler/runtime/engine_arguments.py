@@ -95,10 +95,10 @@ class EngineOptions:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """What the checked arguments of an engine say about this rank.
+    """The part of this rank in the checked arguments of an engine.
 
     Attributes:
-        row: of the schedule. stages: the stages of this rank.
+        row: row of this rank in the schedule. stages: the stages of this rank.
         last_weight: weight of the last microbatch relative to the others.
         device: type of the device of the modules. timeout_seconds: of the engine.
     """
@@ -186,7 +186,7 @@ def _check_types(values: Sequence[tuple[str, Any, type]]) -> None:
 
 
 def weigh_last(pipeline: Pipeline, last: Pipeline | None) -> float:
-    """Size of the last microbatch relative to the others: the ratio that all its smaller tensors have in common."""
+    """Size of the last microbatch relative to the others: the one ratio of sizes of all tensors that are smaller."""
     if last is None:
         return 1.0
     both = [

@@ -48,7 +48,7 @@ class StageTotals:
     weight: float = 0.0
 
     def add(self, weight: float, loss: float | None, metrics: Mapping[str, float]) -> None:
-        """Add a microbatch. A microbatch of weight 0 does not count, even if its loss is not finite."""
+        """Add a microbatch. A microbatch of weight 0 changes no sum, even if its loss is not finite."""
         self.weight += weight
         if loss is not None:
             self.loss = (self.loss or 0.0) + (weight * loss if weight else 0.0)
@@ -65,7 +65,7 @@ class Step:
         loss: weighted sum of ``losses``, None if they are empty. metrics: ``{name: weighted sum over microbatches}``.
         totals: the same sums for each stage of this rank.
         seconds: from the first action to the last gradient sum.
-        waited_seconds: time that this rank waited for transfers, also while other ranks still computed their data.
+        waited_seconds: time that this rank waited for transfers, including the time that senders computed the data.
     """
 
     losses: tuple[float, ...]
@@ -99,7 +99,7 @@ class Program:
 
 @dataclass(frozen=True)
 class EngineState:
-    """What an engine holds on one rank, for all programs.
+    """State of an engine on one rank, shared by all programs.
 
     Attributes:
         rank, row: this rank, and its row in each schedule.
@@ -118,15 +118,16 @@ class EngineState:
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What an iteration computes on.
+    """Inputs and settings of one iteration on one rank.
 
     Attributes:
         feed: ``{stage: [{name: tensor} per microbatch]}``, inputs that no edge brings.
         weights: weight of each microbatch on this rank.
-        scale: factor on the weight from which each backward starts; a module may then give its own weight. None: one
-            over the number of replicas that see different data, and modules must give no weight.
-        train: run backwards and sum gradients; otherwise run forwards only.
-        fillers: ``(stage, microbatch)`` of which this replica has no rows, but runs on a row that does not count.
+        scale: factor for the weight of the loss in each backward; modules may then return a weight. None: the factor is
+            1 / (number of replicas that see different data), and modules must return no weight.
+        train: whether to run backwards and sum gradients, and not forwards only.
+        fillers: each ``(stage, microbatch)`` of which this replica has no rows. The stage runs on one row that does not
+            count.
     """
 
     feed: Mapping[int, Sequence[Mapping[str, Any]]]
@@ -318,7 +319,7 @@ class Iteration:
         return not any(map(math.prod, shapes))
 
     def take_loss(self, stage: int, microbatch: int) -> None:
-        """Keep the loss and the metrics of a forward. Raises ArgumentError if the stage gives them wrongly."""
+        """Keep the loss and the metrics of a forward. Raises ArgumentError if a loss is missing or a weight unused."""
         run = self.stages[stage]
         loss, metrics, given = run.loss_of(microbatch)
         if given is not None and self.inputs.scale is None:

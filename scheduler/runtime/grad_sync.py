@@ -1,8 +1,9 @@
 """Synchronization of the replicas of a stage under DDP: buffers before a step, gradients at its end.
 
-DDP's reducer never runs: it sums during the backward, where a rank would block in torch if a replica fails. DDP's
-process group is not used either: after a failed step, collectives that only some replicas have posted would match
-those of the next step. Each ``ReplicaSync`` has its own connections, and an engine made after an error makes new ones.
+DDP's reducer never runs. It would sum during the backward, where a rank blocks in torch if a replica fails. DDP's
+process group is not used either. After a failed step, collectives that only some replicas have posted would match
+those of the next step. So each ``ReplicaSync`` has its own connections, and an engine made after an error makes new
+ones.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .data_parallel import REPLICATED, fsdp_ranks
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
 POLL_SECONDS = 0.0005
 CHECK_SECONDS = 0.2
-#: How long a rank whose connection broke waits for another rank to report the root cause.
+#: Time limit for another rank to report the root cause after a connection of this rank broke.
 ROOT_CAUSE_SECONDS = 1.5
 #: Largest number of bytes of gradients in one all-reduce, unless one gradient is larger.
 BUCKET_BYTES = 2**25
@@ -183,7 +184,7 @@ class ReplicaSync:
             Monitor.of(self._group).forget(self)
 
     def add_gradients(self, check_errors: CheckErrors, summed: set[int]) -> None:
-        """After the last backward, sum gradients over replicas. A parameter that no replica used gets no gradient.
+        """After the last backward, sum gradients over replicas. A parameter that no replica used gets none.
 
         Args:
             check_errors: see :meth:`begin`.

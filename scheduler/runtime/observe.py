@@ -1,7 +1,7 @@
 """Log records and profiler ranges of a step. Each names the stage or the edge, the direction and the microbatch.
 
-Set the logger ``reshard`` to ``DEBUG`` to see what each rank begins: the last record of a rank that hangs names what it
-waits for. Under ``torch.profiler``, the same texts are ranges.
+Set the logger ``reshard`` to ``DEBUG`` to log each action when it begins. If a rank hangs, its last record names the
+action that it waits in. Under ``torch.profiler``, the same texts name profiler ranges.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from . import torch_compat
 
 logger = logging.getLogger(__name__)
 
-#: ``observe(what, where, microbatch)`` returns a context for what a rank does at a stage or with a channel.
+#: ``observe(what, where, microbatch)`` returns a context for one action of a rank, at a stage or in a channel.
 Observe = Callable[[str, "int | Channel", "int | None"], AbstractContextManager[None]]
 
 _NOTHING = contextlib.nullcontext()
 
 
 def find_observer(rank: int) -> Observe:
-    """What records the actions of a rank: nothing, unless debug messages or a profiler are on."""
+    """The function that records the actions of a rank. It does nothing unless debug messages or a profiler are on."""
     if not (logger.isEnabledFor(logging.DEBUG) or torch_compat.is_profiling()):
         return _ignore
     return functools.partial(_record, rank)

@@ -127,7 +127,7 @@ class PendingTransfer:
         return dict(self._tensors if self._tensors is not None else received or {})
 
     def take(self) -> dict[str, Any]:
-        """As :meth:`wait`, but keep the tensors no longer: the records of a step hold this transfer until its end."""
+        """As :meth:`wait`, and drop the tensors, because the records of a step hold this object until the step ends."""
         tensors = self.wait()
         if self._tensors is not None:
             self._tensors = {}
@@ -211,7 +211,7 @@ class StageTransfers:
             mover.check()
 
     def fail(self, error: BaseException) -> None:
-        """Fail all transfers of this rank: every rank that takes part in one gets ``error``."""
+        """Fail all transfers of this rank. Every rank that takes part in one of them gets ``error``."""
         for mover in self._movers.values():
             mover.fail(error)
 

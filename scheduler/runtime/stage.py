@@ -1,4 +1,4 @@
-"""One stage on this rank: its module and its microbatches in flight. Nothing here communicates with other stages."""
+"""One stage on this rank: its module and its microbatches in flight. Other modules send and receive its tensors."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class StageRun:
             train: keep the autograd graph for a backward.
             is_split: whether the backward is split into two passes.
             without_rows: if this replica has no row of the microbatch, ``{stage: tensors}`` of the outgoing edges. The
-                module then runs on one row that does not count, of which ``fed`` has its part.
+                module then runs on one row that does not count. ``fed`` has this row.
 
         Raises:
             ArgumentError: the module does not accept the inputs or changes one in place, or an output is missing or
@@ -184,7 +184,7 @@ class StageRun:
         *,
         is_split: bool,
     ) -> dict[int, Tensors]:
-        """Replace :meth:`forward` if this replica has no row of the microbatch: many modules fail on 0 rows."""
+        """Return empty outputs in place of :meth:`forward` if this replica has no row: many modules fail on 0 rows."""
         leaves = {name: array for arrays in received.values() for name, array in arrays.items()}
         self._in_flight[microbatch] = _Microbatch(leaves, {}, None, is_split=is_split)
         device = next((each.device for each in self.module.parameters()), torch.device("cpu"))

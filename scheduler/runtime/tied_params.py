@@ -88,9 +88,9 @@ class TiedParameters:
         modules: ``{stage: module}`` for the stages of this rank.
         rank: this rank.
         open_mover: makes the Mover of a tensor. It must plan the tensor equally on all ranks.
-        policy: its codec for ``dp`` codes the gradients. A stage then codes and decodes its own gradient too, and adds
-            the result: the values that other stages receive. All stages thus get the same sum. Gradients that do not
-            fit the blocks of the codec are sent raw.
+        policy: its codec for ``dp`` codes the gradients. A stage also codes and decodes its own gradient, and adds the
+            decoded values, as the other stages do. So all stages get the same sum. Gradients that do not fit the blocks
+            of the codec are sent raw.
 
     Attributes:
         steps: number of steps taken. The first ``raw_steps`` of the policy send raw gradients.
@@ -208,10 +208,10 @@ def _exchange(
 
 
 def check_training(found: Iterable[tuple[int, str, bool]]) -> None:
-    """Raise DisagreementError if some stages train a shared parameter and others froze it: their copies would differ.
+    """Raise DisagreementError if only some stages train a shared parameter, because their copies would differ.
 
     Args:
-        found: :meth:`TiedParameters.training` of all ranks.
+        found: the results of :meth:`TiedParameters.training` on all ranks.
     """
     first: dict[int, tuple[str, bool]] = {}
     for index, name, is_trained in found:

@@ -47,17 +47,18 @@ class StepRecord:
     transfers: list[TransferRecord] = field(default_factory=list)
 
 
-#: channel, microbatch, is send; then when the data was computed, and when this end began and ended
+#: channel, microbatch, whether this end sends; times at which the data was computed, and this end began and ended
 _TransferTimes = tuple[Channel, int, bool, float | None, float | None, float | None]
-#: row, actions, transfers, boot id of the host, and clock of this rank when all ranks had just met
+#: row, actions, transfers, boot id of the host, and this rank's clock just after the rendezvous
 _RankTimes = tuple[int, list[ActionRecord], list[_TransferTimes], str, float]
 
 
 def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
     """The timeline of a step. Every rank of the channel must call this.
 
-    Ranks of one host share a clock. Clocks of different hosts are aligned at a rendezvous, to about a millisecond. The
-    first rank represents its row. A transfer lasts from when both ends have begun to when the last receiver is done.
+    Ranks of one host share a clock. A rendezvous aligns the clocks of different hosts to about a millisecond. The
+    actions of a row are those of its first rank. A transfer starts when both ends have begun, and ends when the last
+    receiver is done.
 
     Raises:
         TransferTimeoutError: a rank does not call.

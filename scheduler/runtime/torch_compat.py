@@ -63,7 +63,7 @@ __all__ = [
 #: Attention on the CPU, as dispatch modes see it.
 FLASH_ATTENTION_ON_CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
-#: What operations raise on fake tensors if their results depend on data, or if they cannot run on such tensors.
+#: Errors of operations on fake tensors whose results depend on data, or that cannot run on such tensors.
 NEEDS_DATA = (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -79,7 +79,7 @@ def fake_mode() -> Any:
 
 @contextlib.contextmanager
 def keep_rng(device_type: str) -> Iterator[None]:
-    """Restore the states of the random number generators of torch, Python and NumPy at the end."""
+    """Restore the states of the random number generators of torch, Python and NumPy when the context ends."""
     devices = [torch.cuda.current_device()] if device_type == "cuda" else []
     states = random.getstate(), np.random.get_state()
     try:
@@ -172,7 +172,7 @@ def has_comm_hooks(ddp: Any) -> bool:
 
 
 def reset_reducer(ddp: Any) -> None:
-    """Make DDP's reducer forget a forward, which may have prepared it for a backward."""
+    """Reset DDP's reducer after a forward, which may have prepared it for a backward."""
     if isinstance(ddp, DistributedDataParallel):
         ddp.reducer._reset_state()
 
@@ -265,5 +265,5 @@ def is_connection_error(error: BaseException) -> bool:
 
 
 def is_store_error(error: BaseException) -> bool:
-    """Whether an error is that of a store that cannot be reached."""
+    """Whether an error means that the store cannot be reached."""
     return isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) and not isinstance(error, ReshardError)

@@ -9,10 +9,10 @@ import numpy as np
 from reshard.planner.strategies.problem import Problem
 from reshard.ragged import NO_RANK, hash_rows, ranges
 
-#: Chunks end at whole slices of a dim if a chunk has at least this many; their sizes then differ by at most 1/64.
-#: With fewer slices the next dim is cut too, and a chunk has up to three boxes.
+#: Chunks end at whole slices of a dim if a chunk has at least ``MIN_SLICES`` slices. Chunk sizes then differ by at most
+#: 1/64. If a chunk has fewer slices, the next dim is cut too, and the chunk has up to three boxes.
 MIN_SLICES = 64
-#: The same inside hosts, where chunks need not be even and whole slices need no packing.
+#: Like ``MIN_SLICES``, inside hosts, where chunks may be uneven and whole slices need no packing.
 _MIN_SLICES_INSIDE = 16
 #: A chunk ends at the end of a class if that is within 1/64 of the chunk's size.
 _SNAP_DIVISOR = 64

@@ -1,4 +1,4 @@
-"""Message schedules as arrays, computed by ``native/schedule.cpp``."""
+"""Compute message schedules, as arrays, with ``native/schedule.cpp``."""
 
 from __future__ import annotations
 

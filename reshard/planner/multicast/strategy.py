@@ -20,15 +20,15 @@ from reshard.ragged import NO_RANK
 
 #: Messages between hosts in flight per sender and receiver.
 WINDOW = 8
-#: The same inside hosts. Concurrent sends of a rank share its links, so more of them would all arrive later.
+#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links, so with more of them all arrive later.
 INSIDE_WINDOW = 4
-#: Largest chunk that needs no packing. On fast links smaller chunks would mostly wait for latencies.
+#: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
 LARGEST_CHUNK_BYTES = 32 * 2**20
 #: Value of :attr:`Workload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each other.
 _UNLIMITED_LEAD = 2**20
 #: Rates that differ by less than this fraction count as equal, so that transfers end together.
 _RATE_TOLERANCE = 0.04
-#: Limit on scheduling steps, a few seconds of planning. Above it regions are broadcast in rotation.
+#: Limit on scheduling steps, which take a few seconds. Above it, regions are broadcast in rotation.
 _MAX_STEPS = 2 * 10**9
 #: Limit on hosts, since the scheduler keeps a counter per pair of hosts. Above it regions are broadcast in rotation.
 _MAX_HOSTS = 8192

@@ -11,8 +11,8 @@ from reshard import _native
 
 #: Random sets per round.
 GREEDY_TRIES = 100
-#: Limit on visits; drawing one random set visits each class once. Above the limit each round draws fewer sets, and then
-#: takes several tasks of a class at once.
+#: Limit on visits. Drawing one random set visits each class once. Above the limit, each round draws fewer sets. If that
+#: is not enough, a round also takes several tasks of a class at once.
 _GREEDY_VISITS = 200_000
 #: Seed of :class:`random.Random`. Only random() gives the same sequence on all Python versions; shuffle() may not.
 _SEED = 2023
@@ -20,7 +20,7 @@ _SEED = 2023
 
 @dataclass(frozen=True, eq=False)
 class GreedyProblem:
-    """Classes of tasks that compete for ports. All int64.
+    """Input of :func:`order_greedily`: classes of tasks and the ports that they need. All arrays are int64.
 
     Attributes:
         option_at: class i has options ``option_at[i]:option_at[i + 1]``.
@@ -43,7 +43,7 @@ class GreedyProblem:
 
     @property
     def effort(self) -> tuple[int, int]:
-        """Random sets per round, and tasks of a class that one round takes at once."""
+        """Number of random sets per round, and number of tasks of a class that one round takes at once."""
         counts = np.diff(self.task_at)
         longest, count = int(counts.max()), len(counts)
         visits = longest * max(1, count // self.num_hosts) * count  # with one random set per round

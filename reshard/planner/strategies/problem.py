@@ -14,13 +14,13 @@ from reshard.ragged import NO_RANK
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
-#: Chunk size of transfers with one hop, and of transfers inside a host. Large, so that there are few messages; still
-#: several per transfer, so that packing one overlaps with sending another.
+#: Chunk size of transfers with one hop, and of transfers inside a host. It is large, so that there are few messages.
+#: But a transfer still has several chunks, so that packing one overlaps with sending another.
 DIRECT_CHUNK_BYTES = 8 * 2**20
-#: The same for regions that must be packed. Four such chunks fit a send queue's share of the default staging (a quarter
-#: of 64 MiB), so that the window, not the staging, limits the messages in flight.
+#: Chunk size of regions that must be packed. Four such chunks fit the share of a send queue, a quarter of the default
+#: staging of 64 MiB. So the window, not the staging, limits the messages in flight.
 PACKED_CHUNK_BYTES = 4 * 2**20
-#: Largest chunk that is forwarded from host to host. Small, so that the pipeline fills fast.
+#: Largest chunk that is forwarded from host to host. It is small, so that the pipeline fills fast.
 TREE_CHUNK_BYTES = 2**20
 #: Regions smaller than this share messages if they follow the same tree.
 SMALL_BYTES = 2**16
@@ -237,7 +237,7 @@ def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int, *, is_tr
 
     Args:
         problem, routes: the problem, and routes for it. staging_bytes: staging memory of each rank in bytes.
-        is_trusted: whether the arrays of the routes may become those of the transfers, without a check or a copy.
+        is_trusted: whether the transfers may use the arrays of the routes without a check or a copy.
 
     Raises:
         PlanError: ``staging_bytes`` is below 64 KiB.
