@@ -1,4 +1,4 @@
-"""One fixed hypothesis profile, so that a run is the same everywhere, and what several test files use."""
+"""A fixed hypothesis profile, so that every run tests the same cases, and fixtures of several test files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.support.nccl_standin import build_standin
 settings.register_profile(
     "fixed", derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]
 )
-#: Where it only counts whether a test fails, not what the smallest case is that makes it fail.
+#: For runs that only need to know whether a test fails, and not the smallest failing case.
 settings.register_profile("unshrunk", settings.get_profile("fixed"), phases=(Phase.explicit, Phase.generate))
 settings.load_profile("fixed")
 
 
 def pytest_configure():
-    """Set what the ranks of all tests inherit.
+    """Set environment variables that the ranks of all tests inherit.
 
     Torch, which tests import later, uses one thread: several ranks share few cores, and idle threads spin. Its store
     looks up the name of each peer; a lost query is repeated after 1 s instead of 5 s.
@@ -29,13 +29,13 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """Hide the objects of this process from the garbage collector, which in a forked rank would copy all their pages."""
+    """Hide the objects of this process from the garbage collector: in a forked rank, it would copy all their pages."""
     gc.collect()
     gc.freeze()
 
 
 def pytest_unconfigure():
-    """Free them at the end; extension modules report what is left as leaked."""
+    """Show them to the collector again, because extension modules report objects that are never freed as leaks."""
     gc.unfreeze()
 
 

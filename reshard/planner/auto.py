@@ -211,7 +211,7 @@ class _Choice:
         return self.has_several_nics and self.is_too_large(self.prepared[0].num_messages)
 
     def is_too_large_with_relays(self, found: Transfers) -> bool:
-        """Whether multicast, on hosts with several NICs, would be small enough to simulate without messages to relays."""
+        """Whether multicast on hosts with several NICs is too large to simulate just because of messages to relays."""
         if not self.has_several_nics or self.can_simulate(found) or has_many_hosts(self.problem):
             return False
         return not self.takes_near_chunks

@@ -1,4 +1,4 @@
-"""Coded messages are encoded one after the other while earlier ones travel, and decoded as they arrive."""
+"""A rank encodes one message after the other while earlier messages travel, and decodes messages as they arrive."""
 
 from __future__ import annotations
 

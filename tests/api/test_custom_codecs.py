@@ -38,7 +38,7 @@ class Broken(Fixed8):
 
 
 class Overwriting(Fixed8):
-    """Overwrites the values with their signs, and perhaps the data that it has decoded."""
+    """Overwrites its input with the signs of the values, and optionally the data after decoding it."""
 
     def __init__(self, overwrites_data=False):
         super().__init__()

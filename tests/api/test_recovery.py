@@ -249,7 +249,7 @@ def _call_late(rank, late):
 
 @pytest.mark.parametrize("late", [0, *(pytest.param(late, marks=pytest.mark.slow) for late in (1, 3))])
 def test_late_rank_is_excluded_permanently(late):
-    """The others go on without the late rank, and never receive its data, which belongs to another step."""
+    """The other ranks go on without the late rank, and never receive its data, because it is that of another step."""
     by_rank = run_processes(_call_late, 4, late)
     for rank, results in enumerate(by_rank):
         if rank == late:

@@ -38,7 +38,14 @@ DOING = ("train", "save", "load", "evaluate")
 
 @dataclass(frozen=True)
 class Kill:
-    """One run: how replicas are wrapped, or "grid", who dies, how long after the third step, and what ranks do then."""
+    """One run.
+
+    Attributes:
+        wrap: wrapper of the replicas, or "grid".
+        victim: rank to kill.
+        delay_seconds: time of the kill after the third step.
+        doing: activity of the ranks at that time.
+    """
 
     wrap: str
     victim: int

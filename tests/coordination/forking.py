@@ -30,7 +30,7 @@ def refused(call):
 
 
 def misuse(rank, group, mover, handle, plan, parent):
-    """Check in a child that inherited groups, Movers and handles are rejected, and that closing them is safe."""
+    """Check in a child process that calls with inherited groups, Movers and handles fail, and that closing is safe."""
     tensor = torch.ones(2, 4)
     calls = [
         lambda: move(rank, group),

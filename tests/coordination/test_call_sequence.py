@@ -143,7 +143,7 @@ def test_missing_rank_is_named_within_the_timeout():
 
 
 def _run_steps_with_late_rank(rank, late, skips, seconds):
-    """The result of each step, whose shards hold its number; rank ``late`` enters step 1 late or skips it."""
+    """The results of five steps. Shards hold the number of the step. Rank ``late`` enters step 1 late or skips it."""
     given, group = [], None
     _connect_to_store()
     for step in range(5):
@@ -174,7 +174,7 @@ def _run_steps_with_late_rank(rank, late, skips, seconds):
     ],
 )
 def test_calls_after_a_timeout_are_refused(late, seconds, skips):
-    """A late rank cannot be distinguished from one that skips a call, so no rank continues before there is a new group."""
+    """No rank continues before there is a new group, because a late rank looks like one that skips a call."""
     for rank, given in enumerate(run_processes(_run_steps_with_late_rank, 4, late, skips, seconds)):
         assert given[0] in ([0.0], 0) and given[4] in ([4.0], 4), given
         if rank != late:

@@ -1,4 +1,4 @@
-"""Two processes that join with the same rank are an error on all ranks."""
+"""If two processes join with the same rank, all ranks raise an error."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def test_rank_that_exits_after_its_part_does_not_fail_the_others():
 
 
 def _calls_after_the_store_is_gone(rank, _, port):
-    """Rank 0, which serves the store and leads the rounds, learns of the death and exits before rank 1 calls."""
+    """Rank 0 serves the store and leads the rounds. It detects the death and exits before rank 1 calls."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "4", "RANK": str(rank)}
     dist.init_process_group("gloo")
     source = torch.ones(3, 4) if rank < 2 else None

@@ -195,7 +195,7 @@ def test_bar_plot_names_rows(tmp_path):
 
 
 def test_bars_of_equal_layouts_are_told_apart_and_all_bars_have_room():
-    """Two rows that move the same get their names as well; a row without results keeps its label."""
+    """Labels of two rows that move the same tensor also have the names of the rows. A row without results has a label."""
     first = {"suite": "shared", "title": "S0 R on 4 -> R R on 4", "bytes": 2**26, "row": "in place"}
     records = [first, first | {"row": "overlapping"}, first | {"row": "small", "bytes": 2**20}]
     drawn = {("shared", "in place", "auto"), ("shared", "in place", "awex"), ("shared", "small", "awex")}

@@ -1,4 +1,4 @@
-"""Each gradient is summed exactly once: what goes wrong is named, and faults that were planted are found."""
+"""Each gradient is summed exactly once. Errors name a wrong call, and the checks detect planted faults."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_a_model_with_frozen_parameters_goes_on_a_grid():
 
 
 class Experts(nn.Module):
-    """Two layers, of which the caller chooses one."""
+    """A model with two layers. Each forward runs the layer that its caller chooses."""
 
     def __init__(self):
         super().__init__()
@@ -159,7 +159,7 @@ class Experts(nn.Module):
 
 
 def check_experts(rank, is_overlapped):
-    """Each rank uses another layer, after a step whose replicas were compared: no layer's sum gets the other's."""
+    """In the second step, each rank uses a different layer. The sum of one layer must not receive that of the other."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     overlap.BUCKET_BYTES = 1

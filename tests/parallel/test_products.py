@@ -1,4 +1,4 @@
-"""The three products on a grid against one process, in both dataflows; what they receive against the formulas."""
+"""The three products on a grid equal those of one process in both dataflows, and receive the bytes of the formulas."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_send_recv_is_ruled_out_unplanned(monkeypatch):
 
 
 def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
-    """The busiest host of all their chains is known from the layouts: here the first receiver, which sends on all."""
+    """The layouts determine the busiest host of all chains: here the first receiver, which forwards everything."""
     topology = Topology.uniform([rank // 4 for rank in range(32)])
     src, dst = Layout(Mesh.of("4x4"), "S0 R"), Layout(Mesh.of("4x4", first_rank=16), "R S1")
     problem = Problem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
@@ -168,7 +168,7 @@ def test_auto_uses_the_greedy_order_if_it_wins():
 
 @pytest.mark.parametrize("limit", [1, 20_000_000])
 def test_plans_too_large_to_simulate_take_near_chunks(monkeypatch, limit):
-    """The larger limit is above the messages to receivers, but below all messages, with those to relays."""
+    """The larger limit exceeds the number of messages to receivers, but not the number including those to relays."""
     monkeypatch.setattr("reshard.planner.auto._MAX_SIMULATED", limit)
     _, spec, topology = random_pair(7, 234)
     plan, near, far = (

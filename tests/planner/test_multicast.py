@@ -85,7 +85,7 @@ def test_auto_is_not_slower_than_other_strategies(src, dst, rates):
 
 
 def test_plan_names_the_chosen_strategy():
-    """Latencies favour direct sends: four ranks of a host send at the same time, but chunks leave it one by one."""
+    """Latencies favour direct sends: the four ranks of a host send at the same time, but chunks leave the host in turn."""
     src, dst = Layout(Mesh.of((4, 4)), "S1 R"), Layout(Mesh.of((1, 4), first_rank=16), "R S1")
     topology = Topology(tuple(rank // 4 for rank in range(20)), latency_seconds=1e-4)
     free = topology.without_latency()

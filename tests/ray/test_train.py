@@ -27,7 +27,7 @@ COMMAND = ["train", "gpt3-125m", "--shrink", "24", "--batch", "8", "--microbatch
 
 
 def _run(folder, *options):
-    """Run the command in a folder; returns its status and what it printed."""
+    """Run the command in a folder. Returns its exit status and its output."""
     os.chdir(folder)
     output, errors = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
@@ -36,7 +36,7 @@ def _run(folder, *options):
 
 
 def test_actors_train_as_local_processes_do_which_resume_their_run(drive, tmp_path, monkeypatch):
-    """The actors are on other hosts and in other folders, so that relative paths must be those of the driver."""
+    """Actors run on other hosts and in other folders. They must resolve relative paths in the folder of the driver."""
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
     options = ["--meshes", "1x1,2x1", "--data", "text", "--steps"]
     checkpoint = ["--checkpoint", "kept", "--resume"]

@@ -19,10 +19,10 @@ class Point:
 
 
 def add(front, point):
-    """Add a point to a front, which ascends by trip, unless another is as good. Earlier points win ties.
+    """Add a point to a front unless another point is as good. The front ascends by trip. Earlier points win ties.
 
-    A point is as good if neither its trip nor its trip with the excess is longer: the excess at the end of a whole plan
-    differs by no more than that of a suffix.
+    A point is as good if neither its trip, nor its trip plus its excess, is longer. This comparison suffices, because
+    the excess at the end of a whole plan differs by no more than that of a suffix.
     """
 
     def beats(one, other):

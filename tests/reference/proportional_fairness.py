@@ -18,7 +18,7 @@ _MOST_JOINT_PORTS = 64
 _ROUNDS = 12
 #: A price is not unique if the pivot of its row is below this fraction of the row's diagonal entry.
 _SINGULAR = 1e-9
-#: Most by which a step may reduce the cost of a flow, as a fraction.
+#: Largest fraction of a flow's cost by which one step may reduce it.
 _LARGEST_CUT = 0.9
 
 
@@ -166,7 +166,7 @@ def _set_joint_prices(
 def _bundle_flows(
     paths: list[list[int]], number: dict[int, int], cost: list[float]
 ) -> tuple[list[int], list[list[int]], list[float], list[float]]:
-    """Bundles of flows with one path of one or two ports; each longer path is a bundle of its own.
+    """Group flows that have the same path of one or two ports into bundles. Each longer path is a bundle of its own.
 
     Returns:
         The bundle of each flow; and of each bundle the ports, the number of flows, and the cost of a flow.

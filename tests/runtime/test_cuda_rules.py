@@ -72,7 +72,7 @@ def test_tables_for_other_alignments_stay_within_staging_bytes(monkeypatch):
 
 
 class _Stream:
-    """A stream that notes the arrays of which it tells the allocator."""
+    """A stream that records the arrays that it reports to the allocator."""
 
     rounds = ONE_STREAM
 
@@ -91,7 +91,7 @@ def test_allocator_knows_that_the_stream_uses_the_buffer():
 
 @pytest.fixture
 def cuda_streams(monkeypatch):
-    """Replace the caller's current stream and the stream of transfers; returns both, and which waits for which."""
+    """Replace the caller's current stream and the stream of transfers. Returns both, and a list of their waits."""
     caller, own, waits = Mock(), Mock(), []
     for one in (caller, own):
         one.wait_stream.side_effect = lambda other, one=one: waits.append((one, other))
@@ -113,7 +113,7 @@ def test_transfers_start_after_the_upload_of_their_tables(cuda_streams):
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_error_during_a_capture_leaves_no_stream_in_it(cuda_streams, monkeypatch, fails):
-    """Otherwise the end of the capture would raise an error of its own, which hides the first one."""
+    """A stream left in the capture would raise an error at the end of the capture, which would hide the first error."""
     caller, own, waits = cuda_streams
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     streams, work = (
@@ -126,7 +126,7 @@ def test_error_during_a_capture_leaves_no_stream_in_it(cuda_streams, monkeypatch
 
 
 def test_thread_that_aborts_lets_another_thread_capture(monkeypatch):
-    """It works on its own device, and in a mode in which freeing memory does not invalidate the capture."""
+    """The aborting thread sets its own device, and a capture mode in which freeing memory invalidates no capture."""
     entered = []
     monkeypatch.setattr(torch.cuda, "device", lambda index: entered.append(index) or contextlib.nullcontext())
     monkeypatch.setattr(nccl_exchange, "allow_queries_during_capture", lambda: entered.append("relaxed"))
@@ -143,7 +143,7 @@ def test_thread_that_aborts_lets_another_thread_capture(monkeypatch):
 
 
 def test_blocking_communicators_are_refused(monkeypatch):
-    """The variable overrides the configuration with which a communicator is created."""
+    """NCCL_COMM_BLOCKING overrides the configuration of a new communicator."""
     monkeypatch.setenv("NCCL_COMM_BLOCKING", "1")
     store = Mock()
     with pytest.raises(RuntimeError, match="NCCL_COMM_BLOCKING=1 makes calls of NCCL block without a limit"):
@@ -152,7 +152,7 @@ def test_blocking_communicators_are_refused(monkeypatch):
 
 
 def test_rank_that_waits_for_the_id_of_a_communicator_hears_of_errors(monkeypatch):
-    """A ``TCPStore`` would block all other users of its connection, such as heartbeats, for the whole time-out."""
+    """A blocking read of a ``TCPStore`` would block all users of its connection, such as heartbeats, until the time-out."""
     monkeypatch.setattr(nccl_exchange, "find_library", Mock())
     store = torch.distributed.HashStore()
     store.set_timeout(timedelta(seconds=5))
@@ -161,7 +161,7 @@ def test_rank_that_waits_for_the_id_of_a_communicator_hears_of_errors(monkeypatc
 
 
 def test_monitor_asks_for_its_capture_mode_until_it_is_changed(monkeypatch):
-    """It queries events, which would invalidate a capture of another thread."""
+    """The monitor queries events. In the default capture mode, this would invalidate a capture of another thread."""
     done, answers = [], [False, True]
     monkeypatch.setattr(heartbeat, "allow_queries_during_capture", lambda: done.append("ask") or answers.pop(0))
     monitors = iter([Mock(poll=lambda: done.append("poll") or 0.0)] * 3 + [None])
@@ -329,7 +329,7 @@ def test_query_during_a_capture_is_no_failure(monkeypatch, text):
 
 
 def test_number_of_streams_depends_on_communicators_and_not_on_movers(cuda_streams, monkeypatch):
-    """Torch hands out the same 32 streams in turn."""
+    """Torch returns the same 32 streams in turn, so a new stream may be one that is in use."""
     made = []
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append((device, priority)) or Mock())
     monkeypatch.setattr(stream, "current_device", lambda _: CPU)

@@ -147,7 +147,7 @@ def test_abort_ends_the_wait_of_another_thread(standin):
 
 
 def _exchange_in_threads(rank, port, path):
-    """Each rank posts 40 groups in each of four threads. The pairs of messages are alike, so their order is free."""
+    """Each rank posts 40 groups in each of four threads. All messages are equal, so any order of groups is correct."""
     comm = _communicator(path, rank, port, 2)
     failures, own = [], torch.full((64,), float(rank))
 
@@ -261,7 +261,11 @@ def test_close_returns_while_another_communicator_receives(standin, monkeypatch)
 
 
 def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
-    """The communicators of three sets of ranks, two each, of which a graph lets none end."""
+    """End six communicators, two for each of three sets of ranks, while a captured graph keeps them from ending.
+
+    Returns:
+        The seconds that this took.
+    """
     for name, seconds in (("CLOSE_SECONDS", 0.5), ("ABORT_SECONDS", 0.5), ("MIN_ABORT_WAIT_SECONDS", 0.01)):
         monkeypatch.setattr(nccl, name, seconds)
     library, group = Library(path), GroupResources(Mock())

@@ -120,7 +120,7 @@ def test_program_that_cannot_proceed_fails_at_once():
 
 @pytest.mark.parametrize("others", [0, 1])
 def test_progress_is_described_in_messages_and_bytes(others):
-    """Rank 2 receives from two ranks, the second of which never sends."""
+    """Rank 2 receives from two ranks. The second one never sends."""
     specs = [TensorSpec((4, 6), "int8", Layout(Mesh.of(2), "R S0"), Layout(Mesh([2])), "w"), *[SMALL] * others]
     plan = plan_tensors(specs, strategy="send_recv", staging_bytes=2**20)
     hub, tally, out = MemoryHub(), Tally(), torch.zeros(4, 6, dtype=torch.uint8)
