@@ -26,7 +26,7 @@ def _whole(shape=SHAPE, dtype=torch.float32, seed=0):
 
 
 def _round_trip(whole, name, num_row_dims=None):
-    """What a codec makes of a tensor: the reference for every coded transfer, whatever its cuts and its route."""
+    """A tensor after a codec has encoded and decoded it. Every coded transfer must deliver these values."""
     codec = parse_codec(name)
     coded, decoded = torch.empty(codec.nbytes(whole.shape, num_row_dims), dtype=torch.uint8), torch.empty_like(whole)
     codec.encode(whole, coded, num_row_dims)

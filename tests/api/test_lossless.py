@@ -171,7 +171,7 @@ def _repeat(rank):
     ):
         raw(shards_of(SRC, rank, 1), base=shards_of(SRC, rank, 1))
     base = None if rank >= 4 else shards_of(SRC, rank, 4)
-    if rank == 3:  # its base of "scale" is what it receives
+    if rank == 3:  # its base of "scale" is also its destination
         base["scale"] = out["scale"]
     with pytest.raises(ArgumentError, match=r"out of 'scale' shares storage with a base, which .* must not change"):
         _move(rank, 5, base, out)

@@ -24,7 +24,7 @@ WHOLE = whole_tensor((8, 6), torch.float32)
 
 
 def _call_from_two_threads(rank, is_ordered):
-    """Two threads move different values, started in another order on odd ranks; ``is_ordered`` serializes the calls."""
+    """Two threads move different values. Odd ranks start them in the other order. ``is_ordered`` serializes the calls."""
     results, lock = [], threading.Lock()
 
     def loop(first):

@@ -11,7 +11,7 @@ from tests.reference.codecs import delta as reference
 
 
 def _pair(dtype, share, size=4000, seed=0):
-    """A base, and a copy in which a share of the words moves by a few units or to any value."""
+    """A base, and a copy of it in which a share of the words differ by a few units or have random values."""
     rng = np.random.default_rng(seed)
     base = rng.integers(0, np.iinfo(dtype).max, size, dtype=dtype, endpoint=True)
     base[::97] = 0

@@ -1,4 +1,4 @@
-"""Policies in the engine and in ``Pipe``: bytes on the wire per dimension, and dimensions that a job has not."""
+"""Policies in the engine and in ``Pipe``: bytes on the wire per dimension, and errors for dimensions a job lacks."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_calls_failed_by_one_rank_never_match_other_calls(seed):
 
 
 def _run_steps_with_skipped_call(rank, seconds):
-    """In step 2 rank 2 calls with ranks 0 and 1 only and continues at once; returns the result or error of each step."""
+    """The result or error of each step. In step 2, rank 2 calls with ranks 0 and 1 only, and continues at once."""
     rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
     found = []
     for step in range(5):

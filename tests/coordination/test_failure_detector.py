@@ -206,5 +206,5 @@ def _explain_lost_connection(rank, lost):
     ],
 )
 def test_lost_connections_lead_to_the_dead_rank(lost, expected):
-    """A rank that notices a death closes its connections, so its neighbours lose it too although it is alive."""
+    """A rank that detects a death closes its connections. So its neighbors lose it as well, although it is alive."""
     assert run_processes(_explain_lost_connection, 3, lost) == expected

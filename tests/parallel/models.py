@@ -38,7 +38,7 @@ def relative_error(actual, expected):
 
 
 def gradient_errors(model, plain):
-    """Errors of whole gradients, relative to the largest element; absolute for key biases, whose gradient is 0."""
+    """Errors of whole gradients, relative to the largest element. For key biases, whose gradient is 0, it is absolute."""
     errors = {}
     for (name, parameter), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
         actual = parameter.grad.full_tensor()

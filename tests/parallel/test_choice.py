@@ -36,7 +36,7 @@ def test_price_of_a_one_dimensional_grid_equals_the_one_by_hand():
 
 
 def test_grids_are_ordered_by_sizes_of_activations_and_weights():
-    """Large activations on slow links: more depth, fewer columns. Large weights: few replicas of them."""
+    """Large activations on slow links favor more depth and fewer columns. Large weights favor few replicas."""
     slow = four_hosts()
     choice = choose_grid(sizes(256), slow, range(16), rows=32, flops_per_second=1e18)
     prices = [best_of(choice, *shape).seconds for shape in ((2, 2, 4), (4, 4, 1), (1, 16, 1))]

@@ -65,7 +65,7 @@ def test_wrong_uses_of_gradients_are_refused():
 
 
 def check_sums_during_backward(rank, shape):
-    """Whether sums during the second of two accumulated backwards give the bits of sums after it."""
+    """Whether sums that run during the second of two accumulated backwards equal, bit by bit, sums that run after it."""
     torch.set_num_threads(1)
     overlap.BUCKET_BYTES = 2000
     model = parallelize(make_gpt(), Grid.make(*shape))
@@ -210,7 +210,7 @@ def test_a_replica_that_differs_is_an_error_on_all_ranks():
 
 
 def check_faults(rank):
-    """A fault in a sum changes the gradients that it should change, by far more than rounding."""
+    """A planted fault in a sum changes the affected gradients by far more than rounding."""
     torch.set_num_threads(1)
     grid = Grid.make(2, 1, 2)
     plain = make_gpt()
@@ -327,7 +327,7 @@ def test_fsdp_over_depth_equals_one_process():
 
 
 def check_split_backward(rank):
-    """Weight gradients that are deferred equal those that are not."""
+    """Deferred weight gradients equal weight gradients of the ordinary backward."""
     torch.set_num_threads(1)
     from reshard.runtime.weight_grad_store import WeightGradStore
 

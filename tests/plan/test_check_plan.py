@@ -253,7 +253,7 @@ def test_relays_above_staging_bytes_are_refused(dtype, itemsize):
 
 
 def test_relays_above_the_window_are_refused():
-    """Rank 1 passes on its first two messages at once; then it stages two more, which fit, and a third."""
+    """Rank 1 forwards its first two messages at once. Then it stages two more, which fit, and a third."""
     steps, ids, lines = ["R0", "S0", "R1", "S1", "R2", "R3", "R4", "S2", "S3", "S4"], {}, []
     for number, step in enumerate(steps):
         at = int(step[1])
@@ -357,7 +357,7 @@ def test_a_copy_of_a_missing_box_names_its_message():
 
 @pytest.mark.parametrize("name", ["2 -> 4 ranks, send_recv", "2 -> 2 ranks, small boxes"])
 def test_fifty_thousand_messages_are_checked_within_a_second(name):
-    """In 0.02 to 0.4 s of processor time; a checker that compares each message with all others took 10 to 40 s."""
+    """The check takes 0.02 to 0.4 s of CPU time. A checker that compares all pairs of messages took 10 to 40 s."""
     plan = check_speed.CASES[name](50_000)
     assert plan.num_messages >= 49_000
     begun = time.process_time()

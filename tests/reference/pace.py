@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Point:
-    """A suffix of stages: its round trip, its excess of gradient sums, its first stage, and the suffix behind that."""
+    """A suffix of stages: its round trip, its excess of gradient sums, its first stage, and the suffix after this one."""
 
     trip: float
     excess: float

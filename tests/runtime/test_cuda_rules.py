@@ -52,7 +52,7 @@ def _sent(runner, source):
 
 
 def test_tables_for_other_alignments_stay_within_staging_bytes(monkeypatch):
-    """Arrays at addresses of five alignments need five tables. Where these do not fit, boxes are copied one by one."""
+    """Arrays at addresses of five alignments need five tables. If these do not fit, boxes are copied one by one."""
     monkeypatch.setattr(executor, "MAX_KINDS", 1)
     least = _make_runner()
     tight = _make_runner(least.nbytes + least.table_bytes - 1)
@@ -298,7 +298,7 @@ def test_queries_are_not_allowed_if_the_capture_mode_cannot_be_changed(load, rec
 
 
 def test_capture_mode_is_changed_once_cuda_is_initialized(load, monkeypatch):
-    """Before, CUDA is not even asked for devices: a process that has asked cannot fork children that use CUDA."""
+    """Until then, no call asks CUDA for devices, because a process that has asked cannot fork children that use CUDA."""
     driver = _Library("cuThreadExchangeStreamCaptureMode")
     load({"libcuda.so.1": driver})
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)

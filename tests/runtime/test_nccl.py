@@ -68,7 +68,7 @@ def test_messages_match_by_order_and_collectives_reduce(standin):
 
 
 def _mistakes(rank, port, path):
-    """A group ends even after an error inside it, and the next one of this thread works, on another communicator."""
+    """A group ends even after an error inside it. The next group of this thread works, on another communicator."""
     array = torch.full((4,), float(rank))
     broken = _communicator(path, rank, port, 2)
     with pytest.raises(NcclError, match=r"ncclSend: invalid argument: invalid rank"):
@@ -174,7 +174,7 @@ def test_threads_wait_until_the_group_of_another_is_launched(standin):
 
 
 def _two_hang(rank, port, path, monkeypatch):
-    """On rank 0 a receive hangs on each of two communicators. NCCL ends the abort of one when both have ended."""
+    """On rank 0, a receive hangs on each of two communicators. The abort of one returns only after both are aborted."""
     monkeypatch.setattr(nccl, "ABORT_SECONDS", 0.6)  # ends before rank 1 does, which would end the receives
     connections = Connections(torch.distributed.HashStore(), 0, (0, 1))
     both = [_communicator(path, rank, port, 2, key=f"id {number}", timeout_seconds=60.0) for number in range(2)]
@@ -261,11 +261,7 @@ def test_close_returns_while_another_communicator_receives(standin, monkeypatch)
 
 
 def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
-    """End six communicators, two for each of three sets of ranks, while a captured graph keeps them from ending.
-
-    Returns:
-        The seconds that this took.
-    """
+    """The seconds to end two communicators for each of three sets of ranks while a captured graph keeps them alive."""
     for name, seconds in (("CLOSE_SECONDS", 0.5), ("ABORT_SECONDS", 0.5), ("MIN_ABORT_WAIT_SECONDS", 0.01)):
         monkeypatch.setattr(nccl, name, seconds)
     library, group = Library(path), GroupResources(Mock())

@@ -53,7 +53,7 @@ def test_messages_with_many_boxes_of_two_tensors_are_delivered(contiguous, in_ro
 
 @pytest.mark.parametrize("in_rounds", [False, True])
 def test_messages_of_many_boxes_are_forwarded(in_rounds):
-    """Both destination ranks need everything that rank 0 holds; one forwards what it receives from its own shard."""
+    """Both destination ranks need the whole shard of rank 0. One of them forwards it out of its own destination shard."""
     stripes = [[(0, 60), (2 * i, 2 * i + 1)] for i in range(9)]
     src, dst = RegionLayout({0: stripes}, join_dim=1), RegionLayout(dict.fromkeys((1, 2), stripes), join_dim=1)
     plan = make_plan(src, dst, (60, 18), "int8", topology=Topology((0, 1, 1)), strategy="multicast")
