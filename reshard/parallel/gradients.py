@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import torch
 
 from reshard.errors import DisagreementError
-from reshard.runtime.gradient_sums import CHECK_EVERY, check_interval, sum_gradients
+from reshard.runtime.gradient_sums import CHECK_EVERY, axes_left, check_interval, declared_sums, sum_gradients
+from reshard.runtime.torch_compat import local_of
+
+from .grid.collectives import Axis
+from .grid.turns import Turn, Turns
 
 
 def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) -> None:
@@ -23,9 +29,27 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
 
     Raises:
         ArgumentError: a gradient was summed before in this step, on this rank or another.
-        DisagreementError: replicas differ, on all ranks of the grid; or some ranks froze a parameter.
+        DisagreementError: replicas differ, on all ranks of the grid; some ranks froze a parameter; or other ranks along
+            depth enter :func:`sync_during_backward`, or pass another model.
+        RemoteError: a rank failed, or did not call it within the time-out of the grid.
     """
     check_interval(check_every)
+    for _, parameter, axes in declared_sums(model):
+        depth = next((each for each in axes_left(parameter, axes) if each.name == "depth"), None)
+        if isinstance(depth, Axis):
+            Turns.of(depth, parameter.device).take(Turn.SUM, digest_of_sums(model))
+            break
+    sync_gradients_of(model, check_every)
+
+
+def digest_of_sums(model: torch.nn.Module) -> int:
+    """A 63-bit digest of the names, shapes and dtypes of the gradients that are summed, equal along depth."""
+    sums = [(name, tuple(local_of(each).shape), str(each.dtype)) for name, each, _ in declared_sums(model)]
+    return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:8], "big") >> 1
+
+
+def sync_gradients_of(model: torch.nn.Module, check_every: int) -> None:
+    """:func:`sync_gradients`, where all ranks along depth are known to call it."""
     step = getattr(model, "_reshard_steps", 0)
     object.__setattr__(model, "_reshard_steps", step + 1)
     is_checked = check_every > 0 and step % check_every == 0

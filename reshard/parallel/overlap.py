@@ -23,8 +23,9 @@ from reshard.runtime.gradient_sums import (
 )
 from reshard.runtime.torch_compat import local_of
 
-from .gradients import sync_gradients
+from .gradients import digest_of_sums, sync_gradients, sync_gradients_of
 from .grid.collectives import Axis
+from .grid.turns import Turn, Turns
 
 #: A bucket is full when it has so many bytes of gradients.
 BUCKET_BYTES = 2**20
@@ -50,9 +51,12 @@ def sync_during_backward(model: torch.nn.Module, *, check_every: int = CHECK_EVE
         check_every: as in :func:`sync_gradients`.
 
     Raises:
-        ArgumentError: a backward adds to a gradient whose sum has begun, or the context is entered twice.
-        DisagreementError: replicas differ, on all ranks of the grid; or some ranks froze a parameter.
-        RemoteError: a rank failed, or did not take part within the time-out of the grid.
+        ArgumentError: a backward adds to a gradient whose sum has begun, or the context is entered twice, also for two
+            models on one grid.
+        DisagreementError: replicas differ, on all ranks of the grid; some ranks froze a parameter; or other ranks along
+            depth call :func:`sync_gradients`.
+        RemoteError: a rank failed, also in its backward, or did not take part within the time-out of the grid. After a
+            failed backward, the next step may run if the sums of this one are discarded on all ranks.
     """
     check_interval(check_every)
     sums = _EarlySums(model)
@@ -64,7 +68,10 @@ def sync_during_backward(model: torch.nn.Module, *, check_every: int = CHECK_EVE
         is_complete = True
     finally:
         sums.end(is_complete=is_complete)
-    sync_gradients(model, check_every=check_every)
+    if sums.is_empty:
+        sync_gradients(model, check_every=check_every)
+    else:
+        sync_gradients_of(model, check_every)
 
 
 @dataclass
@@ -91,6 +98,7 @@ class _EarlySums:
         self._num_begun = 0
         self._work: queue.SimpleQueue[tuple[Future[torch.Tensor], torch.Tensor] | None] = queue.SimpleQueue()
         self._depth: Axis | None = None
+        self._has_ended, self._is_reported = False, False
         found: list[tuple[str, torch.Tensor, SumState]] = []
         for name, parameter, axes in reversed(list(declared_sums(model))):
             state, left = sum_state_of(parameter), axes_left(parameter, axes)
@@ -104,8 +112,19 @@ class _EarlySums:
             found.append((name, parameter, state))
         if self._depth is None:
             return
-        self._check_trained(found, self._depth)
+        earlier: _EarlySums | None = self._depth.early_sums
+        if earlier is not None and not earlier._has_ended:
+            raise ArgumentError(
+                "sync_during_backward is entered for two models on one grid; enter it once, for an nn.ModuleList of "
+                "both"
+            )
+        self._turns = Turns.of(self._depth, found[0][1].device)
+        most = self._turns.take(Turn.BEGIN, digest_of_sums(model), 0 if earlier is None else earlier._num_begun)
         self._axis = self._depth.for_sums()
+        if earlier is not None:
+            earlier._discard(most)
+            self._depth.early_sums = None
+        self._check_trained(found, self._depth)
         for _, parameter, state in found:
             if not parameter.requires_grad:
                 continue
@@ -126,6 +145,11 @@ class _EarlySums:
                     "requires_grad alike on all ranks"
                 )
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to sum early."""
+        return self._depth is None
+
     def begin(self) -> None:
         """Start the thread, and call :meth:`_note_complete` for each complete gradient."""
         if self._depth is None:
@@ -133,7 +157,9 @@ class _EarlySums:
         for bucket in self._buckets:
             for number, (_, state) in enumerate(bucket.entries):
                 state.on_gradient = partial(self._note_complete, bucket, number)
-        threading.Thread(target=self._sum_buckets, name="reshard-gradient-sums", daemon=True).start()
+        self._thread = threading.Thread(target=self._sum_buckets, name="reshard-gradient-sums", daemon=True)
+        self._thread.start()
+        self._depth.early_sums = self
 
     def _note_complete(self, bucket: _Bucket, number: int) -> None:
         bucket.complete.add(number)
@@ -169,7 +195,8 @@ class _EarlySums:
         if self._depth is None:
             return
         # If this rank's part of the batch does not use a layer, the rank still joins the sums that others have begun.
-        most = int(self._depth.max(torch.tensor(self._num_begun)))
+        self._is_reported = True
+        most = self._turns.take(Turn.END, value=self._num_begun)
         while self._num_begun < most:
             self._begin_sum(self._buckets[self._num_begun])
         with torch.no_grad():
@@ -182,8 +209,26 @@ class _EarlySums:
 
     def end(self, *, is_complete: bool) -> None:
         """End the thread. After a failed step, mark its gradients as not summed."""
+        if self._depth is None:
+            return
+        self._has_ended = True
         self._work.put(None)
         for bucket in self._buckets:
             for _, state in bucket.entries:
                 state.on_gradient = None
                 state.is_early = state.is_early and is_complete
+        if is_complete:
+            self._depth.early_sums = None
+        elif not self._is_reported:
+            self._turns.report_failure()
+
+    def _discard(self, most: int) -> None:
+        """After a failed step, take part in the sums that other ranks have begun, so that none waits in the next step.
+
+        Args:
+            most: the largest number of sums that any rank has begun.
+        """
+        self._thread.join()
+        for bucket in self._buckets[self._num_begun : most]:
+            numel = sum(local_of(parameter).numel() for parameter, _ in bucket.entries)
+            self._axis.all_reduce(torch.zeros(numel, dtype=bucket.entries[0][0].dtype))

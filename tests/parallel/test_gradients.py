@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from reshard.errors import ArgumentError, DisagreementError
+from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.parallel import (
     Grid,
     overlap,
@@ -109,6 +109,9 @@ def check_misuse_during_backward(rank):
     optimizer.zero_grad()
     with pytest.raises(ArgumentError, match="entered twice"), sync_during_backward(model), sync_during_backward(model):
         pass
+    other = parallelize(make_gpt(), model.reshard_grid)
+    with pytest.raises(ArgumentError, match="models on one grid"), sync_during_backward(model):
+        sync_during_backward(other).__enter__()
     with sync_during_backward(model):
         run_backward(model)
         with pytest.raises(ArgumentError, match="before it is summed"):
@@ -120,6 +123,52 @@ def check_misuse_during_backward(rank):
 
 def test_misuse_of_sums_during_the_backward_is_named():
     assert run_processes(check_misuse_during_backward, 2) == [True] * 2
+
+
+def fail(gradient):
+    raise ArithmeticError("planted")
+
+
+def check_steps_after_failures(rank):
+    """Steps in which ranks call different functions, pass different models or fail, and the bits of the next one."""
+    torch.set_num_threads(1)
+    overlap.BUCKET_BYTES = 2000
+    model = parallelize(make_gpt(), Grid.make(1, 1, 2, timeout_seconds=20))
+    parameters = list(model.parameters())
+
+    def run(planted=None):
+        model.zero_grad()
+        loss = model(*make_batch(6))
+        handle = None if planted is None else planted.register_hook(fail)
+        try:
+            with sync_during_backward(model):
+                loss.backward()
+        finally:
+            if handle:
+                handle.remove()
+        return [each.grad.to_local().clone() for each in parameters]
+
+    expected = run()
+    model.zero_grad()
+    model(*make_batch(6)).backward()
+    with pytest.raises(DisagreementError, match=r"rank 0 entered sync_during_backward, but rank 1 called sync_grad"):
+        sync_during_backward(model).__enter__() if rank == 0 else sync_gradients(model)
+    with pytest.raises(DisagreementError, match=r"ranks 0-1 sum the gradients of different models"):
+        sync_gradients(model if rank == 0 else model.blocks[0])
+    # rank 0 has begun fewer sums than rank 1 where it fails
+    with pytest.raises(ArithmeticError):
+        run(parameters[len(parameters) // 2 if rank == 0 else 2])
+    after_both = run()
+    with pytest.raises(
+        ArithmeticError if rank == 0 else RemoteError,
+        match="planted" if rank == 0 else "rank 0 failed inside sync_during",
+    ):
+        run(parameters[len(parameters) // 2] if rank == 0 else None)
+    return all(torch.equal(a, b) for other in (after_both, run()) for a, b in zip(expected, other, strict=True))
+
+
+def test_a_step_after_a_failed_one_sums_its_own_gradients():
+    assert run_processes(check_steps_after_failures, 2) == [True] * 2
 
 
 def check_frozen(rank):

@@ -73,6 +73,10 @@ class Axis:
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis | None = None
         self._for_sums: Axis | None = None
+        #: What ranks do next with their gradients; see :mod:`.turns`.
+        self.turns: Any = None
+        #: Sums that run during a backward, or that did not end.
+        self.early_sums: Any = None
         # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
         self._order = None if order == list(range(self.size)) else order
@@ -103,11 +107,15 @@ class Axis:
         All ranks of the axis call this.
         """
         if self._for_sums is None:
-            self._for_sums = self._make(self.name, range(self.size))
+            self._for_sums = self.make_twin()
             if self.levels is not None:
                 inside, between = self.levels.inside.for_sums(), self.levels.between.for_sums()
                 self._for_sums.levels = TwoLevelAxis(self.levels.table, inside, between)
         return self._for_sums
+
+    def make_twin(self) -> Axis:
+        """An axis of the same ranks, by a new process group and without levels. All ranks of the axis call this."""
+        return self._make(self.name, range(self.size))
 
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
         """An axis of the ranks at ``positions``, with a new process group."""

@@ -1,0 +1,101 @@
+"""What each rank of an axis does next with its gradients, compared before it is done.
+
+Ranks that call different functions, or whose backward failed, would else post different collectives on the same process
+group. Gloo then ends the process, or sums the gradients of different steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+
+import torch
+
+from reshard.errors import DisagreementError, RemoteError, ReshardError
+from reshard.formatting import describe_ranks
+
+from .collectives import Axis, Pending
+
+
+class Turn(enum.Enum):
+    """What a rank does, and how errors call it."""
+
+    SUM = "called sync_gradients"
+    BEGIN = "entered sync_during_backward"
+    END = "left sync_during_backward"
+    FAILED = "failed inside sync_during_backward"
+
+
+_TURNS = list(Turn)
+
+
+class Turns:
+    """The exchange of turns along an axis, on a process group of its own: each message has the same size.
+
+    Args:
+        axis: an axis of a grid. All its ranks make one.
+        device: of the gradients.
+
+    Raises:
+        RemoteError: another rank did not make one within the time-out of the axis.
+    """
+
+    def __init__(self, axis: Axis, device: torch.device) -> None:
+        self._device = device
+        try:
+            self._axis = axis.make_twin()
+        except RuntimeError as error:
+            if isinstance(error, ReshardError):
+                raise
+            raise RemoteError(
+                f"not all of {describe_ranks(axis.ranks)} called sync_gradients or entered sync_during_backward "
+                f"within the time-out: {error}"
+            ) from error
+
+    @classmethod
+    def of(cls, axis: Axis, device: torch.device) -> Turns:
+        """The exchange of an axis."""
+        if axis.turns is None:
+            axis.turns = cls(axis, device)
+        turns: Turns = axis.turns
+        return turns
+
+    def take(self, turn: Turn, digest: int = 0, value: int = 0) -> int:
+        """Compare what the ranks do.
+
+        Args:
+            turn: what this rank does. digest: of what it does it with, below 2**63. value: any int64.
+
+        Returns:
+            The largest value of any rank.
+
+        Raises:
+            DisagreementError: the ranks do different things, or with different gradients; on all ranks.
+            RemoteError: the backward of a rank failed; or a rank did not take a turn within the time-out.
+        """
+        rows = self._start(turn, digest, value).wait().tolist()
+        ranks_of: dict[Turn, list[int]] = {}
+        for rank, row in zip(self._axis.ranks, rows, strict=True):
+            ranks_of.setdefault(_TURNS[row[0]], []).append(rank)
+        failed = ranks_of.get(Turn.FAILED)
+        if failed:
+            raise RemoteError(f"{describe_ranks(failed)} {Turn.FAILED.value}")
+        if len(ranks_of) > 1:
+            done = ", but ".join(f"{describe_ranks(ranks)} {each.value}" for each, ranks in ranks_of.items())
+            raise DisagreementError(f"{done}; all ranks of a grid must call the same function in each step")
+        for rank, row in zip(self._axis.ranks, rows, strict=True):
+            if row[1] != rows[0][1]:
+                raise DisagreementError(
+                    f"{describe_ranks([self._axis.ranks[0], rank])} sum the gradients of different models: names, "
+                    "shapes or dtypes of their parameters differ"
+                )
+        return max(row[2] for row in rows)
+
+    def report_failure(self) -> None:
+        """Let the other ranks know, in their next turn, that the backward of this rank failed. Does not wait."""
+        with contextlib.suppress(RuntimeError):  # the error of the backward is raised, not that of the connection
+            self._start(Turn.FAILED, 0, 0)
+
+    def _start(self, turn: Turn, digest: int, value: int) -> Pending:
+        own = torch.tensor([[_TURNS.index(turn), digest, value]], dtype=torch.int64, device=self._device)
+        return self._axis.gather(own, [1] * self._axis.size)
