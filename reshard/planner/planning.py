@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.codecs import Codec, codec_name, is_lossless
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
 from reshard.planner.auto import choose_fastest
@@ -15,6 +15,7 @@ from reshard.planner.callers import not_compiled
 from reshard.planner.compression import AUTO_CODEC, code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
+from reshard.planner.strategies.routes_check import check_routes
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 
@@ -58,6 +59,7 @@ def make_plan(
 
     Raises:
         LayoutError, ArgumentError, TopologyError: the arguments contradict each other, or the plan is too large.
+        PlanError: ``staging_bytes`` is too small, or a strategy function returns a task or a rank that does not exist.
     """
     if is_lossless(compression):
         raise ArgumentError(
@@ -123,12 +125,20 @@ def plan_tensors(
     if function is None:
         name, transfers = choose_fastest(problem)
     else:
+        transfers = complete(problem, _run_strategy(problem, name, function, is_builtin), is_trusted=is_builtin)
+    plan = Plan(tuple(tensors), topology, name, transfers, staging_bytes)
+    return mark_sound(plan) if is_builtin else plan  # a plan from a custom strategy is checked before it runs
+
+
+def _run_strategy(problem: Problem, name: str, function: Strategy, is_builtin: bool) -> Routes | Transfers:
+    """What a strategy chooses. What a caller's function returns is checked."""
+    try:
         chosen = function(problem)
         if not isinstance(chosen, (Routes, Transfers)):
             raise ArgumentError(f"strategy {name} must return Routes, not {type(chosen).__name__}")
-        transfers = complete(problem, chosen, is_trusted=is_builtin)
-    plan = Plan(tuple(tensors), topology, name, transfers, staging_bytes)
-    return mark_sound(plan) if is_builtin else plan  # a plan from a custom strategy is checked before it runs
+        return chosen if is_builtin or isinstance(chosen, Transfers) else check_routes(problem, chosen)
+    except PlanError as error:
+        raise PlanError(f"strategy {name}: {error}") from error
 
 
 def _value_for(value: Any, name: str, names: list[str], argument: str) -> Any:

@@ -2,15 +2,19 @@
 
 import signal
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
-from reshard import ArgumentError, Layout, Mesh, RegionLayout, Topology, make_plan
+from reshard import ArgumentError, Layout, Mesh, PlanError, RegionLayout, Topology, make_plan
 from reshard.cost.lower_bound import find_bound
 from reshard.cost.simulator import simulate
 from reshard.plan.check import check_plan
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
+from reshard.planner.strategies.direct import send_recv
+from reshard.planner.strategies.problem import Routes
 
 
 def on_hosts(num_ranks, devices=2):
@@ -102,3 +106,26 @@ def test_broadcast_in_rotation_above_the_host_limit(monkeypatch):
     monkeypatch.setattr("reshard.planner.multicast.strategy._MAX_HOSTS", 3)
     src, dst = Layout(Mesh.of(4), "S0 R"), Layout(Mesh.of(4, first_rank=4), "R R")
     assert_broadcast_in_rotation(src, dst, (64, 64), on_hosts(8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": [0, 9]}, r"strategy odd: task\[1\] is 9, but the tasks are 0 to 1"),
+        ({"task": [-1, 1]}, r"strategy odd: task\[0\] is -1, but the tasks are 0 to 1"),
+        ({"sender": [0, 7]}, r"strategy odd: sender\[1\] is 7, but the ranks are 0-2"),
+        ({"receiver": [-5, 2]}, r"strategy odd: receiver\[0\] is -5, but the ranks are 0-2"),
+        ({"edge_at": [0, 7, 2]}, "strategy odd: edge_at must rise from 0 to 2 in 2 steps"),
+        ({"sender": [0.0, 1.0]}, r"strategy odd: sender must have shape \[2\] and hold integers, .* dtype float64"),
+        ({"stop": [[4]]}, r"strategy odd: stop must have shape \[2, 1\] and hold integers, for 2 routes"),
+        (None, r"strategy odd: routes are for tasks \[0, 2\], but the tasks are 0 to 1"),
+    ],
+)
+def test_a_strategy_function_that_returns_a_wrong_index_is_named(changes, message):
+    def odd(problem):
+        if changes is None:
+            return Routes.of(problem, [(0, [(0, 2)]), (2, [(1, 2)])])
+        return replace(send_recv(problem), **{name: np.array(value) for name, value in changes.items()})
+
+    with pytest.raises(PlanError, match=message):
+        make_plan(Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2)), (8,), "float32", strategy=odd)

@@ -146,8 +146,10 @@ class Routes:
 
     @classmethod
     def of(cls, problem: Problem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:
-        """Routes for whole tasks, from rows ``(task, edges)``."""
+        """Routes for whole tasks, from rows ``(task, edges)``. Raises PlanError if the problem lacks a task."""
         task = np.array([row[0] for row in rows], dtype=np.int64)
+        if ((task < 0) | (task >= len(problem))).any():
+            raise PlanError(f"routes are for tasks {task.tolist()}, but the tasks are 0 to {len(problem) - 1}")
         edges = np.array([edge for row in rows for edge in row[1]], dtype=np.int64).reshape(-1, 2)
         return cls(
             task=task,
