@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.errors import ArgumentError, DisagreementError
+from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
+from ..runtime.data_parallel import check_frozen
 from ..runtime.engine import Engine
 from ..runtime.tied_params import check_training
 from .dry_run import DryRun
@@ -76,7 +77,7 @@ class Feeder:
         passed: list[Any] = [own.to_json() if own else None, accumulate, is_local, digests]
         passed += [self._engine.tied_training(), self._engine.frozen_digests()]
         gathered = self._engine.exchange(None if failure else passed, failure)
-        _check_frozen({rank: value[5] for rank, value in gathered.items()})
+        check_frozen({rank: value[5] for rank, value in gathered.items()})
         check_training(each for _, value in sorted(gathered.items()) for each in value[4])
         outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in gathered.items() if value[0] is not None}
         outline = common_outline(outlines, {rank: value[1:3] for rank, value in gathered.items()}, self._planner.meshes)
@@ -129,16 +130,3 @@ class Feeder:
     def rows_of_loss(self, rows: range) -> int:
         """Number of rows of a microbatch over which the loss on this rank is a mean."""
         return rows_of_loss(self._planner.mesh_of(self._engine.rank), len(rows), len(self.own(rows)))
-
-
-def _check_frozen(digests: Mapping[int, Mapping[str, str]]) -> None:
-    """Raise DisagreementError, on all ranks alike, if ranks of a stage froze different parameters of it."""
-    first: dict[str, tuple[int, str]] = {}
-    for rank, stages in sorted(digests.items()):
-        for stage, digest in stages.items():
-            other, expected = first.setdefault(stage, (rank, digest))
-            if digest != expected:
-                raise DisagreementError(
-                    f"ranks {other} and {rank} of stage {stage} froze different parameters; set requires_grad alike "
-                    "on all ranks of a stage"
-                )

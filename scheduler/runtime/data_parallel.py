@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import unwrapped_name
 
 from ..graph import Pipeline
@@ -246,3 +246,16 @@ def is_fsdp(module: Any) -> bool:
 
 def _fsdp_modules(module: Any) -> list[Any]:
     return [each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")]
+
+
+def check_frozen(digests: Mapping[int, Mapping[str, str]]) -> None:
+    """Raise DisagreementError, on all ranks alike, if ranks of a stage froze different parameters of it."""
+    first: dict[str, tuple[int, str]] = {}
+    for rank, stages in sorted(digests.items()):
+        for stage, digest in stages.items():
+            other, expected = first.setdefault(stage, (rank, digest))
+            if digest != expected:
+                raise DisagreementError(
+                    f"ranks {other} and {rank} of stage {stage} froze different parameters; set requires_grad alike "
+                    "on all ranks of a stage"
+                )

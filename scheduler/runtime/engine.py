@@ -46,7 +46,7 @@ from .compression import (
     find_scatters,
     measure_codecs,
 )
-from .data_parallel import LossShards, warn_of_drift
+from .data_parallel import LossShards, check_frozen, fsdp_ranks, warn_of_drift
 from .engine_arguments import (
     EngineOptions,
     agree_on_arguments,
@@ -60,7 +60,7 @@ from .executor import EngineState, Iteration, Program, Step, StepInputs
 from .grad_sync import ReplicaSync
 from .p2p import StageTransfers, plan_channels
 from .stage import StageRun
-from .tied_params import TiedParameter, TiedParameters
+from .tied_params import TiedParameter, TiedParameters, check_training, training_of
 from .timeline_gather import gather, gather_values
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Engine:
     Raises:
         ScheduleError: the schedule does not fit the pipeline.
         ArgumentError: modules, meshes or other arguments do not fit.
-        DisagreementError: ranks pass different arguments.
+        DisagreementError: ranks pass different arguments, or some froze a parameter that others train.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Engine:
         self._program = self.make_program(schedule, pipelines, used)
         for stage, run in self._stages.items():
             warn_of_drift(pipeline, stage, run.module)
-        replicas = self._make_replicas()
+        replicas = self._make_replicas(modules)
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
         self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
@@ -177,11 +177,16 @@ class Engine:
         plan = plan_tensors([spec], strategy=self._options.strategy, topology=self._topology)
         return Mover(plan, self._group, timeout_seconds=self._timeout_seconds, device=self._device, both_ways=True)
 
-    def _make_replicas(self) -> tuple[ReplicaSync, ...]:
-        """Make a ReplicaSync for each replicated stage of this rank."""
+    def _make_replicas(self, modules: Mapping[int, torch.nn.Module]) -> tuple[ReplicaSync, ...]:
+        """Make a ReplicaSync for each replicated stage of this rank, once all ranks train the same parameters.
+
+        Any error is raised on all ranks. Else ranks of other stages would wait for this rank in their first step.
+        """
         policy, rank = self._options.policy, self._group.rank
+        replicas: tuple[ReplicaSync, ...] = ()
+        failure: ReshardError | None = None
         try:
-            return tuple(
+            replicas = tuple(
                 ReplicaSync(
                     stage,
                     self._stages[stage].module,
@@ -194,9 +199,14 @@ class Engine:
                 for stage, members in find_replica_ranks(self._group, self.pipeline, self._stages).items()
             )
         except ReshardError as error:
-            for each in self._program.transfers:  # ranks of other stages may already wait in a step
-                each.fail(error)
-            raise
+            failure = error
+        frozen = self.frozen_digests()
+        shared = {str(stage): frozen[str(stage)] for stage, run in self._stages.items() if fsdp_ranks(run.module)}
+        trained = training_of(self._options.ties, modules)
+        gathered = sorted(self.exchange([trained, shared], failure).items())
+        check_training(each for _, (found, _) in gathered for each in found)
+        check_frozen({each: digests for each, (_, digests) in gathered})
+        return replicas
 
     def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:
         """Make the program of ``schedule`` for the tensor shapes of ``pipelines``. All ranks pass the same arguments.

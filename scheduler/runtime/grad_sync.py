@@ -85,7 +85,8 @@ class ReplicaSync:
         coded: compresses sums of gradients; None: they are sent raw.
 
     Raises:
-        DisagreementError: parameters or buffers of the replicas differ in name, dtype or shape.
+        DisagreementError: parameters or buffers of the replicas differ in name, dtype or shape, or some are frozen on
+            some replicas only.
         RemoteError, TransferTimeoutError: a replica failed or did not arrive.
     """
 
@@ -154,7 +155,7 @@ class ReplicaSync:
             check_errors: called regularly while waiting; raises when a rank has failed.
 
         Raises:
-            DisagreementError: replicas have different parameters or buffers.
+            DisagreementError: replicas have different parameters or buffers, or froze different ones.
             TransferTimeoutError, RemoteError: a replica failed or did not arrive.
         """
         self._in_step, self._syncs_in_forward = True, self._module.require_forward_param_sync
@@ -243,7 +244,9 @@ class ReplicaSync:
             return ", ".join(f"{name} {_gradient_dtype(each)} {list(each.shape)}" for name, each in named)
 
         parameters = [one for one in self._module.module.named_parameters() if self._is_synced(one[0])]
-        return [("parameters", describe(parameters)), ("buffers", describe(self._buffers()))]
+        frozen = ", ".join(name for name, each in parameters if not each.requires_grad) or "none"
+        buffers = describe(self._buffers())
+        return [("parameters", describe(parameters)), ("frozen parameters", frozen), ("buffers", buffers)]
 
     def _broadcast_buffers(self, check_errors: CheckErrors) -> None:
         """Copy the buffers of the first replica to the others, as bytes, so that any dtype and strides work."""

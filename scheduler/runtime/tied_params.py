@@ -106,7 +106,7 @@ class TiedParameters:
         policy: Policy | None = None,
     ) -> None:
         codec, self._raw_steps = (None, 0) if policy is None else (policy.dp, policy.raw_steps)
-        self.steps = 0
+        self.steps, self._modules = 0, modules
 
         def open_movers(specs: Mapping[tuple[int, int], TensorSpec]) -> Movers:
             ours = ((pair, spec) for pair, spec in specs.items() if rank in (*spec.src.ranks, *spec.dst.ranks))
@@ -128,12 +128,8 @@ class TiedParameters:
         return [parameter for each in self._ties for parameter in each.mine.values()]
 
     def training(self) -> list[tuple[int, str, bool]]:
-        """For each tied parameter of this rank: the index of its tie, its name in errors, and whether it is trained."""
-        return [
-            (index, f"{each.tie.names[stage]!r} of stage {stage}", parameter.requires_grad)
-            for index, each in enumerate(self._ties)
-            for stage, parameter in each.mine.items()
-        ]
+        """See :func:`training_of`."""
+        return training_of((each.tie for each in self._ties), self._modules)
 
     def share_values(self) -> None:
         """Copy the values of the first stage of each tie to the others."""
@@ -207,11 +203,21 @@ def _exchange(
     return received
 
 
+def training_of(ties: Iterable[TiedParameter], modules: Mapping[int, torch.nn.Module]) -> list[tuple[int, str, bool]]:
+    """For each tied parameter of this rank: the index of its tie, its name in errors, and whether it is trained."""
+    return [
+        (index, f"{name!r} of stage {stage}", find_parameter(modules[stage], name).requires_grad)
+        for index, tie in enumerate(ties)
+        for stage, name in tie.names.items()
+        if stage in modules
+    ]
+
+
 def check_training(found: Iterable[tuple[int, str, bool]]) -> None:
     """Raise DisagreementError if only some stages train a shared parameter, because their copies would differ.
 
     Args:
-        found: the results of :meth:`TiedParameters.training` on all ranks.
+        found: the results of :func:`training_of` on all ranks.
     """
     first: dict[int, tuple[str, bool]] = {}
     for index, name, is_trained in found:

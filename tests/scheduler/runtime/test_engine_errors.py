@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, Topology
-from reshard.errors import ArgumentError, ReshardError, ScheduleError
+from reshard.errors import ArgumentError, DisagreementError, ReshardError, ScheduleError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, gpipe, one_f_one_b
 from reshard.scheduler.ir.schedule import Action, Kind, Schedule
 from reshard.scheduler.runtime import engine as engine_module
@@ -326,6 +326,14 @@ def run_on_one_row(rank):
     shared = torch.nn.Linear(3, 3)
     modules = {0: torch.nn.Sequential(shared), 1: torch.nn.Sequential(shared)}
     with pytest.raises(ArgumentError, match="is the same Parameter as that of stage 0"):
+        Engine(
+            Schedule("one row", (row,), (0, 0), 2),
+            pipeline,
+            modules,
+            ties=[TiedParameter({0: "0.weight", 1: "0.weight"}, (3, 3))],
+        )
+    modules[1] = torch.nn.Sequential(torch.nn.Linear(3, 3).requires_grad_(False))
+    with pytest.raises(DisagreementError, match=r"'0.weight' of stage 0 is trained, but '0.weight' of stage 1, which"):
         Engine(
             Schedule("one row", (row,), (0, 0), 2),
             pipeline,

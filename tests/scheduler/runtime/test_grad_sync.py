@@ -107,6 +107,7 @@ def run_buffers(rank, kinds):
             "expanded": lambda whole=whole: whole[:1].expand(9, 6),
             "of other shapes": lambda whole=whole: whole[rank:],
             "reshaped": lambda whole=whole: whole,
+            "frozen": lambda whole=whole: whole,
         }[kind]()
         if rank:
             inner.register_buffer("held", made)
@@ -115,9 +116,11 @@ def run_buffers(rank, kinds):
             with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
                 if kind == "reshaped" and rank == 2:
                     inner.held = whole[:2]
+                next(inner.parameters()).requires_grad_(kind != "frozen" or rank != 2)
                 engine.step(feed(rank, 2))
 
         outcome, seconds = catch(step)
+        inner.requires_grad_(True)
         assert seconds < 20
         if kind == "sliced" and rank == 2:
             untouched = torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200  # the columns that the buffer skips
@@ -132,6 +135,7 @@ def test_replicas_receive_the_buffers_of_the_first_replica():
         "expanded": "buffer 'held' of stage 1 has overlapping elements (strides (0, 1))",
         "of other shapes": "ranks disagree on buffers of stage 1: rank 1 passes held torch.float32 [3, 6], rank 2",
         "reshaped": "replicas of stage 1 have different buffers; rank ",
+        "frozen": "replicas of stage 1 have different frozen parameters; rank ",
     }
     none, one, two = run_processes(run_buffers, 3, [*shared[:2], *refused, *shared[2:]])
     for kind in shared:
@@ -208,6 +212,9 @@ def run_single_stage(rank):
     """Run a pipeline of one stage, so that no transfers between stages can report the error of rank 1."""
     pipeline = Pipeline((Stage(1, 1, 1, mesh=Mesh([0, 1])),), ())
     inner = Last()
+    sharded = fully_shard(Last().requires_grad_(rank == 0), mesh=init_device_mesh("cpu", (2,)))
+    error, _ = catch(lambda: Engine(one_f_one_b(pipeline, NUM), pipeline, {0: sharded}, num_loss_shards=2))
+    assert "ranks 0 and 1 of stage 0 froze different parameters" in error
     inner.fault = fail if rank else None
     fed = {0: [{"x": x.chunk(2)[rank], "target": target.chunk(2)[rank]} for x, target in data()]}
     module = DistributedDataParallel(inner)
