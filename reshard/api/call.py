@@ -188,7 +188,7 @@ def reshard_async(
     Returns:
         A handle; ``handle.wait(timeout_seconds=...)`` returns the result of :func:`reshard`. The transfer progresses
         without a call to ``wait``, but tensors are encoded before this function returns, and decoded or cast in
-        ``wait``. The source must not change until the transfer has ended.
+        ``wait``. Neither the source, nor ``base`` and ``out``, may change until ``wait`` has returned.
     """
     try:
         found = find_group(group)

@@ -96,6 +96,9 @@ def _wrong_gradients(rank):
     for wrong in (5, {"a": 5}):
         with pytest.raises(ArgumentError, match="a state of coding errors must be"):
             summed.load_state_dict(wrong)
+    for broken in (torch.ones(4, 2), torch.ones(8, dtype=torch.int64), torch.full((8,), torch.nan)):
+        with pytest.raises(ArgumentError, match="coding errors of 'a' must be finite, in float32 and flat, but are"):
+            summed.load_state_dict({"a": broken})
     model = DistributedDataParallel(torch.nn.Linear(4, 4, dtype=torch.float64))
     model.register_comm_hook(GradientSum(None, host_of_rank=HOSTS), ddp_hook)
     with pytest.raises(ArgumentError, match="is float64; supported are"):
