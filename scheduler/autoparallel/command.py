@@ -15,7 +15,7 @@ from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
 from .cluster import Cluster
 from .costs import MIXED_PRECISION, StateBytes
-from .files import read_text, write_text
+from .files import read_value, write_text
 from .graph import LayerGraph
 from .methods.auto import METHODS
 from .profile import Profile
@@ -138,7 +138,7 @@ def _read_graph(text: str) -> LayerGraph:
         path = Path(text)
         if not path.is_file():
             raise ArgumentError(f"there is no file {text!r}; pass the JSON of a LayerGraph, or transformer:layers=...")
-        return LayerGraph.from_json(read_text(path))
+        return read_value(path, LayerGraph.from_json)
     if kind != "transformer":
         raise ArgumentError(f"no model {kind!r}; write transformer:layers=24,hidden=2048,heads=16,sequence=2048")
     values: dict[str, Any] = {}

@@ -2,9 +2,47 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 from reshard.errors import ArgumentError
+
+Value = TypeVar("Value")
+
+
+def read_value(path: str | Path, parse: Callable[[str], Value]) -> Value:
+    """The value in a file, which ``parse`` makes of its text.
+
+    Raises:
+        ArgumentError: the file cannot be read, or ``parse`` raises one; the text names the file.
+    """
+    text = read_text(path)
+    try:
+        return parse(text)
+    except ArgumentError as error:
+        raise ArgumentError(f"{path}: {error}") from error
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """The JSON object in a text.
+
+    Raises:
+        ValueError: the text holds none.
+    """
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"it is JSON of {type(data).__name__!r}, not of an object")
+    return data
+
+
+def explain_refusal(error: Exception) -> str:
+    """What is wrong with an object that ``error`` kept from being read."""
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
 def read_text(path: str | Path) -> str:

@@ -13,6 +13,8 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
 from reshard.parallel.layer_price import LayerSizes
 
+from .files import explain_refusal, read_object
+
 #: Largest size, count or amount of work of a layer.
 MOST = 1e21
 
@@ -300,11 +302,11 @@ class LayerGraph:
             ArgumentError: the text is not a graph.
         """
         try:
-            data = json.loads(text)
+            data = read_object(text)
             layers = tuple(Layer(**layer) for layer in data.pop("layers"))
             return cls(layers, tuple(Tensor(**tensor) for tensor in data.pop("tensors")), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ArgumentError(f"this is not a LayerGraph: {type(error).__name__}: {error}") from error
+            raise ArgumentError(f"this is not a LayerGraph: {explain_refusal(error)}") from error
 
 
 def _read_ties(ties: Any) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -59,7 +59,10 @@ class Evaluation:
         row = max(range(len(done)), key=lambda r: (done[r], -r))
         busy, exposed = self.timeline.busy_seconds(row), self.timeline.exposed_seconds(row)
         summed = self.costs[row].ending_seconds
-        return busy, exposed, max(0.0, done[row] - busy - exposed - summed), summed
+        idle = done[row] - busy - exposed - summed
+        if idle < 1e-9 * done[row]:  # a rounding error
+            idle = 0.0
+        return busy, exposed, idle, summed
 
 
 def evaluate(

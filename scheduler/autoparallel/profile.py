@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.errors import ArgumentError
 
-from .files import read_text, write_text
+from .files import explain_refusal, read_object, read_value, write_text
 from .graph import LayerGraph
 
 VERSION = 1
@@ -226,7 +226,7 @@ class Profile:
             ArgumentError: the text is not a profile of this version.
         """
         try:
-            data: dict[str, Any] = json.loads(text)
+            data = read_object(text)
             version = data.pop("version")
             if version != VERSION:
                 raise ArgumentError(f"the profile has version {version!r}; this release reads version {VERSION}")
@@ -242,7 +242,7 @@ class Profile:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError(f"this is not a profile: {type(error).__name__}: {error}") from error
+            raise ArgumentError(f"this is not a profile: {explain_refusal(error)}") from error
 
     def save(self, path: str | Path) -> None:
         """Write the profile as JSON."""
@@ -250,5 +250,9 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | Path) -> Profile:
-        """Read what :meth:`save` wrote."""
-        return cls.from_json(read_text(path))
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArgumentError: the file cannot be read, or does not hold a profile of this version.
+        """
+        return read_value(path, cls.from_json)

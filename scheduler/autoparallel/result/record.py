@@ -15,6 +15,7 @@ from reshard.formatting import count_of
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
 from ..choices import Choice
+from ..files import explain_refusal, read_object
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees
 from .stages import StagePlan, check_stages
 
@@ -134,7 +135,7 @@ class StrategyRecord:
             ArgumentError: the text is not a strategy of this version.
         """
         try:
-            data = json.loads(text)
+            data = read_object(text)
             version = data.pop("version")
             data.setdefault("ties", [])
             if version != VERSION:
@@ -156,7 +157,7 @@ class StrategyRecord:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError(f"this is not a strategy: {type(error).__name__}: {error}") from error
+            raise ArgumentError(f"this is not a strategy: {explain_refusal(error)}") from error
 
 
 def _read_stage(data: dict[str, Any]) -> StagePlan:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import read_text, write_text
+from ..files import read_value, write_text
 from .drawing import draw_strategy
 from .explain import explain_strategy
 from .record import StrategyRecord
@@ -58,5 +58,9 @@ class Strategy(StrategyRecord):
 
     @classmethod
     def read(cls, path: str | Path) -> Strategy:
-        """Read what :meth:`save` wrote."""
-        return cls.from_json(read_text(path))
+        """Read what :meth:`save` wrote.
+
+        Raises:
+            ArgumentError: the file cannot be read, or does not hold a strategy of this version.
+        """
+        return read_value(path, cls.from_json)

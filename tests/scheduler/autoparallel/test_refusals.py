@@ -23,6 +23,7 @@ from reshard.scheduler.autoparallel import (
     Tensor,
     search,
 )
+from reshard.scheduler.autoparallel.files import read_value
 from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROFILE, make_graph
 
 
@@ -87,6 +88,19 @@ def test_arguments_of_a_wrong_kind_are_refused(make, text):
 def test_a_strategy_whose_parts_do_not_fit_is_not_read(strategy, change, text):
     with pytest.raises(ArgumentError, match=text):
         Strategy.from_json(json.dumps({**json.loads(strategy.to_json()), **change}))
+
+
+@pytest.mark.parametrize("kind", [LayerGraph, Profile, Strategy])
+def test_a_file_of_another_kind_is_named_with_what_is_wrong(tmp_path, kind):
+    path = tmp_path / "file.json"
+    missing = "layers" if kind is LayerGraph else "version"
+    for text, why in (("hello", "it is not JSON: Expecting value"), ("[1]", "of 'list'"), ("{}", f"no '{missing}'")):
+        path.write_text(text)
+        with pytest.raises(ArgumentError, match=f"^{path}: this is not a .*{why}"):
+            read_value(path, kind.from_json)
+    if kind is not LayerGraph:
+        with pytest.raises(ArgumentError, match=f"^{path}: this is not a "):
+            kind.read(path)
 
 
 def test_candidates_of_a_method_must_fit_the_problem():
