@@ -100,7 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ReshardError as error:
         text = str(error)
         if len(text) > _MAX_ERROR_CHARS:
-            text = f"{text[:_MAX_ERROR_CHARS]} ..."
+            half = _MAX_ERROR_CHARS // 2
+            text = f"{text[:half]}\n...\n{text[-half:]}"  # a traceback ends with the error
         print(f"reshard: {type(error).__name__}: {text}", file=sys.stderr)
         return 2
     except BrokenPipeError:  # the reader, such as head, closed the pipe

@@ -8,6 +8,7 @@ import multiprocessing
 import multiprocessing.util
 import os
 import pickle
+import signal
 import socket
 import sys
 import time
@@ -110,7 +111,9 @@ def run_processes(
 
     def describe_exit(rank: int) -> str:
         processes[rank].join(1.0)
-        return f"exit code {processes[rank].exitcode}"
+        code = processes[rank].exitcode
+        killed_by = f" ({signal.strsignal(-code)})" if code is not None and code < 0 else ""
+        return f"exit code {code}{killed_by}"
 
     join_seconds = 0.2
     try:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.formatting import describe_ranks
 from reshard.testing import LaunchError, run_processes
 
 from ..autoparallel import Strategy, Tuned
@@ -42,7 +43,8 @@ def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = 
 
     Raises:
         ArgumentError: the options do not fit each other, the launcher or the machines.
-        RemoteError: an actor died.
+        RemoteError: a rank or an actor died.
+        LaunchError: ranks failed because of a fault of the program; the text has their tracebacks.
     """
     make_loaders(job)  # raises errors of the options before any process starts
     if options is None:
@@ -64,10 +66,40 @@ def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = 
     num_ranks = sum(map(math.prod, job.shapes))
     job = replace(job, device=_find_local_device(device, num_ranks))
     if job.device == "cpu":
-        result: TrainResult = run_processes(train, num_ranks, job, timeout_seconds=_FOREVER_SECONDS)[0]
+        result: TrainResult = run_locally(train, num_ranks, job)
         return result
-    arguments = num_ranks, train, job
-    return run_processes(_on_gpu, num_ranks, *arguments, timeout_seconds=_FOREVER_SECONDS, init_group=False)[0]
+    return run_locally(_on_gpu, num_ranks, num_ranks, train, job, init_group=False)
+
+
+def run_locally(function: Callable[..., Any], num_ranks: int, *args: Any, init_group: bool = True) -> Any:
+    """The result of rank 0 of local processes. An error that users can cause is raised without tracebacks."""
+    try:
+        return run_processes(function, num_ranks, *args, timeout_seconds=_FOREVER_SECONDS, init_group=init_group)[0]
+    except LaunchError as error:
+        raise summarize_failures(error) from None
+
+
+def summarize_failures(error: LaunchError) -> ReshardError:
+    """One error for all ranks that failed.
+
+    This is the error of the ranks if they all raised the same one of ours, and a RemoteError with the first line of
+    each error if ranks died or raised different ones. It is ``error``, with tracebacks, if no rank died and a rank
+    raised an error that is not ours.
+    """
+    died = any(failure.error is None for failure in error.failures)
+    if not died and not all(isinstance(failure.error, ReshardError) for failure in error.failures):
+        return error
+    ranks_of: dict[str, list[int]] = {}
+    for failure in error.failures:
+        raised = failure.error
+        first_line = str(raised).partition("\n")[0]
+        kind = "" if isinstance(raised, RemoteError) else f"{type(raised).__name__}: "
+        text = failure.text if raised is None else f"{kind}{first_line}"
+        ranks_of.setdefault(text, []).append(failure.rank)
+    first = error.failures[0].error
+    if not died and len(ranks_of) == 1 and isinstance(first, ReshardError):
+        return first
+    return RemoteError("\n".join(f"{describe_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()))
 
 
 def _find_local_device(wanted: str, num_ranks: int) -> str:
@@ -84,10 +116,7 @@ def _find_local_device(wanted: str, num_ranks: int) -> str:
 
 def _run_alone(function: Callable[..., Any], job: Job, *args: Any) -> Any:
     """Run ``function(job, ...)`` in a separate process. This process can still fork, and has no CUDA context."""
-    try:
-        return run_processes(_call, 1, function, job, *args, timeout_seconds=_FOREVER_SECONDS, init_group=False)[0]
-    except LaunchError as error:
-        raise error.failures[0].error or error from None
+    return run_locally(_call, 1, function, job, *args, init_group=False)
 
 
 def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args: Any) -> Any:
@@ -99,12 +128,7 @@ def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args:
 def _tune_locally(job: Job, options: SearchOptions, num_ranks: int) -> Tuned:
     on_gpu = job.device == "cuda"
     function, more = (_on_gpu, (num_ranks, tune_strategy)) if on_gpu else (tune_strategy, ())
-    try:
-        found: Tuned = run_processes(
-            function, num_ranks, *more, job, options, timeout_seconds=_FOREVER_SECONDS, init_group=not on_gpu
-        )[0]
-    except LaunchError as error:
-        raise error.failures[0].error or error from None
+    found: Tuned = run_locally(function, num_ranks, *more, job, options, init_group=not on_gpu)
     return found
 
 

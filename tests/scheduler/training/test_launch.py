@@ -1,0 +1,43 @@
+"""How ``reshard train`` reports ranks that fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from reshard.errors import ArgumentError, RemoteError
+from reshard.scheduler.training.launch import run_locally, summarize_failures
+from reshard.testing import LaunchError
+from reshard.testing.processes import RankFailure
+
+
+def _lose_rank_1(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RemoteError("rank 1 is gone: it closed its connection\nin 0B3, microbatch 3 of stage 0")
+
+
+def test_a_killed_rank_is_named_without_tracebacks():
+    with pytest.raises(RemoteError) as caught:
+        run_locally(_lose_rank_1, 3)
+    assert str(caught.value) == (
+        "ranks 0,2: rank 1 is gone: it closed its connection\nrank 1: ended with exit code -9 (Killed)"
+    )
+
+
+def _fail(rank):
+    raise ArgumentError("the same on all ranks") if rank < 2 else ValueError("a fault")
+
+
+def test_ranks_that_raise_the_same_error_of_ours_raise_it():
+    with pytest.raises(ArgumentError, match=r"^the same on all ranks$"):
+        run_locally(_fail, 2)
+
+
+def test_faults_keep_their_tracebacks():
+    failures = [RankFailure(0, ArgumentError("x"), "traceback 0"), RankFailure(1, ValueError("y"), "traceback 1")]
+    error = LaunchError(failures, {})
+    assert summarize_failures(error) is error
+    assert "traceback 1" in str(error)
