@@ -12,7 +12,9 @@ from reshard.scheduler.autoparallel.searching import make_strategy
 from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
 
 #: Small models that train on CPU processes.
-GPT = Preset(GPTConfig(6, 4, 16, sequence=64, vocabulary=512, is_tied=False), 16, 3e-3, microbatches=4)
+_UNTIED = GPTConfig(6, 4, 16, sequence=64, vocabulary=512, is_tied=False)
+GPT = Preset(_UNTIED, 16, 3e-3, microbatches=4)
+TIED_GPT = Preset(replace(_UNTIED, is_tied=True), 16, 3e-3, microbatches=4)
 U_TRANSFORMER = Preset(UTransformerConfig(16, side=16, num_heads=4, groups=4), 16, 3e-3, microbatches=4)
 
 

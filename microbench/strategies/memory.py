@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
-from microbench.strategies.by_hand import GPT, U_TRANSFORMER, make_by_hand, parse_stages
+from microbench.strategies.by_hand import GPT, TIED_GPT, U_TRANSFORMER, make_by_hand, parse_stages
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import Job
@@ -39,6 +39,7 @@ CASES = {
         ("8:4 1x2x2 zero recompute", 4),
         ("4:2 1x2x1 half, 4:2 2x1x1 recompute", 4),
     ),
+    "tied GPT": (("4:1, 4:1", 4), ("3:1, 5:2", 4), ("4:2 zero, 4:1", 4)),
     "U-Transformer": (("7:1, 7:1", 4), ("14:2", 4), ("7:1 recompute, 7:2", 4), ("9:2 zero half, 5:1", 4)),
 }
 
@@ -48,7 +49,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     ratios = []
-    for name, preset in (("GPT", GPT), ("U-Transformer", U_TRANSFORMER)):
+    for name, preset in (("GPT", GPT), ("tied GPT", TIED_GPT), ("U-Transformer", U_TRANSFORMER)):
         job = Job("memory", preset, 2, "")
         problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
         for text, count in track(CASES[name], "strategies"):
