@@ -78,7 +78,8 @@ class Tuned:
             f"({each.strategy.seconds / each.measurement.seconds:.3f}): {each.strategy}"
             for number, each in enumerate(self.rounds, 1)
         ]
-        end = "the choice stays" if self.is_settled else f"stopped after {len(self.rounds)} rounds"
+        again = "the last search chose a measured strategy again"
+        end = again if self.is_settled else f"stopped after {len(self.rounds)} rounds"
         return "\n".join([*lines, f"{end}; {self.gain:.3f} times as fast as the first choice"])
 
 

@@ -38,7 +38,9 @@ class CodecChoice:
         lines = [f"iteration {self.seconds:.4g} s with codecs between stages, {self.raw_seconds:.4g} s without"]
         for channel, gain in self.gains.items():
             what = f"{channel.sender} -> {channel.receiver} {'activations' if channel.is_forward else 'gradients'}"
-            lines.append(f"  {what}: {self.codecs.get(channel, 'raw')}, saves {gain:.3g} s")
+            codec = self.codecs.get(channel)
+            does = "raw, because coding would save" if codec is None else f"{codec}, saves"
+            lines.append(f"  {what}: {does} {gain:.3g} s")
         return "\n".join(lines)
 
 

@@ -14,6 +14,7 @@ from reshard.cost.report import CostReport
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
     Action,
+    Channel,
     Edge,
     Kind,
     Pipeline,
@@ -34,6 +35,7 @@ from reshard.scheduler import (
     to_svg,
     zb_h1,
 )
+from reshard.scheduler.passes.compression import CodecChoice
 from reshard.sharding.tensor_spec import TensorSpec
 
 
@@ -249,3 +251,13 @@ def test_stages_may_be_on_any_rows(rows):
     schedule = auto_schedule(chain(1.0, 1.0), 4, row_of_stage=rows)
     assert schedule.row_of_stage == rows and len(schedule.rows) == max(rows) + 1
     check_schedule(schedule, chain(1.0, 1.0))
+
+
+def test_a_choice_of_codecs_says_what_coding_each_channel_saves_or_would_save():
+    there, back = Channel(0, 1, True), Channel(1, 0, False)
+    schedule = gpipe(Pipeline.of_costs([1.0, 1.0], [2.0, 2.0], [0.5]), 2)
+    choice = CodecChoice({there: "int8x128"}, schedule, 2.0, 1.5, {there: 0.5, back: -0.001})
+    assert str(choice).splitlines()[1:] == [
+        "  0 -> 1 activations: int8x128, saves 0.5 s",
+        "  1 -> 0 gradients: raw, because coding would save -0.001 s",
+    ]
