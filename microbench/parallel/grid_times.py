@@ -2,7 +2,8 @@
 
 All grids run on the same emulated hosts, in turns. The bound is the longest time that a NIC, or a rank inside
 its host, needs at its calibrated rate for what must pass it at least: each element enters a host once. ``dtensor`` is
-torch's own matrix product on the same placements. ``panels`` overlaps communication with the products by panels,
+torch's own matrix product on the same placements. ``transfers`` leaves out the products; ``early sums`` does, too, and
+sums gradients over depth during the backward. ``panels`` overlaps communication with the products by panels,
 ``one panel`` gathers first and then multiplies. ``CPU`` is the CPU time of all ranks in "transfers", divided by the
 number of cores: all ranks share them, so "transfers" cannot take less in this implementation.
 """
@@ -14,8 +15,9 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -138,7 +140,9 @@ def time_settings(
         grid = Grid(mesh)
         stack = LinearStack(grid, sizes, tokens, max(1, PANEL_WIDTH // 8))
         whole = LinearStack(grid, sizes, tokens, 10**9)
-        variants[number, "transfers"] = _without_arithmetic(whole)
+        variants[number, "transfers"] = _without_arithmetic(whole.run_step)
+        if setting.shape.depth > 1:
+            variants[number, "early sums"] = _without_arithmetic(partial(whole.run_step, sums_early=True))
         variants[number, "one panel"] = whole.run_step
         variants[number, "panels"] = stack.run_step
         if with_dtensor:
@@ -158,10 +162,10 @@ def time_settings(
     return seconds
 
 
-def _without_arithmetic(stack: LinearStack) -> Callable[[], None]:
+def _without_arithmetic(step: Callable[[], None]) -> Callable[[], None]:
     def run() -> None:
         with _NoArithmetic():
-            stack.run_step()
+            step()
 
     return run
 
@@ -208,7 +212,8 @@ def _print_table(
     tokens: int,
     hidden: int,
 ) -> None:
-    names = sorted({name for _, name in seconds}, key=["transfers", "one panel", "panels", "dtensor"].index)
+    measured = {name for _, name in seconds}
+    names = [name for name in ("transfers", "early sums", "one panel", "panels", "dtensor") if name in measured]
     print_line(f"\n{tokens} tokens, hidden {hidden}: milliseconds, forward + backward + depth sums; medians")
     print_line(
         f"{'grid':>10} {'ranks vary along':>18} {'bound':>8} {'CPU':>9} "
@@ -218,12 +223,18 @@ def _print_table(
     cores = len(os.sched_getaffinity(0))
     for number, setting in enumerate(settings):
         bound = bound_seconds(setting, links, tokens, hidden)
-        medians = [statistics.median(longest for longest, _ in seconds[number, name]) for name in names]
+        medians = {name: _median(longest for longest, _ in seconds.get((number, name), ())) for name in names}
+        least = min(each for name in ("transfers", "early sums") if (each := medians.get(name)) is not None)
         cpu_seconds = statistics.median(each for _, each in seconds[number, "transfers"]) / cores
-        cells = " ".join(f"{1e3 * each:>10.0f}" for each in medians)
+        cells = " ".join("-".rjust(10) if each is None else f"{1e3 * each:>10.0f}" for each in medians.values())
         order = ", ".join(reversed([axis for axis in setting.order if _size(setting, axis) > 1]))
         limits = f"{1e3 * bound:>8.0f} {1e3 * cpu_seconds:>9.0f}"
-        print_line(f"{setting.shape!s:>10} {order:>18} {limits} {cells}  {medians[0] / bound:.2f}")
+        print_line(f"{setting.shape!s:>10} {order:>18} {limits} {cells}  {least / bound:.2f}")
+
+
+def _median(values: Iterable[float]) -> float | None:
+    found = list(values)
+    return statistics.median(found) if found else None
 
 
 def _size(setting: Setting, axis: str) -> int:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from reshard.parallel import Grid, Linear, sync_during_backward
+from reshard.parallel import Grid, Linear, sync_during_backward, sync_gradients
 from reshard.parallel.grid.cuts import batch_spans, chunk_spans, size_of
 from reshard.parallel.products.dataflow import (
     PANEL_WIDTH,
@@ -57,13 +58,19 @@ class LinearStack(nn.Module):
             torch.randn(hi - lo, size_of(grid.local_features(size)), requires_grad=True) for size, _ in sizes
         ]
 
-    def run_step(self) -> None:
-        """Forward of each layer, then backward in reverse, while complete gradients are summed over depth."""
+    def run_step(self, sums_early: bool = False) -> None:
+        """Forward of each layer, backward in reverse, and the sums over depth.
+
+        Args:
+            sums_early: whether gradients are summed during the backward, and not after it.
+        """
         outputs = [layer(x) for layer, x in zip(self.layers, self.inputs, strict=True)]
-        with sync_during_backward(self, check_every=0):
+        with sync_during_backward(self, check_every=0) if sums_early else contextlib.nullcontext():
             for x, y in zip(reversed(self.inputs), reversed(outputs), strict=True):
                 y.backward(torch.ones_like(y))
                 x.grad = None
+        if not sums_early:
+            sync_gradients(self, check_every=0)
         self.zero_grad()
 
 
