@@ -204,7 +204,13 @@ def _read_strategy(options: argparse.Namespace) -> Strategy | None:
 
     if not Path(options.strategy).is_file():
         raise ArgumentError(f"there is no strategy {options.strategy!r}; pass auto, tune, or the file of a strategy")
-    return Strategy.read(options.strategy)
+    strategy = Strategy.read(options.strategy)
+    if options.microbatches not in (None, strategy.microbatches):
+        raise ArgumentError(
+            f"the strategy {options.strategy} has {strategy.microbatches} microbatches, not {options.microbatches}; "
+            "omit --microbatches"
+        )
+    return strategy
 
 
 def _parse_layers(text: str | None) -> tuple[int, ...]:

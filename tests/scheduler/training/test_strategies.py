@@ -63,6 +63,10 @@ def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     search(graph, Cluster(Topology.uniform((0, 0)), 1e9), profile, rows=4).save("plan.json")
     for options, message in (
         (["--strategy", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
+        (
+            ["--strategy", "plan.json", "--microbatches", "3"],
+            "plan.json has 4 microbatches, not 3; omit --microbatches",
+        ),
         (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, tune, or the file of a strategy"),
         (["--strategy", "auto", "--meshes", "1x1"], "a strategy has its own stages; omit --meshes or --strategy"),
         (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has its own schedule"),
