@@ -359,7 +359,7 @@ except reshard.ReshardError as error:
 """
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_processes_exit_normally_after_an_error(tmp_path):
     """Runs interpreters that shut down normally, unlike the forked test ranks."""
     script = tmp_path / "script.py"

@@ -29,7 +29,7 @@ def _call_late(rank, leaves):
     return result
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("leaves", [True, False])
 def test_late_rank_gets_the_timeout_error_of_the_others(leaves):
     first, late = run_processes(_call_late, 2, leaves)

@@ -83,7 +83,7 @@ def _repeat_and_count(rank, port, use):
     return before, _count_resources(), len(kept)  # using kept here keeps its objects alive until now
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("use", [_close, _close_with_a_mover, _drop_group_keep_handle, _destroy_world])
 def test_many_groups_leak_no_descriptors_or_threads(use):
     for (descriptors, threads), after, _num_kept in run_processes(_repeat_and_count, 2, use, init_group=False):

@@ -78,7 +78,7 @@ def _call_with_few_descriptors(rank, port, limited_rank, room):
     return text
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("room", [0, 1, 4, 8, 9, 12])
 @pytest.mark.parametrize("limited_rank", [0, 2])
 def test_every_rank_names_the_rank_without_descriptors(limited_rank, room):

@@ -128,7 +128,7 @@ def train_on_two_grids(rank):
     return found
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_second_moments_keep_small_values():
     """In a block codec they would become 0, the next update huge, and the last loss 0.9 off."""
     raw, coded = run_processes(train_on_two_grids, 4)[0]

@@ -44,7 +44,7 @@ def check_dropout(rank, grid_shape, has_checkpoints):
     return losses, norms
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_dropout_is_the_same_on_every_grid_and_when_recomputed():
     make_dropout_model()  # imports the model once
     expected, norms = run_processes(check_dropout, 1, (1, 1, 1), False)[0]

@@ -41,7 +41,7 @@ def _agree(text):
     return good
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_checkers_agree_on_mutated_plans(seed):
     rng = random.Random(seed)
@@ -57,7 +57,7 @@ def test_checkers_agree_on_mutated_plans(seed):
     assert found.count(True) > 2 and found.count(False) > 2, found
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_checkers_agree_on_plans_with_much_staging():
     rng, found = random.Random(0), []
     for seed in range(150):

@@ -30,7 +30,7 @@ def _run(plan, in_rounds):
         assert same_bytes(outs[rank][0], wanted[rank])
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
 def test_mutated_plans_that_the_checker_accepts_deliver(seed):
     rng = random.Random(seed)

@@ -116,7 +116,7 @@ def split_in_four(problem):
     return (Candidate("four", stages, problem.microbatches[0]),)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_hash_seed(strategy):
     code = (
         "from reshard.scheduler.autoparallel import *; from tests.scheduler.autoparallel.test_search import *; "

@@ -37,7 +37,7 @@ def run(stages, cuts, case=None, **options):
     check_equal(case or make_case(), pipe_of(cuts, stages, **options), sum(each.size for each in stages))
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_grid_feeds_replicas():
     run([on_grid(2, 2, 1), rs.Placement(dp=2)], ["blocks.1"])
 

@@ -176,7 +176,7 @@ class Initialized:
         return model
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_training_from_the_meta_device_equals_one_process():
     check_equal(test_parallel_stages.make_case(Initialized()), train_from_meta, 4)
 

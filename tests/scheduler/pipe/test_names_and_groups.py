@@ -41,7 +41,7 @@ def _save(rank, wrap, folder):
         return engine.step(batch).loss, [name for name, _ in engine.named_parameters()]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_child_of_the_model_may_be_called_module(tmp_path):
     model = Outer()
@@ -68,7 +68,7 @@ def _train_on_some(rank, ranks, all_placements):
     return found
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_placements_name_ranks_of_the_group():
     model = make_chain()
     loss, _ = model(**make_batch(5))
@@ -104,7 +104,7 @@ def compile_often(rank, num):
     return losses, resources
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_engines_after_each_other_on_unlike_meshes_train_and_leak_nothing():
     for losses, resources in run_processes(compile_often, 3, 4):
         assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)

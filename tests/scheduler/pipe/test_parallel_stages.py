@@ -81,7 +81,7 @@ def run(stages, cuts, make_model=make_mixer, **options):
     check_equal(make_case(make_model), pipe_of(cuts, stages, tp_plan=PLAN, **options), num_ranks)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_fsdp_before_tensor_parallelism_equals_one_process():
     run([fsdp(2), grid(1, 2)], ["layers.1"])
 

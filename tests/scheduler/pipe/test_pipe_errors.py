@@ -196,7 +196,7 @@ def step_on_few_rows(rank):
     return losses
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_few_rows_run_or_are_refused_before_the_step():
     torch.manual_seed(0)
     expected = Flat()(torch.ones(1, 4)).item()
@@ -226,7 +226,7 @@ def step_on_too_few_rows(rank):
         return engine.step({"x": torch.ones(8, 4)}).finite
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_a_stage_that_fails_on_replicas_without_rows_is_refused_before_the_step():
     assert run_processes(step_on_too_few_rows, 3) == [True] * 3
 
@@ -253,7 +253,7 @@ def step_on_uneven_sequences(rank):
         return engine.step(batches[0]).loss
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_sequences_that_ranks_cannot_divide_are_refused_before_the_step():
     batch = {name: each[:, :2] for name, each in make_mixer_batch(0, 4).items()}
     expected = make_mixer(tied=False)(**batch).item()

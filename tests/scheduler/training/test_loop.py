@@ -53,7 +53,7 @@ def train_staged(job):
     return results[0]
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("preset", "stages", "schedule", "steps"),
     [

@@ -39,7 +39,7 @@ def test_u_transformer_has_more_parameters_than_its_name_says(name, more):
     assert count_parameters(preset.config) / MILLIONS[f"u-transformer-{name}"] - 1 == pytest.approx(more, abs=1e-3)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 def test_edges_have_the_bytes_of_the_study():
     gpt = PRESETS["study-gpt-2.6b"]
     (edge,) = count_edges(gpt, gpt.divide_layers(2))
@@ -56,7 +56,7 @@ def test_edges_have_the_bytes_of_the_study():
     assert edge.nbytes == 4 * sum(sizes_sent)
 
 
-@pytest.mark.integration
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "divisor", "num_stages"),
     [
