@@ -95,7 +95,7 @@ class GridChoice:
         return self.candidates[0]
 
     def explain(self, count: int = 8) -> str:
-        """A table of the fastest ``count`` shapes, each with its fastest rank order, then those that do not fit."""
+        """A table of the fastest ``count`` shapes, each with its fastest rank order, then of shapes that do not fit."""
         lines = [
             f"{'grid':>12} {'kind':>14} {'seconds':>9} {'compute':>9} {'products':>9} {'depth':>9} {'norms':>9} "
             f"{'memory':>10}  ranks vary fastest along"

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--compression",
         metavar="POLICY",
-        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search uses those that make steps shorter; "
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search codes where steps get shorter; "
         "see docs/compression.md",
     )
     add(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from numpy._core._multiarray_umath import __cpu_dispatch__ as instruction_sets
 
 GOLDENS = Path(__file__).parents[1] / "goldens"
 
@@ -20,3 +24,12 @@ def test_fixed_cases_match_the_goldens(name):
     kept = (GOLDENS / f"{name}.txt").read_text().splitlines()
     for made, line in zip(module.make_lines(), kept, strict=True):
         assert made == line
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not instruction_sets, reason="NumPy has one instruction set for this CPU")
+def test_goldens_do_not_depend_on_the_instruction_sets_of_numpy():
+    command = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-m", "", "-k", "fixed_cases", __file__]
+    environment = os.environ | {"NPY_DISABLE_CPU_FEATURES": " ".join(instruction_sets)}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert "3 passed" in run.stdout, run.stdout[-2000:] + run.stderr[-2000:]

@@ -102,7 +102,7 @@ class Axis:
         self.levels = TwoLevelAxis(tuple(map(tuple, table)), inside, between)
 
     def for_sums(self) -> Axis:
-        """An axis of the same ranks with process groups of its own, for :func:`sync_during_backward`.
+        """An axis of the same ranks with new process groups, for :func:`sync_during_backward`.
 
         All ranks of the axis call this.
         """

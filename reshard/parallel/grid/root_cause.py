@@ -44,7 +44,7 @@ class RootCauseFinder:
         """The error to raise after a failed collective: the error of another rank, or one that names the lost ranks.
 
         A killed rank loses its connection to the first rank of the grid, and sends no more heartbeats. A rank that has
-        ended after an error of its own, or that has stopped, sends no more heartbeats.
+        ended after its own error, or that has stopped, sends no more heartbeats.
         """
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
         heartbeats = HeartbeatReader(self._group.store)

@@ -30,7 +30,7 @@ _TURNS = list(Turn)
 
 
 class Turns:
-    """The exchange of turns along an axis, on a process group of its own: each message has the same size.
+    """The exchange of turns along an axis, on a separate process group: each message has the same size.
 
     Args:
         axis: an axis of a grid. All its ranks make one.
