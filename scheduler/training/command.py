@@ -54,8 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--compression",
         metavar="POLICY",
-        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search codes where steps get shorter; "
-        "see docs/compression.md",
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search codes where steps get shorter",
     )
     add(
         "--strategy",

@@ -32,24 +32,6 @@ def make_gpt2(attention="eager"):
     return transformers.GPT2LMHeadModel(config)
 
 
-def make_llama(attention="sdpa", tied=False):
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=16,
-        initializer_range=0.2,
-        attn_implementation=attention,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
 def make_like_llama(name, **changes):
     """A model with the chain of Llama. Gemma and Qwen tie their head; Qwen2 slides a window in two of four layers."""
     torch.manual_seed(0)
@@ -66,6 +48,10 @@ def make_like_llama(name, **changes):
         **changes,
     )
     return getattr(transformers, name + "ForCausalLM")(config)
+
+
+def make_llama(attention="sdpa", tied=False):
+    return make_like_llama("Llama", attn_implementation=attention, tie_word_embeddings=tied)
 
 
 LIKE_LLAMA = {
