@@ -12,13 +12,14 @@ from functools import partial
 
 import torch
 
-from reshard.errors import ArgumentError, DisagreementError
+from reshard.errors import ArgumentError
 from reshard.runtime.gradient_sums import (
     CHECK_EVERY,
     SumState,
     axes_left,
     check_interval,
     declared_sums,
+    frozen_on_some_ranks,
     sum_state_of,
 )
 from reshard.runtime.torch_compat import local_of
@@ -140,10 +141,7 @@ class _EarlySums:
         own = torch.tensor([(each.requires_grad, not each.requires_grad) for _, each, _ in found])
         for (name, _, _), both in zip(found, depth.max(own.int()).all(1).tolist(), strict=True):
             if both:
-                raise DisagreementError(
-                    f"{name!r} is trained on some of ranks {list(depth.ranks)} and frozen on others; set "
-                    "requires_grad alike on all ranks"
-                )
+                raise frozen_on_some_ranks(name, [depth])
 
     @property
     def is_empty(self) -> bool:

@@ -167,10 +167,7 @@ def _agree_on_gradients(declared: Sequence[tuple[str, torch.Tensor, tuple[SumAxi
             found[index] = form, is_trained, is_frozen
     for (name, _, axes, _), (form, is_trained, is_frozen) in zip(declared, found, strict=True):
         if is_trained and is_frozen:
-            raise DisagreementError(
-                f"{name!r} is trained on some of {_describe(axes)} and frozen on others; set requires_grad alike on "
-                "all ranks"
-            )
+            raise frozen_on_some_ranks(name, axes)
         if form == _SUMMED:
             raise ArgumentError(
                 f"the gradient of {name!r} was summed over {_describe(axes)} in this step already; sum once, after "
@@ -179,6 +176,13 @@ def _agree_on_gradients(declared: Sequence[tuple[str, torch.Tensor, tuple[SumAxi
     for (_, parameter, _, _), (form, _, _) in zip(declared, found, strict=True):
         if form == _GRADIENT and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
+
+
+def frozen_on_some_ranks(name: str, axes: Sequence[SumAxis]) -> DisagreementError:
+    """The error to raise if some ranks of ``axes`` train a parameter and others do not."""
+    return DisagreementError(
+        f"{name!r} is trained on some of {_describe(axes)} and frozen on others; set requires_grad alike on all ranks"
+    )
 
 
 def _form_of(parameter: torch.Tensor) -> tuple[int, bool, bool]:
