@@ -7,30 +7,11 @@
 package imports neither torch nor scipy.
 """
 
-from __future__ import annotations
-
-import ast
-import importlib
-from pathlib import Path
-from typing import Any
-
 from reshard import forks as _forks  # noqa: F401  # registers the fork handler before any fork
+from reshard.public_api import public_names as _public_names
 
-_MODULE_OF = {
-    alias.name: f"reshard.{node.module}"
-    for node in ast.parse(Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")).body
-    if isinstance(node, ast.ImportFrom)
-    for alias in node.names
-}
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'reshard' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
-    globals()[name] = value
-    return value
+__version__ = "0.1.0"
+__all__, __getattr__ = _public_names(__name__, __file__)
 
 
 def __dir__() -> list[str]:

@@ -47,7 +47,6 @@ from .errors import (
 from .plan.check import (
     check_plan as check_plan,
 )
-from .plan.graph import plan_to_networkx as plan_to_networkx
 from .plan.json import plan_from_json as plan_from_json, plan_to_json as plan_to_json
 from .plan.model import (
     Plan as Plan,
@@ -78,4 +77,5 @@ from .topology.model import (
     Topology as Topology,
 )
 from .topology.presets import load_preset as load_preset
-from .version import __version__ as __version__
+
+__version__: str

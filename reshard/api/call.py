@@ -43,7 +43,7 @@ from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
 from reshard.planner import Strategy, code_tensors, plan_tensors
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 from reshard.runtime.cuda.stream import make_runner
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner

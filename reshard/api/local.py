@@ -16,7 +16,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
 from reshard.planner import Strategy, code_tensors, plan_tensors
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape
 from reshard.topology import Topology
 

@@ -36,7 +36,7 @@ from reshard.coordination import (
 from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 from reshard.runtime.cuda.stream import make_runner
 from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout

@@ -35,8 +35,8 @@ from reshard.coordination import (
 from reshard.errors import RankLostError, ReshardError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
-from reshard.planner.callers import not_compiled
 from reshard.planner.recovery import RankProgress, find_missing, plan_remainder, view_pieces, whole_tensors
+from reshard.public_api import not_compiled
 from reshard.runtime.cpu.coding import coded_array
 from reshard.runtime.cpu.progress import Tally
 

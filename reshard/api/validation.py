@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from reshard import __version__
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.memory_in_use import check_unused
@@ -20,7 +21,6 @@ from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.cuda.coding import check_device_codec
 from reshard.sharding import check_shape
 from reshard.topology import Topology, topology_to_json
-from reshard.version import __version__
 
 
 class Options(NamedTuple):

@@ -15,11 +15,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from reshard import __version__
 from reshard.errors import ArgumentError, ReshardError, TopologyError
 from reshard.formatting import format_ranks
 from reshard.sharding import Layout, Mesh
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
-from reshard.version import __version__
 
 if TYPE_CHECKING:
     from reshard.plan import Plan

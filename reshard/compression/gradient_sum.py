@@ -22,7 +22,7 @@ from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 from reshard.runtime.device_mesh import end_with, new_group
 
 #: Dtypes of gradients. Sums are computed in fp32.

@@ -18,7 +18,7 @@ from reshard.coordination.descriptors import check_descriptors
 from reshard.coordination.store import POLL_SECONDS, run_with_timeout
 from reshard.forks import keep_in_child
 from reshard.formatting import format_ranks
-from reshard.planner.callers import caller_level
+from reshard.public_api import caller_level
 from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NCCL_DEVICES, NcclCollectives, NcclExchange, make_communicator
 from reshard.runtime.transport import BrokenConnectionError, Work

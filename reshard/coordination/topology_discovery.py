@@ -17,7 +17,7 @@ from reshard.coordination.messages import Decision, Request, describe_error
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.planner.callers import caller_level
+from reshard.public_api import caller_level
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import CodecRate, Topology
 

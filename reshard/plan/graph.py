@@ -4,31 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.errors import PlanError
-from reshard.plan.model import Plan
-
 if TYPE_CHECKING:
     import networkx as nx
 
+    from reshard.plan.model import Plan
 
-def plan_to_networkx(plan: Plan) -> nx.DiGraph:
-    """Convert a plan to a ``networkx.DiGraph`` of its hops and the dependencies between them.
 
-    A node is one hop, ``(transfer, sender, receiver)``. Node attributes:
-
-    * ``nbytes``: bytes of the hop, summed over its chunks.
-    * ``num_chunks``: number of chunks.
-    * ``crosses_hosts``: whether sender and receiver are on different hosts.
-
-    An edge points from a hop to a later hop that depends on it. Edge attribute ``reason``:
-
-    * "data": the earlier hop brings the data to the sender of the later hop, chunk by chunk.
-    * "order": the later transfer starts when the earlier transfer has finished.
-
-    The graph omits copies within a rank. It has no cycles, because a transfer waits only for earlier transfers.
-    """
-    if not isinstance(plan, Plan):
-        raise PlanError(f"plan_to_networkx needs a Plan, not {type(plan).__name__}")
+def build_hop_graph(plan: Plan) -> nx.DiGraph:
+    """The hops of a plan and their dependencies; see :meth:`Plan.to_networkx`."""
     import networkx as nx
 
     transfers, host = plan.transfers, plan.topology.host_by_rank

@@ -7,17 +7,21 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names, count_of
+from reshard.plan.graph import build_hop_graph
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 from reshard.ragged import hash_rows
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology, topology_to_json
+
+if TYPE_CHECKING:
+    import networkx as nx
 
 #: Default limit on the bytes that a rank holds beyond its source and destination shards.
 DEFAULT_STAGING_BYTES = 64 * 2**20
@@ -150,6 +154,24 @@ class Plan:
             int(edge_bytes[~crosses & ~copies].sum()),
             int(edge_bytes[copies].sum()),
         )
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The hops of the plan and their dependencies as a ``networkx.DiGraph``.
+
+        A node is one hop, ``(transfer, sender, receiver)``. Node attributes:
+
+        * ``nbytes``: bytes of the hop, summed over its chunks.
+        * ``num_chunks``: number of chunks.
+        * ``crosses_hosts``: whether sender and receiver are on different hosts.
+
+        An edge points from a hop to a later hop that depends on it. Edge attribute ``reason``:
+
+        * "data": the earlier hop brings the data to the sender of the later hop, chunk by chunk.
+        * "order": the later transfer starts when the earlier transfer has finished.
+
+        The graph omits copies within a rank. It has no cycles, because a transfer waits only for earlier transfers.
+        """
+        return build_hop_graph(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -11,11 +11,11 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
 from reshard.planner.auto import choose_fastest
-from reshard.planner.callers import not_compiled
 from reshard.planner.compression import AUTO_CODEC, code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.planner.strategies.routes_check import check_routes
+from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 

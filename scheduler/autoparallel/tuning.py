@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..ir.schedule import Kind
+from ..ir.actions import Kind
 from ..simulation.replay import PipelineTimeline
 from .choices import shard_1d
 from .grids import compute_share

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..graph import Pipeline
-from .schedule import Action, Kind, Schedule
+from .actions import Action, Kind
+from .schedule import Schedule
 
 #: Receives posted on a channel in addition to the one that the next computation needs. Two keep the channel busy: one
 #: in progress and one queued after it.

@@ -5,102 +5,26 @@ A schedule has one row of actions per pipeline rank. All stages of a row run on 
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline, check_pipeline
+from .actions import Action, Kind
+from .dependency_graph import build_dependency_graph
 
-
-class Kind(enum.StrEnum):
-    """What an action does.
-
-    ``F`` is a forward and ``B`` a whole backward. A split backward is an input-gradient pass ``I`` and, later, a
-    weight-gradient pass ``W``. Every other kind is one end of a transfer.
-    """
-
-    F = "F"
-    B = "B"
-    I = "I"  # noqa: E741 the usual name in zero-bubble schedules
-    W = "W"
-    SEND_F = "SEND_F"
-    RECV_F = "RECV_F"
-    SEND_B = "SEND_B"
-    RECV_B = "RECV_B"
-
-    @property
-    def is_transfer(self) -> bool:
-        """Whether the action is one end of a transfer."""
-        return self in _TRANSFERS
-
-    @property
-    def is_send(self) -> bool:
-        """Whether the action is the sender's end of a transfer."""
-        return self in (Kind.SEND_F, Kind.SEND_B)
-
+if TYPE_CHECKING:
+    import networkx as nx
 
 #: Maximum number of actions in a schedule. Parsers and builders reject larger schedules.
 MOST_ACTIONS = 1_000_000
 #: Maximum length of the name of a schedule.
 MOST_NAME = 100
-_TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 #: Change in the number of microbatches in flight: those whose forward has run and whose backward has not.
 _IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
-
-
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One action of a row: compute one microbatch of a stage, or start one end of a transfer.
-
-    ``other`` is the stage at the other end of a transfer. Transfers run in the background: a row never waits for a
-    send. It waits for a receive before the computation that needs the data. If ``blocks`` is set, the row waits for the
-    transfer immediately; such a transfer starts when both ends are posted.
-
-    The text form is ``0F3``, ``0SEND_F3>1`` or ``1RECV_F3<0``, followed by ``!`` if it blocks.
-    """
-
-    kind: Kind
-    stage: int
-    microbatch: int
-    other: int | None = None
-    blocks: bool = False
-
-    def __str__(self) -> str:
-        text = f"{self.stage}{self.kind}{self.microbatch}"
-        if self.other is not None:
-            text += f"{'>' if self.kind.is_send else '<'}{self.other}"
-        return text + "!" * self.blocks
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.kind, Kind):
-            raise ScheduleError(f"the kind of an action must be a Kind, not {self.kind!r}")
-        for what, number in (("stage", self.stage), ("microbatch", self.microbatch), ("other stage", self.other)):
-            if type(number) is not int and not (number is None and what == "other stage"):
-                raise ScheduleError(f"the {what} of an action must be an integer, not {number!r}")
-
-    @property
-    def channel(self) -> Channel:
-        """The channel that carries this transfer.
-
-        Raises:
-            ScheduleError: the action is not a transfer.
-        """
-        if self.other is None:
-            raise ScheduleError(f"{self} names no stage at its other end, so it has no channel")
-        ends = (self.stage, self.other) if self.kind.is_send else (self.other, self.stage)
-        return Channel(*ends, self.kind in (Kind.SEND_F, Kind.RECV_F))
-
-
-@dataclass(frozen=True, slots=True)
-class Channel:
-    """One direction of an edge between stages. Its transfers run one at a time, in the order that both ends use."""
-
-    sender: int
-    receiver: int
-    is_forward: bool
 
 
 @dataclass(frozen=True)
@@ -200,6 +124,31 @@ class Schedule:
             now[row] += _IN_FLIGHT_CHANGE.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
             most[row] = max(most[row], now[row])
         return tuple(most)
+
+    def to_networkx(self, pipeline: Pipeline) -> nx.DiGraph:
+        """The dependencies of a schedule as a ``networkx.DiGraph``. A schedule deadlocks if the graph has a cycle.
+
+        Nodes are computations, as :class:`Action`, and transfers, as ``(channel, microbatch)``. Node attributes:
+
+        * ``kind``: "F", "B", "I", "W", or "transfer".
+        * ``row``: the row that computes, or that sends.
+        * ``microbatch``.
+        * ``seconds``: duration without link contention.
+        * ``text``: a readable name.
+
+        Each edge points to the node that waits. Edge attribute ``reason``:
+
+        * "data": a computation needs data, or a transfer waits for the last action before its send.
+        * "order": an action waits for the action before it in its row.
+        * "posted": a transfer waits until the receiving row reaches the receive.
+        * "channel": a transfer waits for the previous transfer of its channel.
+
+        Raises:
+            ArgumentError: an argument has the wrong type.
+            ScheduleError: the schedule was made for another pipeline.
+        """
+        check_fits(self, pipeline)
+        return build_dependency_graph(self, pipeline)
 
     def __str__(self) -> str:
         """A header line and one line per row; :func:`~reshard.scheduler.parse_schedule` parses this text."""

@@ -17,8 +17,9 @@ from collections import deque
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline, check_pipeline
+from .actions import Action, Kind
 from .communication import add_transfers
-from .schedule import MOST_ACTIONS, Action, Kind, Schedule
+from .schedule import MOST_ACTIONS, Schedule
 
 _HEADER = re.compile(
     r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on rows (?P<rows>\d{1,5}( \d{1,5})*)",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..graph import Edge, Pipeline
-from ..ir.schedule import Channel, Schedule
+from ..ir.actions import Channel
+from ..ir.schedule import Schedule
 from ..simulation.replay import simulate
 
 #: Codecs pay only if the iteration becomes shorter by at least this share.

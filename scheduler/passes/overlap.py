@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
+from ..ir.actions import Kind
 from ..ir.communication import RECVS_AHEAD, add_transfers, compute_rows
-from ..ir.schedule import Kind, Schedule, check_fits
+from ..ir.schedule import Schedule, check_fits
 from ..simulation.replay import simulate
 
 Pass = Callable[[Schedule, Pipeline], Schedule]

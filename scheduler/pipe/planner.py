@@ -17,7 +17,8 @@ from reshard.topology import Topology
 
 from ..costs import price_edge
 from ..graph import Pipeline, Stage
-from ..ir.schedule import Channel, Schedule
+from ..ir.actions import Channel
+from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
 from ..passes.compression import CodecChoice, choose_codecs, code_edges
 from ..runtime.engine import Engine

@@ -15,7 +15,8 @@ import torch
 from reshard.errors import ArgumentError
 
 from ..graph import Pipeline, Stage
-from ..ir.schedule import Kind, Schedule
+from ..ir.actions import Kind
+from ..ir.schedule import Schedule
 from ..runtime import torch_compat
 from ..runtime.compression import StageSums
 from ..simulation.replay import PipelineTimeline

@@ -31,7 +31,8 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
 from ..graph import Pipeline
-from ..ir.schedule import Kind, Schedule
+from ..ir.actions import Kind
+from ..ir.schedule import Schedule
 from ..simulation.replay import PipelineTimeline
 from ..simulation.validate import has_one_order
 from . import torch_compat

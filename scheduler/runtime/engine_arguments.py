@@ -19,7 +19,8 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology, topology_to_json
 
 from ..graph import Pipeline
-from ..ir.schedule import Kind, Schedule
+from ..ir.actions import Kind
+from ..ir.schedule import Schedule
 from ..ir.text import format_schedule
 from ..simulation.validate import check_schedule
 from .data_parallel import LossShards, check_loss_shards, check_split

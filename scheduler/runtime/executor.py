@@ -17,7 +17,8 @@ from reshard.runtime.gradient_sums import declared_sums
 from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline
-from ..ir.schedule import Action, Channel, Kind, Schedule
+from ..ir.actions import Action, Channel, Kind
+from ..ir.schedule import Schedule
 from . import torch_compat
 from .data_parallel import (
     LossShards,

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from ..ir.schedule import Channel
+from ..ir.actions import Channel
 from . import torch_compat
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from reshard.topology import Topology
 
 from ..costs import plan_coded
 from ..graph import Edge, Pipeline
-from ..ir.schedule import Channel
+from ..ir.actions import Channel
 from .observe import describe_channel
 
 Tensors = dict[str, torch.Tensor]

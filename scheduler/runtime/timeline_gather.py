@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
 
-from ..ir.schedule import Action, Channel, Kind
+from ..ir.actions import Action, Channel, Kind
 from ..simulation.channels import StageTransfer
 from ..simulation.replay import PipelineTimeline, Span
 from .p2p import PendingTransfer

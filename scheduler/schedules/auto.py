@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline, check_limit
+from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers, compute_rows
-from ..ir.schedule import Action, Kind, Schedule
+from ..ir.schedule import Schedule
 from ..simulation.replay import simulate
 from .classic import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from .list_scheduling import Policy, order_greedily

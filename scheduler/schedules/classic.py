@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from reshard.errors import ArgumentError
 
 from ..graph import Pipeline, check_pipeline
+from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers
-from ..ir.schedule import MOST_ACTIONS, Action, Kind, Schedule
+from ..ir.schedule import MOST_ACTIONS, Schedule
 
 
 def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Pipeline
-from ..ir.schedule import Action, Channel, Kind
+from ..ir.actions import Action, Channel, Kind
 from ..simulation.channels import ChannelState, LinkRates, make_channel_states
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..graph import Loads, Pipeline
-from ..ir.schedule import Channel
+from ..ir.actions import Channel
 
 #: Relative tolerance of times and of transferred shares: smaller differences are rounding errors.
 TOLERANCE = 1e-12

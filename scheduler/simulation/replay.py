@@ -10,7 +10,8 @@ from functools import cached_property
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
-from ..ir.schedule import Action, Channel, Kind, Schedule, check_fits
+from ..ir.actions import Action, Channel, Kind
+from ..ir.schedule import Schedule, check_fits
 from .channels import TOLERANCE, ChannelState, LinkRates, StageTransfer, make_channel_states
 from .dependencies import describe_cycle
 

@@ -7,7 +7,8 @@ from collections import Counter
 from reshard.errors import ScheduleError
 
 from ..graph import Pipeline, check_limit
-from ..ir.schedule import Action, Channel, Kind, Schedule, check_fits
+from ..ir.actions import Action, Channel, Kind
+from ..ir.schedule import Schedule, check_fits
 from .replay import simulate
 
 #: An error text shows this many actions of the row before and after the wrong action.

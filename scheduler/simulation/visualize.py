@@ -7,7 +7,8 @@ from html import escape
 
 from reshard.errors import ArgumentError
 
-from ..ir.schedule import Kind, Schedule
+from ..ir.actions import Kind
+from ..ir.schedule import Schedule
 from .replay import PipelineTimeline
 
 _COLOURS = {Kind.F: "#4c8bd6", Kind.B: "#d98a3d", Kind.I: "#d98a3d", Kind.W: "#8bb56a"}

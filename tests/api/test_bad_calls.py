@@ -55,7 +55,6 @@ HOSTS = Topology((0, 0, 1, 1))
         (lambda: reshard.read_topology(5), "cannot read 5"),
         (lambda: reshard.plan_to_json(str(PLAN)), "needs a Plan, not str"),
         (lambda: reshard.plan_to_html(str(PLAN)), "needs a Plan, not str"),
-        (lambda: reshard.plan_to_networkx(str(PLAN)), "needs a Plan, not str"),
         (lambda: reshard.topology_to_json(5), "needs a Topology, not int"),
         (lambda: parse_policy(5), "not int"),
         (lambda: HOSTS.first("2"), "count is '2'; it must be an integer from 0 to 4,194,304"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import networkx as nx
 import pytest
 
-from reshard import Layout, Mesh, Topology, make_plan, plan_to_networkx
+from reshard import Layout, Mesh, Topology, make_plan
 
 
 @pytest.mark.parametrize("strategy", ["send_recv", "broadcast", "multicast", "local_all_gather"])
@@ -13,7 +13,7 @@ def test_every_destination_is_reached_by_data_edges_from_a_holder(strategy):
     src, dst = Layout(Mesh.of("4"), "S0 R"), Layout(Mesh.of("2x4", first_rank=4), "R R")
     topology = Topology.uniform([rank // 4 for rank in range(12)])
     plan = make_plan(src, dst, (64, 8), "float32", topology=topology, strategy=strategy)
-    graph = plan_to_networkx(plan)
+    graph = plan.to_networkx()
     assert nx.is_directed_acyclic_graph(graph)
     between, inside, _ = plan.bytes_moved()
     sums = {True: 0, False: 0}

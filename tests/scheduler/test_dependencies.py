@@ -16,7 +16,6 @@ from reshard.scheduler import (
     gpipe,
     one_f_one_b,
     parse_schedule,
-    schedule_to_networkx,
     simulate,
     zb_h1,
 )
@@ -37,7 +36,7 @@ def test_critical_path_is_as_long_as_the_simulation_without_contention(build, nu
 
 
 def test_graph_has_the_documented_attributes():
-    graph = schedule_to_networkx(one_f_one_b(PIPELINE, 7), PIPELINE)
+    graph = one_f_one_b(PIPELINE, 7).to_networkx(PIPELINE)
     assert nx.is_directed_acyclic_graph(graph)
     assert {graph.nodes[node]["kind"] for node in graph} == {"F", "B", "transfer"}
     assert all({"kind", "row", "microbatch", "seconds", "text"} <= set(graph.nodes[node]) for node in graph)

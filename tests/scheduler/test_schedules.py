@@ -11,8 +11,9 @@ from hypothesis import given, settings, strategies as st
 
 from reshard.errors import ArgumentError, ReshardError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
+from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.communication import add_transfers
-from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
 from reshard.scheduler.passes.overlap import apply_passes, block_transfers, defer_recvs, overlap_transfers
 from reshard.scheduler.runtime.tied_params import TiedParameter

@@ -12,7 +12,8 @@ import pytest
 
 from reshard.errors import ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
-from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.ir.actions import Action, Kind
+from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import parse_schedule
 from reshard.scheduler.passes.overlap import block_transfers, defer_recvs, overlap_transfers
 from reshard.scheduler.schedules.classic import (

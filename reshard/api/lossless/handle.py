@@ -8,7 +8,7 @@ from typing import Any
 from reshard.api.lossless.transfer import LosslessReport
 from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.errors import ReshardError
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 
 
 class LosslessHandle(ConfirmedHandle):

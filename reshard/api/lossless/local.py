@@ -13,7 +13,7 @@ from reshard.api.lossless.encoding import EncodedBucket, decode_bucket, digest_r
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.errors import DisagreementError
 from reshard.formatting import describe_ranks
-from reshard.planner.callers import caller_level
+from reshard.public_api import caller_level
 from reshard.runtime.array_bytes import contiguous
 from reshard.sharding import Layout, Mesh, TensorSpec
 

@@ -27,7 +27,7 @@ from reshard.coordination import (
 )
 from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
-from reshard.planner.callers import caller_level
+from reshard.public_api import caller_level
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.

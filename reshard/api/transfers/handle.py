@@ -14,7 +14,7 @@ from reshard.coordination import Channel, Monitor, call_at_exit
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
 from reshard.formatting import describe_ranks
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cuda.stream import Mark, StreamTransfers
 from reshard.timeouts import check_wait_timeout

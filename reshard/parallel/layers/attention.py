@@ -11,7 +11,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import Span, balanced_spans, chunk_spans, intersect, size_of

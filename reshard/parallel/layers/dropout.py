@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, size_of

@@ -11,7 +11,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 from reshard.runtime.gradient_sums import declare_sums
 from reshard.runtime.weight_grad_store import later_tasks
 

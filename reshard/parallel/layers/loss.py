@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
-from reshard.planner.callers import not_compiled
+from reshard.public_api import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of

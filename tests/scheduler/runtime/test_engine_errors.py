@@ -14,7 +14,8 @@ import torch
 from reshard import Layout, Mesh, Topology
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, ScheduleError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, gpipe, one_f_one_b
-from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.ir.actions import Action, Kind
+from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.runtime import engine as engine_module
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter

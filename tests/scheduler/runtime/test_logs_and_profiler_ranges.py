@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from reshard.scheduler import zb_h1
-from reshard.scheduler.ir.schedule import Channel
+from reshard.scheduler.ir.actions import Channel
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.observe import find_observer
 from reshard.testing import run_processes

@@ -8,7 +8,8 @@ from torch import nn
 
 from reshard import ArgumentError, Layout, Mesh
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput
-from reshard.scheduler.ir.schedule import Action, Kind, Schedule
+from reshard.scheduler.ir.actions import Action, Kind
+from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.runtime.engine import Engine
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes

@@ -1,13 +1,40 @@
-"""Adapt public functions to their callers: exclude them from torch.compile, and let warnings name the caller's line."""
+"""What public names share: import on first use, exclusion from torch.compile, warnings at the line of the caller."""
 
 from __future__ import annotations
 
+import ast
 import functools
+import importlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+
+def public_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
+    """The names that the ``.pyi`` file of a package imports, and a ``__getattr__`` that imports each on first use.
+
+    Args:
+        package: ``__name__`` of the package.
+        file: ``__file__`` of the package. The stub is beside it.
+    """
+    module_of = {
+        alias.name: f"{'.' * node.level}{node.module}"
+        for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    def import_name(name: str) -> Any:
+        if name not in module_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(module_of[name], package), name)
+        setattr(sys.modules[package], name, value)
+        return value
+
+    return sorted(module_of), import_name
 
 
 def not_compiled(function: F) -> F:

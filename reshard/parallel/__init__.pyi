@@ -1,0 +1,14 @@
+from .choice import GridChoice as GridChoice, GridPrice as GridPrice, choose_grid as choose_grid
+from .conversion import Conversion as Conversion, parallelize as parallelize, register as register
+from .gradients import sync_gradients as sync_gradients
+from .grid import Grid as Grid
+from .grid_change import relayout as relayout
+from .layers.attention import Heads as Heads
+from .layers.dropout import Dropout as Dropout
+from .layers.embedding import Embedding as Embedding, PositionEmbedding as PositionEmbedding
+from .layers.linear import Linear as Linear, multiply as multiply
+from .layers.loss import CrossEntropy as CrossEntropy
+from .layers.norms import LayerNorm as LayerNorm, RMSNorm as RMSNorm
+from .overlap import sync_during_backward as sync_during_backward
+from .state import plain_state_dict as plain_state_dict
+from .transformer import TransformerSizes as TransformerSizes
