@@ -24,13 +24,13 @@ from reshard.planner.multicast.strategy import (
 )
 from reshard.planner.multicast.workload import Workload
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.branch_and_bound import broadcast_search_briefly
+from reshard.planner.strategies.branch_and_bound import search_briefly
 from reshard.planner.strategies.direct import local_cuts
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
-#: All candidates by name. A plan made by a variant of multicast is named "multicast".
+#: All candidates by name.
 CANDIDATES: dict[str, Strategy] = {
     **STRATEGIES,
     "multicast_near": multicast_near,
@@ -42,6 +42,15 @@ _VARIANTS: dict[str, dict[str, bool]] = {
     "multicast": {},
     "multicast_near": {"near_first": True},
     "multicast_from_partners": {"keeps_partners": True},
+}
+#: Steps of broadcast_search; both orders are tried. The full search takes much longer and is rarely better.
+_SEARCHES = {"broadcast_search": 100, "broadcast_search_longer": 400}
+#: Names of plans made by variants.
+_NAMES = {
+    "multicast_near": "multicast",
+    "multicast_from_partners": "multicast",
+    "multicast_from_fast": "multicast",
+    "broadcast_search_longer": "broadcast_search",
 }
 #: Relative difference in time below which two plans count as equally fast; the one with fewer messages wins.
 _MARGIN = 0.005
@@ -119,7 +128,7 @@ class _Choice:
             if floor <= self.seconds * (1 - _MARGIN) and not self.is_ruled_out(name):
                 self.compare(name, *self.plan(name))
         assert self.best is not None
-        return "multicast" if self.name.startswith("multicast") else self.name, self.best
+        return _NAMES.get(self.name, self.name), self.best
 
     def multicast_beats_direct(self) -> bool:
         """Whether multicast is sure to be faster than send_recv. If so, send_recv is not planned."""
@@ -164,7 +173,7 @@ class _Choice:
                     continue
                 most = most if self.num_ranks <= _FEW_RANKS else _MAX_SEARCHED_REGIONS
             if len(problem) <= most and (name != "broadcast_size" or problem.holders.shape[1] > 1):
-                yield name, floors.of_broadcasts
+                yield from ((each, floors.of_broadcasts) for each in (_SEARCHES if name in _SEARCHES else [name]))
         if num_receivers.max(initial=0) > 1 and int((num_receivers**2).sum()) <= _MAX_GATHERED:
             yield "local_all_gather", floors.of_gathers(num_receivers)
             yield "global_all_gather", floors.of_gathers(num_receivers)
@@ -194,8 +203,8 @@ class _Choice:
 
     def choose(self, name: str) -> Routes | Transfers:
         """Run the strategy with this name; variants of multicast share one workload."""
-        if name == "broadcast_search":  # the full search is rarely better, and takes much longer
-            return broadcast_search_briefly(self.problem)
+        if name in _SEARCHES:
+            return search_briefly(self.problem, _SEARCHES[name])
         if name not in _VARIANTS or has_many_hosts(self.problem):
             return CANDIDATES[name](self.problem)
         if name == "multicast" and self.takes_near_chunks:

@@ -23,7 +23,7 @@ from . import checkpoint
 from .dry_run import DryRun, Shard
 from .feeding import Feeder
 from .gradients import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
-from .partition.batches import BatchOutline, take_filler, take_rows
+from .partition.batches import BatchOutline, take_rows, take_unused_row
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines, restore_training_state
@@ -335,7 +335,7 @@ class PipelineEngine:
                 for stage, fed in feed.items():
                     if not own and self._rows_without(stage):
                         fillers.append((stage, microbatch))
-                        fed.append(take_filler(named, outline, graph.inputs[stage], not is_local))
+                        fed.append(take_unused_row(named, outline, graph.inputs[stage], not is_local))
                     else:
                         fed.append(take_rows(named, outline, graph.inputs[stage], source))
             inputs = StepInputs(feed, weights, scale / outline.rows, train, fillers)

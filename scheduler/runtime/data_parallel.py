@@ -134,7 +134,7 @@ def is_sharded(pipeline: Pipeline, stage: int) -> bool:
     return any(shards.local_shape(rank) != shards.shape for shards in sides for rank in shards.layout.ranks)
 
 
-def warn_of_drift(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> None:
+def warn_if_replicas_diverge(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> None:
     """Warn if ranks of a stage see different data and nothing sums their gradients: their parameters would diverge."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     plain = [each for each in parameters if not hasattr(each, "to_local")]

@@ -47,7 +47,7 @@ from .compression import (
     find_scatters,
     measure_codecs,
 )
-from .data_parallel import LossShards, check_frozen, fsdp_ranks, warn_of_drift
+from .data_parallel import LossShards, check_frozen, fsdp_ranks, warn_if_replicas_diverge
 from .engine_arguments import (
     EngineOptions,
     agree_on_arguments,
@@ -157,7 +157,7 @@ class Engine:
         used = (*(0,) * (schedule.num_microbatches - 1), len(pipelines) - 1)
         self._program = self.make_program(schedule, pipelines, used)
         for stage, run in self._stages.items():
-            warn_of_drift(pipeline, stage, run.module)
+            warn_if_replicas_diverge(pipeline, stage, run.module)
         replicas = self._make_replicas(modules)
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()

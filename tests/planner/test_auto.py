@@ -99,7 +99,7 @@ def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
         floor = floor_of_transfers(problem, complete(problem, CANDIDATES[name](problem)))
         assert Floors(problem).of_broadcasts == pytest.approx(floor, rel=1e-9)
         monkeypatch.setitem(CANDIDATES, name, None)
-    monkeypatch.setattr("reshard.planner.auto.broadcast_search_briefly", None)
+    monkeypatch.setattr("reshard.planner.auto.search_briefly", None)
     make_plan(src, dst, (8192, 8192), "float32", topology=topology)
 
 

@@ -11,8 +11,6 @@ from reshard.planner.strategies.trees import along_trees
 
 #: Limit on search steps. A time limit would give different orders on different ranks.
 SEARCH_STEPS = 20_000
-#: The same for a brief search, which always finds one order.
-BRIEF_STEPS = 100
 #: With more classes of regions each step is so slow that the greedy order is better.
 MAX_CLASSES = 400
 
@@ -26,15 +24,11 @@ def broadcast_search(problem: Problem) -> Routes:
     below the best order so far. The search ends after 20,000 steps. Source: the 2023 cross-mesh resharding study, which
     uses a time limit instead.
     """
-    return _search(problem, SEARCH_STEPS)
+    return search_briefly(problem, SEARCH_STEPS)
 
 
-def broadcast_search_briefly(problem: Problem) -> Routes:
-    """Like :func:`broadcast_search`, but end after 100 steps, or after the first order if that takes more."""
-    return _search(problem, BRIEF_STEPS)
-
-
-def _search(problem: Problem, num_steps: int) -> Routes:
+def search_briefly(problem: Problem, num_steps: int) -> Routes:
+    """Like :func:`broadcast_search`, but end after ``num_steps`` steps, or after the first order if that takes more."""
     queues, rank_port = port_classes(problem)
     if len(queues) > MAX_CLASSES:
         return broadcast_greedy(problem)

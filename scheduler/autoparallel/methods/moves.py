@@ -36,11 +36,11 @@ def _moved_cuts(stages: Stages) -> Iterator[Stages]:
                 continue
             cut = left.end_layer + step
             before = left.choices[:step] if step < 0 else left.choices + (left.choices[-1],) * step
-            behind = (right.choices[0],) * -step + right.choices if step < 0 else right.choices[step:]
+            after = (right.choices[0],) * -step + right.choices if step < 0 else right.choices[step:]
             yield (
                 *stages[: at - 1],
                 replace(left, end_layer=cut, choices=before),
-                replace(right, first_layer=cut, choices=behind),
+                replace(right, first_layer=cut, choices=after),
                 *stages[at + 1 :],
             )
 

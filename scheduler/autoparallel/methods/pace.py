@@ -303,11 +303,11 @@ def _port_seconds(problem: Problem, begin: int, end: int) -> tuple[float, float]
     parts = cluster.hosts_of(begin, end)
     starts_host, ends_host = begin in cluster.host_starts, end in cluster.host_ends
     before = starts_host and begin > 0
-    behind = ends_host and end < cluster.num_ranks
+    after = ends_host and end < cluster.num_ranks
     rate = sum(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
-    is_shared = len(parts) == 1 and before != behind and not (starts_host and ends_host)
+    is_shared = len(parts) == 1 and before != after and not (starts_host and ends_host)
     per_byte = 1.0 / rate / (SHARED_PORT if is_shared else 1.0)
-    return per_byte * before, per_byte * behind
+    return per_byte * before, per_byte * after
 
 
 def _bound_factors(

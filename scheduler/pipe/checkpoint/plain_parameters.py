@@ -41,7 +41,7 @@ class PlainParameter:
         return JoinedTensor(tensors, self.is_transposed)
 
 
-def divide_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[str, torch.Tensor]]:
+def named_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[str, torch.Tensor]]:
     """The parameters of a stage, each under all of its names, and its persistent buffers."""
     state = {unwrapped_name(name): value for name, value in without_ddp(module).state_dict(keep_vars=True).items()}
     found = []

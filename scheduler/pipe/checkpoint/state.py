@@ -14,7 +14,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ...runtime.compression import StageSums
-from .plain_parameters import PlainParameter, divide_state
+from .plain_parameters import PlainParameter, named_state
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainingState:
         """Parameters and persistent buffers, with their names in the whole model."""
         found: list[tuple[str, torch.Tensor]] = []
         for stage, module in self.modules.items():
-            parameters, buffers = divide_state(module)
+            parameters, buffers = named_state(module)
             found += [
                 (each.name, each.join(each.parameters))
                 for each in parameters
@@ -55,7 +55,7 @@ class TrainingState:
     def optimized_parameters(self, for_save: bool = False) -> list[tuple[PlainParameter, dict[str, Any]]]:
         """``(parameter, parameter group)`` of each parameter in the optimizer; a tied one once per name."""
         groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
-        every = [(stage, each) for stage, module in self.modules.items() for each in divide_state(module)[0]]
+        every = [(stage, each) for stage, module in self.modules.items() for each in named_state(module)[0]]
         return [
             (each, groups[id(each.parameters[0])])
             for stage, each in every
@@ -84,7 +84,7 @@ def check_objects(state: TrainingState, method: str) -> None:
     if not isinstance(getattr(state.optimizer, "param_groups", None), list):
         raise ArgumentError(f"optimizer is {type(state.optimizer).__name__}, which has no param_groups")
     modules = state.modules.values()
-    own = {id(part) for module in modules for each in divide_state(module)[0] for part in each.parameters}
+    own = {id(part) for module in modules for each in named_state(module)[0] for part in each.parameters}
     foreign = [each for group in state.optimizer.param_groups for each in group["params"] if id(each) not in own]
     if foreign:
         raise ArgumentError(

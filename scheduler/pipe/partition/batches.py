@@ -183,7 +183,7 @@ def take_rows(batch: Batch, outline: BatchOutline, names: Sequence[str], rows: r
     return taken
 
 
-def take_filler(batch: Batch, outline: BatchOutline, names: Sequence[str], is_whole: bool) -> dict[str, Any]:
+def take_unused_row(batch: Batch, outline: BatchOutline, names: Sequence[str], is_whole: bool) -> dict[str, Any]:
     """The named entries with one row that does not count: the first row of a whole batch, otherwise ones."""
     if is_whole:
         return take_rows(batch, outline, names, range(1))
