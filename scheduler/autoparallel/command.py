@@ -45,7 +45,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "graph",
-        help="JSON of a LayerGraph, or transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257",
+        help="JSON of a LayerGraph, or transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257; "
+        "tied=1 if the head shares the table of the embedding",
     )
     add("--topology", required=True, help=f"{', '.join(MACHINES)}, or a JSON or YAML file of hosts")
     add("--devices", type=int, help="number of devices (default: all of the topology)")
@@ -144,11 +145,14 @@ def _read_graph(text: str) -> LayerGraph:
     values: dict[str, Any] = {}
     for part in sizes.split(","):
         name, _, value = part.partition("=")
-        if name not in ("layers", "hidden", "heads", "sequence", "vocabulary") or not value.isdecimal():
+        if name == "tied" and value in ("0", "1"):
+            values[name] = value == "1"
+        elif name in ("layers", "hidden", "heads", "sequence", "vocabulary") and value.isdecimal():
+            values[name] = int(value)
+        else:
             raise ArgumentError(
-                f"{part!r} of {text!r} must be layers, hidden, heads, sequence or vocabulary = a number"
+                f"{part!r} of {text!r} must be layers, hidden, heads, sequence or vocabulary = a number, or tied=1"
             )
-        values[name] = int(value)
     missing = sorted({"layers", "hidden", "heads", "sequence"} - set(values))
     if missing:
         raise ArgumentError(f"{text!r} lacks {', '.join(missing)}")

@@ -203,6 +203,7 @@ class LayerGraph:
         heads: int,
         sequence: int,
         vocabulary: int = 0,
+        tied: bool = False,
         dtype: str = "bfloat16",
         name: str = "transformer",
     ) -> LayerGraph:
@@ -210,14 +211,16 @@ class LayerGraph:
 
         Work and memory follow Korthikanti et al. ("Reducing Activation Recomputation in Large Transformer Models",
         2022) for 2-byte activations, without the memory of attention scores, which a fused kernel does not keep. With
-        ``vocabulary=0`` there is neither an embedding nor a head. Layers are named as those of ``GPT`` in
-        ``reshard.scheduler.training``.
+        ``vocabulary=0`` there is neither an embedding nor a head. With ``tied``, both share one table. Layers are named
+        as those of ``GPT`` in ``reshard.scheduler.training``.
         """
         for what, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("sequence", sequence)):
             if type(value) is not int or value < 1:
                 raise ArgumentError(f"{what} of a transformer is {value!r}; it must be a positive integer")
         if type(vocabulary) is not int or vocabulary < 0:
             raise ArgumentError(f"vocabulary of a transformer is {vocabulary!r}; it must be an integer of at least 0")
+        if tied and not vocabulary:
+            raise ArgumentError("a transformer with a tied head needs a vocabulary of at least 1; it is 0")
         if hidden % heads:
             raise ArgumentError(f"{heads} heads do not divide hidden={hidden} of a transformer evenly")
         size = ITEMSIZE[dtype_name(dtype)]
@@ -258,7 +261,8 @@ class LayerGraph:
                 1, float(stream), LayerSizes(hidden, sequence, ((hidden, vocabulary),), num_norms=1),
             )  # fmt: skip
             made = [first, *made, last]
-        return cls.chain(made, [(1, sequence, hidden)] * (len(made) - 1), dtype=dtype, name=name)
+        graph = cls.chain(made, [(1, sequence, hidden)] * (len(made) - 1), dtype=dtype, name=name)
+        return replace(graph, ties=(((0, layers + 1), vocabulary * hidden),)) if tied else graph
 
     @cached_property
     def is_chain(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -336,8 +337,23 @@ def test_the_command_prints_and_writes_a_strategy(tmp_path, capsys):
     for arguments, text in (
         ([str(tmp_path / "graph.json"), *rest], "pass either --profile (measured times) or --flops"),
         (["transformer:layers=2", *rest, "--flops", "1e12"], "lacks heads, hidden, sequence"),
+        (["transformer:layers=2,hidden=8,heads=2,sequence=4,tied=1", *rest, "--flops", "1e12"], "needs a vocabulary"),
         ([str(tmp_path / "none.json"), *rest, "--flops", "1e12"], "there is no file"),
         ([str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--keep", "tp"], "must be NAME=NUMBER"),
     ):
         assert main(["search", *arguments]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_stages_sum_the_gradients_of_a_tied_head_and_one_stage_keeps_one_table(capsys):
+    from reshard.cli.main import main
+
+    sizes = "transformer:layers=2,hidden=64,heads=2,sequence=16,vocabulary=5000"
+    rest = ["--topology", "tcp", "--memory", "1GB", "--rows", "8", "--flops", "1e12", "--keep", "tp=1"]
+    states = []
+    for tied in (0, 1):
+        assert main(["search", f"{sizes},tied={tied}", *rest, "--devices", "1"]) == 0
+        states.append(float(re.search(r"states ([\d.]+) MiB", capsys.readouterr().out)[1]))
+        assert main(["search", f"{sizes},tied={tied}", *rest, "--devices", "2", "--method", "pure"]) == 0
+        assert ("s over stages" in capsys.readouterr().out) == bool(tied)
+    assert states[0] - states[1] == pytest.approx(5000 * 64 * 16 / 2**20, rel=0.01)
