@@ -142,7 +142,7 @@ def check_no_aliasing(
     names: Sequence[str | None],
     role: str = "a source",
 ) -> None:
-    """Raise ArgumentError if a destination overlaps a source, another destination or itself in memory.
+    """Raise ArgumentError if a destination overlaps a source, another destination or itself, or is a lazy view.
 
     Args:
         names: names of the tensors; None or "" for a single unnamed tensor. role: what ``src`` is, for the error.
@@ -152,9 +152,13 @@ def check_no_aliasing(
     src_ranges = [_address_range(array) for array in filled]
     outs: list[tuple[int, int, torch.Tensor, str]] = []  # start address, end address, array, name in the error
     for array, name in zip(dst, names, strict=True):
-        if array is None or not array.numel():
+        if array is None:
             continue
         what = f"out of {name!r}" if name else "out"
+        if array.is_conj() or array.is_neg():  # also without elements: such a view has no bytes to write
+            raise ArgumentError(f"{what} is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
+        if not array.numel():
+            continue
         if array.untyped_storage().data_ptr() in src_storages:
             raise ArgumentError(f"{what} shares storage with {role}; pass separate storage")
         start, stop = _address_range(array)
@@ -162,8 +166,6 @@ def check_no_aliasing(
             raise ArgumentError(f"{what} shares memory with {role}; pass separate memory")
         if has_overlapping_elements(array):
             raise ArgumentError(f"{what} has overlapping elements: its strides are {array.stride()}")
-        if array.is_conj() or array.is_neg():
-            raise ArgumentError(f"{what} is a conjugated or negated view; pass out.resolve_conj().resolve_neg()")
         outs.append((start, stop, array, what))
     outs.sort(key=lambda one: one[:2])
     active: list[tuple[int, int, torch.Tensor, str]] = []  # earlier outs whose address range overlaps the next one

@@ -209,14 +209,8 @@ def _cases(rank):
             "holds only",
         ),
         "staging_bytes too small": (valid | {"staging_bytes": 10}, "at least 65536"),
-        "topology of the wrong kind on one rank": (
-            valid | {"topology": "x" if rank == 1 else None},
-            "must be a Topology",
-        ),
-        "strategy of the wrong kind on one rank": (
-            valid | {"strategy": [] if rank == 2 else None},
-            "name or a function",
-        ),
+        "topology of a wrong kind on rank 1": (valid | {"topology": "x" if rank == 1 else None}, "must be a Topology"),
+        "strategy of a wrong kind on rank 2": (valid | {"strategy": [] if rank == 2 else None}, "name or a function"),
         "shape of floats on one rank": (
             valid | {"shape": (6.5, 4) if rank == 3 else None},
             "not a sequence of integers",
@@ -228,6 +222,10 @@ def _cases(rank):
         "conjugated out": (
             valid | {"out": torch.zeros(6, 2, dtype=torch.complex64).conj() if rank == 3 else None},
             "conjugated",
+        ),
+        "negated out without elements": (
+            valid | {"tensor": shard[:0] if rank < 2 else None, "out": torch._neg_view(out[:0]) if rank == 3 else None},
+            "rank 3: out is a conjugated",
         ),
         "missing destination": (valid | {"dst_mesh": None}, "dst_mesh is missing"),
         "timeout that is not a number": (valid | {"timeout_seconds": float("nan")}, "timeout_seconds is nan"),
