@@ -116,7 +116,7 @@ class WeightSync:
         """Send a version. All ranks of the layouts must call it.
 
         Args:
-            tensors: this rank's source shards by name; None outside the source.
+            tensors: this rank's source shards by name; None outside the source, also in place of one shard.
             out: this rank's destination shards by name, which must hold the last version; None outside the destination.
                 They change only after all ranks have received their data.
             version: number of the new version, the same on all ranks.
@@ -141,9 +141,9 @@ class WeightSync:
                 self.version = None
                 raise
             base, self.version = self.version, None  # until all ranks hold the new version
-            self._keep_base(tensors, {} if because else data)
             failure = None
             try:
+                self._keep_base(tensors, {} if because else data)
                 if out is not None:
                     mark_written(out.values())
                     self._apply(received, out, entries)
@@ -274,11 +274,15 @@ class WeightSync:
             for name, bucket in differences.items():
                 decode_bucket(self._buckets[name], bucket, self._base, "src", with_digest=False)
             return
-        for name, tensor in (tensors or {}).items():
-            if name in self._base:
-                self._base[name].copy_(tensor)
+        for spec in self._specs:
+            if self._group.rank not in spec.src.ranks:
+                continue
+            assert tensors is not None and spec.name is not None
+            tensor = tensors[spec.name]
+            if spec.name in self._base:
+                self._base[spec.name].copy_(tensor)
             else:
-                self._base[name] = tensor.detach().clone()
+                self._base[spec.name] = tensor.detach().clone()
 
     def _find_lost(self, out: Shards | None) -> str | None:
         """The first bucket whose last version this rank's destination shards do not hold; None if they hold all."""

@@ -118,3 +118,19 @@ def _sync_with_an_empty_shard(rank):
 
 def test_ranks_with_empty_shards_take_part():
     run_processes(_sync_with_an_empty_shard, 4)
+
+
+def _sync_from_some_ranks_each(rank):
+    """Each tensor has one source rank; the other passes None for it, or leaves it out."""
+    alone = [Layout(Mesh.of("1", first_rank=each)) for each in range(2)]
+    sync = WeightSync({"a": alone[0], "b": alone[1]}, Layout(Mesh.of("3")), {"a": (6,), "b": (6,)}, "float32")
+    out = {"a": torch.zeros(6), "b": torch.zeros(6)}
+    for version in (1, 2, 3):
+        held = {name: torch.full((6,), version + each + 0.5) for each, name in enumerate("ab") if rank == each}
+        sync(held if version == 3 else {"a": None, "b": None} | held, out, version=version)
+        assert out["a"].tolist() == [version + 0.5] * 6 and out["b"].tolist() == [version + 1.5] * 6
+    return sync.version
+
+
+def test_a_rank_may_hold_some_of_the_tensors():
+    assert run_processes(_sync_from_some_ranks_each, 3, timeout_seconds=30) == [3] * 3
