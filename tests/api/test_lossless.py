@@ -19,6 +19,7 @@ from reshard import (
     Mesh,
     RankLostError,
     RemoteError,
+    ResourceError,
     Topology,
     VerificationError,
 )
@@ -180,6 +181,27 @@ def _repeat(rank):
 
 def test_a_mover_repeats_differences_and_a_base_is_never_overwritten():
     run_processes(_repeat, 5)
+
+
+def _repeat_beside_a_rank_without_elements(rank):
+    rows, columns = Layout(Mesh.of("3"), "S0 R"), Layout(Mesh.of("3"), "R S0")
+    plan, whole = reshard.make_plan(rows, columns, (2, 2), "bfloat16"), torch.arange(4.0).bfloat16().reshape(2, 2)
+    for codec in ("delta", "bf16-lossless"):
+        with reshard.Mover(plan, compression=codec, timeout_seconds=20) as mover:
+            for _ in range(2):
+                assert same_bytes(mover(take_shard(rows, rank, whole)), take_shard(columns, rank, whole))
+
+    def fail(*_args, **_options):
+        raise ResourceError("rank 0: no descriptors")
+
+    with pytest.MonkeyPatch.context() as patched, reshard.Mover(plan, compression="delta") as mover:
+        patched.setattr("reshard.api.lossless.repeated.plan_tensors", fail)
+        with pytest.raises(ResourceError, match="rank 0: no descriptors; every out is unchanged"):
+            mover(take_shard(rows, rank, whole))
+
+
+def test_a_mover_repeats_differences_beside_a_rank_without_elements():
+    run_processes(_repeat_beside_a_rank_without_elements, 3, timeout_seconds=60)
 
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])

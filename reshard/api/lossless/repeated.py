@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
+
 from reshard.api.lossless.handle import LosslessHandle
 from reshard.api.lossless.transfer import Arrays, CallArrays, LosslessTransfer, check_dtypes
 from reshard.api.memory_in_use import note_wait
@@ -85,9 +87,7 @@ class LosslessTransfers:
             verify=self._verify,
         )
         report = transfer.offer(failure)
-        inner = self._find_inner(transfer)
-        sent, received = transfer.arrays(self._capacities)
-        started = inner.start_checked(sent, received, lambda: None)
+        started, received = self._start_buckets(transfer)
 
         def complete(error: ReshardError | None) -> None:
             try:
@@ -116,6 +116,23 @@ class LosslessTransfers:
                 check_base(bases[name], sources[name], what, self._channel.group.rank)
         role = "a base, which the transfer must not change"
         check_no_aliasing([bases[name] for name in names], [targets[name] for name in names], names, role)
+
+    def _start_buckets(self, transfer: LosslessTransfer) -> tuple[Handle, list[torch.Tensor | None]]:
+        """The handle of this rank's part of the transfer, and the buffers that receive its buckets.
+
+        An error is raised when the ranks confirm the transfer: a rank without buckets learns of it only then.
+        """
+        own = Handle(self._channel, self._channel.generation, lambda: None)
+        if transfer.is_idle:
+            own.succeed()
+            return own, transfer.arrays()[1]
+        try:
+            inner = self._find_inner(transfer)
+        except ReshardError as error:
+            own.stop(error)
+            return own, transfer.arrays()[1]
+        sent, received = transfer.arrays(self._capacities)
+        return inner.start_checked(sent, received, lambda: None), received
 
     def _find_inner(self, transfer: LosslessTransfer) -> InnerMover:
         """A Mover whose buffers hold the buckets. It is kept while they are not much larger than needed."""

@@ -129,6 +129,11 @@ class LosslessTransfer:
         return LosslessReport(base, because, sum(size for size, _, _ in self._entries.values()), plain)
 
     @property
+    def is_idle(self) -> bool:
+        """Whether this rank sends and receives no bucket, for example because its shards are empty."""
+        return not any(self._rank in (*bucket.holders, *bucket.receivers) for bucket in self._buckets.values())
+
+    @property
     def sizes(self) -> dict[str, int]:
         """Bytes of each bucket."""
         return {name: size for name, (size, _, _) in self._entries.items()}
