@@ -17,7 +17,7 @@ from reshard.api.lossless.transfer import Arrays
 from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.mover_arrays import MoverArrays
 from reshard.api.options import check_coding, check_device_type, check_verify
-from reshard.api.tensor_checks import check_no_aliasing, detach_source
+from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.transfers import Handle, QueuedTransfers, StreamedTransfers
 from reshard.coordination import (
     Owner,
@@ -195,7 +195,9 @@ class Mover:
 
         def read() -> tuple[Arrays, Arrays, Arrays, Arrays]:
             src = self._arrays.sources(self.plan.by_tensor(tensor))
-            bases = [one.to_local() if is_dtensor(one) else one for one in self.plan.by_tensor(base)]
+            bases = [
+                wait_for_collective(one.to_local() if is_dtensor(one) else one) for one in self.plan.by_tensor(base)
+            ]
             given.extend(self.plan.by_tensor(out))
             dst = self._arrays.targets(given)
             outs = [None if one is None else array for one, array in zip(given, dst, strict=True)]

@@ -87,13 +87,21 @@ def check_movable(array: Any, what: str, rank: int) -> None:
             f"cuda:{torch.cuda.current_device()}; call torch.cuda.set_device(int(os.environ['LOCAL_RANK'])) first"
         )
     storage = array.untyped_storage()
-    if array.numel() and (storage.device.type == "meta" or storage.data_ptr() == 0):
+    if array.numel() and (storage.device.type == "meta" or not _has_memory(storage)):
         raise ArgumentError(f"{what}: rank {rank} passes a {type(array).__name__} that has no storage")
     needed = (_address_range(array)[1] - storage.data_ptr()) if array.numel() else 0
     if needed > storage.nbytes():
         raise ArgumentError(
             f"{what}: rank {rank} passes a tensor that ends at byte {needed} of a storage of {storage.nbytes()} bytes"
         )
+
+
+def _has_memory(storage: torch.UntypedStorage) -> bool:
+    """Whether a storage has an address; that of a subclass which wraps other tensors, such as DTensor, has none."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def check_dense(array: torch.Tensor, what: str, rank: int) -> None:

@@ -128,7 +128,7 @@ def _check_device(device_type: str, options: Options) -> None:
 
 def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest, Item]:
     what = f"tensor {item.name!r}" if item.name else "the tensor"
-    tensor, dst_dtype = wait_for_collective(item.tensor), item.dst_dtype
+    tensor, base, dst_dtype = wait_for_collective(item.tensor), wait_for_collective(item.base), item.dst_dtype
     shape = local = out = None
     devices = []
     if item.shape is not None:
@@ -164,9 +164,9 @@ def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest,
         out = (list(item.out.shape), dtype_name(item.out.dtype))
         devices.append(item.out.device.type)
         _check_device(item.out.device.type, options)
-    if item.base is not None:
+    if base is not None:
         if options.compression != "delta":
             raise ArgumentError(f"{what}: base= is for compression='delta', not {options.compression!r}")
-        check_base(item.base, tensor, what, rank)
+        check_base(base, tensor, what, rank)
     request = TensorRequest(shape, dtype, dst_dtype, item.src_dtensor is not None, local, out, devices)
-    return request, replace(item, tensor=tensor, dst_dtype=dst_dtype)
+    return request, replace(item, tensor=tensor, base=base, dst_dtype=dst_dtype)

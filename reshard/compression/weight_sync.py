@@ -14,8 +14,9 @@ import xxhash
 from reshard.api.lossless.encoding import decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import exchange_reports
+from reshard.api.memory_in_use import check_unused
 from reshard.api.mover import Mover
-from reshard.api.tensor_checks import check_array, check_no_aliasing, mark_written
+from reshard.api.tensor_checks import check_array, check_no_aliasing, detach_source, mark_written, wait_for_collective
 from reshard.coordination import calling, describe_error, find_channel, find_group
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError, VerificationError
@@ -173,10 +174,10 @@ class WeightSync:
                 raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
             report["version"] = int(version)
             self._check(tensors, out)
+            sources = self._sources(tensors)
             for name, bucket in self._buckets.items():
                 if self._group.rank in bucket.holders:
-                    assert tensors is not None
-                    encoded = encode_bucket(bucket, tensors, base or None)
+                    encoded = encode_bucket(bucket, sources, base or None)
                     data[name] = encoded.data
                     sent = xxhash.xxh3_64(encoded.data.data).intdigest() if base else None
                     report["buckets"][name] = encoded.nbytes, encoded.digest, sent
@@ -194,10 +195,18 @@ class WeightSync:
                 shards = spec.src_shards if side == "src" else spec.dst_shards
                 shape = shards.local_shape(rank) if rank in shards.layout.ranks else None
                 array = None if arrays is None or shape is None else arrays.get(spec.name or "")
+                array = wait_for_collective(array) if side == "src" else array
                 role = "the source" if side == "src" else "the destination"
                 found.append(check_array(array, shape, spec.dtype, role, spec.name, rank))
             given.append(found)
-        check_no_aliasing(given[0], given[1], [spec.name for spec in self._specs])
+        names = [spec.name for spec in self._specs]
+        check_no_aliasing(given[0], given[1], names)
+        check_unused(given[0], given[1], names)
+
+    def _sources(self, tensors: Shards | None) -> dict[str, torch.Tensor]:
+        """The source shards whose bytes this rank encodes: detached, without lazy conjugations or negations."""
+        names = [spec.name or "" for spec in self._specs if self._group.rank in spec.src.ranks]
+        return {name: detach_source(wait_for_collective(tensors[name])) for name in names} if tensors else {}
 
     def _report(self, report: dict[str, Any], purpose: str, held: str | None = None) -> dict[int, Any]:
         """The reports of all ranks; raises the error of the first rank that failed, and says what ranks hold."""
@@ -274,15 +283,11 @@ class WeightSync:
             for name, bucket in differences.items():
                 decode_bucket(self._buckets[name], bucket, self._base, "src", with_digest=False)
             return
-        for spec in self._specs:
-            if self._group.rank not in spec.src.ranks:
-                continue
-            assert tensors is not None and spec.name is not None
-            tensor = tensors[spec.name]
-            if spec.name in self._base:
-                self._base[spec.name].copy_(tensor)
+        for name, tensor in self._sources(tensors).items():
+            if name in self._base:
+                self._base[name].copy_(tensor)
             else:
-                self._base[spec.name] = tensor.detach().clone()
+                self._base[name] = tensor.clone()
 
     def _find_lost(self, out: Shards | None) -> str | None:
         """The first bucket whose last version this rank's destination shards do not hold; None if they hold all."""

@@ -12,6 +12,7 @@ import torch
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
+from reshard.compression import WeightSync
 from reshard.planner.registry import STRATEGIES
 from reshard.testing.processes import LaunchError, RankFailure, run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -119,19 +120,28 @@ def _async_collective(rank):
 
     mesh = init_device_mesh("cpu", (2,))
     given = DTensor.from_local(torch.full((4, 2), rank + 1.0), mesh, [Partial()])
-    array = given.redistribute(placements=[Replicate()], async_op=True).to_local()
-    kind = type(array).__name__
+
+    def start():
+        return given.redistribute(placements=[Replicate()], async_op=True).to_local()
+
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("2"), "S0")
-    moved = reshard.reshard(array, src, dst)
-    with reshard.Mover(reshard.make_plan(src, dst, (4, 2), "float32")) as mover:
-        again = mover(given.redistribute(placements=[Replicate()], async_op=True).to_local())
-    return kind, moved.tolist(), again.tolist()
+    moved = [reshard.reshard(start(), src, dst)]
+    plan = reshard.make_plan(src, dst, (4, 2), "float32")
+    with reshard.Mover(plan) as mover:
+        moved.append(mover(start()))
+    held = torch.full((2, 2), 3.0)
+    moved.append(reshard.reshard(start(), src, dst, compression="delta", base=start(), out=held.clone()))
+    with reshard.Mover(plan, compression="delta") as mover:
+        moved.append(mover(start(), base=start(), out=held.clone()))
+    received = {"w": torch.zeros(2, 2)}
+    WeightSync(src, dst, {"w": (4, 2)}, "float32")({"w": start()}, received, version=1)
+    return type(start()).__name__, [each.tolist() for each in (*moved, received["w"])]
 
 
 def test_source_from_unfinished_collective_is_waited_for():
-    for kind, moved, again in run_processes(_async_collective, 2):
+    for kind, moved in run_processes(_async_collective, 2):
         assert kind == "AsyncCollectiveTensor"
-        assert moved == again == [[3.0, 3.0]] * 2
+        assert moved == [[[3.0, 3.0]] * 2] * 5
 
 
 def test_equal_tracebacks_of_ranks_are_listed_once():

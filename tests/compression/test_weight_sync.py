@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from reshard import Layout, Mesh, Topology
 from reshard.compression import WeightSync
@@ -134,3 +136,19 @@ def _sync_from_some_ranks_each(rank):
 
 def test_a_rank_may_hold_some_of_the_tensors():
     assert run_processes(_sync_from_some_ranks_each, 3, timeout_seconds=30) == [3] * 3
+
+
+def _sync_lazy_conjugates(rank):
+    layout, other = Layout(Mesh.of("2"), "S0"), Layout(Mesh([1, 0], {"x": 2}), "S0")
+    sync, out = WeightSync(layout, other, {"w": (8,)}, "complex64"), {"w": torch.zeros(4, dtype=torch.complex64)}
+    for version in (1, 2):
+        weights = torch.complex(torch.arange(8.0), torch.full((8,), float(version)))
+        sync({"w": weights[4 * rank : 4 * rank + 4].conj()}, out, version=version)
+        assert torch.equal(out["w"], weights.conj()[4 - 4 * rank : 8 - 4 * rank])
+    wrapped = DTensor.from_local(torch.zeros(8, dtype=torch.complex64), init_device_mesh("cpu", (2,)), [Shard(0)])
+    with pytest.raises(ArgumentError, match="rank 0 passes a DTensor that has no storage"):
+        WeightSync(Layout(Mesh.of("2")), other, {"w": (16,)}, "complex64")({"w": wrapped}, out, version=1)
+
+
+def test_weights_may_be_conjugated_lazily_but_not_wrapped():
+    run_processes(_sync_lazy_conjugates, 2)
