@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 import reshard
 from reshard import Layout, Mesh
 from reshard.compression import WeightSync
+from reshard.coordination import Monitor
 from reshard.testing.processes import run_processes
 from tests.support.tensors import result_or_error, whole_tensor
 
@@ -77,6 +80,22 @@ def test_a_result_is_not_used_before_wait(options):
         assert "the source lies in memory that an unfinished transfer writes: call wait()" in texts[0]
         assert "out lies in memory that an unfinished transfer writes: call wait()" in texts[1]
         assert all("out lies in memory that an unfinished transfer reads" in text for text in texts[2:])
+
+
+def _drop_a_handle_while_its_thread_is_slow(rank):
+    source, out = torch.full((4, 4), rank + 1.0), torch.zeros(8, 2, dtype=torch.float64)
+    with pytest.MonkeyPatch.context() as patched:
+        forget = Monitor.forget
+        patched.setattr(Monitor, "forget", lambda self, handle: (forget(self, handle), time.sleep(0.3)))
+        handle = reshard.reshard_async(source, ROWS, COLS, out=out, dst_dtype="float64")
+        while not handle.done():
+            time.sleep(0.001)
+        del handle
+        return reshard.reshard(source, ROWS, COLS, out=out, dst_dtype="float64").tolist()
+
+
+def test_a_dropped_handle_that_is_done_frees_its_result_at_once():
+    assert run_processes(_drop_a_handle_while_its_thread_is_slow, 2) == [[[1.0] * 2] * 4 + [[2.0] * 2] * 4] * 2
 
 
 def _start_twice(rank):

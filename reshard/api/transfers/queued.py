@@ -110,8 +110,15 @@ class QueuedTransfers:
         if self._reuses_staging and self._channel.broken is None and self._group.is_usable():
             self._channel.idle_staging = self._plan.plan_hash, self._staging
 
-    def run(self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]) -> None:
-        """Run a transfer on the thread of the caller, and end its handle."""
+    def run(
+        self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
+    ) -> threading.Event:
+        """Run a transfer on the thread of the caller.
+
+        Returns:
+            The event that ends the handle. After an error it is set already. The caller sets it when it no longer
+            refers to the handle: if its user then drops the handle, nobody will wait for the result.
+        """
         try:
             handle.check()
             self._channel.check_usable(self._generation)
@@ -132,7 +139,7 @@ class QueuedTransfers:
             )
             if digests is not None and self.transport is not None:
                 self._compare(digests, handle, deadline)
-            handle.succeed()
+            handle.ended_at = time.monotonic()
         except VerificationError as error:  # every rank raises the same one, so it needs no report
             handle.stop(error)
         except BaseException as error:
@@ -147,6 +154,7 @@ class QueuedTransfers:
         finally:
             if self.transport is not None:
                 Monitor.of(self._group).forget(handle)
+        return handle._done
 
     @functools.cached_property
     def _hops(self) -> Hops:
@@ -168,8 +176,9 @@ def _serve(jobs: queue.SimpleQueue[Any]) -> None:
         if handle is None:
             transfers.on_thread_end()
             return
-        transfers.run(handle, src, dst)
+        done = transfers.run(handle, src, dst)
         del job, transfers, handle, src, dst
+        done.set()
 
 
 #: Transfers with a thread. A thread that is inside a C++ wait at interpreter shutdown would crash the process.
