@@ -90,7 +90,7 @@ def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array)
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in the byte order of this machine, which codecs need."""
+    """The dtype in the byte order of this machine, in which values are coded and compared."""
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
@@ -358,7 +358,7 @@ def _check_replicas(shards: Mapping[int, Array]) -> None:
 
 def _bytes_of(array: Array) -> Any:
     if isinstance(array, np.ndarray):
-        return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        return np.ascontiguousarray(array, dtype=_native(array.dtype)).reshape(-1).view(np.uint8)
     import torch
 
     from reshard.runtime.array_bytes import contiguous

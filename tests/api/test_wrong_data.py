@@ -327,6 +327,8 @@ def test_reshard_local_compares_replicas():
         reshard.reshard_local({0: np.zeros(4), 1: np.ones(4)}, mesh, dst, shape=(4,))
     out = reshard.reshard_local({0: np.full(4, 1.5), 1: np.full(4, 1.5)}, mesh, dst, shape=(4,), dst_dtype="fp32")[2]
     assert out.dtype == np.float32 and (out == 1.5).all()
+    mixed = {0: np.arange(4, dtype="<i4"), 1: np.arange(4, dtype=">i4")}  # equal elements in two byte orders
+    assert reshard.reshard_local(mixed, mesh, dst, shape=(4,))[2].tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(
