@@ -73,3 +73,8 @@ def is_alive(process_group: Any) -> bool:
 def store_of(process_group: dist.ProcessGroup) -> dist.Store:
     """The store that the ranks of a process group met in."""
     return c10d._get_process_group_store(process_group)
+
+
+def is_in_backward() -> bool:
+    """Whether autograd runs a backward in this thread."""
+    return torch._C._current_graph_task_id() != -1

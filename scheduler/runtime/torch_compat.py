@@ -43,7 +43,6 @@ __all__ = [
     "is_async",
     "is_connection_error",
     "is_fake",
-    "is_in_backward",
     "is_profiling",
     "is_store_error",
     "is_strided_shard",
@@ -93,11 +92,6 @@ def keep_rng(device_type: str) -> Iterator[None]:
 def is_profiling() -> bool:
     """Whether a profiler of torch runs, in any thread."""
     return torch.autograd.profiler._is_profiler_enabled
-
-
-def is_in_backward() -> bool:
-    """Whether autograd runs a backward in this thread."""
-    return torch._C._current_graph_task_id() != -1
 
 
 # Modules

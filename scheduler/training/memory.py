@@ -9,6 +9,8 @@ from unittest import mock
 
 import torch
 
+from reshard.runtime.torch_compat import is_in_backward
+
 from ..autoparallel import Strategy
 from ..runtime import torch_compat
 from .loop import Job, make_loaders, make_optimizer, make_pipe
@@ -51,7 +53,7 @@ class StorageCounter(torch_compat.TorchDispatchMode):
 
     def sample_in_backward(self, *_: Any) -> None:
         """Take a sample if a backward is running."""
-        if torch_compat.is_in_backward():
+        if is_in_backward():
             self.sample()
 
     def sample(self, *_: Any) -> None:

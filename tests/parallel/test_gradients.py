@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from reshard.errors import ArgumentError, DisagreementError
+from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.parallel import (
     Grid,
     overlap,
@@ -291,3 +291,28 @@ def test_deferred_weight_gradients_equal_immediate_ones():
     for is_deferred, error in run_processes(check_split_backward, 2):
         assert is_deferred
         assert error < 1e-12
+
+
+def check_skipped_backward(rank):
+    """Rank 0 skips one backward and goes on. No collective meets one of its peers that differs."""
+    torch.set_num_threads(1)
+    model = parallelize(make_gpt(), Grid.make(1, 2, 2, timeout_seconds=3))
+    tokens, labels = make_batch(4)
+    errors = []
+    for step in range(4):
+        try:
+            loss = model(tokens, labels)
+            if rank > 0 or step != 1:
+                loss.backward()
+            sync_gradients(model)
+            model.zero_grad()
+        except RemoteError as error:
+            errors.append(str(error))
+    return errors
+
+
+def test_ranks_that_wait_for_a_skipped_backward_raise_an_error():
+    for first, second, *_ in run_processes(check_skipped_backward, 4):
+        assert "of a grid failed" in first and second.startswith(
+            "an earlier collective of this grid failed; make a new"
+        )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.runtime.device_mesh import end_with, new_group
+from reshard.runtime.torch_compat import is_in_backward
 
 from .cuts import Span
 
@@ -70,9 +71,12 @@ class Axis:
         self._timeout = timeout
         #: Makes the error to raise after a collective failed; a grid replaces it.
         self.explain: Explain = self._describe
+        #: Errors of collectives; a grid lets its axes share one list. After the first, no collective starts.
+        self.failures: list[ReshardError] = []
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis | None = None
         self._for_sums: Axis | None = None
+        self._for_backwards: Axis | None = None
         #: What ranks do next with their gradients; see :mod:`.turns`.
         self.turns: Any = None
         #: Sums that run during a backward, or that did not end.
@@ -107,15 +111,43 @@ class Axis:
         All ranks of the axis call this.
         """
         if self._for_sums is None:
-            self._for_sums = self.make_twin()
+            self._for_sums = self.make_twin("entered sync_during_backward")
             if self.levels is not None:
                 inside, between = self.levels.inside.for_sums(), self.levels.between.for_sums()
                 self._for_sums.levels = TwoLevelAxis(self.levels.table, inside, between)
         return self._for_sums
 
-    def make_twin(self) -> Axis:
-        """An axis of the same ranks, by a new process group and without levels. All ranks of the axis call this."""
-        return self._make(self.name, range(self.size))
+    def separate_backwards(self) -> None:
+        """Give the collectives of backwards their own process groups. All ranks of the axis call this.
+
+        If a rank skips its backward and goes on, its next collective then does not meet those of the backwards of its
+        peers. Gloo ends the process if two such collectives differ in size, and mixes their data if they do not.
+        """
+        if self.size == 1 or self._for_backwards is not None or dist.get_backend(self.group) != "gloo":
+            return
+        self._for_backwards = self.make_twin("made a grid")
+        if self.levels is not None:
+            self.levels.inside.separate_backwards()
+            self.levels.between.separate_backwards()
+
+    def make_twin(self, called: str) -> Axis:
+        """An axis of the same ranks, by a new process group and without levels. All ranks of the axis call this.
+
+        Args:
+            called: what the ranks do next, for the error.
+
+        Raises:
+            RemoteError: another rank did not call it within the time-out of the axis.
+        """
+        self._check_usable()
+        try:
+            return self._make(self.name, range(self.size))
+        except RuntimeError as error:
+            if isinstance(error, ReshardError):
+                raise
+            late = RemoteError(f"not all of {describe_ranks(self.ranks)} {called} within the time-out: {error}")
+            self.failures.append(late)
+            raise late from error
 
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
         """An axis of the ranks at ``positions``, with a new process group."""
@@ -123,7 +155,7 @@ class Axis:
         group = new_group(ranks, self._timeout, dist.get_backend(self.group))
         axis = Axis(name, group, ranks, positions.index(self.index), self._timeout)
         end_with(axis, [group])
-        axis.explain = self.explain
+        axis.explain, axis.failures = self.explain, self.failures
         return axis
 
     @property
@@ -151,7 +183,7 @@ class Axis:
         else:
             repeated = torch.cat([part] * self.size)
             work = self._start(dist.all_to_all_single, result, repeated, in_group, [len(part)] * self.size)
-        return Pending(work, lambda: self._from_group(result, in_group), self.explain)
+        return Pending(work, lambda: self._from_group(result, in_group), self._explain_failure)
 
     def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
         """Sum the arrays of all ranks. Rank ``i`` keeps ``sizes[i]`` consecutive rows of the sum.
@@ -176,7 +208,7 @@ class Axis:
             return Pending(None, finish)
         array = self._to_group(array, sizes)
         work = self._start(dist.all_to_all_single, received, array, [own] * self.size, self._in_group(sizes))
-        return Pending(work, finish, self.explain)
+        return Pending(work, finish, self._explain_failure)
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
         """All-to-all of flat arrays: rank ``i`` gets the ``i``-th part of each rank, in the order of ranks."""
@@ -189,7 +221,7 @@ class Axis:
         received = sent.new_empty(sum(receive_sizes))
         sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
         work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))
-        return Pending(work, lambda: self._from_group(received, in_group), self.explain)
+        return Pending(work, lambda: self._from_group(received, in_group), self._explain_failure)
 
     def sum(self, array: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks, with the same bits on each. For small arrays: every rank receives every array."""
@@ -233,12 +265,27 @@ class Axis:
         return gathered.view(self.size, *array.shape)
 
     def _start(self, collective: Any, *arguments: Any) -> Any:
+        self._check_usable()
         try:
-            return collective(*arguments, group=self.group, async_op=True)
+            return collective(*arguments, group=self._group_of_call(), async_op=True)
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
-            raise self.explain(error) from error
+            raise self._explain_failure(error) from error
+
+    def _check_usable(self) -> None:
+        """Raise RemoteError after a failure: ranks may wait in different collectives, which must not meet."""
+        if self.failures:
+            raise RemoteError(
+                f"an earlier collective of this grid failed; make a new grid. It failed so: {self.failures[0]}"
+            )
+
+    def _explain_failure(self, error: RuntimeError) -> ReshardError:
+        self.failures.append(self.explain(error))
+        return self.failures[-1]
+
+    def _group_of_call(self) -> Any:
+        return self.group if self._for_backwards is None or not is_in_backward() else self._for_backwards.group
 
     def _describe(self, error: RuntimeError) -> ReshardError:
         return RemoteError(f"a collective of {describe_ranks(self.ranks)} of a grid failed: {error}")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
-from reshard.errors import ArgumentError, MeshError
+from reshard.errors import ArgumentError, MeshError, ReshardError
 from reshard.runtime.device_mesh import end_with, make_device_mesh, new_group
 from reshard.sharding import Mesh
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -26,6 +26,7 @@ from .coded_axis import CodedAxis
 from .collectives import Axis
 from .cuts import AXES, Span, batch_spans, chunk_spans, size_of
 from .root_cause import RootCauseFinder
+from .turns import Turns
 
 
 class Grid:
@@ -73,9 +74,14 @@ class Grid:
         }
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
         finder = RootCauseFinder(ranks.flatten().tolist(), device_mesh.shape)
+        failures: list[ReshardError] = []
         for axis in self._axes.values():
-            axis.explain = finder.explain
+            axis.explain, axis.failures = finder.explain, failures
         self._split_axes_by_host()
+        for name in ("row", "col", "layer"):
+            self._axes[name].separate_backwards()
+        if self.depth > 1:  # made here: if a rank skipped the first sum, ranks would differ in their numbers of groups
+            Turns.of(self._axes["depth"], torch.device(device_mesh.device_type))
         #: Compresses the messages of matrix products; None: no compression.
         self.codec: BlockCodec | None = None
         self._batch_rows: tuple[int, ...] | None = None

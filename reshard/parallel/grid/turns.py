@@ -11,7 +11,7 @@ import enum
 
 import torch
 
-from reshard.errors import DisagreementError, RemoteError, ReshardError
+from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import describe_ranks
 
 from .collectives import Axis, Pending
@@ -42,15 +42,7 @@ class Turns:
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._device = device
-        try:
-            self._axis = axis.make_twin()
-        except RuntimeError as error:
-            if isinstance(error, ReshardError):
-                raise
-            raise RemoteError(
-                f"not all of {describe_ranks(axis.ranks)} called sync_gradients or entered sync_during_backward "
-                f"within the time-out: {error}"
-            ) from error
+        self._axis = axis.make_twin("called sync_gradients or entered sync_during_backward")
 
     @classmethod
     def of(cls, axis: Axis, device: torch.device) -> Turns:
