@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import sys
 from dataclasses import replace
@@ -146,6 +147,11 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         value = getattr(options, name)
         if value is not None and value < 0:
             raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must not be negative")
+    if options.seed >= 2**63:
+        raise ArgumentError(f"--seed is {options.seed}; it must be below 2**63")
+    rate = options.learning_rate
+    if rate is not None and not 0 < rate < math.inf:
+        raise ArgumentError(f"--learning-rate is {rate}; it must be positive and finite")
     strategy = _read_strategy(options)
     num_stages = stages.count(",") + 1 if strategy is None else 1  # the search shrinks the preset for one stage
     preset = preset.shrunk(options.shrink, num_stages)
