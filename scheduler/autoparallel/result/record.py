@@ -16,7 +16,7 @@ from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
 from ..choices import Choice
 from ..files import explain_refusal, read_object
-from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees
+from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
 from .stages import StagePlan, check_stages
 
 if TYPE_CHECKING:
@@ -111,12 +111,10 @@ class StrategyRecord:
 
     def _check(self) -> None:
         """Raise ArgumentError unless the parts of a strategy that was read fit each other."""
-        names = ("microbatches", "rows", "seconds", "bound_seconds", "wider_links_seconds")
-        for name in names:
-            value = getattr(self, name)
-            kinds = (int,) if name in ("microbatches", "rows") else (int, float)
-            if not isinstance(value, kinds) or isinstance(value, bool) or not value >= 0:
-                raise ArgumentError(f"{name} of the strategy is {value!r}; it must be a number of at least 0")
+        check_values(self, "the strategy")
+        for name in ("seconds", "bound_seconds", "wider_links_seconds"):
+            if getattr(self, name) < 0:
+                raise ArgumentError(f"{name} of the strategy is {getattr(self, name)}; it must not be negative")
         if self.microbatches < 1 or self.rows < 1 or self.rows % self.microbatches:
             raise ArgumentError(f"{self.microbatches} microbatches of the strategy do not divide {self.rows} rows")
         check_stages(self.stages)
@@ -126,6 +124,28 @@ class StrategyRecord:
         for number, (stage, layers) in enumerate(zip(self.stages, self.layer_names, strict=True)):
             if len(layers) != stage.num_layers or not all(isinstance(name, str) for name in layers):
                 raise ArgumentError(f"stage {number} has {stage.num_layers} layers, but layer_names {list(layers)}")
+        self._check_reports()
+
+    def _check_reports(self) -> None:
+        """Raise ArgumentError unless :meth:`explain` and :meth:`to_svg` can show the predictions."""
+        for name in ("reports", "edges", "alternatives", "ties"):
+            for number, each in enumerate(getattr(self, name)):
+                check_values(each, f"{name}[{number}]")
+        numbers = range(len(self.stages))
+        for what, ends in [("an edge", (edge.src, edge.dst)) for edge in self.edges] + [
+            ("a tie", tie.stages) for tie in self.ties
+        ]:
+            if not all(isinstance(stage, int) and stage in numbers for stage in ends):
+                raise ArgumentError(f"{what} of the strategy is between stages {list(ends)}; there are {len(numbers)}")
+        names = [name for tie in self.ties for name in tie.layer_names]
+        texts = [each for row in self.grid_refusals for each in row] + names
+        if any(len(row) != 2 for row in self.grid_refusals) or not all(isinstance(each, str) for each in texts):
+            raise ArgumentError("grid_refusals and ties of the strategy must name layers by strings")
+        for row in self.hosts:
+            if len(row) != 3 or not all(isinstance(each, int) for each in row):
+                raise ArgumentError(
+                    f"hosts of the strategy has {list(row)}; it must be a host, a first rank and an end"
+                )
 
     @classmethod
     def from_json(cls, text: str) -> Self:

@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
+
+from reshard.errors import ArgumentError
+
+#: What a value of each annotation must be, and the types that it may have.
+_KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "float": ("a finite number", (int, float)),
+    "int": ("an integer", (int,)),
+    "str": ("a string", (str,)),
+    "str | None": ("a string or null", (str, type(None))),
+    "bool": ("true or false", (bool,)),
+}
 
 
 @dataclass(frozen=True)
@@ -91,3 +104,17 @@ def balance_degrees(times: Sequence[float], memories: Sequence[float]) -> tuple[
     """Balance of time and of memory: ``1 - max / sum``. At most ``1 - 1 / stages``, if all stages are equal."""
     time, memory = (1 - max(values) / (sum(values) or 1.0) for values in (times, memories))
     return time, memory
+
+
+def check_values(record: Any, where: str) -> None:
+    """Raise ArgumentError unless the numbers and texts of a dataclass that was read have the types that it declares.
+
+    Args:
+        where: the name of the record, for the error.
+    """
+    for field in fields(record):
+        value = getattr(record, field.name)
+        wanted, kinds = _KINDS.get(str(field.type), ("", (object,)))
+        is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and wanted != "true or false")
+        if wanted and (is_wrong or (isinstance(value, float) and not math.isfinite(value))):
+            raise ArgumentError(f"{field.name} of {where} is {value!r}; it must be {wanted}")

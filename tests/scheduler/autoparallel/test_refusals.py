@@ -82,12 +82,26 @@ def test_arguments_of_a_wrong_kind_are_refused(make, text):
         ({"stages": []}, "a strategy needs at least one stage"),
         ({"layer_names": [["a"]] * 9}, "layer_names of the strategy has 9 entries"),
         ({"seconds": "a"}, "seconds of the strategy is 'a'"),
+        ({"bound_seconds": -1.0}, "bound_seconds of the strategy is -1.0; it must not be negative"),
+        ({"is_guess": 1}, "is_guess of the strategy is 1; it must be true or false"),
+        ({"reports": {"busy_seconds": "1"}}, r"busy_seconds of reports\[0\] is '1'; it must be a finite number"),
+        ({"reports": {"limit_bytes": math.inf}}, r"limit_bytes of reports\[0\] is inf; it must be a finite number"),
+        ({"alternatives": {"text": 3}}, r"text of alternatives\[0\] is 3; it must be a string"),
+        ({"edges": {"dst": 9}}, r"an edge of the strategy is between stages \[0, 9\]"),
+        ({"hosts": [[0, 1]]}, r"hosts of the strategy has \[0, 1\]"),
+        ({"grid_refusals": [["a"]]}, "grid_refusals and ties of the strategy must name layers"),
     ],
     ids=str,
 )
 def test_a_strategy_whose_parts_do_not_fit_is_not_read(strategy, change, text):
+    data = json.loads(strategy.to_json())
+    for name, value in change.items():
+        if isinstance(value, dict):  # of the first entry
+            data[name][0].update(value)
+        else:
+            data[name] = value
     with pytest.raises(ArgumentError, match=text):
-        Strategy.from_json(json.dumps({**json.loads(strategy.to_json()), **change}))
+        Strategy.from_json(json.dumps(data))
 
 
 @pytest.mark.parametrize("kind", [LayerGraph, Profile, Strategy])
