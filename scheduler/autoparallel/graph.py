@@ -17,6 +17,8 @@ from .files import explain_refusal, read_object
 
 #: Largest size, count or amount of work of a layer.
 MOST = 1e21
+#: Most bytes of a tensor for one row.
+MOST_ROW_BYTES = 10**12
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Layer:
     def __post_init__(self) -> None:
         if isinstance(self.grid_sizes, Mapping):
             object.__setattr__(self, "grid_sizes", LayerSizes(**self.grid_sizes))
+        if not isinstance(self.grid_sizes, LayerSizes | None):
+            raise ArgumentError(f"grid_sizes of layer {self.name!r} is {self.grid_sizes!r}; it must be LayerSizes")
         for name in ("name", "key"):
             if not isinstance(getattr(self, name), str):
                 raise ArgumentError(f"the {name} of a layer must be a string, not {getattr(self, name)!r}")
@@ -115,6 +119,10 @@ class Tensor:
         if not self.shape or not all(type(size) is int and size > 0 for size in self.shape):
             raise ArgumentError(f"tensor {self.name!r} has shape {self.shape}; it needs positive sizes, the rows first")
         dtype_name(self.dtype)
+        if not isinstance(self.has_gradient, bool):
+            raise ArgumentError(f"has_gradient of tensor {self.name!r} is {self.has_gradient!r}; it must be a bool")
+        if self.row_bytes > MOST_ROW_BYTES:
+            raise ArgumentError(f"tensor {self.name!r} has {self.row_bytes} bytes a row; it may have {MOST_ROW_BYTES}")
 
     @cached_property
     def row_bytes(self) -> int:

@@ -53,7 +53,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class ClassTimes:
-    """Samples of one layer class at one tensor-parallel degree, by rows. ``failed``: rows that did not fit."""
+    """Samples of one layer class at one tensor-parallel degree, by rows. ``failed``: rows that did not fit.
+
+    Raises:
+        ArgumentError: two samples have the same rows.
+    """
 
     samples: tuple[Sample, ...]
     failed: tuple[int, ...] = ()
@@ -61,6 +65,9 @@ class ClassTimes:
     def __post_init__(self) -> None:
         object.__setattr__(self, "samples", tuple(sorted(self.samples, key=lambda sample: sample.rows)))
         object.__setattr__(self, "failed", tuple(sorted(self.failed)))
+        rows = [sample.rows for sample in self.samples]
+        if len(set(rows)) < len(rows):
+            raise ArgumentError(f"samples of a layer class have {rows} rows; each number of rows needs one sample")
 
     def at(self, rows: float) -> Sample:
         """Times for a number of rows: linear between samples.
