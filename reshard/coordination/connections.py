@@ -226,8 +226,11 @@ def _name_peer(rank: int, message: str) -> Iterator[None]:
 def abort_group(group: Any) -> None:
     """Close all connections of a group.
 
-    Gloo's Python API has no abort, but a wait that times out closes all connections of its group.
+    Gloo's Python API has no abort, but a wait that times out closes all connections of its group. No receive can be
+    posted on a connection that is closed already, such as that to a dead rank, so this tries all ranks in turn.
     """
-    with contextlib.suppress(RuntimeError):
-        never = group.recv([torch.empty(1, dtype=torch.uint8)], int(group.rank() == 0), ABORT_TAG)
-        never.wait(timedelta(milliseconds=1))
+    for rank in range(group.size()):
+        if rank != group.rank():
+            with contextlib.suppress(RuntimeError):
+                never = group.recv([torch.empty(1, dtype=torch.uint8)], rank, ABORT_TAG)
+                never.wait(timedelta(milliseconds=1))

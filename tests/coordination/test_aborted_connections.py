@@ -1,0 +1,41 @@
+"""An abort ends every wait on a Gloo group, even if some of its connections are closed already."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reshard.coordination.connections import abort_group
+from reshard.testing import LaunchError, run_processes
+
+
+def _wait_for_each_other(rank, victim):
+    group = dist.ProcessGroupGloo(dist.distributed_c10d._get_default_store(), rank, 3, timedelta(seconds=60))
+    group.barrier().wait()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    other = 3 - rank - victim
+    waiting = group.recv([torch.empty(1)], other, 7)
+    while True:  # until the connection to the dead rank is closed
+        try:
+            group.send([torch.empty(1)], victim, 8).wait(timedelta(seconds=60))
+        except RuntimeError:
+            break
+    begun = time.monotonic()
+    abort_group(group)
+    with pytest.raises(RuntimeError):
+        waiting.wait(timedelta(seconds=20))
+    return time.monotonic() - begun
+
+
+def test_abort_ends_waits_for_live_ranks_after_another_rank_died():
+    with pytest.raises(LaunchError) as caught:
+        run_processes(_wait_for_each_other, 3, 0, grace_seconds=60)
+    assert len(caught.value.results) == 2
+    assert max(caught.value.results.values()) < 5
