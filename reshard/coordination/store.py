@@ -65,10 +65,13 @@ class _Worker:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._unanswered: _Call | None = None  # the last call that timed out
         self._unanswered_since = 0.0
+        self._lost: str | None = None  # why the connection to the store ended; torch never reconnects
 
     def call(self, function: Callable[[dist.Store], Any], seconds: float) -> Any:
         begun = time.monotonic()
         raw = self.check_usable()
+        if self._lost is not None:  # torch would print a warning of a dozen lines for each further call
+            raise dist.DistNetworkError(self._lost)
         unanswered = self._unanswered
         if unanswered is not None and seconds > STORE_SECONDS:
             unanswered.done.wait(seconds)
@@ -87,6 +90,8 @@ class _Worker:
             self._raise_silent()
         error, pending.error = pending.error, None  # breaks a reference cycle with the traceback, which holds the store
         if error is not None:
+            if isinstance(error, dist.DistNetworkError):
+                self._lost = str(error)
             raise error
         return pending.result
 

@@ -4,6 +4,7 @@ import threading
 import time
 
 import pytest
+import torch.distributed as dist
 
 from reshard.coordination import store as stores
 from reshard.coordination.store import Store, StoreSilentError
@@ -74,4 +75,24 @@ def test_store_that_stays_silent_is_lost(raw):
     assert type(raised.value) is RuntimeError
     assert 0.6 <= time.monotonic() - start < 5
     raw.answers.set()
+    store.close()
+
+
+class _Closed(_Raw):
+    """A store whose connection has ended; it counts calls."""
+
+    num_calls = 0
+
+    def check(self, keys):
+        self.num_calls += 1
+        raise dist.DistNetworkError("Broken pipe")
+
+
+def test_store_whose_connection_ended_is_not_called_again():
+    raw = _Closed()
+    store = Store(raw)
+    for other in (store, store, store.under("prefix")):
+        with pytest.raises(dist.DistNetworkError, match=r"^Broken pipe$"):
+            other.check(["a"])
+    assert raw.num_calls == 1
     store.close()
