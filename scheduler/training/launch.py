@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import math
 import os
 import sys
@@ -153,6 +155,7 @@ def _join_launcher(job: Job, options: SearchOptions | None) -> TrainResult | Non
         )
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+    atexit.register(gc.freeze)  # else Python ends with a search of all objects for cycles, which takes a second or more
     dist.init_process_group(_BACKENDS[job.device])
     try:
         if options is not None:

@@ -11,6 +11,7 @@ from reshard.errors import ArgumentError, RemoteError
 from reshard.scheduler.training.launch import run_locally, summarize_failures
 from reshard.testing import LaunchError
 from reshard.testing.processes import RankFailure
+from tests.support.interpreters import run_interpreters
 
 
 def _lose_rank_1(rank):
@@ -41,3 +42,18 @@ def test_faults_keep_their_tracebacks():
     error = LaunchError(failures, {})
     assert summarize_failures(error) is error
     assert "traceback 1" in str(error)
+
+
+_TRAIN_AS_ONE_RANK = """
+import atexit, gc
+atexit.register(lambda: print("frozen:", gc.get_freeze_count() > 0))
+from reshard.cli.main import main
+main("train gpt3-125m --shrink 64 --meshes 1x1 --steps 1 --batch 2 --autocast none --device cpu".split())
+"""
+
+
+@pytest.mark.integration
+def test_a_rank_of_torchrun_ends_without_a_search_of_all_objects_for_cycles(tmp_path):
+    (tmp_path / "train_as_one_rank.py").write_text(_TRAIN_AS_ONE_RANK)
+    outputs = run_interpreters(tmp_path / "train_as_one_rank.py", 1)
+    assert outputs[0][0].endswith("frozen: True\n"), outputs
