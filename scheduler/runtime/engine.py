@@ -58,7 +58,7 @@ from .engine_arguments import (
     read_loss_weights,
 )
 from .executor import EngineState, Iteration, Program, Step, StepInputs
-from .grad_sync import ReplicaSync
+from .grad_sync import ReplicaSync, wait_for_root_cause
 from .p2p import StageTransfers, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_training, training_of
@@ -278,14 +278,22 @@ class Engine:
             self._iteration = Iteration(self._state, program, inputs() if callable(inputs) else inputs)
             return self._iteration.run()
         except BaseException as error:
-            if torch_compat.is_store_error(error):
-                explained = explain_lost_store(self._group, error)
-                self.fail(program, explained)
-                raise explained from error
-            self.fail(program, error)
-            raise
+            cause = self._find_cause(error)
+            self.fail(program, cause)
+            if cause is error:
+                raise
+            raise cause from error
         finally:
             self._stepping.release()
+
+    def _find_cause(self, error: BaseException) -> BaseException:
+        """The root cause of a broken connection, such as a rank that is gone; else the error itself."""
+        try:
+            if torch_compat.is_connection_error(error):  # of a collective inside a stage
+                wait_for_root_cause(lambda: self._channel.check_reported(self._channel.generation))
+        except (ReshardError, RuntimeError) as cause:
+            error = cause
+        return explain_lost_store(self._group, error) if torch_compat.is_store_error(error) else error
 
     def fail(self, program: Program, error: BaseException) -> None:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""

@@ -1,8 +1,9 @@
 """Kill ranks that train: ``python -m tests.campaigns.kills --runs 20``. Every survivor must name the rank that is gone.
 
-Four ranks train a model over two stages of two ranks, replicas or grids, under plain ``env://``. One of them is killed at a
-random moment of training, saving, loading or evaluating; every fourth time it is rank 0, which serves the store. Each
-survivor must raise an error of this package that names the rank, within five seconds.
+Four ranks train a model under plain ``env://``, over two stages of two ranks, replicas or grids, or over one stage of
+tensor-parallel ranks. One of them is killed at a random moment of training, saving, loading or evaluating; every fourth
+time it is rank 0, which serves the store. Each survivor must raise an error of this package that names the rank, within
+five seconds.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 import reshard.scheduler as rs
 from reshard.cli.progress import print_line, track
@@ -41,7 +44,7 @@ class Kill:
     """One run.
 
     Attributes:
-        wrap: wrapper of the replicas, or "grid".
+        wrap: wrapper of the replicas, "tp" for one stage of tensor parallel ranks, or "grid".
         victim: rank to kill.
         delay_seconds: time of the kill after the third step.
         doing: activity of the ranks at that time.
@@ -62,11 +65,14 @@ def train_until_killed(rank: int, _: int, port: int, kill: Kill, folder: Path) -
     os.environ |= {"WORLD_SIZE": str(NUM_RANKS), "RANK": str(rank)}
     dist.init_process_group("gloo")  # rank 0 serves the store
     if kill.wrap == "grid":
-        model, cut, stages = make_gpt(), "blocks.1", [rs.Placement(grid=(2, 1, 1)), rs.Placement(grid=(1, 2, 1))]
+        model, cuts, stages = make_gpt(), ["blocks.1"], [rs.Placement(grid=(2, 1, 1)), rs.Placement(grid=(1, 2, 1))]
+    elif kill.wrap == "tp":
+        plan = {"layers.*": ColwiseParallel(output_layouts=Replicate())}
+        model, cuts, stages = make_chain(), [], [rs.Placement(tp=NUM_RANKS, tp_plan=plan)]
     else:
-        model, cut, stages = make_chain(), "layers.2", [rs.Placement(dp=2, wrap=getattr(rs, kill.wrap))] * 2
+        model, cuts, stages = make_chain(), ["layers.2"], [rs.Placement(dp=2, wrap=getattr(rs, kill.wrap))] * 2
     make_batch = make_gpt_batch if kill.wrap == "grid" else make_chain_batch
-    engine = rs.Pipe(model, [cut], stages=stages).compile(make_batch(0), 4, schedule=rs.one_f_one_b)
+    engine = rs.Pipe(model, cuts, stages=stages).compile(make_batch(0), 4, schedule=rs.one_f_one_b)
 
     def die() -> None:
         time.sleep(kill.delay_seconds)
@@ -121,7 +127,7 @@ def main() -> int:
     parser.add_argument("--doing", default=",".join(DOING), help=f"what ranks do ({','.join(DOING)})")
     options = parser.parse_args()
     num_wrong = 0
-    for wrap, doing in itertools.product(("ddp", "fsdp", "grid"), options.doing.split(",")):
+    for wrap, doing in itertools.product(("ddp", "fsdp", "tp", "grid"), options.doing.split(",")):
         good, slowest, chance = 0, 0.0, random.Random(options.seed)
         for number in track(range(options.runs), f"runs under {wrap} that {doing}"):
             kill = Kill(wrap, number % NUM_RANKS, chance.uniform(0.0, 0.5), doing)

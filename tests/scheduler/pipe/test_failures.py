@@ -14,6 +14,8 @@ from tests.campaigns.kills import Kill, play
         ("ddp", 0, "train"),
         ("fsdp", 3, "train"),
         ("fsdp", 3, "save"),
+        ("tp", 0, "train"),
+        *(pytest.param("tp", each, "train", marks=pytest.mark.slow) for each in (1, 2, 3)),
         *(pytest.param("ddp", each, "train", marks=pytest.mark.slow) for each in (1, 2, 3)),
         *(pytest.param("grid", each, "train", marks=pytest.mark.slow) for each in range(4)),
         *(pytest.param("ddp", 0, doing, marks=pytest.mark.slow) for doing in ("save", "load", "evaluate")),
