@@ -135,7 +135,7 @@ class ActorMesh:
         parts: dict[Any, Any] = {}
         arguments = {}
         for rank in self.mesh.ranks:
-            key = tuple(shards.boxes_of(rank))
+            key = tuple(shards.boxes_of(rank)), made.layout.local_shape(made.shape, rank)  # empty shards have no box
             if key not in parts:
                 parts[key] = ray.put(pack_array(shard_of(whole, made.layout, rank)))
             arguments[rank] = (made.key, parts[key])

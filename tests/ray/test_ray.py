@@ -118,6 +118,8 @@ def _wrong_calls():
         for array in (np.float32(3.0), np.zeros((0, 4)), np.arange(6.0)[::-1]):
             there = actors.reshard(left.put(array), left, right, verify=True)
             assert there.shape == np.shape(array) and np.array_equal(there.gather().numpy(), array)
+        uneven = left.put(np.zeros((3, 0)), "S0 R")  # empty shards of two shapes
+        assert actors.reshard(uneven, left, right, dst_spec="R S0").gather().shape == (3, 0)
         good = actors.reshard(held, left, right, dst_spec="R S0")  # the actors still work after all errors
         assert good.gather().equal(_whole(4, 4))
         wide = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
