@@ -10,7 +10,16 @@ import torch
 
 import reshard
 import reshard.api.call
-from reshard import ArgumentError, CompressionError, DisagreementError, Layout, Mesh, RegionLayout, Topology
+from reshard import (
+    ArgumentError,
+    CompressionError,
+    DisagreementError,
+    Layout,
+    Mesh,
+    RegionLayout,
+    Topology,
+    VerificationError,
+)
 from reshard.codecs import parse_codec
 from reshard.coordination.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
@@ -290,3 +299,20 @@ def test_meta_tensors_have_no_values_to_code(codec, dtype):
     shards = {rank: torch.empty(128, 256, dtype=dtype, device="meta") for rank in range(2)}
     with pytest.raises(ArgumentError, match="shards: rank 0 passes a meta tensor"):
         reshard.reshard_local(shards, rows, columns, shape=(256, 256), compression=codec)
+
+
+def _verify_coded_replicas(rank):
+    """Rank 0 holds the right half of what rank 1 holds; a changed sign leaves the scales of the blocks as they are."""
+    src, dst = RegionLayout({0: [[(0, 64), (256, 512)]], 1: [[(0, 64), (0, 512)]]}), Layout(Mesh.of("1", first_rank=2))
+    whole = _whole((64, 512))
+    shard = take_shard(src, rank, whole)
+    options = {"shape": (64, 512), "dtype": "float32", "compression": "int8x128", "verify": True}
+    assert _is_right(rank, dst, reshard.reshard(shard, src, dst, **options), _round_trip(whole, "int8x128"))
+    if rank == 1:
+        shard[60, 400] *= -1
+    with pytest.raises(VerificationError, match=r"the source \[0:64, 2:4\] differs between its replicas: rank 1 holds"):
+        reshard.reshard(shard, src, dst, **options)
+
+
+def test_coded_replicas_in_shards_of_different_shapes_are_verified():
+    run_processes(_verify_coded_replicas, 3)

@@ -128,7 +128,8 @@ class Replicas:
             assert array is not None
             if isinstance(array, CastSource):
                 array = array.array
-            found.append(digest_of([array[(..., *map(slice, first.tolist(), last.tolist()))]]))
+            at = (*map(slice, first.tolist(), last.tolist()), ...)  # a coded array has one more dim, of bytes
+            found.append(digest_of([array[at]]))
         return found
 
     def find_fault(self, digests: Mapping[int, Sequence[int]]) -> str | None:
