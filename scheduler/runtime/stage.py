@@ -25,6 +25,9 @@ from .local_tensors import full, is_dtensor, localize, no_rows, one_row
 
 Tensors = dict[str, torch.Tensor]
 
+#: Range of a weight that is not 0. The gradients of a microbatch are multiplied by it.
+_LEAST_WEIGHT, _MOST_WEIGHT = 1e-30, 1e30
+
 
 class StageOutput(NamedTuple):
     """The result of the module of a stage.
@@ -159,6 +162,11 @@ class StageRun:
             live.weight = self._to_number("a weight", output.weight)
             if not 0 <= live.weight < math.inf:
                 raise ArgumentError(f"stage {self.stage} gives the weight {live.weight}; it must be 0 or more")
+            if live.weight and not _LEAST_WEIGHT <= live.weight <= _MOST_WEIGHT:
+                raise ArgumentError(
+                    f"stage {self.stage} gives the weight {live.weight:g}; it must be 0, or from {_LEAST_WEIGHT:g} to "
+                    f"{_MOST_WEIGHT:g}, so that float32 gradients times it stay finite"
+                )
         self._check_loss(live.loss, output)
         if train:
             self._check_gradients(live)

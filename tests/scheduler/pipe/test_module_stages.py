@@ -7,6 +7,8 @@ import torch
 from torch import nn
 
 import reshard.scheduler as rs
+from reshard.errors import ArgumentError
+from reshard.testing import run_processes
 from tests.support.whole_models import Case, check_equal
 
 VOCABULARY, WIDTH = 11, 8
@@ -74,3 +76,29 @@ def make_batch(seed, rows=8):
 def test_modules_equal_one_process():
     case = Case(make_stages, [make_batch(0), make_batch(1, 5), make_batch(2, 1)], make_batch(9, 3), run_alone)
     check_equal(case, lambda case: rs.Pipe(list(case.make_model()), stages="1x1,2x1,1x1"), 4, accumulate=1)
+
+
+class Weighted(nn.Module):
+    """The last stage, with a weight in float64 that is the number of tokens times ``factor``."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.head, self.factor = nn.Linear(WIDTH, VOCABULARY), factor
+
+    def forward(self, x, targets):
+        loss = nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten())
+        return rs.StageOutput(loss=loss, weight=torch.tensor(targets.numel() * self.factor, dtype=torch.float64))
+
+
+def check_weight(rank, factor):
+    torch.manual_seed(0)
+    first, last = First(), Weighted(factor)
+    batch = {name: each for name, each in make_batch(0).items() if name != "scale"}
+    with pytest.raises(ArgumentError, match=r"gives the weight \S+; it must be 0, or from 1e-30 to 1e\+30"):
+        rs.Pipe([first, last], stages="1x1,1x1").compile(batch, microbatches=2)
+    return True
+
+
+@pytest.mark.parametrize("factor", [1e-310, 1e300])
+def test_a_weight_that_float32_cannot_hold_is_an_error_on_all_ranks(factor):
+    assert run_processes(check_weight, 2, factor) == [True, True]
