@@ -48,6 +48,8 @@ class Choice:
             raise ArgumentError(
                 f"tp is {self.tp!r} and zero {self.zero!r}; tp must be a positive integer, and zero from 0 to 3"
             )
+        if not isinstance(self.recompute, bool):
+            raise ArgumentError(f"recompute of a choice is {self.recompute!r}; it must be a bool")
         if not self.grid:
             return
         if self.tp != self.grid[0] * self.grid[1] or (self.zero and self.grid[2] == 1):

@@ -63,7 +63,7 @@ class Layer:
             object.__setattr__(self, "grid_sizes", LayerSizes(**self.grid_sizes))
         if not isinstance(self.grid_sizes, LayerSizes | None):
             raise ArgumentError(f"grid_sizes of layer {self.name!r} is {self.grid_sizes!r}; it must be LayerSizes")
-        for name in ("name", "key"):
+        for name in ("name", "key", "grid_refusal"):
             if not isinstance(getattr(self, name), str):
                 raise ArgumentError(f"the {name} of a layer must be a string, not {getattr(self, name)!r}")
         for name, value in vars(self).items():

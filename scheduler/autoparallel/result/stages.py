@@ -26,6 +26,9 @@ class StagePlan:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choices", tuple(self.choices))
+        bounds = (self.first_layer, self.end_layer, self.first_rank, self.end_rank)
+        if not all(type(bound) is int for bound in bounds):
+            raise ArgumentError(f"layers and ranks of a stage are {bounds}; they must be integers")
         if len(self.choices) != self.end_layer - self.first_layer or not self.choices:
             raise ArgumentError(
                 f"a stage of layers {self.first_layer} to {self.end_layer - 1} has {len(self.choices)} choices; it "
