@@ -9,7 +9,7 @@ from reshard.coordination.communicator import MAX_CACHED, Channel, find_channel
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption, report_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
-from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit
+from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit, publishing_lost_ranks
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.status import report_dead
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
@@ -39,6 +39,7 @@ __all__ = [
     "own_address",
     "plan_arguments",
     "publish_interruption",
+    "publishing_lost_ranks",
     "rebuild_error",
     "remaining_ranks",
     "report_dead",

@@ -22,6 +22,7 @@ from reshard.coordination import (
     explain_lost_store,
     find_channel,
     find_group,
+    publishing_lost_ranks,
     report_error,
 )
 from reshard.errors import ArgumentError, RemoteError, ReshardError
@@ -276,7 +277,8 @@ class Engine:
         try:
             self._iteration = None
             self._iteration = Iteration(self._state, program, inputs() if callable(inputs) else inputs)
-            return self._iteration.run()
+            with publishing_lost_ranks(self._group, self._channel):
+                return self._iteration.run()
         except BaseException as error:
             cause = self._find_cause(error)
             self.fail(program, cause)
@@ -290,10 +292,16 @@ class Engine:
         """The root cause of a broken connection, such as a rank that is gone; else the error itself."""
         try:
             if torch_compat.is_connection_error(error):  # of a collective inside a stage
-                wait_for_root_cause(lambda: self._channel.check_reported(self._channel.generation))
+                wait_for_root_cause(self._check_reported)
         except (ReshardError, RuntimeError) as cause:
             error = cause
         return explain_lost_store(self._group, error) if torch_compat.is_store_error(error) else error
+
+    def _check_reported(self) -> None:
+        """Raise an error that another rank reported, or that names a rank that is gone, if there is one."""
+        if self._iteration is not None:
+            self._iteration.check_errors()
+        self._channel.check_reported(self._channel.generation)
 
     def fail(self, program: Program, error: BaseException) -> None:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""

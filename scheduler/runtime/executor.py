@@ -28,7 +28,7 @@ from .data_parallel import (
     loss_shards_of,
     reshard_parameters,
 )
-from .grad_sync import ReplicaSync, restore_gradients, stash_gradients, wait_for_root_cause
+from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
 from .observe import find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .stage import StageRun, Tensors
@@ -211,10 +211,6 @@ class Iteration:
                 self.state.ties.add_gradients()
             for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
                 record.transfer.synchronize()
-        except Exception as error:
-            if torch_compat.is_connection_error(error):
-                wait_for_root_cause(self.check_errors)  # raises the root cause, if another rank reports it
-            raise
         finally:
             restore_gradients(stashed)
             for replicas in self.state.replicas:

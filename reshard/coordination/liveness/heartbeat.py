@@ -9,7 +9,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from reshard.coordination.liveness.claims import read_claim_error
@@ -152,6 +152,42 @@ class Monitor:
                         transfer.stop(
                             RemoteError(f"rank {rank} sent no heartbeat for {LOST_SECONDS:g} s during a transfer")
                         )
+
+
+class _ChannelWatch:
+    """Publishes which rank of a channel is gone, once the first rank of the channel finds its connection closed."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel, self.members = channel, channel.members
+        self._generation, self._is_over = channel.generation, False
+
+    def reported_error(self) -> ReshardError | None:
+        error: ReshardError | None = self._channel.reported_error(self._generation)
+        return error
+
+    def stop(self, error: ReshardError) -> None:
+        self._is_over = True
+        self._channel.fail(self._generation, error)
+
+    def poll(self) -> bool:
+        return self._is_over
+
+
+@contextlib.contextmanager
+def publishing_lost_ranks(group: Group, channel: Any) -> Iterator[None]:
+    """Let the monitor publish which rank of a channel is gone, while this rank may be inside a collective of torch.
+
+    Only the first rank of the channel has connections to all others, so this does nothing on other ranks.
+    """
+    if channel.members[0] != group.rank or len(channel.members) == 1:
+        yield
+        return
+    watch, monitor = _ChannelWatch(channel), Monitor.of(group)
+    monitor.watch(watch)
+    try:
+        yield
+    finally:
+        monitor.forget(watch)
 
 
 #: Monitors whose thread must end before the interpreter does.
