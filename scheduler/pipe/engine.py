@@ -28,6 +28,7 @@ from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
 from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines, restore_training_state
 from .totals import StepResult, Totals, combine_totals
+from .tp_gradients import ReplicatedGradients
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ class PipelineEngine:
         dry_run = DryRun(engine, planner, fsdp_stages, options.shards, options.sequence_parts)
         self._rows_without = dry_run.rows_without
         self._feeder = Feeder(engine, planner, options.input_names, options.microbatches, dry_run, options.example)
+        self._replicated = ReplicatedGradients(engine, planner, self.modules)
         self._loss_scale = LossScale() if options.scales_loss else None
         self._rank, self._is_first = engine.rank, engine.rank == planner.first_rank
         self.tied_stages = {stage for tie in options.ties for stage in tie}
@@ -146,6 +148,7 @@ class PipelineEngine:
             steps, rows = self._run(batch, accumulate, local_batch, scale=scale)
             measured = self._engine.timeline() if timeline else None
             totals = self._exchange_totals(steps, rows, are_finite(parameters))
+            self._replicated.check(totals.finite)
             factor = totals.gradient_factor / scale
             if factor != 1.0:
                 scale_gradients(parameters, factor)

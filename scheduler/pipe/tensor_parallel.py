@@ -62,7 +62,7 @@ def _check_heads(model: Any, tp: int, stage: int) -> None:
 def _parse_style(path: str, style: Any) -> Any:
     """The ParallelStyle of a name from the plans of ``transformers``. Other objects are returned as they are."""
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     if not isinstance(style, str):
         return style
@@ -74,6 +74,9 @@ def _parse_style(path: str, style: Any) -> Any:
         "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
         "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+        # a norm of the features of each head: ranks hold other heads, the dim before the features, so that their
+        # gradients are partial sums
+        "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=-2, use_local_output=True),
     }
     if style not in known:
         raise ArgumentError(f"the tp_plan has the style {style!r} for {path!r}; known are {', '.join(known)}")

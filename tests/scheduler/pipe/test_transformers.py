@@ -7,6 +7,7 @@ import torch
 
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError
+from reshard.testing import run_processes
 from tests.support.whole_models import Case, check_equal, pipe_of
 
 transformers = pytest.importorskip("transformers")
@@ -108,7 +109,7 @@ def test_llama_equals_one_process():
     [
         ("Qwen2", "1x1,1x1"),
         *(pytest.param(each, "1x1,1x1", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen3")),
-        *(pytest.param(each, "1x2,2x2", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen2")),
+        *(pytest.param(each, "1x2,2x2", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen2", "Qwen3")),
     ],
 )
 def test_models_with_the_chain_of_llama_equal_one_process(name, stages):
@@ -181,3 +182,29 @@ def test_fifty_steps_equal_one_process(model, num_stages, wrap):
 def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused():
     with pytest.raises(ArgumentError, match=r"stage 1 has tp=4, but .* has 2 num_key_value_heads; .* or a grid"):
         rs.Pipe(make_llama(), llama_layers(2), stages="1x2,1x4")
+
+
+#: A plan for the projections of attention only. It omits the norms of queries and keys, which act on each head.
+PROJECTIONS = {f"model.layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
+NORMS = {f"model.layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
+
+
+def _step_without_norms(rank):
+    model = make_like_llama("Qwen3", **LIKE_LLAMA["Qwen3"])
+    engine = rs.Pipe(model, stages="1x2", tp_plan=PROJECTIONS).compile(make_batch(0), 2)
+    with (
+        engine,
+        pytest.raises(ArgumentError, match=r"ranks 0 and 1 of stage 0 have different gradients of .*[qk]_norm"),
+    ):
+        engine.step(make_batch(0))
+
+
+@pytest.mark.integration
+def test_tp_plan_that_omits_norms_of_heads_is_refused():
+    run_processes(_step_without_norms, 2)
+
+
+@pytest.mark.integration
+def test_norms_of_heads_under_tensor_parallelism_equal_one_process():
+    case = make_case(lambda: make_like_llama("Qwen3", **LIKE_LLAMA["Qwen3"]), steps=10, ignored=True)
+    check_equal(case, pipe_of([], "1x2", tp_plan=PROJECTIONS | NORMS), 2)
