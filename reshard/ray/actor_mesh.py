@@ -100,7 +100,8 @@ class ActorMesh:
             )
         if not self._group.wait(max(0.0, timeout_seconds - WARN_SECONDS)):
             raise TransferTimeoutError(
-                f"{needs}; these were not free within {timeout_seconds:g} s (the nodes have, free or not: {_nodes()})"
+                f"{needs}; these were not free within {timeout_seconds:g} s (the nodes have, free or not: {_nodes()}). "
+                "Add nodes, close meshes that hold them, or start Ray with more: its --num-cpus may exceed the cores"
             )
 
     def _wait_for_actors(self, timeout_seconds: float, elapsed_seconds: float) -> list[str]:
