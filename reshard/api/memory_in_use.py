@@ -74,8 +74,9 @@ def check_unused(
     dst: Sequence[torch.Tensor | None],
     names: Sequence[str | None],
     owner: object = None,
+    bases: Sequence[torch.Tensor | None] = (),
 ) -> None:
-    """Raise ArgumentError if an unfinished transfer of another owner writes a source, or reads or writes an out.
+    """Raise ArgumentError if an unfinished transfer of another owner writes a source or base, or uses an out.
 
     A transfer whose ``wait`` still has to cast, decode or recover its result is unfinished, whatever its owner.
     """
@@ -83,8 +84,8 @@ def check_unused(
         uses = [each for each in _uses if (owner is None or each.owner is not owner) and not each.is_over()]
     if not uses:
         return
-    for arrays, what in ((src, "the source"), (dst, "out")):
-        for array, name in zip(arrays, names, strict=True):
+    for arrays, what in ((src, "the source"), (dst, "out"), (bases, "the base")):
+        for array, name in zip(arrays, names, strict=arrays is not bases):
             if array is None or array.device.type != "cpu" or not array.numel():
                 continue
             place = Place(array)

@@ -202,7 +202,7 @@ class Mover:
             dst = self._arrays.targets(given)
             outs = [None if one is None else array for one, array in zip(given, dst, strict=True)]
             check_no_aliasing(src, dst, names)
-            check_unused(src, dst, names)
+            check_unused(src, dst, names, bases=bases)
             by_name = [dict(zip(names, arrays, strict=True)) for arrays in (src, bases, outs, dst)]
             return by_name[0], by_name[1], by_name[2], by_name[3]
 

@@ -105,7 +105,7 @@ def _check_local(
         arguments.append((f"the destination dtype{f' of {one.name!r}' if one.name else ''}", str(one.dst_dtype)))
     outs, names = [item.out for item in checked], [item.name for item in checked]
     check_no_aliasing([item.tensor for item in checked], outs, names)
-    check_unused([item.tensor for item in checked], outs, names)
+    check_unused([item.tensor for item in checked], outs, names, bases=[item.base for item in checked])
     check_no_aliasing([item.base for item in checked], outs, names, "a base, which the transfer must not change")
     checked = [replace(item, tensor=detach_source(item.tensor), base=detach_source(item.base)) for item in checked]
     for item in checked:

@@ -128,3 +128,21 @@ def _sync_into_a_result_before_wait(rank):
 def test_weights_are_not_written_to_a_result_before_wait():
     for text in run_processes(_sync_into_a_result_before_wait, 2):
         assert "rank 0: out of 'w' lies in memory that an unfinished transfer writes" in text
+
+
+def _use_a_result_as_base_before_wait(rank):
+    old, new = torch.full((4, 2048), 1.0, dtype=torch.bfloat16), torch.full((4, 2048), 2.0, dtype=torch.bfloat16)
+    shard, result = torch.empty_like(old), reshard.reshard(old, ROWS, COLS)
+    handle = reshard.reshard_async(result, COLS, ROWS, out=shard, compression="bf16-lossless")
+    while not handle.done():
+        pass
+    options = {"compression": "delta", "base": shard, "out": result.clone()}
+    refused = result_or_error(lambda: reshard.reshard(new, ROWS, COLS, **options))
+    handle.wait()
+    assert torch.equal(reshard.reshard(new, ROWS, COLS, **options), torch.full((8, 1024), 2.0, dtype=torch.bfloat16))
+    return refused
+
+
+def test_a_result_is_not_the_base_of_differences_before_wait():
+    for refused in run_processes(_use_a_result_as_base_before_wait, 2):
+        assert "the base lies in memory that an unfinished transfer writes: call wait()" in refused
