@@ -382,7 +382,12 @@ struct EventLoop {
                 else
                     flowing.remaining -= flowing.rate * step;
                 if (!flowing.holds) {
+                    // What remains after rounding must not become an event of its own: its step may be too short to
+                    // advance the clock.
+                    const bool fits = (flowing.unreleased_bytes - buffer[s]) / flowing.rate <= limit;
                     flowing.unreleased_bytes -= flowing.rate * step;
+                    if (fits)
+                        flowing.unreleased_bytes = std::min(flowing.unreleased_bytes, buffer[s]);
                     if (ends || flowing.released < flowing.started)
                         releasing.push_back(s);
                 }

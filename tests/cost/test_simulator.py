@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from reshard import Layout, Mesh, Topology, find_bound, make_plan, simulate
+from reshard import Layout, Mesh, Topology, find_bound, load_preset, make_plan, simulate
 from reshard.cost.fluid import flow, flow_until
 from reshard.cost.simulator import find_makespan, network_of
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
@@ -226,3 +226,17 @@ def test_turn_seconds_delay_waiting_messages():
     assert makespans[1] - makespans[0] == pytest.approx(turns * 1e-3, rel=1e-6)
     alone = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of(1, first_rank=2)), (2**22,), "float32", topology=topology)
     assert not find_turns(alone).any()
+
+
+def test_simulation_ends_when_rounding_leaves_a_part_of_a_byte_in_a_send_window():
+    """Without a send buffer, 6e-314 bytes of a message remained in its window; to send them took no time at all."""
+    plan = make_plan(
+        Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("6", first_rank=2), "S0"), (2**31,), "int8",
+        topology=load_preset("pcie", 8), strategy="send_recv",
+    )  # fmt: skip
+    messages = tabulate_messages(plan)
+    network = network_of(plan, messages, np.arange(len(messages)), plan.topology)
+    start, finish = flow_python(network)
+    timeline = simulate(plan)
+    assert np.array_equal(timeline.start, start) and np.array_equal(timeline.finish, finish)
+    assert timeline.makespan_seconds == pytest.approx(2**30 / 25e9, rel=0.1)

@@ -106,7 +106,10 @@ class _Flow:
                 else:
                     stream.remaining -= stream.rate * step
                 if not stream.holds:
+                    fits = (stream.unreleased_bytes - self.buffer[s]) / stream.rate <= limit
                     stream.unreleased_bytes -= stream.rate * step
+                    if fits:
+                        stream.unreleased_bytes = min(stream.unreleased_bytes, self.buffer[s])
                     if ends or stream.num_released < len(stream.in_flight):
                         released.append(s)
             for s in released:
