@@ -28,8 +28,8 @@ from reshard.topology import Topology
 
 Shards = Mapping[str, torch.Tensor]
 
-#: Buffers more than this many times as large as the buckets are replaced, with a new plan.
-MAX_SLACK = 1.5
+#: Buffers more than this many times as large as the buckets are replaced, with a new plan, unless they are small.
+MAX_SLACK, SMALL_BYTES = 1.5, 2**16
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,8 @@ class WeightSync:
         """A Mover whose buffers hold buckets of these sizes. It is kept while they are not much larger than needed."""
         capacity = self._capacity
         fits = all(size <= capacity.get(name, 0) for name, size in sizes.items())
-        if self._mover is not None and fits and MAX_SLACK * sum(sizes.values()) >= sum(capacity.values()):
+        most = max(MAX_SLACK * sum(sizes.values()), SMALL_BYTES)
+        if self._mover is not None and fits and sum(capacity.values()) <= most:
             return self._mover
         if self._mover is not None:
             self._mover.close()

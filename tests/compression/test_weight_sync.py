@@ -152,3 +152,19 @@ def _sync_lazy_conjugates(rank):
 
 def test_weights_may_be_conjugated_lazily_but_not_wrapped():
     run_processes(_sync_lazy_conjugates, 2)
+
+
+def _send_unchanged_weights(rank):
+    src, dst = Layout(Mesh.of("1"), "S0"), Layout(Mesh.of("1", first_rank=1), "S0")
+    weights = torch.ones(64, dtype=torch.bfloat16)
+    sync = WeightSync(src, dst, shape={"w": (64,)}, dtype="bfloat16")
+    give = ({"w": weights}, None) if rank == 0 else (None, {"w": weights.clone()})
+    sync(*give, version=0)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("reshard.compression.weight_sync.plan_tensors", None)
+        return [sync(*give, version=version).encoded_bytes for version in (1, 2, 3)]
+
+
+def test_versions_without_changes_are_sent_without_a_new_plan():
+    for sizes in run_processes(_send_unchanged_weights, 2):
+        assert max(sizes) < 64

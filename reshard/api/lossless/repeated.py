@@ -18,8 +18,8 @@ from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan
 from reshard.planner import plan_tensors
 
-#: The buffers are at most this many times as large as the buckets, else a new plan is made.
-MAX_SLACK = 1.5
+#: The buffers are at most this many times as large as the buckets, or small, else a new plan is made.
+MAX_SLACK, SMALL_BYTES = 1.5, 2**16
 #: A plan has buffers larger than the buckets by this fraction and bytes, so that similar buckets fit it, too.
 SPARE_FRACTION, SPARE_BYTES = 1 / 16, 64
 
@@ -138,7 +138,8 @@ class LosslessTransfers:
         """A Mover whose buffers hold the buckets. It is kept while they are not much larger than needed."""
         sizes, held = transfer.sizes, self._capacities
         fits = all(size <= held.get(name, 0) for name, size in sizes.items())
-        if self._inner is None or not fits or MAX_SLACK * sum(sizes.values()) < sum(held.values()):
+        most = max(MAX_SLACK * sum(sizes.values()), SMALL_BYTES)
+        if self._inner is None or not fits or sum(held.values()) > most:
             self.close()
             self._capacities = {name: size + int(size * SPARE_FRACTION) + SPARE_BYTES for name, size in sizes.items()}
             self._inner = self._open_mover(
