@@ -23,32 +23,13 @@
 #include <vector>
 
 #include "../interruption.h"
-#include "proportional_fairness.h"
+#include "stream.h"
 
 constexpr double TIME_TOLERANCE = 1e-9; // events within this fraction of a step are simultaneous
 constexpr double AT_ONCE = 1e18;  // bytes per second of a port with saved tokens
 constexpr double EMPTY = 1.0;     // a bucket of fewer bytes is empty
 constexpr int STEPS_PER_FLOOR = 8; // steps between two looks at the work that is left
 constexpr double FLOOR_TOLERANCE = 1e-6; // relative error of a floor: ports carry up to 1e-9 more than their capacity
-
-// Rows of integers: row k is values[at[k]:at[k + 1]].
-struct Rows {
-    std::vector<int64_t> at, values;
-    int64_t size(int64_t k) const { return at[k + 1] - at[k]; }
-    const int64_t *operator[](int64_t k) const { return values.data() + at[k]; }
-};
-
-// Messages [first:started] of a stream have started and not arrived; those before `released` have left the window of
-// their queue. All are positions in its row of messages.
-struct Stream {
-    int64_t first = 0, released = 0, started = 0;
-    double unreleased_bytes = 0; // left to send, up to the end of the next message to be released
-    double remaining = 0, rate = 0; // bytes left in the phase of the first message
-    Path path{nullptr, nullptr}; // ports of this phase, none if no message flows
-    bool holds = false; // whether the first message is in its latency phase
-    bool is_found = false; // scratch of find_component()
-    bool is_idle() const { return first == started; }
-};
 
 struct EventLoop {
     const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *hold_port;
@@ -382,11 +363,9 @@ struct EventLoop {
                 else
                     flowing.remaining -= flowing.rate * step;
                 if (!flowing.holds) {
-                    // What remains after rounding must not become an event of its own: its step may be too short to
-                    // advance the clock.
                     const bool fits = (flowing.unreleased_bytes - buffer[s]) / flowing.rate <= limit;
                     flowing.unreleased_bytes -= flowing.rate * step;
-                    if (fits)
+                    if (fits) // a rounding error must not be an event of its own, too short to advance the clock
                         flowing.unreleased_bytes = std::min(flowing.unreleased_bytes, buffer[s]);
                     if (ends || flowing.released < flowing.started)
                         releasing.push_back(s);

@@ -45,6 +45,8 @@ _VARIANTS: dict[str, dict[str, bool]] = {
 }
 #: Steps of broadcast_search; both orders are tried. The full search takes much longer and is rarely better.
 _SEARCHES = {"broadcast_search": 100, "broadcast_search_longer": 400}
+#: With fewer regions, broadcast_search tries all orders within 100 steps.
+_FEWEST_FOR_LONGER = 5
 #: Names of plans made by variants.
 _NAMES = {
     "multicast_near": "multicast",
@@ -173,7 +175,9 @@ class _Choice:
                     continue
                 most = most if self.num_ranks <= _FEW_RANKS else _MAX_SEARCHED_REGIONS
             if len(problem) <= most and (name != "broadcast_size" or problem.holders.shape[1] > 1):
-                yield from ((each, floors.of_broadcasts) for each in (_SEARCHES if name in _SEARCHES else [name]))
+                yield name, floors.of_broadcasts
+                if name == "broadcast_search" and len(problem) >= _FEWEST_FOR_LONGER:
+                    yield "broadcast_search_longer", floors.of_broadcasts
         if num_receivers.max(initial=0) > 1 and int((num_receivers**2).sum()) <= _MAX_GATHERED:
             yield "local_all_gather", floors.of_gathers(num_receivers)
             yield "global_all_gather", floors.of_gathers(num_receivers)

@@ -154,7 +154,7 @@ def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
     orders = {"broadcast_greedy", "broadcast_search"}
     gathers = {"local_all_gather", "global_all_gather"}
     for num, hosts, holders, receivers, expected in (
-        (128, (fast,) * 4, [0], [3], orders),
+        (128, (fast,) * 4, [0], [3], orders | {"broadcast_search_longer"}),
         (129, (fast,) * 4, [0], [3], {"broadcast_greedy"}),
         (10_001, (fast,) * 4, [0], [3], set()),
         (1, (fast,) * 4, [0], [2, 3], orders | gathers),
