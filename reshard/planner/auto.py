@@ -24,7 +24,7 @@ from reshard.planner.multicast.strategy import (
 )
 from reshard.planner.multicast.workload import Workload
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.branch_and_bound import search_briefly
+from reshard.planner.strategies.branch_and_bound import SEARCH_STEPS, search_briefly, search_work
 from reshard.planner.strategies.direct import local_cuts
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.ragged import NO_RANK
@@ -43,8 +43,9 @@ _VARIANTS: dict[str, dict[str, bool]] = {
     "multicast_near": {"near_first": True},
     "multicast_from_partners": {"keeps_partners": True},
 }
-#: Steps of broadcast_search; both orders are tried. The full search takes much longer and is rarely better.
-_SEARCHES = {"broadcast_search": 100, "broadcast_search_longer": 400}
+#: Steps of broadcast_search. The full search takes much longer and is rarely better. It is tried only with more than
+#: ``_FEW_RANKS`` ranks, if an earlier order is the best plan.
+_SEARCHES = {"broadcast_search": 100, "broadcast_search_longer": 400, "broadcast_search_full": SEARCH_STEPS}
 #: With fewer regions, broadcast_search tries all orders within 100 steps.
 _FEWEST_FOR_LONGER = 5
 #: Names of plans made by variants.
@@ -53,6 +54,7 @@ _NAMES = {
     "multicast_from_partners": "multicast",
     "multicast_from_fast": "multicast",
     "broadcast_search_longer": "broadcast_search",
+    "broadcast_search_full": "broadcast_search",
 }
 #: Relative difference in time below which two plans count as equally fast; the one with fewer messages wins.
 _MARGIN = 0.005
@@ -81,12 +83,11 @@ _MAX_REGIONS = {
     "broadcast_naive": 20_000,
     "broadcast_size": 20_000,
     "broadcast_greedy": 10_000,
-    "broadcast_search": 128,
+    "broadcast_search": 1_000,
 }
-#: Limit on regions for broadcast_search if there are more than ``_FEW_RANKS`` ranks.
-_MAX_SEARCHED_REGIONS, _FEW_RANKS = 256, 64
-#: Limit on regions x holders for broadcast_search, which compares each region with all others.
-_MAX_SEARCHED = 500_000
+#: Limit on the work of broadcast_search, of a microsecond each, with more than ``_FEW_RANKS`` ranks. With fewer ranks,
+#: the limit is a quarter of it.
+_MAX_SEARCH_WORK, _FEW_RANKS = 2**17, 64
 #: Limit on holders of all regions for strategies other than send_recv and multicast, which visit each holder.
 _MAX_HOLDINGS = 100_000
 #: Limit on messages for trying the all-gathers.
@@ -171,9 +172,9 @@ class _Choice:
                 yield "multicast_from_fast", floors.of_trees
         for name, most in _MAX_REGIONS.items():
             if name == "broadcast_search":
-                if len(problem) * problem.holders.size > _MAX_SEARCHED:
+                work = search_work(problem) if len(problem) <= most else math.inf
+                if work > (_MAX_SEARCH_WORK if self.num_ranks > _FEW_RANKS else _MAX_SEARCH_WORK // 4):
                     continue
-                most = most if self.num_ranks <= _FEW_RANKS else _MAX_SEARCHED_REGIONS
             if len(problem) <= most and (name != "broadcast_size" or problem.holders.shape[1] > 1):
                 yield name, floors.of_broadcasts
                 if name == "broadcast_search" and len(problem) >= _FEWEST_FOR_LONGER:
@@ -181,6 +182,8 @@ class _Choice:
         if num_receivers.max(initial=0) > 1 and int((num_receivers**2).sum()) <= _MAX_GATHERED:
             yield "local_all_gather", floors.of_gathers(num_receivers)
             yield "global_all_gather", floors.of_gathers(num_receivers)
+        if self.num_ranks > _FEW_RANKS and self.name in _SEARCHES:
+            yield "broadcast_search_full", floors.of_broadcasts
 
     def is_ruled_out(self, name: str) -> bool:
         """Whether the floor of the messages that a strategy is sure to send rules it out before it is planned."""

@@ -316,6 +316,7 @@ def test_survivors_are_offered_a_plan_for_buckets():
     assert {outcome["lost"] for outcome in outcomes} == {(0,)} and all(outcome["new"] for outcome in outcomes)
 
 
+@pytest.mark.integration
 def test_a_bucket_that_no_survivor_holds_is_named_and_every_out_is_unchanged():
     outcomes = _survivors((0, 1), 2, "recover")
     texts = {outcome["text"] for outcome in outcomes}

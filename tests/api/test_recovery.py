@@ -315,5 +315,6 @@ def _learn_of_loss(rank):
     return None
 
 
+@pytest.mark.integration
 def test_lost_ranks_are_learned_from_other_ranks():
     assert run_processes(_learn_of_loss, 5) == [None, None, [7.0], None, [7.0]]

@@ -78,6 +78,7 @@ def test_healthy_ranks_have_no_problems():
     assert not problems
 
 
+@pytest.mark.integration
 def test_missing_ranks_are_named():
     results = run_processes(_examine, 3, 3, (1,), init_group=False)
     assert results[0] == results[2] == "rank 1 did not respond within 3 s"
@@ -121,6 +122,7 @@ def test_wrong_environment_variables_are_named(monkeypatch, name, value, text):
         examine()
 
 
+@pytest.mark.integration
 def test_error_without_torchrun_shows_the_command(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ArgumentError, match=r"RANK.*torchrun --nnodes"):

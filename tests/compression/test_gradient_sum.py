@@ -256,6 +256,7 @@ def _fsdp(rank):
         assert _all_equal(a) and float((a - b).norm() / b.norm()) < 0.02
 
 
+@pytest.mark.integration
 def test_fsdp_trains_with_coded_gathers_and_sums():
     run_processes(_fsdp, 4)
 

@@ -246,6 +246,7 @@ def _feed_back(rank, folder):
     assert (mean - exact).norm() < (plain[0] - exact).norm() / 3
 
 
+@pytest.mark.integration
 def test_errors_of_sums_are_fed_back_after_raw_steps_and_saved(tmp_path):
     run_processes(_feed_back, 3, str(tmp_path))
 
@@ -284,6 +285,7 @@ def _sum_ties(rank, policies):
     return results
 
 
+@pytest.mark.integration
 def test_gradients_of_tied_parameters_are_coded_and_stay_equal():
     policies = (None, Policy(dp="int8x128"), Policy(dp="int8x128", raw_steps=1))
     ranks = run_processes(_sum_ties, 3, policies)
@@ -313,5 +315,6 @@ def _feed_back_scatters(rank, folder):
     assert (torch.stack(fed_back).mean(0) - exact).norm() < (plain[0] - exact).norm() / 3
 
 
+@pytest.mark.integration
 def test_errors_of_reduce_scatters_are_fed_back_and_saved(tmp_path):
     run_processes(_feed_back_scatters, 3, str(tmp_path))

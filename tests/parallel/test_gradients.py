@@ -234,6 +234,7 @@ def check_clip_and_checkpoint(rank, folder):
     return error, max(errors.values()), is_same
 
 
+@pytest.mark.integration
 def test_clipped_norms_and_loaded_checkpoints_equal_one_process(tmp_path):
     """A checkpoint of one grid loads on another."""
     for norm, gradient, is_same in run_processes(check_clip_and_checkpoint, 4, str(tmp_path)):
@@ -261,6 +262,7 @@ def check_fsdp(rank):
     return abs(losses[0] - losses[1]), max(errors.values())
 
 
+@pytest.mark.integration
 def test_fsdp_over_depth_equals_one_process():
     for loss, gradient in run_processes(check_fsdp, 4):
         assert loss < 1e-12
@@ -311,6 +313,7 @@ def check_skipped_backward(rank):
     return errors
 
 
+@pytest.mark.integration
 def test_ranks_that_wait_for_a_skipped_backward_raise_an_error():
     for first, second, *_ in run_processes(check_skipped_backward, 4):
         assert "of a grid failed" in first and second.startswith(

@@ -85,6 +85,7 @@ def check_order(rank):
         assert torch.equal(state[name], value), name
 
 
+@pytest.mark.integration
 def test_ranks_in_any_order_give_the_plain_state():
     run_processes(check_order, 8)
 

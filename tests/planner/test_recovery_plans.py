@@ -72,6 +72,7 @@ def test_ranks_without_progress_have_received_nothing():
     ]  # fmt: skip
 
 
+@pytest.mark.integration
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.data())
 @settings(max_examples=150)
 def test_survivors_receive_everything_that_a_survivor_holds(case, strategy, data):

@@ -155,7 +155,7 @@ def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
     gathers = {"local_all_gather", "global_all_gather"}
     for num, hosts, holders, receivers, expected in (
         (128, (fast,) * 4, [0], [3], orders | {"broadcast_search_longer"}),
-        (129, (fast,) * 4, [0], [3], {"broadcast_greedy"}),
+        (1_001, (fast,) * 4, [0], [3], {"broadcast_greedy"}),
         (10_001, (fast,) * 4, [0], [3], set()),
         (1, (fast,) * 4, [0], [2, 3], orders | gathers),
         (1, (two,) * 4, [0], [3], orders | {"multicast_near"}),

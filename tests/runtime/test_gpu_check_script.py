@@ -46,6 +46,7 @@ def _is_running(pid):
     return path.exists() and path.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
+@pytest.mark.integration
 def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, capsys):
     """A failure stops nothing, an idle check runs beside the next, and no check leaves a process behind."""
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")

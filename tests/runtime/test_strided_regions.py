@@ -177,6 +177,7 @@ for pairs in (True, False):
 """
 
 
+@pytest.mark.integration
 def test_kernel_compiles_and_loads_sixteen_bytes_at_once():
     """Needs no GPU. The interpreter accepts code that the compiler rejects, so compile as well."""
     pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")

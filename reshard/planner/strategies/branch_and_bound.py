@@ -27,6 +27,12 @@ def broadcast_search(problem: Problem) -> Routes:
     return search_briefly(problem, SEARCH_STEPS)
 
 
+def search_work(problem: Problem) -> int:
+    """Number of choices that the search for the first order compares, at most."""
+    queues, _ = port_classes(problem)
+    return len(problem) * sum(len(options) for options, _ in queues)
+
+
 def search_briefly(problem: Problem, num_steps: int) -> Routes:
     """Like :func:`broadcast_search`, but end after ``num_steps`` steps, or after the first order if that takes more."""
     queues, rank_port = port_classes(problem)

@@ -313,6 +313,7 @@ def test_the_uplinks_of_pods_are_priced():
         assert dict(_traffic(two, grid)) == {axis: find_traffic(topology, ranks, at) for at, axis in enumerate(AXES)}
 
 
+@pytest.mark.integration
 def test_less_memory_never_gives_a_faster_strategy():
     seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, rows=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
     assert seconds == sorted(seconds)

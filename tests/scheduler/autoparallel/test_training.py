@@ -81,6 +81,7 @@ def test_a_strategy_trains_as_one_process():
     check_trains(strategy)
 
 
+@pytest.mark.integration
 def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
     strategy = find_strategy((0,) * 5, {"grid": (2, 2, 1), "microbatches": 1}, flops=1e7)
     assert sorted(str(stage.choices[0]) for stage in strategy.stages) == ["grid=2x2x1", "tp=1"]

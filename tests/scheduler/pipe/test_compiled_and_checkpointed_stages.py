@@ -153,6 +153,7 @@ def overflow(rank):
     return results
 
 
+@pytest.mark.integration
 def test_overflow_halves_the_scale_on_all_ranks():
     for results in run_processes(overflow, 3):
         assert results == [(True, 1.0), (False, 0.5), (True, 1.0)]
