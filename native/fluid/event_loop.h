@@ -39,6 +39,7 @@ struct EventLoop {
     Rows next; // by message: the messages that start after it
     Rows of_queue, of_receiver, of_stream; // messages in order
     std::vector<std::vector<int64_t>> blocked; // by receiver: queues whose head waits for it
+    std::vector<char> is_blocked; // by queue: whether it is in a row of `blocked`
     std::vector<int64_t> left, position; // by message: unfinished messages before it; its position at its receiver
     std::vector<int64_t> head, done;  // by queue: first message not started; first in the window
     std::vector<int64_t> first;       // by receiver: position of its first unfinished message
@@ -69,7 +70,9 @@ struct EventLoop {
                 return;
             const int64_t to = receiver[message];
             if (position[message] >= first[to] + ahead[message]) {
-                blocked[to].push_back(q);
+                if (!is_blocked[q])
+                    blocked[to].push_back(q);
+                is_blocked[q] = true;
                 return;
             }
             ++head[q];
@@ -177,8 +180,10 @@ struct EventLoop {
         if (passed > before) {
             std::vector<int64_t> waiting;
             waiting.swap(blocked[to]);
-            for (const int64_t q2 : waiting)
+            for (const int64_t q2 : waiting) {
+                is_blocked[q2] = false;
                 start_from(q2);
+            }
         }
     }
 

@@ -112,7 +112,8 @@ bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     for (size_t to = 0; to < num_receivers; ++to)
         for (int64_t i = 0; i < loop.of_receiver.size(to); ++i)
             loop.position[loop.of_receiver[to][i]] = i;
-    loop.head.resize(num_queues), loop.done.resize(num_queues), loop.released.resize(n);
+    loop.head.resize(num_queues), loop.done.resize(num_queues), loop.is_blocked.resize(num_queues);
+    loop.released.resize(n);
     loop.first.resize(num_receivers), loop.blocked.resize(num_receivers);
     if (!loop.run(cutoff))
         return false;
