@@ -194,9 +194,7 @@ def _read_strategy(options: argparse.Namespace) -> Strategy | None:
         ArgumentError: the file is not a strategy, or other options do not fit it.
     """
     if options.strategy is None:
-        for name in ("devices", "topology", "memory", "keep", "save_strategy"):
-            if getattr(options, name):
-                raise ArgumentError(f"--{name.replace('_', '-')} is for a search; pass --strategy auto with it")
+        _refuse_search_options(options, "pass --strategy auto with it")
         return None
     for name in ("meshes", "layers"):
         if getattr(options, name) is not None:
@@ -209,6 +207,7 @@ def _read_strategy(options: argparse.Namespace) -> Strategy | None:
 
     if not Path(options.strategy).is_file():
         raise ArgumentError(f"there is no strategy {options.strategy!r}; pass auto, tune, or the file of a strategy")
+    _refuse_search_options(options, f"the strategy {options.strategy} has been found already: omit one of the two")
     strategy = Strategy.read(options.strategy)
     if options.microbatches not in (None, strategy.microbatches):
         raise ArgumentError(
@@ -216,6 +215,12 @@ def _read_strategy(options: argparse.Namespace) -> Strategy | None:
             "omit --microbatches"
         )
     return strategy
+
+
+def _refuse_search_options(options: argparse.Namespace, rule: str) -> None:
+    for name in ("devices", "topology", "memory", "keep", "save_strategy"):
+        if getattr(options, name):
+            raise ArgumentError(f"--{name.replace('_', '-')} is for a search; {rule}")
 
 
 def _parse_layers(text: str | None) -> tuple[int, ...]:

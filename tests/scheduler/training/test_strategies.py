@@ -40,17 +40,17 @@ def test_a_strategy_that_was_found_trains_as_one_process(preset, devices, keep):
         assert result.held_out == pytest.approx(held_out, **close)
 
 
-SMALL = ["train", "gpt3-125m", "--shrink", "24", "--batch", "4", "--steps", "1", "--devices", "2"]
+SMALL = ["train", "gpt3-125m", "--shrink", "24", "--batch", "4", "--steps", "1"]
 
 
 @pytest.mark.slow
 def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*SMALL, "--memory", "1GB", "--strategy", "auto", "--keep", "microbatches=2"]) == 0
+    assert main([*SMALL, "--devices", "2", "--memory", "1GB", "--strategy", "auto", "--keep", "microbatches=2"]) == 0
     shown = capfd.readouterr()
     assert "2 microbatches" in shown.err
     assert shown.out.startswith("gpt3-125m/24 on a strategy, steps 0 to 1: loss 5.")
-    assert main([*SMALL, "--strategy", "auto", "--memory", "1.1MB", "--shrink", "8"]) == 2
+    assert main([*SMALL, "--devices", "2", "--strategy", "auto", "--memory", "1.1MB", "--shrink", "8"]) == 2
     shown = capfd.readouterr().err
     assert "nothing fits" in shown
     assert "Traceback" not in shown
@@ -67,12 +67,26 @@ def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
             ["--strategy", "plan.json", "--microbatches", "3"],
             "plan.json has 4 microbatches, not 3; omit --microbatches",
         ),
+        (
+            ["--strategy", "plan.json", "--devices", "2"],
+            "--devices is for a search; the strategy plan.json has been found already: omit one of the two",
+        ),
+        (
+            ["--strategy", "plan.json", "--save-strategy", "copy.json"],
+            "--save-strategy is for a search; the strategy plan.json",
+        ),
         (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, tune, or the file of a strategy"),
         (["--strategy", "auto", "--meshes", "1x1"], "a strategy has its own stages; omit --meshes or --strategy"),
         (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has its own schedule"),
-        (["--strategy", "auto", "--compression", "optimizer=int8x128"], "a search prices dp, pp, tp, zero of a policy"),
-        (["--strategy", "auto", "--memory", "80 GHz"], "must be a number of bytes with a unit, such as 80GB"),
-        ([], "--devices is for a search; pass --strategy auto with it"),
+        (
+            ["--devices", "2", "--strategy", "auto", "--compression", "optimizer=int8x128"],
+            "a search prices dp, pp, tp, zero of a policy",
+        ),
+        (
+            ["--devices", "2", "--strategy", "auto", "--memory", "80 GHz"],
+            "must be a number of bytes with a unit, such as 80GB",
+        ),
+        (["--devices", "2"], "--devices is for a search; pass --strategy auto with it"),
     ):
         assert main([*SMALL, *options]) == 2
         assert message in capfd.readouterr().err
