@@ -49,12 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tied=1 if the head shares the table of the embedding",
     )
     add("--topology", required=True, help=f"{', '.join(MACHINES)}, or a JSON or YAML file of hosts")
-    add("--devices", type=int, help="number of devices (default: all of the topology)")
+    add("--devices", type=int, help="number of devices; needed with the name of a machine (default: all of the file)")
     add("--memory", required=True, help="memory of a device, for example 80GB")
     add("--rows", type=int, required=True, help="rows of a step")
     add("--profile", help="JSON of a Profile, as profile_layers() measures it")
     add("--flops", type=float, help="without --profile: peak operations per second of a device, to estimate times")
-    add("--efficiency", type=float, default=0.5, help="fraction of --flops that layers reach (default: 0.5)")
+    add("--efficiency", type=float, help="fraction of --flops that layers reach (default: 0.5)")
     add("--mixed", action="store_true", help="16-bit parameters with float32 optimizer states (default: float32)")
     add("--method", choices=["auto", *METHODS], default="auto", help="search method (default: auto)")
     add(
@@ -74,11 +74,9 @@ def run(options: argparse.Namespace) -> int:
     graph = _read_graph(options.graph)
     if (options.profile is None) == (options.flops is None):
         raise ArgumentError("pass either --profile (measured times) or --flops (estimated times)")
-    profile = (
-        Profile.read(options.profile)
-        if options.profile is not None
-        else Profile.estimate(graph, flops_per_second=options.flops, efficiency=options.efficiency)
-    )
+    if options.profile is not None and options.efficiency is not None:
+        raise ArgumentError("--efficiency is for times that --flops estimates; omit it or pass --flops, not --profile")
+    profile = Profile.read(options.profile) if options.profile is not None else _estimate(graph, options)
     cluster = Cluster(
         find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
     )
@@ -99,6 +97,11 @@ def run(options: argparse.Namespace) -> int:
     if options.output:
         strategy.save(options.output)
     return 0
+
+
+def _estimate(graph: LayerGraph, options: argparse.Namespace) -> Profile:
+    given = {} if options.efficiency is None else {"efficiency": options.efficiency}
+    return Profile.estimate(graph, flops_per_second=options.flops, **given)
 
 
 def find_topology(text: str, devices: int | None) -> Topology:

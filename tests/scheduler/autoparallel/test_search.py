@@ -337,6 +337,10 @@ def test_the_command_prints_and_writes_a_strategy(tmp_path, capsys):
     assert capsys.readouterr().out.strip() == Strategy.read(written).explain()
     for arguments, text in (
         ([str(tmp_path / "graph.json"), *rest], "pass either --profile (measured times) or --flops"),
+        (
+            [str(tmp_path / "graph.json"), *rest, "--profile", "p.json", "--efficiency", "0.9"],
+            "--efficiency is for times that --flops estimates",
+        ),
         (["transformer:layers=2", *rest, "--flops", "1e12"], "lacks heads, hidden, sequence"),
         (["transformer:layers=2,hidden=8,heads=2,sequence=4,tied=1", *rest, "--flops", "1e12"], "needs a vocabulary"),
         ([str(tmp_path / "none.json"), *rest, "--flops", "1e12"], "there is no file"),
