@@ -25,5 +25,10 @@ def run(options: argparse.Namespace) -> int:
         profile = profile_tensors(*read_dump(options.dump))
     print(profile)
     policy = profile.recommend()
-    print(f"recommended: --compression {policy}" if policy.dimensions else "recommended: no codec")
+    if policy.dimensions:
+        print(f"recommended: --compression {policy}")
+    elif profile.dimensions is not None and not profile.dimensions & {"dp", "pp", "zero"}:
+        print("recommended: no codec, because the job has no traffic of dp, pp or zero")
+    else:
+        print("recommended: no codec")
     return 0

@@ -70,16 +70,16 @@ class TensorProfile:
     Attributes:
         kinds: those found. changed: share of the weights that a step changes, as bf16; None if the dump does not tell.
         delta_ratio: plain bytes of bf16 weights over those of their differences; None likewise.
-        dimensions: of a policy, that the job has; empty if the dump does not tell.
+        dimensions: of a policy, that the job has; None if the dump does not tell.
     """
 
     kinds: tuple[KindReport, ...]
-    dimensions: frozenset[str]
+    dimensions: frozenset[str] | None
     changed: float | None
     delta_ratio: float | None
 
     def recommend(self) -> Policy:
-        """The smallest codec of each dimension whose error training bore, for the dimensions that the job has.
+        """The smallest codec whose error training tolerated, for each dimension that the job has.
 
         ``dp`` and ``zero``'s reduce-scatters carry gradients, ``pp`` activations and their gradients, and ``zero``'s
         gathers weights. ``tp`` and ``optimizer`` are left out: their tensors are not in a dump, or tolerate no error.
@@ -92,7 +92,7 @@ class TensorProfile:
             "pp": edges if any(edges) else None,
             "zero": (weights, gradients) if weights or gradients else None,
         }
-        has = self.dimensions or set(found)
+        has = set(found) if self.dimensions is None else self.dimensions
         return Policy(**{name: codecs for name, codecs in found.items() if name in has})  # type: ignore[arg-type]
 
     def __str__(self) -> str:
@@ -114,21 +114,24 @@ class TensorProfile:
         return "\n".join(lines)
 
 
-def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str]]:
+def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str] | None]:
     """The tensors of all steps and ranks of a dump by kind, in equal order in each kind, and the job's dimensions.
+
+    The dimensions are None if no file of the dump tells them.
 
     Raises:
         ArgumentError: there is no dump, or a file of it cannot be read.
     """
     found: dict[str, list[torch.Tensor]] = {}
-    dimensions: set[str] = set()
+    dimensions: set[str] | None = None
     files = [each for each in sorted(Path(path).glob("step-*/rank-*.pt")) if re.fullmatch(r"rank-\d+\.pt", each.name)]
     if not files:
         raise ArgumentError(f"{path} has no files step-*/rank-*.pt; write them by reshard train --dump-tensors {path}")
     for file in files:
         try:
             data = torch.load(file, map_location="cpu", weights_only=True)
-            dimensions.update(data.pop("dimensions", ()))
+            if "dimensions" in data:
+                dimensions = (dimensions or set()) | set(data.pop("dimensions"))
             for kind, tensors in data.items():
                 if kind not in KINDS:
                     raise ValueError(f"kind {kind!r} is unknown; kinds are {', '.join(KINDS)}")
@@ -138,8 +141,10 @@ def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str]
     return found, dimensions
 
 
-def profile_tensors(tensors: Mapping[str, Iterable[torch.Tensor]], dimensions: Iterable[str] = ()) -> TensorProfile:
-    """The report of tensors by kind, of a job with these dimensions of a policy.
+def profile_tensors(
+    tensors: Mapping[str, Iterable[torch.Tensor]], dimensions: Iterable[str] | None = None
+) -> TensorProfile:
+    """The report of tensors by kind, of a job with these dimensions of a policy; None: of any job.
 
     Raises:
         ArgumentError: no kind has floating-point tensors that are large enough.
@@ -152,7 +157,7 @@ def profile_tensors(tensors: Mapping[str, Iterable[torch.Tensor]], dimensions: I
     if not kinds:
         raise ArgumentError(f"the dump has no floating-point tensor of {MIN_VALUES} values or more")
     changed, ratio = _profile_changes(kept.get("weights_before", []), kept.get("weights", []))
-    return TensorProfile(kinds, frozenset(dimensions), changed, ratio)
+    return TensorProfile(kinds, None if dimensions is None else frozenset(dimensions), changed, ratio)
 
 
 def _profile_kind(kind: str, tensors: list[torch.Tensor]) -> KindReport:

@@ -37,6 +37,18 @@ def test_reports_follow_from_the_tensors():
     assert profile_tensors({"weights": [normal]}).recommend() == Policy(zero=("int8x128", None))
 
 
+def test_no_codec_is_recommended_to_a_job_without_replicas_and_edges(tmp_path, capsys):
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    torch.save({"dimensions": [], "gradients": {"w": torch.randn(64, 64)}}, folder / "rank-0.pt")
+    assert read_dump(tmp_path)[1] == set()
+    assert main(["profile-compression", str(tmp_path)]) == 0
+    assert "recommended: no codec, because the job has no traffic of dp, pp or zero" in capsys.readouterr().out
+    torch.save({"gradients": {"w": torch.randn(64, 64)}}, folder / "rank-0.pt")
+    assert read_dump(tmp_path)[1] is None
+    assert profile_tensors(*read_dump(tmp_path)).recommend().dp == "int4x128-bf16"
+
+
 def test_wrong_dumps_are_refused(tmp_path):
     with pytest.raises(ArgumentError, match="has no files"):
         read_dump(tmp_path)
