@@ -154,9 +154,13 @@ def choose_grid(
         ArgumentError: no grid fits (the error says what the smallest needs), or an argument is invalid.
     """
     sizes = model if isinstance(model, TransformerSizes) else TransformerSizes.of(model)
-    for name, value in (("rows", rows), ("flops_per_second", flops_per_second), ("memory_bytes", memory_bytes)):
+    for name, value in (("flops_per_second", flops_per_second), ("memory_bytes", memory_bytes)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ArgumentError(f"{name} is {value!r}; it must be positive")
+            raise ArgumentError(f"{name} is {value!r}; it must be a positive number")
+    counts = {"rows": rows, "itemsize": itemsize, "state_bytes": state_bytes, "panel": panel}
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ArgumentError(f"{name} is {value!r}; it must be a positive integer")
     if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= len(topology.host_of_rank):
         raise ArgumentError(
             f"ranks must be different ranks of the topology, which has {len(topology.host_of_rank)}, not {list(ranks)}"
@@ -178,7 +182,8 @@ def choose_grid(
     if not fitting:
         least = min((price.memory_bytes for price in prices), default=math.inf)
         detail = (
-            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_bytes)}"
+            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_bytes)} on each rank; "
+            "use more ranks, or fewer rows in a batch"
             if prices
             else "; ".join(f"{name} {reason}" for name, reason in refused)
         )

@@ -77,7 +77,9 @@ def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refuse
     assert all(price.memory_bytes <= limit for price in choice.candidates)
     assert len(choice.candidates) + len(choice.too_large) == len(everything.candidates)
     assert "needs" in choice.explain()
-    with pytest.raises(ArgumentError, match=r"no grid of 16 ranks fits: the smallest needs .* of 1000 bytes"):
+    with pytest.raises(
+        ArgumentError, match=r"no grid of 16 ranks fits: the smallest needs .* of 1000 bytes on each rank; use"
+    ):
         choose_grid(model, four_hosts(), range(16), 1000, rows=32, flops_per_second=1e12)
     few = choose_grid(sizes(256, heads=2), four_hosts(), range(16), rows=8, flops_per_second=1e12)
     reasons = dict(few.refused)
@@ -87,6 +89,23 @@ def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refuse
         choose_grid(model, four_hosts(), range(16), rows=0, flops_per_second=1e12)
     with pytest.raises(ArgumentError, match="ranks must be different ranks of the topology, which has 16"):
         choose_grid(model, four_hosts(), [0, 99], rows=4, flops_per_second=1e12)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "rule"),
+    [
+        ({"rows": 0}, "rows is 0; it must be a positive integer"),
+        ({"rows": 2.5}, "rows is 2.5; it must be a positive integer"),
+        ({"itemsize": 0}, "itemsize is 0; it must be a positive integer"),
+        ({"state_bytes": -16}, "state_bytes is -16; it must be a positive integer"),
+        ({"panel": 0}, "panel is 0; it must be a positive integer"),
+        ({"memory_bytes": "4GB"}, "memory_bytes is '4GB'; it must be a positive number"),
+        ({"flops_per_second": math.nan}, "flops_per_second is nan; it must be a positive number"),
+    ],
+)
+def test_wrong_numbers_are_refused(wrong, rule):
+    with pytest.raises(ArgumentError, match=rule):
+        choose_grid(sizes(256), four_hosts(), range(16), **({"rows": 32, "flops_per_second": 1e12} | wrong))
 
 
 def test_choice_is_the_same_every_time():
