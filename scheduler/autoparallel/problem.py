@@ -170,13 +170,13 @@ class Problem:
 
     @cached_property
     def layer_classes(self) -> tuple[Layer, ...]:
-        """One layer of each class, without its name."""
-        return tuple(dict.fromkeys(replace(layer, name="") for layer in self.graph.layers))
+        """One layer of each class, without its name and the module that keeps it from a grid."""
+        return tuple(dict.fromkeys(map(_anonymous, self.graph.layers)))
 
     @cached_property
     def class_of(self) -> tuple[int, ...]:
         """For each layer, the index of its class."""
-        return tuple(self.layer_classes.index(replace(layer, name="")) for layer in self.graph.layers)
+        return tuple(self.layer_classes.index(_anonymous(layer)) for layer in self.graph.layers)
 
     def layer_cost(self, layer: int, choice: Choice, place: Place, microbatches: int) -> LayerCost:
         """The cost of a layer, which is the same for all layers of its class."""
@@ -362,6 +362,11 @@ class Problem:
 
 #: Limit of the scaled activations of :meth:`Problem.pipeline`.
 SCALED_LIMIT = 1 << 40
+
+
+def _anonymous(layer: Layer) -> Layer:
+    """A layer without the texts in which layers of a class differ."""
+    return replace(layer, name="", grid_refusal="")
 
 
 def cut_row_bytes(tensors: Sequence[Tensor], cols: int) -> float:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from ..ir.text import format_schedule
 from .choices import Choice, ChoiceRules, GridShape
 from .cluster import Cluster
 from .codecs import parts_of_policy, with_codecs
 from .costs import StateBytes
-from .graph import LayerGraph
+from .graph import Layer, LayerGraph
 from .iteration import Evaluation, evaluate, evaluate_schedule, wider_links
 from .methods.auto import METHODS, Method, auto, decide
 from .problem import Problem
@@ -243,7 +245,6 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         TieReport(tuple(layers[at].name for at in each.layers), each.stages, each.nbytes, each.seconds, each.codec)
         for each in best.exchanges
     )
-    refused = {layer.grid_refusal: layer for layer in reversed(layers)} if problem.rules.grids else {}
     return Strategy(
         candidate.method,
         candidate.stages,
@@ -262,10 +263,29 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         tuple(_alternative(each) for each in different[:NUM_ALTERNATIVES]),
         wider.seconds,
         problem.cluster.hosts,
-        tuple((layer.name, reason) for reason, layer in refused.items() if reason),
+        _grid_refusals(layers) if problem.rules.grids else (),
         _used_policy(problem, candidate.stages, edges),
         ties,
     )
+
+
+def _grid_refusals(layers: Sequence[Layer]) -> tuple[tuple[str, str], ...]:
+    """The first layer of each class that cannot be on a grid, and why, in the order of the model.
+
+    The reasons of two layers of a class differ only in the paths of their modules.
+    """
+    counts = Counter(layer.key for layer in layers if layer.grid_refusal)
+    shown: set[str] = set()
+    found = []
+    for layer in layers:
+        if layer.grid_refusal and not {layer.key, layer.grid_refusal} & shown:
+            shown |= {layer.key, layer.grid_refusal}
+            found.append((layer.name, layer.grid_refusal + _same_for(counts[layer.key] - 1)))
+    return tuple(found)
+
+
+def _same_for(others: int) -> str:
+    return f"; the same holds for {count_of(others, 'other layer')} of its class" if others else ""
 
 
 def _used_policy(problem: Problem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:

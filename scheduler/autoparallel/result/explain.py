@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from reshard.formatting import count_of, format_bytes
 
 from .record import StrategyRecord
@@ -14,7 +16,8 @@ def explain_strategy(strategy: StrategyRecord) -> str:
     lines = _summary_lines(strategy)
     for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
         over_stages = sum(tie.seconds for tie in strategy.ties if number in tie.stages)
-        lines += _stage_lines(number, stage, report, step_seconds=strategy.seconds, tie_seconds=over_stages)
+        lines += _layer_lines(number, stage, strategy.layer_names[number])
+        lines += _time_and_memory_lines(report, step_seconds=strategy.seconds, tie_seconds=over_stages)
     lines += map(_edge_line, strategy.edges)
     lines += map(_tie_line, strategy.ties)
     if strategy.compression_text:
@@ -23,7 +26,7 @@ def explain_strategy(strategy: StrategyRecord) -> str:
         lines.append(f"layer {name!r} cannot be on a grid: {reason}")
     lines += _improvement_lines(strategy)
     if strategy.alternatives:
-        lines.append("choices of each method, fastest first:")
+        lines.append("other candidates, fastest first; in brackets, the seconds of the stage that ends last:")
     lines += [_alternative_line(other, strategy.seconds) for other in strategy.alternatives]
     return "\n".join(lines)
 
@@ -47,18 +50,24 @@ def _summary_lines(strategy: StrategyRecord) -> list[str]:
     return lines
 
 
-def _stage_lines(
-    number: int, stage: StagePlan, report: StageReport, step_seconds: float, tie_seconds: float
-) -> list[str]:
+def _layer_lines(number: int, stage: StagePlan, names: Sequence[str]) -> list[str]:
+    """The ranks of a stage, how they share its layers, and the names of these layers."""
+    first, last = stage.first_rank, stage.end_rank - 1
+    ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+    return [f"stage {number}, {ranks}: {stage}", f"  modules: {_list_of(names)}"]
+
+
+def _time_and_memory_lines(report: StageReport, step_seconds: float, tie_seconds: float) -> list[str]:
     """Seconds and memory of a stage; ``tie_seconds``: its sums of gradients over stages that share parameters."""
     sums = report.gradient_sync_seconds
-    idle = step_seconds - report.busy_seconds - sums - tie_seconds
+    idle = step_seconds - report.busy_seconds - sums - tie_seconds - report.exposed_seconds
+    if idle < 1e-9 * step_seconds:  # a rounding error
+        idle = 0.0
     lines = [
-        f"stage {number}: {stage}",
         f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.sum_seconds:.3g} s tensor-parallel "
-        f"sums, {report.gather_seconds:.3g} s gathers",
+        f"sums, {report.gather_seconds:.3g} s ZeRO gathers",
         f"  step: {report.busy_seconds:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
-        f"{max(0.0, idle - report.exposed_seconds):.3g} s otherwise idle, {sums:.3g} s gradient "
+        f"{idle:.3g} s otherwise idle, {sums:.3g} s gradient "
         f"sums{f' over replicas and {tie_seconds:.3g} s over stages' if tie_seconds else ''}",
         f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
         f"states {format_bytes(round(report.state_bytes))}, {count_of(report.in_flight, 'microbatch')} in "
@@ -111,8 +120,10 @@ def _alternative_line(other: Alternative, chosen_seconds: float) -> str:
     )
 
 
-def _list_of(words: list[str]) -> str:
+def _list_of(words: Sequence[str]) -> str:
     """``a, b and c``; of more than six words, those at both ends."""
+    if len(words) == 1:
+        return words[0]
     if len(words) > 6:
         words = [*words[:3], "...", words[-1]]
     return ", ".join(words[:-1]) + " and " + words[-1]

@@ -29,7 +29,7 @@ class Strategy(StrategyRecord):
         reports, edges: details of each stage and edge. alternatives: other candidates, fastest first.
         wider_links_seconds: predicted seconds with the same schedule if links were 10 % faster.
         hosts: host, first rank and end of each host.
-        grid_refusals: layers that cannot be on a grid of :mod:`reshard.parallel`, and why: one for each reason.
+        grid_refusals: layers that cannot be on a grid of :mod:`reshard.parallel`, and why: the first of each class.
         ties: sums over stages of the gradients of parameters that they share.
         compression_text: the codecs, as :func:`reshard.compression.parse_policy` reads them.
     """

@@ -85,7 +85,37 @@ def test_layers_that_no_grid_can_cut_say_why():
     assert "layer 'first' cannot be on a grid: parallelize cannot cut 'mixed', a torch.nn.modules.conv.Conv1d" in (
         found.explain()
     )
+    assert "modules: first" in found.explain()
     assert "layer 'last' cannot be on a grid: 'the model' calls square between its modules" in found.explain()
+
+
+def test_layers_of_a_class_that_no_grid_can_cut_are_one_class_and_one_line():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head, self.blocks = nn.Linear(4, 4), nn.ModuleList(Block() for _ in range(4))
+
+        def forward(self, x):
+            x = self.head(x)
+            for block in self.blocks:
+                x = block(x)
+            return {"x": x, "loss": x.square().mean()}["loss"]
+
+    graph = trace_module(Net(), torch.zeros(2, 4), "blocks.[0-3]").graph
+    profile = Profile.estimate(graph, flops_per_second=1e6)
+    cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
+    assert len(Problem(graph, cluster, profile, 4).layer_classes) == 3
+    lines = [line for line in search(graph, cluster, profile, rows=4).explain().splitlines() if "on a grid" in line]
+    assert [line.partition(" cannot")[0] for line in lines] == ["layer 'blocks.0'", "layer 'blocks.3'"]
+    assert lines[0].endswith("; the same holds for 2 other layers of its class")
 
 
 def test_tied_parameters_of_one_stage_count_once():

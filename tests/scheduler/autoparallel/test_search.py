@@ -90,6 +90,15 @@ def test_explain_marks_a_guess_and_names_what_others_lack(strategy):
         assert other.text in text
 
 
+def test_explain_shows_the_ranks_of_a_stage_and_no_rounding_error_as_idle_time(strategy):
+    first, report = strategy.stages[0], strategy.reports[0]
+    ranks = f"ranks 0-{first.end_rank - 1}" if first.end_rank > 1 else "rank 0"
+    assert f"stage 0, {ranks}: {first}" in strategy.explain()
+    busy = strategy.seconds * (1 - 1e-15) - report.exposed_seconds - report.gradient_sync_seconds
+    rounded = replace(strategy, reports=(replace(report, busy_seconds=busy), *strategy.reports[1:]))
+    assert " 0 s otherwise idle" in rounded.explain().partition("stage 1")[0]
+
+
 def test_explain_prints_both_balance_degrees(strategy):
     times, memories = ([getattr(each, name) for each in strategy.reports] for name in ("busy_seconds", "memory_bytes"))
     assert strategy.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
