@@ -78,8 +78,8 @@ def trace_module(
     Args:
         model: the whole model, with or without values; it is not changed.
         example: a batch, as for :meth:`reshard.scheduler.Pipe.compile`.
-        cuts: paths of the modules that begin the second and each further layer, in the order of the forward. ``*``
-            stands for any part of a name: ``"layers.*"``.
+        cuts: paths of the modules that begin the second and each further layer, in the order of the forward. They may
+            contain the wildcards of :mod:`fnmatch`, such as ``"layers.*"`` and ``"layers.[1-3]"``.
         loss, blocks, tp_plan: as for :class:`reshard.scheduler.Pipe`.
         max_tp: largest tensor-parallel degree that the plan allows, for example the number of heads.
         name: of the graph; default: the class of the model.
@@ -160,7 +160,8 @@ def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
         if not matches:
             more = ", ..." if len(names) > 12 else ""
             raise ArgumentError(
-                f"{type(model).__name__} has no module {pattern!r}; it has {', '.join(names[:12])}{more}"
+                f"{type(model).__name__} has no module {pattern!r}; it has {', '.join(names[:12])}{more}; "
+                "wildcards are those of fnmatch, such as layers.* or layers.[1-3]"
             )
         found += [each for each in matches if each not in found]
     return found
