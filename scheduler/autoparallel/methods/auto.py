@@ -154,6 +154,12 @@ def _nothing_fits(problem: Problem) -> str:
     limit = problem.cluster.memory_of(0, total)
     if least is None and refused:
         return f"no stage can have all {total} devices: {refused}"
+    most = max(layer.tp_limit for layer in problem.graph.layers)
+    if least is None and problem.rules.least_tp > most:
+        return (
+            f"no stage can have tp={problem.rules.least_tp}: the layers of {problem.graph.name} allow tp={most} at "
+            "most; use a smaller tp, or pass a tp_plan and max_tp when you trace the model"
+        )
     if least is None:
         return (
             f"no stage can have the rows of a microbatch: {problem.rows} rows in "

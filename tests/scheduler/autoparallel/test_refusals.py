@@ -142,3 +142,12 @@ def test_a_model_without_work_or_parameters_has_a_strategy():
     found = search(graph, Cluster(HOSTS, 1e9), Profile.estimate(graph, flops_per_second=1e9), rows=8)
     assert found.seconds == 0
     assert "no plan of this model takes less than 0 s" in found.explain()
+
+
+def test_a_tp_degree_that_no_layer_allows_is_named():
+    graph = LayerGraph.transformer(layers=2, hidden=8, heads=2, sequence=8, vocabulary=32)
+    graph = replace(graph, layers=tuple(replace(each, tp_limit=1, grid_sizes=None) for each in graph.layers))
+    profile = Profile.estimate(graph, flops_per_second=1e9)
+    message = r"no stage can have tp=2: the layers of .* allow tp=1 at most; use a smaller tp, or pass a tp_plan"
+    with pytest.raises(ArgumentError, match=message):
+        search(graph, CLUSTER, profile, rows=4, keep={"tp": 2})
