@@ -236,7 +236,7 @@ def ring_seconds(
     return passes * (size - 1) * (latency_seconds + nbytes / size / bytes_per_second)
 
 
-def uniform_positions(cluster: Cluster) -> bool:
+def hosts_are_alike(cluster: Cluster) -> bool:
     """Whether all hosts are alike, so that the cost of an edge depends only on relative positions of ranks."""
     topology = cluster.topology
     sizes = {end - first for _, first, end in cluster.hosts}

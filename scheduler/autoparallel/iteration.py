@@ -50,12 +50,12 @@ class Evaluation:
         peak = max(cost.peak_bytes(depth) for cost, depth in zip(self.costs, self.schedule.in_flight, strict=True))
         return (float(f"{self.seconds:.9g}"), round(peak), len(self.candidate.stages), self.candidate.text)
 
-    def losses(self) -> tuple[float, float, float, float]:
+    def seconds_by_kind(self) -> tuple[float, float, float, float]:
         """Where the time of the row that ends last goes: ``(compute, exposed transfers, other idle, gradient sum)``.
 
         All in seconds. A stage that waits for others before a sum over stages is idle.
         """
-        done = _done(self.timeline, self.costs, self.exchanges)
+        done = _end_seconds(self.timeline, self.costs, self.exchanges)
         row = max(range(len(done)), key=lambda r: (done[r], -r))
         busy, exposed = self.timeline.busy_seconds(row), self.timeline.exposed_seconds(row)
         summed = self.costs[row].ending_seconds
@@ -123,11 +123,13 @@ def _evaluate_within(
     timeline = simulate_within(schedule, pipeline, limit_seconds, [cost.ending_seconds for cost in costs])
     if timeline is None:
         return None
-    seconds = max(_done(timeline, costs, exchanges))
+    seconds = max(_end_seconds(timeline, costs, exchanges))
     return Evaluation(candidate, schedule, pipeline, timeline, costs, exchanges, seconds, _short_bytes(costs, schedule))
 
 
-def _done(timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange]) -> list[float]:
+def _end_seconds(
+    timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange]
+) -> list[float]:
     """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other."""
     done = [end + cost.sync_seconds for end, cost in zip(_row_ends(timeline, len(costs)), costs, strict=True)]
     for each in exchanges:

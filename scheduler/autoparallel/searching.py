@@ -309,5 +309,9 @@ def _used_policy(problem: Problem, stages: Sequence[StagePlan], edges: Sequence[
 
 def _alternative(found: Evaluation) -> Alternative:
     return Alternative(
-        found.candidate.method, found.candidate.text, found.seconds, *found.losses(), short_bytes=found.short_bytes
+        found.candidate.method,
+        found.candidate.text,
+        found.seconds,
+        *found.seconds_by_kind(),
+        short_bytes=found.short_bytes,
     )

@@ -174,7 +174,7 @@ class PipelineEngine:
     def local_rows(self, rows: int, accumulate: int = 1) -> torch.Tensor:
         """Indices of the rows that this rank passes with ``local_batch=True``, in order, for ``rows`` rows in all."""
         parts = self._feeder.divide(rows, accumulate)
-        return torch.tensor([row for part in parts for microbatch in part for row in self._feeder.own(microbatch)])
+        return torch.tensor([row for part in parts for microbatch in part for row in self._feeder.own_rows(microbatch)])
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients of the whole model so that their norm is at most ``max_norm``. Returns the norm before.
@@ -331,7 +331,7 @@ class PipelineEngine:
             feed: dict[int, list[dict[str, Any]]] = {stage: [] for stage in self.modules}
             weights, fillers = [], []
             for microbatch, rows in enumerate(part):
-                own = self._feeder.own(rows)
+                own = self._feeder.own_rows(rows)
                 weights.append(float(self._feeder.rows_of_loss(rows)))
                 source = range(taken, taken + len(own)) if is_local else own
                 taken += len(own)

@@ -97,7 +97,7 @@ class Feeder:
         parts = self.divide(outline.rows, accumulate)
         for stage, mesh in enumerate(self._planner.meshes):
             for rank in mesh.ranks:
-                wanted = sum(len(self.own(rows, rank)) for part in parts for rows in part)
+                wanted = sum(len(self.own_rows(rows, rank)) for part in parts for rows in part)
                 given = outlines[rank].rows if rank in outlines else 0
                 if graph.inputs[stage] and rank not in outlines and not (is_local and wanted == 0):
                     raise ArgumentError(
@@ -121,7 +121,7 @@ class Feeder:
             parts.append(part)
         return parts
 
-    def own(self, rows: range, rank: int | None = None) -> range:
+    def own_rows(self, rows: range, rank: int | None = None) -> range:
         """The rows of a microbatch that a rank computes; default: this rank."""
         rank = self._engine.rank if rank is None else rank
         own = replica_rows(len(rows), self._planner.mesh_of(rank), rank)
@@ -129,4 +129,4 @@ class Feeder:
 
     def rows_of_loss(self, rows: range) -> int:
         """Number of rows of a microbatch over which the loss on this rank is a mean."""
-        return rows_of_loss(self._planner.mesh_of(self._engine.rank), len(rows), len(self.own(rows)))
+        return rows_of_loss(self._planner.mesh_of(self._engine.rank), len(rows), len(self.own_rows(rows)))

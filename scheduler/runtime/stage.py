@@ -21,7 +21,7 @@ from reshard.sharding import TensorSpec
 from ..graph import Pipeline
 from . import torch_compat
 from .data_parallel import check_module, mark_failed, no_grad_sync, prepare_backward, without_ddp
-from .local_tensors import full, is_dtensor, localize, no_rows, one_row
+from .local_tensors import cut_to_no_rows, full, is_dtensor, localize, row_of_ones
 
 Tensors = dict[str, torch.Tensor]
 
@@ -138,13 +138,13 @@ class StageRun:
         autocast = torch.autocast(*self._autocast) if self._autocast is not None else contextlib.nullcontext()
         versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
         with no_grad_sync(self.module), torch.set_grad_enabled(train), autocast, defer:
-            inputs = leaves if without_rows is None else {name: one_row(leaf) for name, leaf in leaves.items()}
+            inputs = leaves if without_rows is None else {name: row_of_ones(leaf) for name, leaf in leaves.items()}
             output = self._to_stage_output(self.module(**inputs, **fed))
             for edge in self._outgoing:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
                 sent = self._select({**output.tensors, **passed_on}, edge.dst, edge.tensors)
                 if without_rows is not None:
-                    sent = no_rows(sent, without_rows[edge.dst], self._rank)
+                    sent = cut_to_no_rows(sent, without_rows[edge.dst], self._rank)
                 live.sent[edge.dst] = sent
         for name, leaf in leaves.items():
             if torch_compat.version_of(leaf) != versions[name]:

@@ -61,7 +61,7 @@ def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) ->
     for candidate in candidates or ():
         _check_candidate(problem, candidate)
     if not candidates:
-        raise ArgumentError(_nothing_fits(problem))
+        raise ArgumentError(_why_nothing_fits(problem))
     found = [each for each in (evaluate(problem, candidate) for candidate in candidates) if each is not None]
     found.sort(key=order)
     if not moves:
@@ -137,7 +137,7 @@ def _why_refused(problem: Problem, grid: GridShape) -> str:
     return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
 
 
-def _nothing_fits(problem: Problem) -> str:
+def _why_nothing_fits(problem: Problem) -> str:
     """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
     count, total = max(problem.microbatches), problem.cluster.num_ranks
     least: tuple[float, str] | None = None

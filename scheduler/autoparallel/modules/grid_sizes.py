@@ -68,7 +68,7 @@ class SizeRecorder(TorchFunctionMode):
         )
 
 
-def refuse_grid(module: Any, values: Sequence[Value]) -> str | None:
+def find_grid_refusal(module: Any, values: Sequence[Value]) -> str | None:
     """Why a layer cannot be on a grid; None if it can.
 
     Args:

@@ -27,7 +27,7 @@ from ...pipe.profile import SavedBytes, count_saved_bytes
 from ...pipe.tensor_parallel import find_plan
 from ...runtime import torch_compat
 from ..graph import Layer, LayerGraph, Tensor
-from .grid_sizes import SizeRecorder, refuse_grid
+from .grid_sizes import SizeRecorder, find_grid_refusal
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
@@ -296,7 +296,7 @@ def _count_work(
 def _with_grid(layer: Layer, module: Any, graph: StageGraph, number: int, recorder: SizeRecorder) -> Layer:
     """The layer with what a grid of :mod:`reshard.parallel` would divide, or the reason why it cannot."""
     values = [value for value in graph.values if number in (value.writer, *value.readers)]
-    refusal = refuse_grid(module, values)
+    refusal = find_grid_refusal(module, values)
     if refusal is not None:
         return replace(layer, grid_refusal=refusal)
     widths = [value.shape[-1] for value in values if value.has_gradient]

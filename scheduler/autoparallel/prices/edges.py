@@ -13,7 +13,7 @@ from ...costs import price_edge
 from ...graph import Edge
 from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
 from ..choices import GridShape
-from ..cluster import Cluster, uniform_positions
+from ..cluster import Cluster, hosts_are_alike
 from ..graph import LayerGraph, Tensor
 
 #: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.
@@ -46,7 +46,7 @@ class EdgePrices:
         #: A lower bound of the bytes on the wire of each byte of a tensor.
         self.least_ratio = min([1.0, *(coded_ratio(name, graph.dtype) for name in codecs if name is not None)])
         self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
-        self._is_uniform = uniform_positions(cluster)
+        self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[Tensor, ...], int, End, End], Edge] = {}
 
     @property

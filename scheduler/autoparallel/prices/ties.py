@@ -18,7 +18,7 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 from ...costs import price_edge
 from ...graph import Edge
 from ..choices import Choice
-from ..cluster import Cluster, Place, uniform_positions
+from ..cluster import Cluster, Place, hosts_are_alike
 from ..costs import LayerCost
 from ..graph import LayerGraph, is_shared, own_layer
 from ..result.stages import StagePlan
@@ -131,7 +131,7 @@ class TiePrices:
         self.message_seconds, self.is_optional = message_seconds, is_optional
         self.codec = codec if gradient_bytes in _DTYPES else None
         self.least_ratio = least_ratio if self.codec else 1.0
-        self._is_uniform = uniform_positions(cluster)
+        self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[TieEnd, ...], int], tuple[float, str | None]] = {}
         rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
         self._host_rate = max(max(each.egress_bytes_per_second, each.ingress_bytes_per_second) for each in rates)

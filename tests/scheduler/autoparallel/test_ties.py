@@ -86,7 +86,7 @@ def test_the_sum_over_stages_starts_when_the_last_stage_is_ready():
         ends = [max(span.end for span in found.timeline.spans if span.row == row) for row in (0, 1)]
         (each,) = found.exchanges
         assert found.seconds == pytest.approx(max(ends) + each.seconds)
-        busy, exposed, idle, sums = found.losses()
+        busy, exposed, idle, sums = found.seconds_by_kind()
         assert sums == each.seconds
         assert busy + exposed + idle + sums == pytest.approx(found.seconds)
         assert step_bound(problem, found.candidate) <= found.seconds
