@@ -370,7 +370,7 @@ struct EventLoop {
                 if (!flowing.holds) {
                     const bool fits = (flowing.unreleased_bytes - buffer[s]) / flowing.rate <= limit;
                     flowing.unreleased_bytes -= flowing.rate * step;
-                    if (fits) // a rounding error must not be an event of its own, too short to advance the clock
+                    if (fits) // no extra event for a rounding error: its step would be too short to advance the clock
                         flowing.unreleased_bytes = std::min(flowing.unreleased_bytes, buffer[s]);
                     if (ends || flowing.released < flowing.started)
                         releasing.push_back(s);

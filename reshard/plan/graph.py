@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from reshard.plan.transfers import Transfers
+
 if TYPE_CHECKING:
     import networkx as nx
 
-    from reshard.plan.model import Plan
 
+def build_hop_graph(transfers: Transfers, message_bytes: np.ndarray, host: np.ndarray) -> nx.DiGraph:
+    """The hops of transfers and their dependencies; see :meth:`Plan.to_networkx`.
 
-def build_hop_graph(plan: Plan) -> nx.DiGraph:
-    """The hops of a plan and their dependencies; see :meth:`Plan.to_networkx`."""
+    Args:
+        message_bytes: bytes of each transfer. host: of each rank.
+    """
     import networkx as nx
 
-    transfers, host = plan.transfers, plan.topology.host_by_rank
     graph = nx.DiGraph()
     last: list[tuple[int, int, int] | None] = []  # last hop of each transfer; None if it only copies
     for transfer in range(len(transfers)):
@@ -30,7 +35,7 @@ def build_hop_graph(plan: Plan) -> nx.DiGraph:
             final = transfer, sender, receiver
             graph.add_node(
                 final,
-                nbytes=int(plan.message_bytes[transfer]),
+                nbytes=int(message_bytes[transfer]),
                 num_chunks=int(transfers.num_chunks[transfer]),
                 crosses_hosts=bool(host[sender] != host[receiver]),
             )

@@ -171,7 +171,7 @@ class Plan:
 
         The graph omits copies within a rank. It has no cycles, because a transfer waits only for earlier transfers.
         """
-        return build_hop_graph(self)
+        return build_hop_graph(self.transfers, self.message_bytes, self.topology.host_by_rank)
 
     def __getstate__(self) -> dict[str, Any]:
         return {

@@ -222,15 +222,7 @@ class LayerGraph:
         ``vocabulary=0`` there is neither an embedding nor a head. With ``tied``, both share one table. Layers are named
         as those of ``GPT`` in ``reshard.scheduler.training``.
         """
-        for what, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("sequence", sequence)):
-            if type(value) is not int or value < 1:
-                raise ArgumentError(f"{what} of a transformer is {value!r}; it must be a positive integer")
-        if type(vocabulary) is not int or vocabulary < 0:
-            raise ArgumentError(f"vocabulary of a transformer is {vocabulary!r}; it must be an integer of at least 0")
-        if tied and not vocabulary:
-            raise ArgumentError("a transformer with a tied head needs a vocabulary of at least 1; it is 0")
-        if hidden % heads:
-            raise ArgumentError(f"{heads} heads do not divide hidden={hidden} of a transformer evenly")
+        _check_sizes(layers, hidden, heads, sequence, vocabulary, tied)
         size = ITEMSIZE[dtype_name(dtype)]
         stream = sequence * hidden * size
         block = Layer(
@@ -319,6 +311,19 @@ class LayerGraph:
             return cls(layers, tuple(Tensor(**tensor) for tensor in data.pop("tensors")), **data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ArgumentError(f"this is not a LayerGraph: {explain_refusal(error)}") from error
+
+
+def _check_sizes(layers: Any, hidden: Any, heads: Any, sequence: Any, vocabulary: Any, tied: bool) -> None:
+    """Raise ArgumentError unless a transformer can have these sizes."""
+    for what, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("sequence", sequence)):
+        if type(value) is not int or value < 1:
+            raise ArgumentError(f"{what} of a transformer is {value!r}; it must be a positive integer")
+    if type(vocabulary) is not int or vocabulary < 0:
+        raise ArgumentError(f"vocabulary of a transformer is {vocabulary!r}; it must be an integer of at least 0")
+    if tied and not vocabulary:
+        raise ArgumentError("a transformer with a tied head needs a vocabulary of at least 1; it is 0")
+    if hidden % heads:
+        raise ArgumentError(f"{heads} heads do not divide hidden={hidden} of a transformer evenly")
 
 
 def _read_ties(ties: Any) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..graph import Pipeline
@@ -10,21 +11,19 @@ from .actions import Action, Channel, Kind
 if TYPE_CHECKING:
     import networkx as nx
 
-    from .schedule import Schedule
-
 Node = Action | tuple[Channel, int]
 
 
-def build_dependency_graph(schedule: Schedule, pipeline: Pipeline) -> nx.DiGraph:
-    """The dependencies of a schedule that fits the pipeline; see :meth:`Schedule.to_networkx`."""
+def build_dependency_graph(rows: Sequence[Sequence[Action]], pipeline: Pipeline) -> nx.DiGraph:
+    """The dependencies of the rows of a schedule that fits the pipeline; see :meth:`Schedule.to_networkx`."""
     import networkx as nx
 
     graph = nx.DiGraph()
-    for row, actions in enumerate(schedule.rows):
+    for row, actions in enumerate(rows):
         for action in actions:
             _add_node(graph, action, row, pipeline)
     last_of_channel: dict[tuple[Channel, bool], Node] = {}
-    for actions in schedule.rows:
+    for actions in rows:
         before: Node | None = None  # last node that the row has waited for
         for action in actions:
             node = _node_of(action)

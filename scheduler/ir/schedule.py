@@ -148,7 +148,7 @@ class Schedule:
             ScheduleError: the schedule was made for another pipeline.
         """
         check_fits(self, pipeline)
-        return build_dependency_graph(self, pipeline)
+        return build_dependency_graph(self.rows, pipeline)
 
     def __str__(self) -> str:
         """A header line and one line per row; :func:`~reshard.scheduler.parse_schedule` parses this text."""
