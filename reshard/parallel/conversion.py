@@ -135,8 +135,9 @@ def _find_converter(module: Any, path: str) -> Converter:
     is_activation = type(module).__module__ == "transformers.activations" and not list(module.parameters())
     if type(module) in _ELEMENTWISE or is_activation:
         return _keep
+    what = repr(path) if path else "the model"
     raise ArgumentError(
-        f"parallelize cannot cut {path or 'the model'!r}, a {type(module).__module__}.{type(module).__qualname__}, "
+        f"parallelize cannot cut {what}, a {type(module).__module__}.{type(module).__qualname__}, "
         "over a grid; see reshard.parallel.register"
     )
 

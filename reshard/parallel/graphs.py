@@ -36,8 +36,9 @@ def check_graph(module: fx.GraphModule, path: str) -> None:
     for node in module.graph.nodes:
         problem = _find_problem(module, node)
         if problem is not None:
+            what = repr(path) if path else "the model"
             raise ArgumentError(
-                f"{path or 'the model'!r} {problem} between its modules, which parallelize cannot cut over a grid; "
+                f"{what} {problem} between its modules, which parallelize cannot cut over a grid; "
                 "put it into a module, and see reshard.parallel.register"
             )
 

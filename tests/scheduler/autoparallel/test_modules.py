@@ -86,7 +86,7 @@ def test_layers_that_no_grid_can_cut_say_why():
         found.explain()
     )
     assert "modules: first" in found.explain()
-    assert "layer 'last' cannot be on a grid: 'the model' calls square between its modules" in found.explain()
+    assert "layer 'last' cannot be on a grid: the model calls square between its modules" in found.explain()
 
 
 def test_layers_of_a_class_that_no_grid_can_cut_are_one_class_and_one_line():
