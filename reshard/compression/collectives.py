@@ -1,7 +1,7 @@
-"""Collectives whose messages are elements of a block codec. Bits are equal on all ranks that receive the same message.
+"""Collectives whose messages are encoded by a block codec. All ranks that receive a message decode the same bits.
 
-A collective works on rows: the row ``i`` of an exchange goes to member ``i`` of the process group. Rows are flat fp32,
-and their size is a multiple of the codec's elements.
+A collective works on rows. In an exchange, row ``i`` goes to member ``i`` of the process group. Rows are flat fp32, and
+the size of a row is a multiple of the codec's number of values per element.
 """
 
 from __future__ import annotations

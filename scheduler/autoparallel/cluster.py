@@ -237,7 +237,7 @@ def ring_seconds(
 
 
 def hosts_are_alike(cluster: Cluster) -> bool:
-    """Whether all hosts are alike, so that the cost of an edge depends only on relative positions of ranks."""
+    """Whether all hosts are alike. The cost of an edge then depends only on the relative positions of its ranks."""
     topology = cluster.topology
     sizes = {end - first for _, first, end in cluster.hosts}
     in_order = [host for host, _, _ in cluster.hosts] == list(range(len(cluster.hosts)))

@@ -58,7 +58,8 @@ class CodecCost:
     def gather_seconds(self, place: Place, nbytes: float, tp: int) -> float:
         """Seconds in which the replicas of a layer gather ``nbytes`` on each rank.
 
-        Each encodes its part, and decodes all. Computation does not overlap with it: the call returns when it is done.
+        Each rank encodes its part and decodes all parts. Computation does not overlap with a coded gather, because the
+        call returns only when it is done.
         """
         replicas = place.num_ranks // tp
         if replicas == 1 or nbytes == 0:
@@ -90,8 +91,8 @@ class CodecCosts:
     Attributes:
         sums: of gradients over replicas under DDP. gathers, scatters: of parameters and gradients under ZeRO 3.
         panels: of matrix products on grids.
-        is_optional: whether each layer may leave its traffic raw where that is faster. An engine has one policy for all
-            stages, so this holds while stages are searched for, and not for the strategy that is chosen.
+        is_optional: whether each layer may leave its traffic raw where that is faster. This holds while the search
+            looks for stages. It does not hold for the chosen strategy, because an engine has one policy for all stages.
     """
 
     sums: CodecCost | None = None

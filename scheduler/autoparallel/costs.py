@@ -62,12 +62,13 @@ class LayerCost:
     Attributes:
         forward_seconds, backward_seconds: with collectives; the backward is whole.
         weight_grad_seconds: the part of the backward that a split defers; 0 if it cannot be split.
-        compute_seconds, sum_seconds, gather_seconds: forward and backward by kind: computation, tensor-parallel sums,
-            and what gathers of parameters add.
-        state_bytes: parameters, gradients and optimizer. gradient_bytes: of these, what the first backward of a step
-            makes. activation_bytes: kept for each microbatch in flight.
-        recompute_bytes: more while it is computed again. gathered_bytes: parameters while they are gathered.
-        sync_seconds: sum of the gradients, once in a step.
+        compute_seconds, sum_seconds, gather_seconds: parts of the forward and backward together: computation,
+            tensor-parallel sums, and what gathers of parameters add.
+        state_bytes: parameters, gradients and optimizer. gradient_bytes: the part of them that the first backward of a
+            step allocates. activation_bytes: kept for each microbatch in flight.
+        recompute_bytes: activations that the layer keeps in addition while the backward recomputes its forward.
+        gathered_bytes: whole parameters, while ZeRO 3 has gathered them.
+        sync_seconds: the sum of the gradients, once per step.
         panel_bytes: panels of the largest product on a grid, while it runs.
     """
 
@@ -90,9 +91,9 @@ class LayerCost:
 class StageCost:
     """The summed costs of the layers of a stage, for one microbatch of its number of rows.
 
-    ``late_bytes`` are states that do not exist yet while all ``microbatches`` of a step are in flight: gradients.
-    Once in a step, after its own sums, a stage adds the gradients of parameters that it shares with other stages. This
-    takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
+    ``late_bytes`` are gradients that do not exist yet while all ``microbatches`` of a step are in flight. Once in a
+    step, after its own sums, a stage sums the gradients of parameters that it shares with other stages. This takes
+    ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
     """
 
     forward_seconds: float

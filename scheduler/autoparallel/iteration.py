@@ -32,7 +32,7 @@ class Evaluation:
         costs: ``(stages,)`` costs of each stage.
         exchanges: sums over stages of the gradients of parameters that they share.
         seconds: time of a step, until the last stage has summed its gradients.
-        short_bytes: bytes by which the peak memory of a device exceeds its limit, at most; 0 if every stage fits.
+        short_bytes: bytes that the device with the least room lacks at its peak; 0 if every stage fits.
     """
 
     candidate: Candidate

@@ -108,14 +108,14 @@ class Profile:
     Args:
         graph_key: :attr:`LayerGraph.key` of the model that was measured.
         device, dtype: kind of the device, and dtype of computations.
-        classes: ``{layer class: {tensor-parallel degree: ClassTimes}}``. A degree that is not there takes its share of
-            the work of degree 1.
+        classes: ``{layer class: {tensor-parallel degree: ClassTimes}}``. If a degree is missing, a rank takes its share
+            of the time at degree 1.
         message_seconds: time of a message between stages in addition to that of its bytes.
-        sums: ``(latency seconds, bytes per second)`` of collectives inside a host, as measured; default: of the
+        sums: ``(latency seconds, bytes per second)`` of collectives inside a host, as measured; default: those of the
             topology.
-        slowdown: how much longer computation takes while a transfer runs at the same time.
+        slowdown: factor, at least 1, by which computation and a transfer slow each other while both run.
         is_guess: whether the times are estimates.
-        software: versions of what was measured.
+        software: versions of torch and Python, and the machine type, of the measurement.
 
     Raises:
         ArgumentError: a class has no sample.
@@ -172,7 +172,7 @@ class Profile:
         message_seconds: float = 0.0,
         slowdown: float = 1.0,
     ) -> Profile:
-        """A guess from counts of operations: everything that follows from it is marked as a guess.
+        """Estimate times from counts of operations. Each strategy that a search finds with them is marked as a guess.
 
         Args:
             graph: the model. flops_per_second: peak rate of a device for the dtype of the graph.

@@ -123,7 +123,7 @@ class SavedBytes:
 def count_saved_bytes(
     key: Callable[[Any], int] = lambda storage: storage.data_ptr(), ignored: Iterable[torch.Tensor] = ()
 ) -> Iterator[SavedBytes]:
-    """Count the bytes of the tensors that autograd saves inside, each storage once, without parameters.
+    """Count the bytes of the tensors that autograd saves in this context: each storage once, and no parameters.
 
     Args:
         key: function that identifies a storage; default: its address. Storages without data need another one.

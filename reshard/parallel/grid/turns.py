@@ -1,7 +1,7 @@
-"""What each rank of an axis does next with its gradients, compared before it is done.
+"""Compare, before gradients are summed, what each rank of an axis is about to do with them.
 
-Ranks that call different functions, or whose backward failed, would else post different collectives on the same process
-group. Gloo then ends the process, or sums the gradients of different steps.
+Ranks that call different functions would otherwise post different collectives on one process group, and so would a rank
+whose backward failed. Gloo then ends the process, or sums the gradients of different steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TURNS = list(Turn)
 
 
 class Turns:
-    """The exchange of turns along an axis, on a separate process group: each message has the same size.
+    """The exchange of turns along an axis. It has its own process group, where all messages have the same size.
 
     Args:
         axis: an axis of a grid. All its ranks make one.
@@ -53,10 +53,10 @@ class Turns:
         return turns
 
     def take(self, turn: Turn, digest: int = 0, value: int = 0) -> int:
-        """Compare what the ranks do.
+        """Compare what the ranks do, and with which gradients.
 
         Args:
-            turn: what this rank does. digest: of what it does it with, below 2**63. value: any int64.
+            turn: what this rank does. digest: of the gradients, below 2**63. value: any int64.
 
         Returns:
             The largest value of any rank.

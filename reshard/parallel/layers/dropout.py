@@ -20,9 +20,9 @@ _MIX_2 = -7723592293110705685
 class Dropout(nn.Module):
     """``nn.Dropout`` of features that are cut over the columns of a grid.
 
-    The mask hashes a key together with each element's index in the whole tensor. The key is one draw from torch's CPU
-    generator. So the mask is the same on every grid if all ranks have the same seed, and is the same again when
-    activations are recomputed.
+    Each element of the mask is a hash of a key and of the element's index in the whole tensor. The key is one draw from
+    torch's CPU generator. If all ranks have the same seed, the mask is therefore the same on every grid, and again the
+    same when activations are recomputed.
 
     Args:
         p: probability that an element is dropped.

@@ -33,7 +33,7 @@ class Linear(nn.Module):
         grid: the grid.
         cut_rows: dim of the weight that is cut over the rows of the grid, "in" or "out"; default: the smaller one. The
             other dim is cut over columns. The activation that has the dim ``cut_rows``, x or y, moves along grid rows.
-        panel: largest number of elements of that dim that move at a time; bounds the memory of a product.
+        panel: largest number of elements of the dim ``cut_rows`` that move at a time; bounds the memory of a product.
     """
 
     def __init__(self, linear: nn.Linear, grid: Grid, cut_rows: str | None = None, panel: int = PANEL_WIDTH) -> None:

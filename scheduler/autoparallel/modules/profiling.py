@@ -20,7 +20,7 @@ from .tracing import TracedModel, layer_inputs, run_layer
 
 #: Rows that are measured, unless others are given.
 ROWS = (1, 2, 4)
-#: A size is not measured if the one before took longer than this.
+#: If a number of rows took longer than this, larger numbers are not measured.
 MOST_SECONDS = 5.0
 
 
@@ -35,15 +35,14 @@ def profile_layers(
 ) -> Profile:
     """Measure one layer of each class: forward, input gradients alone, and a whole backward.
 
-    A size that does not fit the device is recorded, and larger ones are left out; the other classes go on. The model
-    keeps its values; of a model on the meta device, layers are measured with equal ones.
+    If a number of rows does not fit the device, the profile records it, and larger numbers are not measured for this
+    class. The model keeps its values. If it is on the meta device, all its values are equal during the measurement.
 
     Args:
         traced: the model, from :func:`trace_module`.
         device: what to measure on.
-        rows: numbers of rows of one forward. repeats: measurements, of which the median counts.
-        message_seconds, slowdown: see :class:`Profile`; the fixed time of a message cannot be measured by one
-            process.
+        rows: numbers of rows of one forward. repeats: number of measurements; the median counts.
+        message_seconds, slowdown: see :class:`Profile`. One process cannot measure them.
 
     Raises:
         ArgumentError: no size of some class fits, or an argument is out of range.
