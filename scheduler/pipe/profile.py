@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -73,13 +74,25 @@ class Profile:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ArgumentError: the file is not a profile.
+            ArgumentError: the file cannot be read, is not a profile, or has a number that is out of range.
         """
         try:
             data = json.loads(Path(path).read_text())
-            return cls(int(data["rows"]), tuple(StageTimes(**stage) for stage in data["stages"]))
+            profile = cls(data["rows"], tuple(StageTimes(**stage) for stage in data["stages"]))
+        except OSError as error:
+            raise ArgumentError(f"the profile {path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"{path} is not a profile: {type(error).__name__}: {error}") from error
+        if type(profile.rows) is not int or profile.rows < 1:
+            raise ArgumentError(f"rows of the profile {path} is {profile.rows!r}; it must be a positive integer")
+        for stage, times in enumerate(profile.stages):
+            for name, value in asdict(times).items():
+                if type(value) not in (int, float) or not 0 <= value < math.inf:
+                    raise ArgumentError(
+                        f"{name} of stage {stage} of the profile {path} is {value!r}; it must be a finite number of at "
+                        "least 0"
+                    )
+        return profile
 
 
 def profile_timelines(

@@ -293,3 +293,30 @@ def freeze_on_one_replica(rank, wrap):
 @pytest.mark.parametrize("wrap", [rs.ddp, rs.fsdp])
 def test_a_parameter_that_only_one_replica_froze(wrap):
     run_processes(freeze_on_one_replica, 3, wrap)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "profile.json cannot be read: No such file"),
+        ("{}", "profile.json is not a profile: KeyError"),
+        ('{"rows": 0, "stages": []}', "rows of the profile .* is 0; it must be a positive integer"),
+        ('{"rows": 1, "stages": [["x", 1, 1, 2]]}', "is not a profile: TypeError"),
+        (
+            '{"rows": 1, "stages": [{"forward_seconds": "1", "input_grad_seconds": 1, "weight_grad_seconds": 1, '
+            '"whole_backward_seconds": 2}]}',
+            "forward_seconds of stage 0 of the profile .* is '1'; it must be a finite number of at least 0",
+        ),
+        (
+            '{"rows": 1, "stages": [{"forward_seconds": 1, "input_grad_seconds": NaN, "weight_grad_seconds": 1, '
+            '"whole_backward_seconds": 2}]}',
+            "input_grad_seconds of stage 0 of the profile .* is nan; it must be",
+        ),
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused(tmp_path, text, message):
+    path = tmp_path / "profile.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ArgumentError, match=message):
+        rs.Profile.load(path)
