@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.cost.pod_lower_bound import bound_in_pods
+from reshard.cost.pod_lower_bound import Rates, bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
 from reshard.plan import Plan
@@ -69,9 +69,11 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
         for rank in (*spec.src.ranks, *spec.dst.ranks):
             used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
 
-    def nics_of(host: int) -> Port:
+    def nics_of(host: int) -> Rates:
         nics = [topology.host(host).nics[number] for number in sorted(used[host])]
-        return Port(sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics))
+        return Rates(
+            sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics)
+        )
 
     of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
     partly = {host for host, numbers in used.items() if len(numbers) < len(topology.host(host).nics)}
@@ -91,7 +93,7 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
 
 
 def _format_busy_links(
-    seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Port], pods: Sequence[Port]
+    seconds: float, busy: Sequence[tuple[str, int]], hosts: Mapping[int, Rates], pods: Sequence[Port]
 ) -> str:
     """For example ``what host 1 sends and what enters pod 1 is 4 MiB at least, and can be 3.75 GB/s together``."""
     words: list[str] = []
@@ -149,7 +151,7 @@ def _format_places(kind: str, places: Sequence[int]) -> str:
 
 
 def _bound_of_places(
-    classes: Classes, port_of: Callable[[int], Port], kind: str, partly: Collection[int] = ()
+    classes: Classes, port_of: Callable[[int], Port | Rates], kind: str, partly: Collection[int] = ()
 ) -> Bound:
     """The larger of the longest arrival and the longest departure.
 

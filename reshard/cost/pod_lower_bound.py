@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from reshard.topology import Port
+
+
+class Rates(NamedTuple):
+    """The total rates of several NICs, which may be above the limit on one port."""
+
+    egress_bytes_per_second: float
+    ingress_bytes_per_second: float
 
 
 class _Rows:
@@ -35,7 +43,7 @@ class _Rows:
 
 def bound_in_pods(
     classes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], int],
-    host_port: Mapping[int, Port],
+    host_port: Mapping[int, Port | Rates],
     pod_of: Mapping[int, int],
     pods: Sequence[Port],
 ) -> tuple[float, list[tuple[str, int]]]:

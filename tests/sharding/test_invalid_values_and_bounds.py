@@ -367,6 +367,12 @@ def test_bound_is_found_if_rates_are_a_billion_times_apart():
     assert find_bound([spec], Topology((0, 0, 1, 1), hosts)).seconds >= 4096.0
 
 
+def test_bound_adds_the_rates_of_nics_past_the_limit_on_one_port():
+    spec = TensorSpec((2**40,), "int8", Layout(Mesh.of(2)), Layout(Mesh.of(2, first_rank=2)))
+    topology = Topology((0, 0, 1, 1), (Host((Port.of(1e18), Port.of(1e18))),))
+    assert find_bound([spec], topology).seconds == 2**40 / 2e18
+
+
 def test_search_sends_from_the_fast_host():
     """Two source hosts, one with a tenth of the rate, and four regions for four fast hosts."""
     fast, slow = Host((Port.of(1e9),)), Host((Port.of(1e8),))
