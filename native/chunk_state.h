@@ -63,30 +63,25 @@ class ChunkState {
     int64_t choose(int64_t s, int64_t r, bool may_enter_again) const {
         const int64_t a = ports_.host[s], b = ports_.host[r];
         const bool enters = has_pods() && ports_.pod[a] != ports_.pod[b] && !may_enter_again;
-        int64_t best = -1, fewest = std::numeric_limits<int64_t>::max(), nearest = -1;
-        const int64_t most_near = ports_.have_multi_port_hosts ? 3 : 0;
         size_t &first = first_missing_[b];
         while (first < is_fresh_.num_words() && !miss_[b].word(first))
             ++first; // the set of missing chunks only shrinks
-        for (size_t i = first; i < is_fresh_.num_words(); ++i) {
-            uint64_t word = have_[a].word(i) & miss_[b].word(i);
-            if (enters)
-                word &= ~in_pod_[ports_.pod[b]].word(i);
-            for (; word; word &= word - 1) {
-                const int64_t chunk = static_cast<int64_t>(64 * i) + std::countr_zero(word);
-                if (!workload_.near_first && copies_[chunk] > fewest)
-                    continue;
-                const int64_t near =
-                    ports_.have_multi_port_hosts ? 2 * near_out_[s].has(chunk) + near_in_[r].has(chunk) : 0;
-                const bool is_rarer = copies_[chunk] < fewest, is_nearer = near > nearest;
-                if (workload_.near_first ? is_nearer || (near == nearest && is_rarer)
-                                        : is_rarer || (copies_[chunk] == fewest && is_nearer))
-                    fewest = copies_[chunk], nearest = near, best = chunk;
-                if (fewest == least_copies_ && nearest == most_near)
-                    return best; // no chunk is rarer or nearer, and the lowest number wins ties
-            }
+        const auto candidates = [&](size_t i) {
+            const uint64_t word = have_[a].word(i) & miss_[b].word(i);
+            return enters ? word & ~in_pod_[ports_.pod[b]].word(i) : word;
+        };
+        if (workload_.near_first)
+            return choose_nearest(s, r, first, candidates);
+        for (size_t copies = 0; copies < with_copies_.size(); ++copies) {
+            if (!num_with_copies_[copies])
+                continue;
+            const int64_t best = find_nearest(s, r, first, [&](size_t i) {
+                return candidates(i) & with_copies_[copies].word(i);
+            });
+            if (best >= 0)
+                return best;
         }
-        return best;
+        return -1;
     }
 
     // A send of a chunk to host b starts.
@@ -96,7 +91,7 @@ class ChunkState {
             enter_pod(chunk, ports_.pod[b]);
         miss_[b].clear(chunk), lacks_[chunk].clear(b);
         --untaken_[b];
-        ++copies_[chunk];
+        set_copies(chunk, copies_[chunk] + 1);
         if (is_fresh_.has(chunk)) {
             for (const int64_t h : workload_.host_class_holders[workload_.host_class_of[chunk]])
                 to_give_[h] -= size(chunk);
@@ -127,6 +122,8 @@ class ChunkState {
     std::vector<Bits> have_, miss_, in_pod_; // by host or pod: chunks; in_pod_ includes chunks that are entering
     std::vector<Bits> has_, lacks_;          // hosts of each chunk
     std::vector<int64_t> copies_; // hosts that have each chunk or are receiving it
+    std::vector<Bits> with_copies_; // by number of copies: chunks
+    std::vector<int64_t> num_with_copies_; // by number of copies: number of chunks
     int64_t least_copies_ = std::numeric_limits<int64_t>::max(); // over all chunks at the start; copies only grow
     mutable std::vector<size_t> first_missing_; // by host: no chunk is missing in words before this one
     std::vector<std::vector<std::pair<int64_t, int64_t>>> source_;
@@ -154,7 +151,7 @@ class ChunkState {
             for (const int64_t b : destinations)
                 ++can_[h * hosts_ + b];
         }
-        copies_[c] = holders.size();
+        set_copies(c, holders.size());
         least_copies_ = std::min(least_copies_, copies_[c]);
         is_fresh_.set(c);
         if (!has_pods())
@@ -170,6 +167,52 @@ class ChunkState {
         pods_without_[c].each([&](int64_t q) { to_enter_[q] += size(c); });
         if (pods_with_[c].count() == 1)
             pods_with_[c].each([&](int64_t p) { to_leave_[p] += size(c) * pods_without_[c].count(); });
+    }
+
+    void set_copies(int64_t c, int64_t number) {
+        while (static_cast<int64_t>(with_copies_.size()) <= number)
+            with_copies_.push_back(none()), num_with_copies_.push_back(0);
+        if (copies_[c])
+            with_copies_[copies_[c]].clear(c), --num_with_copies_[copies_[c]];
+        copies_[c] = number;
+        with_copies_[number].set(c), ++num_with_copies_[number];
+    }
+
+    // The first of the nearest candidates, 64 of which it looks at together; -1 for none.
+    template <class Candidates>
+    int64_t find_nearest(int64_t s, int64_t r, size_t first, const Candidates &candidates) const {
+        int64_t best = -1, nearest = -1;
+        const auto take = [&](int64_t near, size_t i, uint64_t word) {
+            if (word && near > nearest)
+                nearest = near, best = static_cast<int64_t>(64 * i) + std::countr_zero(word);
+        };
+        const int64_t most_near = ports_.have_multi_port_hosts ? 3 : 0;
+        for (size_t i = first; i < is_fresh_.num_words() && nearest < most_near; ++i) {
+            const uint64_t word = candidates(i);
+            if (word && most_near) {
+                const uint64_t out = near_out_[s].word(i), in = near_in_[r].word(i);
+                take(3, i, word & out & in), take(2, i, word & out), take(1, i, word & in);
+            }
+            take(0, i, word);
+        }
+        return best;
+    }
+
+    // The rarest of the nearest candidates.
+    template <class Candidates>
+    int64_t choose_nearest(int64_t s, int64_t r, size_t first, const Candidates &candidates) const {
+        int64_t best = -1, fewest = std::numeric_limits<int64_t>::max(), nearest = -1;
+        const int64_t most_near = ports_.have_multi_port_hosts ? 3 : 0;
+        for (size_t i = first; i < is_fresh_.num_words(); ++i)
+            for (uint64_t word = candidates(i); word; word &= word - 1) {
+                const int64_t chunk = static_cast<int64_t>(64 * i) + std::countr_zero(word);
+                const int64_t near = most_near ? 2 * near_out_[s].has(chunk) + near_in_[r].has(chunk) : 0;
+                if (near > nearest || (near == nearest && copies_[chunk] < fewest))
+                    fewest = copies_[chunk], nearest = near, best = chunk;
+                if (fewest == least_copies_ && nearest == most_near)
+                    return best; // no chunk is rarer or nearer, and the lowest number wins ties
+            }
+        return best;
     }
 
     void place_ranks() {
