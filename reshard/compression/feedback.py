@@ -31,7 +31,7 @@ class CodingErrors:
                 piece += self._errors[name]
 
     def keep(self, pieces: Pieces) -> None:
-        """Keep errors. Those that are NaN or infinite become 0: otherwise they would spoil all later gradients."""
+        """Keep errors. A NaN or infinite error becomes 0, because it would spoil all later gradients."""
         for name, piece in pieces:
             self._errors[name] = torch.nan_to_num(piece, nan=0.0, posinf=0.0, neginf=0.0)
 

@@ -30,7 +30,7 @@ from reshard.planner.strategies.problem import Problem, Routes, Strategy, comple
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
-#: All candidates by name.
+#: Strategies to choose from, by name. ``_SEARCHES`` has further orders of broadcast_search.
 CANDIDATES: dict[str, Strategy] = {
     **STRATEGIES,
     "multicast_near": multicast_near,
@@ -46,7 +46,7 @@ _VARIANTS: dict[str, dict[str, bool]] = {
 #: Steps of broadcast_search. The full search takes much longer and is rarely better. It is tried only with more than
 #: ``_FEW_RANKS`` ranks, if an earlier order is the best plan.
 _SEARCHES = {"broadcast_search": 100, "broadcast_search_longer": 400, "broadcast_search_full": SEARCH_STEPS}
-#: With fewer regions, broadcast_search tries all orders within 100 steps.
+#: With fewer regions, no longer search is tried: 100 steps cover most orders.
 _FEWEST_FOR_LONGER = 5
 #: Names of plans made by variants.
 _NAMES = {
