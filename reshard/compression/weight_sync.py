@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from reshard.api.lossless.encoding import decode_bucket, digest_regions, encode_bucket
+from reshard.api.lossless.encoding import decode_bucket, digest_regions, encode_bucket, find_capacities
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.memory_in_use import check_unused
@@ -27,9 +27,6 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
 Shards = Mapping[str, torch.Tensor]
-
-#: Buffers more than this many times as large as the buckets are replaced, with a new plan, unless they are small.
-MAX_SLACK, SMALL_BYTES = 1.5, 2**16
 
 
 @dataclass(frozen=True)
@@ -251,14 +248,12 @@ class WeightSync:
 
     def _find_mover(self, sizes: Mapping[str, int]) -> Mover:
         """A Mover whose buffers hold buckets of these sizes. It is kept while they are not much larger than needed."""
-        capacity = self._capacity
-        fits = all(size <= capacity.get(name, 0) for name, size in sizes.items())
-        most = max(MAX_SLACK * sum(sizes.values()), SMALL_BYTES)
-        if self._mover is not None and fits and sum(capacity.values()) <= most:
+        capacity = find_capacities(sizes, self._capacity)
+        if self._mover is not None and capacity == self._capacity:
             return self._mover
         if self._mover is not None:
             self._mover.close()
-        self._mover, self._capacity = None, {name: size + size // 16 + 64 for name, size in sizes.items()}
+        self._mover, self._capacity = None, capacity
         specs = [
             TensorSpec((size,), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name)
             for (name, size), bucket in zip(self._capacity.items(), self._buckets.values(), strict=True)

@@ -21,6 +21,10 @@ Shards = Mapping[str, torch.Tensor]
 
 #: Bytes of a piece of a region; a multiple of the blocks of all codecs.
 PIECE_BYTES = 2**20
+#: Buffers are replaced if they are more than this many times as large as the buckets, unless they are small.
+MAX_SLACK, SMALL_BYTES = 1.5, 2**16
+#: Buffers are larger than the buckets by this fraction and bytes, so that similar buckets fit them, too.
+SPARE_FRACTION, SPARE_BYTES = 1 / 16, 64
 #: Bytes of a piece's entry in the table.
 _ENTRY_BYTES = 8
 
@@ -57,6 +61,14 @@ def capacity_of(nbytes: int) -> int:
     """The size of a buffer for a bucket: a little larger, so that buckets of similar size share a plan."""
     step = max(64, 1 << max(nbytes.bit_length() - 5, 0))
     return -(-nbytes // step) * step
+
+
+def find_capacities(sizes: Mapping[str, int], held: Mapping[str, int]) -> dict[str, int]:
+    """The sizes of buffers for buckets of these sizes: those held if they fit and are not much larger than needed."""
+    fits = all(size <= held.get(name, 0) for name, size in sizes.items())
+    if fits and sum(held.values()) <= max(MAX_SLACK * sum(sizes.values()), SMALL_BYTES):
+        return dict(held)
+    return {name: size + int(size * SPARE_FRACTION) + SPARE_BYTES for name, size in sizes.items()}
 
 
 def encode_bucket(

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
+from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.handle import LosslessHandle
 from reshard.api.lossless.transfer import Arrays, CallArrays, LosslessTransfer, check_dtypes
 from reshard.api.memory_in_use import note_wait
@@ -17,11 +18,6 @@ from reshard.coordination import Channel
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan
 from reshard.planner import plan_tensors
-
-#: The buffers are at most this many times as large as the buckets, or small, else a new plan is made.
-MAX_SLACK, SMALL_BYTES = 1.5, 2**16
-#: A plan has buffers larger than the buckets by this fraction and bytes, so that similar buckets fit it, too.
-SPARE_FRACTION, SPARE_BYTES = 1 / 16, 64
 
 
 class InnerMover(Protocol):
@@ -136,12 +132,10 @@ class LosslessTransfers:
 
     def _find_inner(self, transfer: LosslessTransfer) -> InnerMover:
         """A Mover whose buffers hold the buckets. It is kept while they are not much larger than needed."""
-        sizes, held = transfer.sizes, self._capacities
-        fits = all(size <= held.get(name, 0) for name, size in sizes.items())
-        most = max(MAX_SLACK * sum(sizes.values()), SMALL_BYTES)
-        if self._inner is None or not fits or sum(held.values()) > most:
+        capacities = find_capacities(transfer.sizes, self._capacities)
+        if self._inner is None or capacities != self._capacities:
             self.close()
-            self._capacities = {name: size + int(size * SPARE_FRACTION) + SPARE_BYTES for name, size in sizes.items()}
+            self._capacities = capacities
             self._inner = self._open_mover(
                 plan_tensors(
                     transfer.specs(self._capacities),
