@@ -94,7 +94,8 @@ class Stream(contextlib.AbstractContextManager):
 class Hub:
     def __init__(self, size):
         self.size, self.barrier = size, threading.Barrier(size)
-        self.queues = defaultdict(queue.Queue)
+        # Made before the threads start: two threads that first use a key of a defaultdict can get two queues.
+        self.queues = {(sender, receiver): queue.Queue() for sender in range(size) for receiver in range(size)}
         self.gathered = [b""] * size
 
 
