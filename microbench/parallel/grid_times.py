@@ -27,13 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.harness.calibrate import measure_cluster
-from microbench.parallel.layers import GridShape, LinearStack, transformer_linears
+from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid
 from reshard.parallel.costs import find_product_seconds, find_traffic
 from reshard.parallel.grid import AXES
 from reshard.parallel.grid.cuts import chunk_spans, size_of
-from reshard.parallel.products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, is_weight_stationary
+from reshard.parallel.products.dataflow import PANEL_WIDTH
 from reshard.parallel.products.multiply import Product
 from reshard.topology import Topology
 
@@ -61,7 +61,7 @@ class Setting:
         return cls(GridShape.parse(shape), tuple(order.split(",")) if order else AXES)
 
 
-def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int) -> float:
+def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int, keep_inputs: bool) -> float:
     """The least time in which the NICs, and the ranks inside hosts, pass what a step moves. Nothing overlaps sums."""
     shape = setting.shape
     traffic = {axis: find_traffic(topology, setting.ranks(), number) for number, axis in enumerate(AXES)}
@@ -69,12 +69,10 @@ def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int
     per_row = tuple(map(size_of, chunk_spans(layer_rows, shape.rows)))
     nic = inside = 0.0
     for size in transformer_linears(hidden):
-        large = tuple(map(size_of, chunk_spans(max(size), shape.cols)))
-        product = ProductShape(min(size), large, shape.rows)
-        for kind in ProductKind:
-            keeps = is_weight_stationary(kind, product, per_row)
-            moved = find_product_seconds(kind, product, per_row, traffic, 4, keeps_weight=keeps)
+        products = layer_products(shape, size, per_row, keep_inputs)
+        for moved in find_product_seconds(products, products.dataflows, traffic, 4):
             nic, inside = nic + moved.nic, inside + moved.inside
+        product = products.shape
         part = 4 * size_of(product.p_rows[0]) * product.q[0] / shape.depth
         nic += 2 * traffic["depth"].nic_seconds * part
         inside += 2 * traffic["depth"].inside_seconds * part
@@ -127,6 +125,7 @@ def time_settings(
     hidden: int,
     repeats: int,
     with_dtensor: bool,
+    keep_inputs: bool,
 ) -> dict[tuple[int, str], list[tuple[float, float]]]:
     """Seconds of each step by setting and variant: the longest of all ranks, and the CPU time of all ranks.
 
@@ -138,8 +137,8 @@ def time_settings(
     for number, setting in enumerate(settings):
         mesh = DeviceMesh("cpu", torch.tensor(setting.ranks()), mesh_dim_names=AXES)
         grid = Grid(mesh)
-        stack = LinearStack(grid, sizes, tokens, max(1, PANEL_WIDTH // 8))
-        whole = LinearStack(grid, sizes, tokens, 10**9)
+        stack = LinearStack(grid, sizes, tokens, max(1, PANEL_WIDTH // 8), keep_inputs)
+        whole = LinearStack(grid, sizes, tokens, 10**9, keep_inputs)
         variants[number, "transfers"] = _without_arithmetic(whole.run_step)
         if setting.shape.depth > 1:
             variants[number, "early sums"] = _without_arithmetic(partial(whole.run_step, sums_early=True))
@@ -179,6 +178,7 @@ def main() -> int:
     parser.add_argument("--rate", type=float, default=400, help="Mbit/s of each host's NIC")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--no-dtensor", action="store_true")
+    parser.add_argument("--keep-inputs", action="store_true", help="keep what forwards gather for the backward")
     args = parser.parse_args()
     settings = [Setting.parse(text) for text in args.grids.split()]
     num_ranks = {setting.shape.size for setting in settings}
@@ -195,10 +195,10 @@ def main() -> int:
             )
             for text in track(args.sizes.split(), "sizes"):
                 tokens, hidden = map(int, text.split(","))
-                results = cluster.run(
-                    time_settings, settings, tokens, hidden, args.repeats, not args.no_dtensor, timeout_seconds=900
-                )
-                _print_table(settings, results[0], links, tokens, hidden)
+                how = tokens, hidden, args.repeats, not args.no_dtensor, args.keep_inputs
+                results = cluster.run(time_settings, settings, *how, timeout_seconds=900)
+                bounds = [bound_seconds(each, links, tokens, hidden, args.keep_inputs) for each in settings]
+                _print_table(settings, results[0], bounds, tokens, hidden)
     except ClusterError as error:
         print(error, file=sys.stderr)
         return 2
@@ -208,7 +208,7 @@ def main() -> int:
 def _print_table(
     settings: list[Setting],
     seconds: dict[tuple[int, str], list[tuple[float, float]]],
-    links: Topology,
+    bounds: list[float],
     tokens: int,
     hidden: int,
 ) -> None:
@@ -221,8 +221,7 @@ def _print_table(
         + "  ratio"
     )
     cores = len(os.sched_getaffinity(0))
-    for number, setting in enumerate(settings):
-        bound = bound_seconds(setting, links, tokens, hidden)
+    for number, (setting, bound) in enumerate(zip(settings, bounds, strict=True)):
         medians = {name: _median(longest for longest, _ in seconds.get((number, name), ())) for name in names}
         least = min(each for name in ("transfers", "early sums") if (each := medians.get(name)) is not None)
         cpu_seconds = statistics.median(each for _, each in seconds[number, "transfers"]) / cores

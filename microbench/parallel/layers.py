@@ -10,13 +10,7 @@ from torch import nn
 
 from reshard.parallel import Grid, Linear, sync_during_backward, sync_gradients
 from reshard.parallel.grid.cuts import batch_spans, chunk_spans, size_of
-from reshard.parallel.products.dataflow import (
-    PANEL_WIDTH,
-    ProductKind,
-    ProductShape,
-    is_weight_stationary,
-    received_elements,
-)
+from reshard.parallel.products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 
 
 @dataclass(frozen=True)
@@ -50,9 +44,18 @@ def transformer_linears(hidden: int) -> list[tuple[int, int]]:
 class LinearStack(nn.Module):
     """Linear layers on a grid that each get an input of their own; a step is forward, backward and depth sums."""
 
-    def __init__(self, grid: Grid, sizes: list[tuple[int, int]], tokens: int, panel: int = PANEL_WIDTH) -> None:
+    def __init__(
+        self,
+        grid: Grid,
+        sizes: list[tuple[int, int]],
+        tokens: int,
+        panel: int = PANEL_WIDTH,
+        keep_inputs: bool = False,
+    ) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Linear(nn.Linear(*size, bias=False), grid, panel=panel) for size in sizes)
+        self.layers = nn.ModuleList(
+            Linear(nn.Linear(*size, bias=False), grid, panel=panel, keep_inputs=keep_inputs) for size in sizes
+        )
         lo, hi = grid.local_rows(tokens)
         self.inputs = [
             torch.randn(hi - lo, size_of(grid.local_features(size)), requires_grad=True) for size, _ in sizes
@@ -85,12 +88,16 @@ def received_per_rank(shape: GridShape, sizes: list[tuple[int, int]], tokens: in
     return result
 
 
+def layer_products(
+    shape: GridShape, size: tuple[int, int], tokens: tuple[int, ...], keep_inputs: bool = False
+) -> LayerProducts:
+    """The products of a layer of ``(in, out)`` features, with the tokens of each row of the grid."""
+    large = tuple(map(size_of, chunk_spans(max(size), shape.cols)))
+    return LayerProducts(ProductShape(min(size), large, shape.rows), tokens, size[0] < size[1], keep_inputs)
+
+
 def _received(shape: GridShape, size: tuple[int, int], tokens: tuple[int, ...], row: int, col: int) -> int:
-    smaller, larger = min(size), max(size)
-    product = ProductShape(smaller, tuple(map(size_of, chunk_spans(larger, shape.cols))), shape.rows)
-    total = sum(
-        received_elements(kind, product, tokens, row, col, keeps_weight=is_weight_stationary(kind, product, tokens))
-        for kind in ProductKind
-    )
-    gradient = size_of(product.p_rows[row]) * product.q[col]
+    products = layer_products(shape, size, tokens)
+    total = sum(int(received[row, col]) for received in products.received(products.dataflows))
+    gradient = size_of(products.shape.p_rows[row]) * products.shape.q[col]
     return total + 2 * (shape.depth - 1) * gradient // shape.depth

@@ -162,7 +162,7 @@ def _convert_linear(module: nn.Linear, conversion: Conversion, path: str) -> nn.
 
 def _convert_embedding(module: nn.Embedding, conversion: Conversion, path: str) -> nn.Module:
     is_tied = conversion.is_tied(module.weight)  # then cut as the Linear that shares the table
-    cut_rows = 1 if is_tied and module.embedding_dim <= module.num_embeddings else 0
+    cut_rows = 1 if is_tied and module.embedding_dim < module.num_embeddings else 0
     conversion.features = module.embedding_dim
     return Embedding(module, conversion.grid, cut_rows)
 
@@ -212,6 +212,7 @@ def parallelize(
     grid: Grid,
     *,
     panel: int = PANEL_WIDTH,
+    keep_inputs: bool = False,
     has_local_input: bool = False,
     compression: Policy | None = None,
 ) -> nn.Module:
@@ -226,7 +227,7 @@ def parallelize(
     Args:
         model: the model, with the same values on all ranks.
         grid: the grid.
-        panel: see :class:`Linear`.
+        panel, keep_inputs: see :class:`Linear`.
         has_local_input: the forward takes only this rank's rows, as a stage of a pipeline does.
         compression: a policy that sets ``tp``, the codec of the messages of matrix products, and nothing else. It
             encodes fp32, bf16 and fp16 values.
@@ -246,6 +247,8 @@ def parallelize(
     for names in conversion.ties:
         _tie(result, names)
     for path, module in reversed(list(result.named_modules())):  # errors name the first use of a tied parameter
+        if isinstance(module, Linear):
+            module.keep_inputs = keep_inputs
         if hasattr(module, "declare"):
             module.declare(f"{path}." if path else "")
     kept = set(map(id, result.parameters()))

@@ -13,7 +13,7 @@ import numpy as np
 from reshard.topology import Port, Topology
 
 from .grid.cuts import size_of
-from .products.dataflow import ProductKind, ProductShape, busiest_elements
+from .products.dataflow import Dataflows, LayerProducts, busiest_elements
 
 
 @dataclass(frozen=True)
@@ -97,40 +97,39 @@ class ProductSeconds(NamedTuple):
 
 
 def find_product_seconds(
-    kind: ProductKind,
-    product: ProductShape,
-    tokens: tuple[int, ...],
-    traffic: Mapping[str, AxisTraffic],
-    itemsize: float,
-    *,
-    keeps_weight: bool,
-) -> ProductSeconds:
-    """Seconds of communication of one product, without overlap.
+    products: LayerProducts, flows: Dataflows, traffic: Mapping[str, AxisTraffic], itemsize: float
+) -> list[ProductSeconds]:
+    """Seconds of communication of the three products of a layer, without overlap.
 
     Args:
-        kind, product: the product.
-        tokens: number of tokens of each row of the grid.
+        products: the products. flows: their dataflows.
         traffic: by axis, with "row" and "col".
         itemsize: bytes of an element on the wire.
-        keeps_weight: whether the dataflow is weight-stationary.
     """
     row, col = traffic["row"], traffic["col"]
-    m, q = max(tokens), max(product.q)
-    if not keeps_weight:
-        x_part, w_part = size_of(product.p_cols[0]) * m * itemsize, size_of(product.p_rows[0]) * q * itemsize
-        return ProductSeconds(
-            col.nic_seconds * x_part + row.nic_seconds * w_part,
-            col.inside_seconds * x_part + row.inside_seconds * w_part,
-            product.panels.num_panels * (row.latency_seconds + col.latency_seconds),
-        )
-    y_part = m * q * itemsize
-    rest = max(0, busiest_elements(kind, product, tokens, keeps_weight=True) * itemsize - (product.rows - 1) * y_part)
+    shape, tokens = products.shape, products.tokens
+    m, q = max(tokens), max(shape.q)
     nic, inside = _seconds_per_byte(traffic)
-    return ProductSeconds(
-        row.nic_seconds * y_part + nic * rest,
-        row.inside_seconds * y_part + inside * rest,
-        row.latency_seconds + max(row.latency_seconds, col.latency_seconds),
-    )
+    result = []
+    for number, (kind, keeps_weight) in enumerate(zip(products.kinds, flows, strict=True)):
+        has_x, has_z = products.gathers_first(flows) if number == len(flows) - 1 else (False, False)
+        if keeps_weight:
+            y_part = m * q * itemsize
+            most = busiest_elements(kind, shape, tokens, keeps_weight=True) * itemsize
+            rest = 0.0 if has_x else max(0.0, most - (shape.rows - 1) * y_part)
+            y_part = 0.0 if has_z else y_part
+            latency = row.latency_seconds + max(row.latency_seconds, col.latency_seconds)
+            moved = row.nic_seconds * y_part + nic * rest, row.inside_seconds * y_part + inside * rest
+        else:
+            x_part = 0.0 if has_x else size_of(shape.p_cols[0]) * m * itemsize
+            w_part = size_of(shape.p_rows[0]) * q * itemsize
+            latency = shape.panels.num_panels * (row.latency_seconds + (0.0 if has_x else col.latency_seconds))
+            moved = (
+                col.nic_seconds * x_part + row.nic_seconds * w_part,
+                col.inside_seconds * x_part + row.inside_seconds * w_part,
+            )
+        result.append(ProductSeconds(*moved, latency))
+    return result
 
 
 def find_exchange_seconds(nbytes: float, traffic: Mapping[str, AxisTraffic]) -> float:

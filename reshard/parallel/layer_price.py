@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from .costs import AxisTraffic, find_exchange_seconds, find_product_seconds
 from .grid.cuts import chunk_spans, size_of
-from .products.dataflow import PANEL_WIDTH, ProductKind, ProductShape, busiest_elements, is_weight_stationary
+from .products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 
 #: Collectives of a norm: a forward sums values and then squares, a backward sums both at once.
 _NORM_FORWARD, _NORM_BACKWARD = 2, 1
@@ -138,7 +138,9 @@ class LayerPrice:
 def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> LayerPrice:
     """The price of one layer on a grid.
 
-    Each product uses its cheapest dataflow. Its local multiplication hides its communication, except for one panel.
+    Products use the dataflows that move least. The local multiplication of a product hides its communication, except
+    for one panel. Both products of a backward share a gather, so a schedule that runs them apart moves a little more
+    than this price says.
 
     Args:
         layer: the layer. load: the grid and its part of the batch.
@@ -150,19 +152,17 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
     for k, n in layer.products:
         product = ProductShape(min(k, n), tuple(map(size_of, chunk_spans(max(k, n), load.cols))), load.rows, load.panel)
         multiply = 2.0 * load.tokens[0] * product.p * product.q[0] / flops_per_second
-        ahead, back = ProductKind.CONTRACT_P, ProductKind.CONTRACT_Q
-        kinds = (ahead, back) if k <= n else (back, ahead)
-        for number, kind in enumerate((*kinds, ProductKind.CONTRACT_TOKENS)):
-            keeps = is_weight_stationary(kind, product, load.tokens)
-            itemsize = load.itemsize * load.coded_ratio
-            moved = sum(find_product_seconds(kind, product, load.tokens, load.traffic, itemsize, keeps_weight=keeps))
+        products = LayerProducts(product, load.tokens, cuts_in=k < n)
+        flows, itemsize = products.dataflows, load.itemsize * load.coded_ratio
+        moved = find_product_seconds(products, flows, load.traffic, itemsize)
+        for number, (seconds, keeps) in enumerate(zip(map(sum, moved), flows, strict=True)):
             steps = 1 if keeps else product.panels.num_panels
             stationary += keeps
             compute[number] += multiply
-            exposed[number] += max(moved - multiply * (steps - 1) / steps, moved / steps)
-            if load.coding_seconds:
-                received = busiest_elements(kind, product, load.tokens, keeps_weight=keeps)
-                exposed[number] += received * load.coding_seconds
+            exposed[number] += max(seconds - multiply * (steps - 1) / steps, seconds / steps)
+        if load.coding_seconds:
+            for number, received in enumerate(products.received(flows)):
+                exposed[number] += int(received.max()) * load.coding_seconds
         weight = size_of(product.p_rows[0]) * product.q[0]
         width = math.ceil(product.p / product.panels.num_panels)
         panel_elements = max(panel_elements, 2 * width * (load.tokens[0] + product.q[0]))

@@ -25,12 +25,13 @@ def best_of(choice, rows, cols, depth):
 
 
 def test_price_of_a_one_dimensional_grid_equals_the_one_by_hand():
-    """[1,4,1] on four hosts: each product moves 3/4 of its smaller activation in, three times. No weights move."""
+    """[1,4,1] on four hosts: a move brings in 3/4 of the smaller activation of a layer. No weights move."""
     topology = Topology.uniform(range(4), 1e6)
     choice = choose_grid(sizes(64, sequence=32), topology, range(4), rows=4, flops_per_second=1e18)
     price = best_of(choice, 1, 4, 1)
     tokens = 128
-    moved = 3 * tokens * (64 * 3 / 4 * 4 + 1 * 3) * 4  # the output of one feature lies on one column
+    # Activations of 64 features move 3 times in a layer that cuts its input, and twice in one that cuts its output.
+    moved = tokens * (64 * 3 / 4 * (2 * 3 + 2 * 2) + 1 * 3 * 2) * 4  # the output of one feature lies on one column
     assert price.product_seconds == pytest.approx(moved / 1e6, rel=0.02)
     assert price.depth_seconds == 0
 
@@ -63,7 +64,7 @@ def test_slow_uplinks_of_pods_change_the_winner():
 
     flat, fast, slow = choose(()), choose((Port.of(200e6),) * 2), choose((Port.of(10e6),) * 2)
     assert fast.best == flat.best
-    assert (fast.best.kind, slow.best.kind) == ("replicas", "2.5-D")
+    assert (fast.best.kind, slow.best.kind) == ("1-D + replicas", "2.5-D")
     assert slow.best.order[0] == "depth"  # each layer is in one pod
     ratio = best_of(slow, 1, 1, 8).depth_seconds / best_of(fast, 1, 1, 8).depth_seconds
     assert ratio == pytest.approx((16 / 10e6) / (7 / 50e6))

@@ -9,9 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.parallel import Grid
 from reshard.parallel.grid.cuts import batch_spans, chunk_spans, cut_panels, size_of
-from reshard.parallel.products import multiply
-from reshard.parallel.products.dataflow import ProductKind, ProductShape, busiest_elements, received_elements
-from reshard.parallel.products.multiply import Product, run_together
+from reshard.parallel.products.dataflow import (
+    Dataflows,
+    LayerProducts,
+    ProductKind,
+    ProductShape,
+    busiest_elements,
+    received_elements,
+)
+from reshard.parallel.products.multiply import Activation, Product, run_together
 from reshard.testing import run_processes
 
 #: Tokens, P, Q, panel.
@@ -37,8 +43,11 @@ class CountingAxis:
         return self.axis.reduce_scatter(array, sizes)
 
     def exchange(self, sent, send_sizes, receive_sizes):
+        return self.start_exchange(sent, send_sizes, receive_sizes).wait()
+
+    def start_exchange(self, sent, send_sizes, receive_sizes):
         self.counts.append(sum(receive_sizes) - receive_sizes[self.axis.index])
-        return self.axis.exchange(sent, send_sizes, receive_sizes)
+        return self.axis.start_exchange(sent, send_sizes, receive_sizes)
 
 
 def check_products(rank, rows, cols, depth):
@@ -60,25 +69,46 @@ def check_products(rank, rows, cols, depth):
             ProductKind.CONTRACT_Q: (z @ w.t())[mine, p_col],
             ProductKind.CONTRACT_TOKENS: (x[layer].t() @ z[layer])[p_row, q_col],
         }
-        arguments = {
-            ProductKind.CONTRACT_P: (x[mine, p_col], w[p_row, q_col]),
-            ProductKind.CONTRACT_Q: (z[mine, q_col], w[p_row, q_col]),
-            ProductKind.CONTRACT_TOKENS: (x[mine, p_col], z[mine, q_col]),
-        }
+        local = [x[mine, p_col], z[mine, q_col]], w[p_row, q_col]
         for keeps_weight in (False, True) if rows > 1 else (False,):
             product, counts = Product(grid, shape), []
             for name in ("_row_axis", "_col_axis", "_layer"):
                 setattr(product, name, CountingAxis(getattr(product, name), counts))
-            for kind in KINDS:
-                multiply.is_weight_stationary = lambda *_, keeps=keeps_weight: keeps
+
+            def run(kinds, x, z, product=product, keeps=keeps_weight, weight=local[1], per_row=per_row):
+                makes = {
+                    ProductKind.CONTRACT_P: lambda: product.contract_p(x, weight, per_row, keeps_weight=keeps),
+                    ProductKind.CONTRACT_Q: lambda: product.contract_q(z, weight, per_row, keeps_weight=keeps),
+                    ProductKind.CONTRACT_TOKENS: lambda: product.contract_tokens(x, z, per_row, keeps_weight=keeps),
+                }
+                return run_together(*(makes[kind]() for kind in kinds))
+
+            def check(kinds, results, formula, counts=counts, expected=expected, case=(keeps_weight, tokens)):
+                worst = 0.0
+                for kind, actual in zip(kinds, results, strict=True):
+                    assert actual.shape == expected[kind].shape
+                    worst = max(worst, float((actual - expected[kind]).abs().max()) if actual.numel() else 0.0)
+                if sum(counts) != formula[grid.row, grid.col]:
+                    wrong_counts.append((kinds, case, sum(counts), formula[grid.row, grid.col]))
                 counts.clear()
-                actual = run_together(getattr(product, kind.name.lower())(*arguments[kind], per_row))[0]
-                assert actual.shape == expected[kind].shape
-                if actual.numel():
-                    worst = max(worst, float((actual - expected[kind]).abs().max()))
-                formula = received_elements(kind, shape, per_row, grid.row, grid.col, keeps_weight=keeps_weight)
-                if sum(counts) != formula:
-                    wrong_counts.append((kind, keeps_weight, tokens, sum(counts), formula))
+                return worst
+
+            for kind in KINDS:
+                results = run([kind], *map(Activation, local[0]))
+                formula = received_elements(kind, shape, per_row, keeps_weight=keeps_weight)
+                worst = max(worst, check([kind], results, formula))
+            flows = Dataflows(keeps_weight, keeps_weight, keeps_weight)
+            for cuts_in in (True, False):  # both products of a backward share the gathers of the gradient
+                products = LayerProducts(shape, per_row, cuts_in, keeps_input=True)
+                kinds = products.kinds
+                readers = (1, 2) if cuts_in else (2, 1)
+                given = [Activation(each, count) for each, count in zip(local[0], readers, strict=True)]
+                received = LayerProducts(shape, per_row, cuts_in).received(flows)
+                worst = max(worst, check(kinds[1:], run(kinds[1:], *given), received[1] + received[2]))
+                assert not given[0].gathered and not given[1].gathered
+                given = [Activation(each, 2) for each in local[0]]  # and the forward keeps those of the input
+                forward = run(kinds[:1], *given)
+                worst = max(worst, check(kinds, forward + run(kinds[1:], *given), sum(products.received(flows))))
     dist.barrier()
     return worst, wrong_counts
 

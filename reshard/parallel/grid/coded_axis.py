@@ -75,25 +75,32 @@ class CodedAxis:
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
         """See :meth:`Axis.exchange`."""
+        return self.start_exchange(sent, send_sizes, receive_sizes).wait()
+
+    def start_exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.start_exchange`."""
         axis = self._axis
         if axis.size == 1 or dtype_name(sent.dtype) not in CODED_DTYPES:
-            return axis.exchange(sent, send_sizes, receive_sizes)
+            return axis.start_exchange(sent, send_sizes, receive_sizes)
         parts = sent.split(list(send_sizes))
         sent_bytes, received_bytes = (
             [self._message_bytes(numel, sent.itemsize) for numel in sizes] for sizes in (send_sizes, receive_sizes)
         )
         received_bytes[axis.index] = sent_bytes[axis.index] = 0
         others = [part for position, part in enumerate(parts) if position != axis.index]
-        data = axis.start_exchange(self._encode(others), sent_bytes, received_bytes).wait()
-        result = sent.new_empty(sum(receive_sizes))
-        for position, (message, target) in enumerate(
-            zip(data.split(received_bytes), result.split(list(receive_sizes)), strict=True)
-        ):
-            if position == axis.index:
-                target.copy_(parts[position])
-            else:
-                self._decode(message, target)
-        return result
+        pending = axis.start_exchange(self._encode(others), sent_bytes, received_bytes)
+
+        def finish() -> torch.Tensor:
+            result = sent.new_empty(sum(receive_sizes))
+            messages = zip(pending.wait().split(received_bytes), result.split(list(receive_sizes)), strict=True)
+            for position, (message, target) in enumerate(messages):
+                if position == axis.index:
+                    target.copy_(parts[position])
+                else:
+                    self._decode(message, target)
+            return result
+
+        return Pending(None, finish)
 
     def _message_bytes(self, numel: int, itemsize: int) -> int:
         return min(self._codec.nbytes((numel,), 0), numel * itemsize)

@@ -17,8 +17,8 @@ from reshard.runtime.weight_grad_store import later_tasks
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
-from ..products.dataflow import PANEL_WIDTH, ProductShape
-from ..products.multiply import Product, Steps, run_together
+from ..products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
+from ..products.multiply import Activation, Product, Steps, run_together
 from .parameters import gradient_axes, local_of, shard_parameter
 
 
@@ -31,20 +31,30 @@ class Linear(nn.Module):
     Args:
         linear: the layer with the whole weight, ``[out_features, in_features]``.
         grid: the grid.
-        cut_rows: dim of the weight that is cut over the rows of the grid, "in" or "out"; default: the smaller one. The
-            other dim is cut over columns. The activation that has the dim ``cut_rows``, x or y, moves along grid rows.
+        cut_rows: dim of the weight that is cut over the rows of the grid, "in" or "out"; default: the smaller one, and
+            "out" if they are equal, because both products of the backward then share what moves. The other dim is cut
+            over columns. The activation that has the dim ``cut_rows``, x or y, moves along grid rows.
         panel: largest number of elements of the dim ``cut_rows`` that move at a time; bounds the memory of a product.
+        keep_inputs: keep what the forward gathers of the input until the backward, which then does not gather it again.
+            With ``cut_rows="in"``, this takes the memory of the whole input of a grid row.
     """
 
-    def __init__(self, linear: nn.Linear, grid: Grid, cut_rows: str | None = None, panel: int = PANEL_WIDTH) -> None:
+    def __init__(
+        self,
+        linear: nn.Linear,
+        grid: Grid,
+        cut_rows: str | None = None,
+        panel: int = PANEL_WIDTH,
+        keep_inputs: bool = False,
+    ) -> None:
         super().__init__()
         if cut_rows not in (None, "in", "out"):
             raise ArgumentError(f'cut_rows is {cut_rows!r}; it must be "in" or "out"')
         if isinstance(panel, bool) or not isinstance(panel, int) or panel < 1:
             raise ArgumentError(f"panel is {panel!r}; it must be a positive number of elements")
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.grid, self.panel = grid, panel
-        smaller = "in" if self.in_features <= self.out_features else "out"
+        self.grid, self.panel, self.keep_inputs = grid, panel, keep_inputs
+        smaller = "in" if self.in_features < self.out_features else "out"
         self.cuts_in = (cut_rows or smaller) == "in"
         row_dim = 1 if self.cuts_in else 0
         self.weight = shard_parameter(linear.weight, grid, row_dim, 1 - row_dim)
@@ -100,7 +110,8 @@ def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
         shape = ProductShape(first.out_features, tuple(map(size_of, cols)), grid.rows, first.panel)
     dtype = _autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
-    call = _Call(Product(grid, shape), first.cuts_in, grid.tokens_of(x), layers, later_tasks())
+    products = LayerProducts(shape, grid.tokens_of(x), first.cuts_in, first.keep_inputs)
+    call = _Call(Product(grid, shape), products, layers, later_tasks())
     is_deferred = call.tasks is not None and torch.is_grad_enabled()
     locals_ = [local_of(each.weight) for each in layers]
     if is_deferred:
@@ -137,10 +148,14 @@ class _Call:
     """
 
     product: Product
-    cuts_in: bool
-    tokens: tuple[int, ...]
+    products: LayerProducts
     layers: Sequence[Linear]
     tasks: list[Callable[[], None]] | None
+
+    @property
+    def cuts_in(self) -> bool:
+        """Whether P is the input dim."""
+        return self.products.cuts_in
 
     def matrix(self, weights: Sequence[torch.Tensor]) -> torch.Tensor:
         """``W[P_i, Q_j]`` of all layers."""
@@ -148,15 +163,23 @@ class _Call:
             return weights[0]
         return (weights[0] if len(weights) == 1 else torch.cat(list(weights))).t()
 
-    def input_gradient(self, gradient: torch.Tensor, weights: Sequence[torch.Tensor]) -> Steps:
+    def output(self, x: Activation, weights: Sequence[torch.Tensor]) -> Steps:
+        """The output."""
+        multiply_forward = self.product.contract_p if self.cuts_in else self.product.contract_q
+        keeps_weight = self.products.dataflows.forward
+        return multiply_forward(x, self.matrix(weights), self.products.tokens, keeps_weight=keeps_weight)
+
+    def input_gradient(self, gradient: Activation, weights: Sequence[torch.Tensor]) -> Steps:
         """The gradient of the input."""
         multiply_back = self.product.contract_q if self.cuts_in else self.product.contract_p
-        return multiply_back(gradient, self.matrix(weights), self.tokens)
+        keeps_weight = self.products.dataflows.input_gradient
+        return multiply_back(gradient, self.matrix(weights), self.products.tokens, keeps_weight=keeps_weight)
 
-    def weight_gradient(self, x: torch.Tensor, gradient: torch.Tensor) -> Steps:
+    def weight_gradient(self, x: Activation, gradient: Activation) -> Steps:
         """The gradient of the local weights, not summed over depth, for :meth:`split`."""
         first, second = (x, gradient) if self.cuts_in else (gradient, x)
-        return self.product.contract_tokens(first, second, self.tokens)
+        keeps_weight = self.products.dataflows.weight_gradient
+        return self.product.contract_tokens(first, second, self.products.tokens, keeps_weight=keeps_weight)
 
     def split(self, gradient: torch.Tensor) -> list[torch.Tensor]:
         """Split a gradient of all layers into the gradient of each layer's local weight."""
@@ -168,33 +191,41 @@ class _Call:
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, anchor: Any, call: _Call, *weights: Any) -> Any:
-        ctx.call = call
+        has_weight_pass = call.tasks is not None or any(ctx.needs_input_grad[3:])
+        is_kept = has_weight_pass and call.products.shares_input(call.products.dataflows)
+        given = Activation(x, readers=1 + is_kept)
+        result = run_together(call.output(given, weights))[0]
+        ctx.call, ctx.kept = call, tuple(given.gathered)
+        ctx.save_for_backward(x, *weights, *given.gathered.values())
         call.layers[0].grid.open_calls.add(call)
-        ctx.save_for_backward(x, *weights)
-        multiply_forward = call.product.contract_p if call.cuts_in else call.product.contract_q
-        return run_together(multiply_forward(x, call.matrix(weights), call.tokens))[0]
+        return result
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Any) -> Any:
         call: _Call = ctx.call
-        x, *weights = ctx.saved_tensors
-        x, gradient = x.detach(), gradients[0].contiguous()
+        x, *saved = ctx.saved_tensors
+        weights, kept = saved[: len(call.layers)], saved[len(call.layers) :]
+        given = Activation(x.detach(), gathered=dict(zip(ctx.kept, kept, strict=True)))
+        has_weight_pass = call.tasks is None and any(ctx.needs_input_grad[3:])
+        shares = has_weight_pass and ctx.needs_input_grad[0] and call.products.shares_gradient(call.products.dataflows)
+        local = gradients[0].contiguous()
+        gradient = Activation(local, readers=1 + shares)
         products = [call.input_gradient(gradient, weights)] if ctx.needs_input_grad[0] else []
-        if call.tasks is None and any(ctx.needs_input_grad[3:]):
-            products.append(call.weight_gradient(x, gradient))
+        if has_weight_pass:
+            products.append(call.weight_gradient(given, gradient))
         results = run_together(*products)
         x_gradient = results.pop(0) if ctx.needs_input_grad[0] else None
         weight_gradients = call.split(results[0]) if results else [None] * len(weights)
         if call.tasks is not None:
-            call.tasks.append(lambda: _accumulate(call, x, gradient))
+            call.tasks.append(lambda: _accumulate(call, given, local))
         call.layers[0].grid.open_calls.discard(call)
         return x_gradient, None, None, *weight_gradients
 
 
-def _accumulate(call: _Call, x: torch.Tensor, gradient: torch.Tensor) -> None:
+def _accumulate(call: _Call, x: Activation, gradient: torch.Tensor) -> None:
     """Compute the deferred weight gradient. Autograd adds it to that of other uses of the parameter."""
-    (whole,) = run_together(call.weight_gradient(x, gradient))
+    (whole,) = run_together(call.weight_gradient(x, Activation(gradient)))
     for layer, weight_gradient in zip(call.layers, call.split(whole), strict=True):
         if layer.weight.requires_grad:
             with torch.enable_grad():

@@ -8,16 +8,21 @@ features over col. A layer needs three products. Each moves two of its three mat
 - ``Xᵀ Z``, the gradient of W: Z stays; panels of X along grid rows, partial sums along grid columns.
 
 Each product can instead keep W where it is (weight-stationary) and move both activations. This moves less if a depth
-layer of the grid has fewer tokens than W has rows. Source: SUMMA (van de Geijn, Watts, 1997) for the products, and
-MeshSlice (2025) for the choice.
+layer of the grid has fewer tokens than W has rows. Products that read the same activation in the same dataflow share
+its gather, so the dataflows of the three products are chosen together. Source: SUMMA (van de Geijn, Watts, 1997) for
+the products, and MeshSlice (2025) for the choice.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
 
 from ..grid.cuts import Panels, Span, chunk_spans, cut_panels, intersect, size_of
 
@@ -70,48 +75,127 @@ class ProductShape:
         return cut_panels(self.p_rows, self.p_cols, self.panel)
 
 
+class Dataflows(NamedTuple):
+    """Whether each of the three products of a layer is weight-stationary."""
+
+    forward: bool
+    input_gradient: bool
+    weight_gradient: bool
+
+
+@dataclass(frozen=True)
+class LayerProducts:
+    """The three products of a layer, and what its ranks receive.
+
+    A gather that two of the products need is made once: both products of a backward need the gradient of the output,
+    and with ``keeps_input``, the weight gradient needs what the forward gathered of the input.
+
+    Args:
+        shape: sizes of the weight.
+        tokens: number of tokens of each row of the grid.
+        cuts_in: whether P is the input dim of the layer.
+        keeps_input: whether the forward keeps what it gathers.
+    """
+
+    shape: ProductShape
+    tokens: tuple[int, ...]
+    cuts_in: bool
+    keeps_input: bool = False
+
+    @property
+    def kinds(self) -> tuple[ProductKind, ProductKind, ProductKind]:
+        """The kinds of the products, in the order of :class:`Dataflows`."""
+        ahead, back = ProductKind.CONTRACT_P, ProductKind.CONTRACT_Q
+        return (*((ahead, back) if self.cuts_in else (back, ahead)), ProductKind.CONTRACT_TOKENS)
+
+    def shares_input(self, flows: Dataflows) -> bool:
+        """Whether the weight gradient uses the gather of the forward."""
+        return self.keeps_input and flows.forward == flows.weight_gradient
+
+    def shares_gradient(self, flows: Dataflows) -> bool:
+        """Whether the two products of a backward share a gather."""
+        return flows.input_gradient == flows.weight_gradient
+
+    def gathers_first(self, flows: Dataflows) -> tuple[bool, bool]:
+        """Whether another product has gathered X, and Z, when the weight gradient is computed."""
+        of_input, of_gradient = self.shares_input(flows), self.shares_gradient(flows)
+        return (of_input, of_gradient) if self.cuts_in else (of_gradient, of_input)
+
+    def received(self, flows: Dataflows) -> list[np.ndarray]:
+        """Elements that each rank receives in each product, ``[row, col]``."""
+        sizes = _Sizes(self.shape, self.tokens)
+        result = [
+            received_elements(kind, self.shape, self.tokens, keeps_weight=keeps)
+            for kind, keeps in zip(self.kinds, flows, strict=True)
+        ]
+        for is_x, is_gathered in zip((True, False), self.gathers_first(flows), strict=True):
+            if is_gathered:
+                result[-1] = result[-1] - sizes.gathered(flows.weight_gradient, is_x=is_x)
+        return result
+
+    @property
+    def dataflows(self) -> Dataflows:
+        """The dataflows with which the busiest rank receives least. Those that are not weight-stationary win ties."""
+        return _choose(self)
+
+
+class _Sizes:
+    """Sizes of the blocks of each rank as ``[row, col]`` arrays, for formulas."""
+
+    def __init__(self, shape: ProductShape, tokens: Sequence[int]) -> None:
+        def column(sizes: Sequence[int]) -> np.ndarray:
+            return np.array(sizes, dtype=np.int64)[:, None]
+
+        self.p, self.rows, self.cols, self.all_tokens = shape.p, shape.rows, shape.cols, sum(tokens)
+        self.m, self.q = column(tokens), np.array(shape.q, dtype=np.int64)[None]
+        self.p_row, self.p_col = (
+            column([size_of(each) for each in shape.p_rows]),
+            column([size_of(each) for each in shape.p_cols]).T,
+        )
+        #: Features that a rank needs for its rows of W, and holds itself.
+        self.overlap = np.array(
+            [[size_of(intersect(row, col)) for col in shape.p_cols] for row in shape.p_rows], dtype=np.int64
+        )
+
+    def gathered(self, keeps_weight: bool, *, is_x: bool) -> np.ndarray:
+        """Elements of X, or of Z, that a product which reads it gathers."""
+        if is_x:
+            return (
+                self.p_row * self.all_tokens - self.overlap * self.m if keeps_weight else (self.p - self.p_col) * self.m
+            )
+        return (self.all_tokens - self.m) * self.q * int(keeps_weight)
+
+
 def received_elements(
-    kind: ProductKind, shape: ProductShape, tokens: Sequence[int], row: int, col: int, *, keeps_weight: bool
-) -> int:
-    """Elements that the rank at (row, col) receives in one product.
+    kind: ProductKind, shape: ProductShape, tokens: Sequence[int], *, keeps_weight: bool
+) -> np.ndarray:
+    """Elements that each rank receives in one product, ``[row, col]``.
 
     Args:
         tokens: number of tokens of each row of the grid.
         keeps_weight: whether the dataflow is weight-stationary.
     """
-    own_p_row, own_p_col = size_of(shape.p_rows[row]), size_of(shape.p_cols[col])
-    m, q = tokens[row], shape.q[col]
-    if not keeps_weight:
-        x = (shape.p - own_p_col) * m
-        w = (shape.p - own_p_row) * q
-        if kind is ProductKind.CONTRACT_P:
-            return x + w
-        if kind is ProductKind.CONTRACT_Q:
-            return w + (shape.cols - 1) * own_p_col * m
-        return x + (shape.rows - 1) * own_p_row * q
-    overlap = size_of(intersect(shape.p_rows[row], shape.p_cols[col]))  # needed features that the rank itself holds
-    if kind is ProductKind.CONTRACT_Q:
-        return (sum(tokens) - m) * q + (shape.cols * own_p_col - overlap) * m
-    x = own_p_row * sum(tokens) - overlap * m
+    sizes = _Sizes(shape, tokens)
+    w = (sizes.p - sizes.p_row) * sizes.q
     if kind is ProductKind.CONTRACT_P:
-        return x + (shape.rows - 1) * m * q
-    return x + (sum(tokens) - m) * q
+        sums = (sizes.rows - 1) * sizes.m * sizes.q if keeps_weight else w
+        return sizes.gathered(keeps_weight, is_x=True) + sums
+    if kind is ProductKind.CONTRACT_Q:
+        to_columns = (sizes.cols * sizes.p_col - sizes.overlap) * sizes.m
+        sums = to_columns if keeps_weight else w + (sizes.cols - 1) * sizes.p_col * sizes.m
+        return sizes.gathered(keeps_weight, is_x=False) + sums
+    both = sizes.gathered(keeps_weight, is_x=True) + sizes.gathered(keeps_weight, is_x=False)
+    return both if keeps_weight else both + (sizes.rows - 1) * sizes.p_row * sizes.q
 
 
 def busiest_elements(kind: ProductKind, shape: ProductShape, tokens: Sequence[int], *, keeps_weight: bool) -> int:
     """The most elements that a rank of the layer receives in one product. Arguments: :func:`received_elements`."""
-    return max(
-        received_elements(kind, shape, tokens, row, col, keeps_weight=keeps_weight)
-        for row in range(shape.rows)
-        for col in range(shape.cols)
-    )
+    return int(received_elements(kind, shape, tokens, keeps_weight=keeps_weight).max())
 
 
 @lru_cache(maxsize=4096)
-def is_weight_stationary(kind: ProductKind, shape: ProductShape, tokens: tuple[int, ...]) -> bool:
-    """Whether the weight-stationary dataflow moves less. The other one overlaps with computation, so it wins ties."""
-    if shape.rows == 1:
-        return False  # no weight moves in any dataflow
-    return busiest_elements(kind, shape, tokens, keeps_weight=True) < busiest_elements(
-        kind, shape, tokens, keeps_weight=False
-    )
+def _choose(products: LayerProducts) -> Dataflows:
+    if products.shape.rows == 1:
+        return Dataflows(False, False, False)  # no weight moves in any dataflow
+    every = [Dataflows(*flows) for flows in itertools.product((False, True), repeat=3)]
+    return min(every, key=lambda flows: (int(np.sum(products.received(flows), axis=0).max()), sum(flows)))

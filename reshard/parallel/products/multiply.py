@@ -7,17 +7,51 @@ row. M is the number of tokens of all rows.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 
 from ..grid import Grid
 from ..grid.collectives import Pending, ordered_sum
 from ..grid.cuts import Span, intersect, size_of, total
-from .dataflow import ProductKind, ProductShape, is_weight_stationary
+from .dataflow import ProductShape
 
 #: A product as a generator. It yields after it starts collectives, so that another product can start its own.
 Steps = Generator[None, None, torch.Tensor]
+
+
+class Activation:
+    """An activation of this rank, and what products have gathered of it.
+
+    Args:
+        local: ``[m, P_j]`` or ``[m, Q_j]``.
+        readers: number of products that read it in the same dataflow. A gather starts once, and its result is released
+            after its last reader.
+        gathered: results of gathers that one product has yet to read.
+
+    Attributes:
+        gathered: results that have not been released: of panels by number, and of other gathers by name.
+    """
+
+    def __init__(
+        self, local: torch.Tensor, readers: int = 1, gathered: Mapping[int | str, torch.Tensor] | None = None
+    ) -> None:
+        self.local, self._readers = local, readers
+        self.gathered = dict(gathered or {})
+        self._pending: dict[int | str, Pending] = {}
+        self._reads = dict.fromkeys(self.gathered, readers - 1)
+
+    def start(self, key: int | str, gather: Callable[[], Pending]) -> None:
+        """Start a gather unless it has started."""
+        if key not in self._reads:
+            self._pending[key], self._reads[key] = gather(), 0
+
+    def read(self, key: int | str) -> torch.Tensor:
+        """The result of a gather that has started."""
+        if key in self._pending:
+            self.gathered[key] = self._pending.pop(key).wait()
+        self._reads[key] += 1
+        return self.gathered.pop(key) if self._reads[key] == self._readers else self.gathered[key]
 
 
 def run_together(*products: Steps) -> list[torch.Tensor]:
@@ -53,76 +87,87 @@ class Product:
         """The local product, added to ``total`` in place if there is one."""
         return self.multiply(a, b) if total is None else total.addmm_(a, b)
 
-    def _keeps_weight(self, kind: ProductKind, tokens: Sequence[int]) -> bool:
-        return is_weight_stationary(kind, self.shape, tuple(tokens))
+    def contract_p(self, x: Activation, w: torch.Tensor, tokens: Sequence[int], *, keeps_weight: bool) -> Steps:
+        """``X W``: ``[m, P_j]`` to ``[m, Q_j]``.
 
-    def contract_p(self, x: torch.Tensor, w: torch.Tensor, tokens: Sequence[int]) -> Steps:
-        """``X W``: ``[m, P_j]`` to ``[m, Q_j]``. ``tokens``: number of tokens of each row of the grid."""
-        if self._keeps_weight(ProductKind.CONTRACT_P, tokens):
-            partial = self.multiply(self._features_of_row(x, tokens).t(), w)
-            summed = self._row_axis.reduce_scatter(partial, tokens)
+        Args:
+            tokens: number of tokens of each row of the grid.
+            keeps_weight: whether the dataflow is weight-stationary.
+        """
+        if keeps_weight:
+            self._start_features(x, tokens)
+            yield
+            summed = self._row_axis.reduce_scatter(self.multiply(x.read("features").t(), w), tokens)
             yield
             return summed.wait()
-        gathers = self._start_gathers(0, x, w)
+        num_panels = self.shape.panels.num_panels
+        self._start_panel(0, x)
+        gathered = self._gather_weight(0, w)
         yield
         y: torch.Tensor | None = None
-        for panel in range(self.shape.panels.num_panels):
-            x_panel, w_panel = (each.wait() for each in gathers)
-            if panel + 1 < self.shape.panels.num_panels:
-                gathers = self._start_gathers(panel + 1, x, w)
+        for panel in range(num_panels):
+            x_panel, w_panel = x.read(panel), gathered.wait()
+            if panel + 1 < num_panels:
+                self._start_panel(panel + 1, x)
+                gathered = self._gather_weight(panel + 1, w)
             y = self.add_product(y, x_panel.t(), w_panel)
+            if panel + 1 < num_panels:
+                yield
         assert y is not None
         return y
 
-    def contract_q(self, x: torch.Tensor, w: torch.Tensor, tokens: Sequence[int]) -> Steps:
+    def contract_q(self, x: Activation, w: torch.Tensor, tokens: Sequence[int], *, keeps_weight: bool) -> Steps:
         """``X Wᵀ``: ``[m, Q_j]`` to ``[m, P_j]``."""
-        if self._keeps_weight(ProductKind.CONTRACT_Q, tokens):
-            every_token = self._row_axis.gather(x.contiguous(), tokens)
+        if keeps_weight:
+            self._start_tokens(x, tokens)
             yield
-            return self._sum_to_columns(self.multiply(w, every_token.wait().t()), tokens)
-        panels, y = self.shape.panels, x.new_empty((len(x), size_of(self.shape.p_cols[self.grid.col])))
+            return self._sum_to_columns(self.multiply(w, x.read("tokens").t()), tokens)
+        panels, y = self.shape.panels, x.local.new_empty((len(x.local), size_of(self.shape.p_cols[self.grid.col])))
         gathered, sums = self._gather_weight(0, w), []
         yield
         for panel in range(panels.num_panels):
             w_panel = gathered.wait()
             if panel + 1 < panels.num_panels:
                 gathered = self._gather_weight(panel + 1, w)
-            sums.append(self._col_axis.reduce_scatter(self.multiply(w_panel, x.t()), panels.col_sizes(panel)))
+            sums.append(self._col_axis.reduce_scatter(self.multiply(w_panel, x.local.t()), panels.col_sizes(panel)))
             if panel:
                 _put(y.t(), panels.by_col[self.grid.col][panel - 1], sums[panel - 1])
-        yield
+            yield
         _put(y.t(), panels.by_col[self.grid.col][-1], sums[-1])
         return y
 
-    def contract_tokens(self, x: torch.Tensor, z: torch.Tensor, tokens: Sequence[int]) -> Steps:
+    def contract_tokens(self, x: Activation, z: Activation, tokens: Sequence[int], *, keeps_weight: bool) -> Steps:
         """``Xᵀ Z``: ``[m, P_j]`` and ``[m, Q_j]`` to ``[P_i, Q_j]``. Not summed over depth."""
-        if self._keeps_weight(ProductKind.CONTRACT_TOKENS, tokens):
-            every_token = self._row_axis.gather(z.contiguous(), tokens)
+        if keeps_weight:
+            self._start_tokens(z, tokens)
+            self._start_features(x, tokens)
             yield
-            return self.multiply(self._features_of_row(x, tokens), every_token.wait())
-        panels, gradient = self.shape.panels, z.new_empty((size_of(self.shape.p_rows[self.grid.row]), z.shape[1]))
-        gathered, sums = self._gather_features(0, x), []
+            return self.multiply(x.read("features"), z.read("tokens"))
+        panels, gradient = (
+            self.shape.panels,
+            z.local.new_empty((size_of(self.shape.p_rows[self.grid.row]), z.local.shape[1])),
+        )
+        self._start_panel(0, x)
+        sums: list[Pending] = []
         yield
         for panel in range(panels.num_panels):
-            x_panel = gathered.wait()
+            x_panel = x.read(panel)
             if panel + 1 < panels.num_panels:
-                gathered = self._gather_features(panel + 1, x)
-            sums.append(self._row_axis.reduce_scatter(self.multiply(x_panel, z), panels.row_sizes(panel)))
+                self._start_panel(panel + 1, x)
+            sums.append(self._row_axis.reduce_scatter(self.multiply(x_panel, z.local), panels.row_sizes(panel)))
             if panel:
                 _put(gradient, panels.by_row[self.grid.row][panel - 1], sums[panel - 1])
-        yield
+            yield
         _put(gradient, panels.by_row[self.grid.row][-1], sums[-1])
         return gradient
 
     # Panels
 
-    def _start_gathers(self, panel: int, x: torch.Tensor, w: torch.Tensor) -> tuple[Pending, Pending]:
-        return self._gather_features(panel, x), self._gather_weight(panel, w)
-
-    def _gather_features(self, panel: int, x: torch.Tensor) -> Pending:
-        """A panel of X of this grid row, transposed: ``[panel, m]``."""
+    def _start_panel(self, panel: int, x: Activation) -> None:
+        """Start to gather a panel of X of this grid row, transposed: ``[panel, m]``."""
         panels = self.shape.panels
-        return self._col_axis.gather(_take(x.t(), panels.by_col[self.grid.col][panel]), panels.col_sizes(panel))
+        own = panels.by_col[self.grid.col][panel]
+        x.start(panel, lambda: self._col_axis.gather(_take(x.local.t(), own), panels.col_sizes(panel)))
 
     def _gather_weight(self, panel: int, w: torch.Tensor) -> Pending:
         """A panel of W of this grid column: ``[panel, Q_j]``."""
@@ -131,28 +176,38 @@ class Product:
 
     # Weight-stationary
 
-    def _features_of_row(self, x: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
-        """Gather the features P_i of all tokens of this depth layer: ``[P_i, M]`` from ``[m, P_j]`` of each rank."""
+    def _start_tokens(self, z: Activation, tokens: Sequence[int]) -> None:
+        """Start to gather the tokens of all rows: ``[M, Q_j]``."""
+        z.start("tokens", lambda: self._row_axis.gather(z.local.contiguous(), tokens))
+
+    def _start_features(self, x: Activation, tokens: Sequence[int]) -> None:
+        """Start to gather the features P_i of all tokens of this depth layer: ``[P_i, M]``."""
+        x.start("features", lambda: self._gather_features(x.local, tokens))
+
+    def _gather_features(self, x: torch.Tensor, tokens: Sequence[int]) -> Pending:
         shape, grid = self.shape, self.grid
         have, need = shape.p_cols[grid.col], shape.p_rows[grid.row]
         sent = [x[:, _relative(intersect(have, shape.p_rows[i]), have)].t().reshape(-1) for i in range(shape.rows)]
         overlaps = [intersect(each, need) for each in shape.p_cols]
-        received = self._layer.exchange(
+        exchange = self._layer.start_exchange(
             torch.cat([part for part in sent for _ in range(shape.cols)]),
             [part.numel() for part in sent for _ in range(shape.cols)],
             [size_of(overlap) * m for m in tokens for overlap in overlaps],
         )
-        result = x.new_empty((size_of(need), sum(tokens)))
-        at = first = 0
-        for m in tokens:
-            for overlap in overlaps:
-                count = size_of(overlap) * m
-                result[_relative(overlap, need), first : first + m] = received[at : at + count].view(
-                    size_of(overlap), m
-                )
-                at += count
-            first += m
-        return result
+
+        def finish() -> torch.Tensor:
+            received, result = exchange.wait(), x.new_empty((size_of(need), sum(tokens)))
+            at = first = 0
+            for m in tokens:
+                for overlap in overlaps:
+                    count = size_of(overlap) * m
+                    block = received[at : at + count].view(size_of(overlap), m)
+                    result[_relative(overlap, need), first : first + m] = block
+                    at += count
+                first += m
+            return result
+
+        return Pending(None, finish)
 
     def _sum_to_columns(self, partial: torch.Tensor, tokens: Sequence[int]) -> torch.Tensor:
         """Sum over the columns of the grid, and shard the sum as an activation: ``[m, P_j]`` from ``[P_i, M]``."""
