@@ -143,15 +143,10 @@ class _Sizes:
     """Sizes of the blocks of each rank as ``[row, col]`` arrays, for formulas."""
 
     def __init__(self, shape: ProductShape, tokens: Sequence[int]) -> None:
-        def column(sizes: Sequence[int]) -> np.ndarray:
-            return np.array(sizes, dtype=np.int64)[:, None]
-
         self.p, self.rows, self.cols, self.all_tokens = shape.p, shape.rows, shape.cols, sum(tokens)
-        self.m, self.q = column(tokens), np.array(shape.q, dtype=np.int64)[None]
-        self.p_row, self.p_col = (
-            column([size_of(each) for each in shape.p_rows]),
-            column([size_of(each) for each in shape.p_cols]).T,
-        )
+        self.p_row = np.array([[size_of(span)] for span in shape.p_rows], dtype=np.int64)
+        self.p_col = np.array([[size_of(span) for span in shape.p_cols]], dtype=np.int64)
+        self.m, self.q = np.array(tokens, dtype=np.int64)[:, None], np.array(shape.q, dtype=np.int64)[None]
         #: Features that a rank needs for its rows of W, and holds itself.
         self.overlap = np.array(
             [[size_of(intersect(row, col)) for col in shape.p_cols] for row in shape.p_rows], dtype=np.int64
@@ -159,10 +154,10 @@ class _Sizes:
 
     def gathered(self, keeps_weight: bool, *, is_x: bool) -> np.ndarray:
         """Elements of X, or of Z, that a product which reads it gathers."""
+        if is_x and not keeps_weight:
+            return (self.p - self.p_col) * self.m
         if is_x:
-            return (
-                self.p_row * self.all_tokens - self.overlap * self.m if keeps_weight else (self.p - self.p_col) * self.m
-            )
+            return self.p_row * self.all_tokens - self.overlap * self.m
         return (self.all_tokens - self.m) * self.q * int(keeps_weight)
 
 

@@ -143,12 +143,9 @@ class Product:
             self._start_features(x, tokens)
             yield
             return self.multiply(x.read("features"), z.read("tokens"))
-        panels, gradient = (
-            self.shape.panels,
-            z.local.new_empty((size_of(self.shape.p_rows[self.grid.row]), z.local.shape[1])),
-        )
+        panels, sums = self.shape.panels, []
+        gradient = z.local.new_empty((size_of(self.shape.p_rows[self.grid.row]), z.local.shape[1]))
         self._start_panel(0, x)
-        sums: list[Pending] = []
         yield
         for panel in range(panels.num_panels):
             x_panel = x.read(panel)
