@@ -87,6 +87,7 @@ class PipelineEngine:
         for tie in options.ties:
             for stage in sorted(tie)[1:]:
                 self._tied_elsewhere.setdefault(stage, set()).add(tie[stage])
+        self._without_elements = torch.nn.Parameter(torch.empty(0, device=options.device))
         self._can_split = not fsdp_stages
         hints: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": options.memory_limit_bytes}
         row_of_stage = engine.schedule.row_of_stage
@@ -98,19 +99,20 @@ class PipelineEngine:
     # Parameters
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of this rank's stages, each once, for an optimizer."""
-        return [parameter for _, parameter in self.named_parameters()]
+        """The parameters of this rank's stages, each once, for an optimizer.
+
+        If none is trainable, there is one more, which has no elements: torch makes no optimizer without parameters.
+        """
+        own = [parameter for _, parameter in self.named_parameters()]
+        return own if any(each.requires_grad for each in own) else [*own, self._without_elements]
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters of this rank's stages under the names of the whole model, each once."""
-        seen: set[int] = set()
-        named = []
+        named: dict[int, tuple[str, torch.nn.Parameter]] = {}
         for module in self.modules.values():
             for name, parameter in plain_parameters(module):
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    named.append((name, parameter))
-        return named
+                named.setdefault(id(parameter), (name, parameter))
+        return list(named.values())
 
     # Steps
 

@@ -85,7 +85,8 @@ def check_objects(state: TrainingState, method: str) -> None:
         raise ArgumentError(f"optimizer is {type(state.optimizer).__name__}, which has no param_groups")
     modules = state.modules.values()
     own = {id(part) for module in modules for each in named_state(module)[0] for part in each.parameters}
-    foreign = [each for group in state.optimizer.param_groups for each in group["params"] if id(each) not in own]
+    optimized = [each for group in state.optimizer.param_groups for each in group["params"] if each.numel()]
+    foreign = [each for each in optimized if id(each) not in own]
     if foreign:
         raise ArgumentError(
             f"the optimizer has {count_of(len(foreign), 'parameter')} that the engine does not have, the first of "
