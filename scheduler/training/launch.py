@@ -155,7 +155,7 @@ def _join_launcher(job: Job, options: SearchOptions | None) -> TrainResult | Non
         )
     if job.device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
-    atexit.register(gc.freeze)  # else Python ends with a search of all objects for cycles, which takes a second or more
+    atexit.register(_skip_last_collection)
     dist.init_process_group(_BACKENDS[job.device])
     try:
         if options is not None:
@@ -164,6 +164,15 @@ def _join_launcher(job: Job, options: SearchOptions | None) -> TrainResult | Non
     finally:
         dist.destroy_process_group()
     return result if rank == 0 else None
+
+
+def _skip_last_collection() -> None:
+    """Spare the end of Python a search of all objects for cycles, which takes a second or more.
+
+    With Triton, Python must search: otherwise Triton reports objects that remain, in some 30 lines of each rank.
+    """
+    if sys.modules.get("triton") is None:
+        gc.freeze()
 
 
 def _find_on_all_ranks(job: Job, options: SearchOptions) -> Strategy | Tuned:
