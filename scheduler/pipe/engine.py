@@ -158,7 +158,7 @@ class PipelineEngine:
         finally:
             restore_gradients(earlier)
         if self._loss_scale is not None:
-            self._loss_scale.update(totals.finite)
+            self._loss_scale.update(totals.gradients_finite)
         return StepResult(totals.loss, totals.metrics, totals.finite, measured)
 
     def evaluate(self, batch: Any = None, *, local_batch: bool = False) -> StepResult:

@@ -17,7 +17,7 @@ class StepResult:
     """The result of a step or an evaluation, the same on every rank.
 
     Attributes:
-        loss: mean over all rows of the batch; weighted if a stage returns weights.
+        loss: mean over all rows of the batch; weighted if a stage returns weights, and NaN if their sum is 0.
         metrics: ``{name: mean}``, weighted as the loss is.
         finite: whether the loss and all gradients are finite.
         timeline: measured times; None unless asked for.
@@ -35,13 +35,14 @@ class Totals:
 
     Attributes:
         loss: sum over stages of the weighted mean of their losses. metrics: ``{name: sum of weighted means}``.
-        finite: whether the loss and all gradients are finite.
+        finite: whether the loss and all gradients are finite. gradients_finite: whether all gradients are.
         gradient_factor: factor that turns the gradients of the step into gradients of ``loss``.
     """
 
     loss: float
     metrics: Mapping[str, float]
     finite: bool
+    gradients_finite: bool
     gradient_factor: float
 
 
@@ -63,7 +64,7 @@ def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], rows: int, fin
         weight = _sum(part.weight for part in parts)
         if any(part.loss is not None for part in parts):
             losses[stage] = _divide(_sum(part.loss for part in parts if part.loss is not None), weight)
-            factors[stage] = _divide(rows, weight)
+            factors[stage] = rows / weight if weight else 0.0
         for name in {name for part in parts for name in part.metrics}:
             mean = _divide(_sum(part.metrics.get(name, 0.0) for part in parts), weight)
             metrics[name] = metrics.get(name, 0.0) + mean
@@ -71,11 +72,12 @@ def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], rows: int, fin
     (first, factor), *others = sorted(factors.items())
     for stage, other in others:
         if other != factor:
+            weights = [rows / each if each else 0 for each in (factor, other)]
             raise ArgumentError(
-                f"stages {first} and {stage} have a loss, and their weights sum to {rows / factor:g} and "
-                f"{rows / other:g}; if several stages have a loss, give no weights, or weights with the same sum"
+                f"stages {first} and {stage} have a loss, and their weights sum to {weights[0]:g} and "
+                f"{weights[1]:g}; if several stages have a loss, give no weights, or weights with the same sum"
             )
-    return Totals(loss, dict(sorted(metrics.items())), finite and math.isfinite(loss), factor)
+    return Totals(loss, dict(sorted(metrics.items())), finite and math.isfinite(loss), finite, factor)
 
 
 def _divide(value: float, weight: float) -> float:

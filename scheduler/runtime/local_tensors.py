@@ -1,4 +1,4 @@
-"""Convert what a module returns to plain local tensors: DTensors, and results of asynchronous collectives."""
+"""Convert what a module returns to plain local tensors: DTensors, asynchronous collectives, losses of no weight."""
 
 from __future__ import annotations
 
@@ -80,3 +80,37 @@ def cut_to_no_rows(
                 array = array.narrow(dim, 0, 0)
         made[str(spec.name)] = array
     return made
+
+
+def starts_backward(loss: torch.Tensor, weight: float, others: Sequence[torch.Tensor]) -> bool:
+    """Whether a backward starts at a loss too. A loss of weight 0 changes no gradient, even if it is not finite.
+
+    The loss may be NaN, as a mean over no values is. Autograd then multiplies the weight 0 by NaN or inf.
+
+    Args:
+        loss: with its autograd graph. weight: of the loss in the backward.
+        others: tensors at which the backward starts anyway. Without them, it runs on zeros, since modules may
+            communicate in it.
+    """
+    if weight or bool(loss.isfinite()):
+        return True
+    if not others:
+        _send_zeros_back(loss)
+    return not others
+
+
+def _send_zeros_back(loss: torch.Tensor) -> None:
+    """Make each function in the graph of a loss give gradients of zeros in the backward."""
+
+    def zeros(gradients: Sequence[torch.Tensor | None], _: Any) -> tuple[torch.Tensor | None, ...]:
+        return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+
+    waiting, seen = [loss.grad_fn], {None}
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            assert node is not None
+            seen.add(node)
+            if node.next_functions:  # else it adds to the gradient of a parameter, in the graphs of other losses too
+                node.register_hook(zeros)
+            waiting += [each for each, _ in node.next_functions]

@@ -21,7 +21,7 @@ from reshard.sharding import TensorSpec
 from ..graph import Pipeline
 from . import torch_compat
 from .data_parallel import check_module, mark_failed, no_grad_sync, prepare_backward, without_ddp
-from .local_tensors import cut_to_no_rows, full, is_dtensor, localize, row_of_ones
+from .local_tensors import cut_to_no_rows, full, is_dtensor, localize, row_of_ones, starts_backward
 
 Tensors = dict[str, torch.Tensor]
 
@@ -288,7 +288,7 @@ class StageRun:
                 if sent[name].requires_grad:
                     roots.append(sent[name])
                     root_gradients.append(gradient)
-        if live.loss is not None and live.loss.requires_grad:
+        if live.loss is not None and live.loss.requires_grad and starts_backward(live.loss, loss_weight, roots):
             roots.append(live.loss)
             root_gradients.append(torch.full_like(live.loss, loss_weight))
         prepare_backward(self.module, is_last=is_last)

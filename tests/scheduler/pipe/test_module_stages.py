@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError
+from reshard.scheduler.pipe.totals import combine_totals
+from reshard.scheduler.runtime.executor import StageTotals
 from reshard.testing import run_processes
 from tests.support.whole_models import Case, check_equal
 
@@ -102,3 +107,68 @@ def check_weight(rank, factor):
 @pytest.mark.parametrize("factor", [1e-310, 1e300])
 def test_a_weight_that_float32_cannot_hold_is_an_error_on_all_ranks(factor):
     assert run_processes(check_weight, 2, factor) == [True, True]
+
+
+class Masked(nn.Module):
+    """The last stage, whose loss is a mean over targets that are not 0, so it is NaN if all are."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, x, targets):
+        counted = targets.flatten() != 0
+        losses = nn.functional.cross_entropy(self.head(x).flatten(0, 1), targets.flatten(), reduction="none")
+        return rs.StageOutput(loss=(losses * counted).sum() / counted.sum(), weight=counted.sum())
+
+
+def make_masked():
+    torch.manual_seed(0)
+    return nn.ModuleList([First(), Masked()])
+
+
+def make_masked_batch(seed, masked_rows):
+    batch = make_batch(seed)
+    batch["targets"][:masked_rows] = 0
+    return {name: batch[name] for name in ("tokens", "targets")}
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        rs.Placement(dp=2),
+        rs.Placement(dp=2, wrap=rs.fsdp),
+        rs.Placement(prepare=functools.partial(torch.compile, backend="aot_eager")),
+    ],
+    ids=["ddp", "fsdp", "compiled"],
+)
+def test_microbatches_of_weight_0_change_no_gradient(last):
+    case = Case(
+        make_masked,
+        [make_masked_batch(seed, rows) for seed, rows in enumerate((0, 5, 7))],
+        make_masked_batch(9, 3),
+        lambda stages, batch: (stages[1](stages[0](batch["tokens"])["x"], batch["targets"]).loss, {}),
+    )
+    check_equal(case, lambda case: rs.Pipe(list(case.make_model()), stages=[rs.Placement(), last]), 1 + last.size)
+
+
+def step_without_weight(rank):
+    torch.set_num_threads(1)
+    pipe = rs.Pipe(list(make_masked()), stages="1x1,1x1", autocast=torch.float16)
+    with pipe.compile(make_masked_batch(0, 0), 4) as engine:
+        results = [engine.step(make_masked_batch(1, 8))]
+        norm = engine.clip_grad_norm_(1.0)
+        results.append(engine.step(make_masked_batch(2, 1)))
+        return [(math.isnan(each.loss), each.finite) for each in results], norm, engine._loss_scale.value
+
+
+def test_a_batch_of_weight_0_has_no_gradient_and_keeps_the_loss_scale():
+    assert run_processes(step_without_weight, 2) == [([(True, False), (False, True)], 0.0, 65536.0)] * 2
+
+
+def test_stages_with_a_loss_may_all_have_weight_0():
+    totals = combine_totals({stage: [StageTotals(0.0, {}, 0.0)] for stage in (0, 1)}, 8, True)
+    assert math.isnan(totals.loss)
+    assert (totals.finite, totals.gradients_finite) == (False, True)
+    with pytest.raises(ArgumentError, match="stages 0 and 1 have a loss, and their weights sum to 0 and 4"):
+        combine_totals({0: [StageTotals(0.0, {}, 0.0)], 1: [StageTotals(2.0, {}, 4.0)]}, 8, True)
