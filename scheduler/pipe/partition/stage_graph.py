@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -231,8 +232,9 @@ class FakeModel:
                 except torch_compat.NEEDS_DATA as error:
                     if len(self._stages) > 1:
                         raise NeedsDataError(
-                            f"stage {stage} of the model does not run on tensors without data, so the tensors that it "
-                            f"sends are not known: {type(error).__name__}: {error}; put the whole model in one stage"
+                            f"stage {stage} of the model does not run on tensors without data{_place(error, module)}, "
+                            f"so the tensors that it sends are not known: {type(error).__name__}: {error}; put the "
+                            "whole model in one stage"
                         ) from error
                     written, read = {}, _names_read(module) & set(given)
                 except ArgumentError:
@@ -274,6 +276,14 @@ def _run_stage(module: Any, given: Mapping[str, Any], batch: Mapping[str, Any]) 
         raise ArgumentError(f"the batch has no {missing[0]!r}, which the model reads; it has {sorted(batch)}")
     output = module(**{name: given[name] for name in names})
     return dict(output) if isinstance(output, Mapping) else {}, set(names)
+
+
+def _place(error: BaseException, stage: torch.nn.Module) -> str:
+    """Text that names the innermost module of a stage in whose forward an error was raised."""
+    names = {id(each): (name, type(each).__name__) for name, each in stage.named_modules() if name}
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names]
+    return f", because of {modules[-1][0]!r} ({modules[-1][1]})" if modules else ""
 
 
 def _names_read(module: Any) -> set[str]:

@@ -48,6 +48,32 @@ def test_errors_say_why_a_model_cannot_be_cut(model, cuts, message):
         pipe.cut(list(batch))
 
 
+class Experts(nn.Module):
+    """Sends the rows whose first element is positive through one layer, and adds up."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        rows = (x[:, 0] > 0).nonzero()[:, 0]
+        return self.head(torch.zeros_like(x).index_add(0, rows, self.expert(x[rows])))
+
+
+def compile_experts(rank):
+    model = nn.Sequential(nn.Linear(4, 4), Experts(), nn.Linear(4, 1))
+    pipe = rs.Pipe(model, ["2"], stages="1x1,1x1", loss=lambda output: output.mean())
+    with pytest.raises(ArgumentError) as caught:
+        pipe.compile({"input": torch.ones(4, 4)}, 2)
+    return str(caught.value)
+
+
+def test_an_error_names_the_module_whose_shapes_depend_on_data():
+    for text in run_processes(compile_experts, 2):
+        assert "stage 0 of the model does not run on tensors without data, because of '1' (Experts)" in text
+        assert text.endswith("put the whole model in one stage")
+
+
 def test_wrong_cuts_and_placements_are_refused():
     one = rs.Placement()
     with pytest.raises(ArgumentError, match="1 cuts make 2 stages, but stages has 3 placements"):
