@@ -174,9 +174,9 @@ class PipelineEngine:
                 each.training = was_training
 
     def local_rows(self, rows: int, accumulate: int = 1) -> torch.Tensor:
-        """Indices of the rows that this rank passes with ``local_batch=True``, in order, for ``rows`` rows in all."""
+        """Indices (int64) of the rows that this rank passes with ``local_batch=True``, in order, of ``rows`` in all."""
         parts = self._feeder.divide(rows, accumulate)
-        return torch.tensor([row for part in parts for microbatch in part for row in self._feeder.own_rows(microbatch)])
+        return torch.tensor([row for part in parts for each in part for row in self._feeder.own_rows(each)]).long()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients of the whole model so that their norm is at most ``max_norm``. Returns the norm before.

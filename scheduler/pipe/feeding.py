@@ -19,6 +19,7 @@ from .partition.batches import (
     check_same_values,
     common_outline,
     digest_batch,
+    has_no_row,
     name_batch,
     outline_batch,
     replica_rows,
@@ -70,7 +71,10 @@ class Feeder:
                 raise ArgumentError(f"local_batch is {is_local!r}; it must be True or False")
             if batch is not None:
                 named = name_batch(batch, self._input_names)
-                own = outline_batch(named)
+                if is_local and has_no_row(named):
+                    named = {}
+                else:
+                    own = outline_batch(named)
                 digests = {} if is_local else digest_batch(named)
         except Exception as error:  # any error of this rank must reach the other ranks
             failure = error

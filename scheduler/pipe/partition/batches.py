@@ -90,6 +90,12 @@ def name_batch(batch: Any, names: Sequence[str]) -> Batch:
     return dict(zip(names, values, strict=False))
 
 
+def has_no_row(batch: Batch) -> bool:
+    """Whether the batch has tensors of 0 rows. Other tensors may have a first dim of size 1, as for any batch."""
+    sizes = {each.shape[0] for each in batch.values() if isinstance(each, torch.Tensor) and each.dim()}
+    return 0 in sizes and sizes <= {0, 1}
+
+
 def outline_batch(batch: Batch) -> BatchOutline:
     """The outline of a batch.
 

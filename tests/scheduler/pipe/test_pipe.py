@@ -75,7 +75,8 @@ def train_staged(rank, stages, cuts, accumulate, local):
             batch, parts = make_batch(number, *sizes), min(accumulate, sizes[0])
             if local:
                 rows = engine.local_rows(sizes[0], parts)
-                batch = {name: each[rows] for name, each in batch.items()} if len(rows) else None
+                none = not len(rows) and number % 2 == 0
+                batch = None if none else {name: each[rows] for name, each in batch.items()}
             result = engine.step(batch, accumulate=parts, local_batch=local)
             norm = engine.clip_grad_norm_(0.5)
             optimizer.step()
