@@ -30,6 +30,7 @@ from reshard.runtime.torch_compat import held_modules, version_of
 __all__ = [
     "FLASH_ATTENTION_ON_CPU",
     "NEEDS_DATA",
+    "GroupedProducts",
     "StorageRef",
     "TorchDispatchMode",
     "copy_parts",
@@ -261,3 +262,26 @@ def is_connection_error(error: BaseException) -> bool:
 def is_store_error(error: BaseException) -> bool:
     """Whether an error means that the store cannot be reached."""
     return isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) and not isinstance(error, ReshardError)
+
+
+class GroupedProducts(TorchDispatchMode):
+    """Gives ``torch._grouped_mm`` on fake tensors its shape for any dtype: torch's own rule accepts bfloat16 only.
+
+    Mixtures of experts in ``transformers`` call it, on the CPU in float32 too.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not _grouped_mm():
+            return func(*args, **kwargs)
+        left, right = args[:2]
+        offsets = kwargs.get("offs", args[2] if len(args) > 2 else None)
+        groups = [len(offsets)] if offsets is not None and left.dim() == right.dim() == 2 else []
+        groups = groups or ([left.shape[0]] if left.dim() == right.dim() == 3 else [])
+        dtype = kwargs.get("out_dtype") or left.dtype
+        return left.new_empty((*groups, left.shape[-2], right.shape[-1]), dtype=dtype)
+
+
+def _grouped_mm() -> Any:
+    """The operator; None if torch has none."""
+    return getattr(getattr(torch.ops.aten, "_grouped_mm", None), "default", None)

@@ -217,7 +217,7 @@ class FakeModel:
     @contextlib.contextmanager
     def _without_computing(self) -> Iterator[None]:
         autocast = torch.autocast(self._device_type, self._autocast, enabled=self._autocast is not None)
-        with torch_compat.keep_rng(self._device_type), self._mode, autocast:
+        with torch_compat.keep_rng(self._device_type), self._mode, torch_compat.GroupedProducts(), autocast:
             yield
 
     def _run(self, outline: BatchOutline, rows: int) -> _Run:
