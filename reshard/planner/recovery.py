@@ -129,7 +129,9 @@ def plan_remainder(
         cut = smaller
     unheld = [piece for piece, held_by in zip(cut, holders, strict=True) if not held_by]
     if unheld:
-        raise RankLostError(_format_loss(unheld, plan, lost), tuple(sorted(lost)), tuple(map(_region, unheld)))
+        raise RankLostError(
+            _format_loss(unheld, plan, lost), tuple(sorted(lost)), tuple(_name(piece, plan) for piece in unheld)
+        )
     tensors = [
         TensorSpec(
             tuple(hi - lo for lo, hi in zip(piece.start, piece.stop, strict=True)),

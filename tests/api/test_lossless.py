@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import signal
 import warnings
 
@@ -317,11 +318,14 @@ def test_survivors_are_offered_a_plan_for_buckets():
 
 
 @pytest.mark.integration
-def test_a_bucket_that_no_survivor_holds_is_named_and_every_out_is_unchanged():
-    outcomes = _survivors((0, 1), 2, "recover")
+@pytest.mark.parametrize("on_loss", ["recover", "offer"])
+@pytest.mark.parametrize("moment", [2, pytest.param("send", id="in the transfer")])
+def test_a_bucket_that_no_survivor_holds_is_named_and_every_out_is_unchanged(moment, on_loss):
+    outcomes = _survivors((0, 1), moment, on_loss)
     texts = {outcome["text"] for outcome in outcomes}
     text = texts.pop()
     assert not texts and "ranks 0-1 are lost, and with them regions of 'w': ranks 4,6 still need" in text, text
+    assert re.search("; every out is unchanged, at base [0-9a-f]{16}$", text), text
     assert all(outcome["old"] for outcome in outcomes)
 
 

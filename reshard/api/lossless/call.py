@@ -104,7 +104,11 @@ class LosslessCall:
                 transfer.exclude(recovery.survivors)
                 complete(None)
 
-            handle = RecoveredLosslessHandle(inner, recovery, report, complete_recovered, finish)
+            def explain(error: ReshardError) -> ReshardError:
+                transfer.exclude(recovery.survivors)
+                return transfer.explain(error)
+
+            handle = RecoveredLosslessHandle(inner, recovery, report, complete_recovered, explain, finish)
         note_wait(handle, (), targets)
         return handle
 
@@ -135,6 +139,7 @@ class RecoveredLosslessHandle(FaultTolerantHandle):
 
     Args:
         complete: confirms and decodes the buckets, once this rank has its own.
+        explain: adds to the error of a failed recovery what is lost, and what every out holds.
 
     Attributes:
         report: how the tensors are sent.
@@ -146,17 +151,22 @@ class RecoveredLosslessHandle(FaultTolerantHandle):
         recovery: Recovery,
         report: LosslessReport,
         complete: Callable[[], None],
+        explain: Callable[[ReshardError], ReshardError],
         finish: Callable[[], Any],
     ) -> None:
         super().__init__(inner, recovery, finish)
-        self._complete_buckets = complete
+        self._complete_buckets, self._explain = complete, explain
         self.report = report
 
     def _complete(self) -> ReshardError | None:
-        return super()._complete() or self._decode()
+        found = super()._complete()
+        return self._decode() if found is None else self._explain(found)
 
     def _recover(self, recover: Callable[[], Any]) -> Any:
-        recover()
+        try:
+            recover()
+        except ReshardError as error:
+            raise self._explain(error) from error
         self._final_error = self._decode()
         if self._final_error is not None:
             raise self._final_error

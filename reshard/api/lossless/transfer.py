@@ -205,17 +205,38 @@ class LosslessTransfer:
             elif receivers:
                 gone.append((bucket, receivers))
         if gone:
-            lost, needed = sorted(self.lost), sorted({rank for _, receivers in gone for rank in receivers})
-            names = sorted({repr(each.tensor) for one, _ in gone for each in one.regions if each.tensor})
-            raise RankLostError(
-                f"{describe_ranks(lost)} {'are' if len(lost) > 1 else 'is'} lost, and with "
-                f"{'them' if len(lost) > 1 else 'it'} regions of {', '.join(names) or 'the tensor'}: "
-                f"{describe_ranks(needed)} still need{'s' * (len(needed) == 1)} them and no surviving rank holds them; "
-                f"{self._kept}",
-                lost,
-                names,
-            )
+            needed = {rank for _, receivers in gone for rank in receivers}
+            raise self._describe_loss([bucket for bucket, _ in gone], needed)
         return found
+
+    def _describe_loss(self, gone: Sequence[Bucket], needed: Iterable[int]) -> RankLostError:
+        """The error that no surviving rank holds some buckets, which the ranks in ``needed`` lack."""
+        lost, ranks = sorted(self.lost), sorted(needed)
+        names = sorted({repr(each.tensor) for bucket in gone for each in bucket.regions if each.tensor})
+        return RankLostError(
+            f"{describe_ranks(lost)} {'are' if len(lost) > 1 else 'is'} lost, and with "
+            f"{'them' if len(lost) > 1 else 'it'} regions of {', '.join(names) or 'the tensor'}: "
+            f"{describe_ranks(ranks)} still need{'s' * (len(ranks) == 1)} them and no surviving rank holds them; "
+            f"{self._kept}",
+            lost,
+            names,
+        )
+
+    def explain(self, error: ReshardError) -> ReshardError:
+        """The error of a failed recovery, with names of tensors in place of buckets, and what every out holds."""
+        if not isinstance(error, RankLostError):
+            explained = rebuild_error(type(error).__name__, f"{error}; {self._kept}")
+            for note in getattr(error, "__notes__", ()):
+                explained.add_note(note)
+            return explained
+        if not error.regions:
+            return RankLostError(f"{error}; {self._kept}", error.ranks, (), error.plan, error._recover)
+        gone = [
+            bucket
+            for name, bucket in self._buckets.items()
+            if any(region.startswith(f"{name!r} [") for region in error.regions)
+        ]
+        return self._describe_loss(gone, {rank for bucket in gone for rank in bucket.receivers} - self.lost)
 
     def _encode(self, bases: Arrays, failure: Exception | None = None) -> dict[int, Any]:
         """Encode this rank's buckets, as differences if it has all bases; returns the reports of all ranks."""
