@@ -120,8 +120,9 @@ def reshard(
             have received their data: after an error every ``out`` holds the earlier version. Every rank must call
             ``wait`` of the handle, whose ``report`` says what was sent. See :mod:`reshard.api.lossless.transfer`.
         max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
-            source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks with
-            NaN do not count. With ``"auto"`` it also limits the choice of codecs, see :func:`~reshard.make_plan`.
+            source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks that
+            have NaN or infinity before coding do not count. With ``"auto"`` it also limits the choice of codecs, see
+            :func:`~reshard.make_plan`.
         on_error: what to do with a tensor over ``max_error``: ``"raw"``: send it without the codec; ``"raise"``: raise
             a :class:`~reshard.CompressionError` on all ranks.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -69,9 +70,10 @@ class CustomCodec(ElementCodec):
         if len(blocks):
             with self._named("decode"):
                 self.implementation.decode(_read_only(coded), decoded)
-        errors = decoded.astype(np.float64) - blocks
-        finite = np.isfinite(errors).all(axis=1)
-        return ErrorSums(float((errors[finite] ** 2).sum()), float((blocks[finite].astype(np.float64) ** 2).sum()))
+        finite = np.isfinite(blocks).all(axis=1)
+        values = blocks[finite].astype(np.float64)
+        error = float(((decoded[finite] - values) ** 2).sum())
+        return ErrorSums(math.inf if math.isnan(error) else error, float((values**2).sum()))
 
     def decode(self, data: Any, target: Any, num_row_dims: int | None = None, *, accumulate: bool = False) -> None:
         """See :class:`ElementCodec`."""

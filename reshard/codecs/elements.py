@@ -11,7 +11,10 @@ from reshard.errors import ArgumentError
 
 
 class ErrorSums(NamedTuple):
-    """Sums over encoded values: of their squared errors, and of their squares. Blocks with NaN do not count."""
+    """Sums over encoded values: of their squared errors, and of their squares.
+
+    Blocks that have NaN or infinity before coding do not count. If a codec makes NaN of others, the error is infinite.
+    """
 
     error: float = 0.0
     square: float = 0.0
@@ -22,8 +25,10 @@ class ErrorSums(NamedTuple):
 
     @property
     def relative_error(self) -> float:
-        """The L2 norm of the error over the L2 norm of the values; 0 if all values are 0."""
-        return math.sqrt(self.error / self.square) if self.square else 0.0
+        """The L2 norm of the error over the L2 norm of the values. If all values are 0: 0, or inf if any changed."""
+        if not self.square:
+            return math.inf if self.error else 0.0
+        return math.sqrt(self.error / self.square)
 
 
 class ElementCodec(ABC):

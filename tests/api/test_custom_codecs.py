@@ -54,6 +54,18 @@ class Overwriting(Fixed8):
             data[:] = 0
 
 
+class Spoiling(Fixed8):
+    """Decodes the first element to a constant."""
+
+    def __init__(self, constant):
+        super().__init__()
+        self.constant = constant
+
+    def decode(self, data, out):
+        super().decode(data, out)
+        out[0] = self.constant
+
+
 def _wanted(whole):
     """The tensor after coding along whole rows: 320 values are 5 elements."""
     codec, blocks = Fixed8(), whole.float().numpy().reshape(-1, 64)
@@ -148,3 +160,12 @@ def _overwrite(rank):
 
 def test_a_codec_may_overwrite_the_values_that_it_encodes_but_not_the_data_that_relays_forward():
     run_processes(_overwrite, 4)
+
+
+@pytest.mark.parametrize("constant", [float("nan"), float("inf"), 1.0])
+def test_a_limit_on_the_error_counts_finite_values_that_a_codec_decodes_to_nan(constant):
+    normal = np.random.default_rng(0).standard_normal(SHAPE).astype(np.float32)
+    for whole in (normal, np.zeros(SHAPE, np.float32)):
+        options = {"shape": SHAPE, "compression": Spoiling(constant), "max_error": 0.001}
+        moved = reshard.reshard_local({0: whole[:128], 1: whole[128:]}, ROWS, ROWS, **options)
+        assert (np.concatenate([moved[0], moved[1]]) == whole).all()
