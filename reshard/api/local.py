@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from reshard.codecs import Codec, ErrorSums, is_lossless
+from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
@@ -51,8 +52,12 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
     ensure_checked(plan)
     for spec, arrays in zip(plan.tensors, shards, strict=True):
         _check_shards(spec.plain.src_shards, spec.plain.dtype, arrays, spec.name)
+    return _execute(plan, shards, [next(iter(arrays.values())) for arrays in shards])
+
+
+def _execute(plan: Plan, shards: Sequence[Mapping[int, Array]], likes: Sequence[Array]) -> list[dict[int, Array]]:
+    """Encode, move and decode; the results are of the kind and dtype of ``likes``, an array for each tensor."""
     moved = _move(plan, [_encode(spec, arrays) for spec, arrays in zip(plan.tensors, shards, strict=True)])
-    likes = [next(iter(arrays.values())) for arrays in shards]
     return [
         {rank: _decode(spec, array, spec.plain.dst_shards.local_shape(rank), like) for rank, array in arrays.items()}
         for spec, arrays, like in zip(plan.tensors, moved, likes, strict=True)
@@ -195,13 +200,14 @@ def reshard_local(
     if not (isinstance(compression, str) and compression == "delta") and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
     if is_lossless(compression):
-        _check_lossless(tensor, compression, dst_dtype, max_error)
+        from reshard.api.lossless.local import check_lossless  # imports torch
+
+        check_lossless(tensor, compression, dst_dtype, max_error)
         _check_shards(tensor.src_shards, dtype, shards, None)
         if isinstance(src, Mesh) and src_spec is None:
             _check_replicas({rank: shards[rank] for rank in src.ranks})
-        return _move_lossless(
-            tensor, str(compression), shards, {} if base is None else base, {} if out is None else out, make
-        )
+        bases, outs = ({} if given is None else given for given in (base, out))
+        return _move_lossless(tensor, str(compression), shards, bases, outs, make)
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     _check_shards(spec.plain.src_shards, dtype, shards, None)
@@ -214,7 +220,12 @@ def reshard_local(
         if spec.codec is not None and _encode_measured(spec, shards)[1] > max_error:
             plan = make([replace(tensor, dtype=dtype_on_wire)])
             spec = plan.tensors[0]
-    moved = execute_local(plan, [{rank: _cast(array, spec.plain.dtype) for rank, array in shards.items()}])[0]
+    ensure_checked(plan)
+    sent = {rank: _cast(array, spec.plain.dtype) for rank, array in shards.items()}
+    like = next(iter(sent.values()))
+    if spec.codec is not None and dst_dtype is not None:  # decodes as other front ends do
+        like = _cast(like[:0], decoded_dtype(dst_dtype))
+    moved = _execute(plan, [sent], [like])[0]
     return moved if dst_dtype is None else {rank: _cast(array, dst_dtype) for rank, array in moved.items()}
 
 
@@ -231,16 +242,6 @@ def _read_layouts(
         if spec is not None and not isinstance(given, Mesh):
             raise ArgumentError(f"{what} is a layout, which already has a spec; omit {what}_spec")
     return src_layout, dst_layout
-
-
-def _check_lossless(tensor: TensorSpec, compression: Any, dst_dtype: str | None, max_error: Any) -> None:
-    from reshard.api.lossless.transfer import check_dtypes
-    from reshard.api.options import check_compression  # imports torch
-
-    check_compression(compression, max_error, "raw")
-    check_dtypes(compression, [tensor])
-    if dst_dtype not in (None, tensor.dtype):
-        raise ArgumentError(f"{compression} sends {tensor.dtype} bit for bit, and cannot make {dst_dtype} of it")
 
 
 def _move_lossless(

@@ -14,6 +14,15 @@ from reshard.errors import ArgumentError
 FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
+def decoded_dtype(dtype: Any) -> str:
+    """The dtype into which elements are decoded for a result of this dtype: the same, or fp32 to be cast.
+
+    All receivers must use the same one: a value beyond the range of the result is limited while it is decoded only.
+    """
+    name = dtype_name(dtype)
+    return name if name in FORMATS else "float32"
+
+
 def flat_bytes(array: Any) -> np.ndarray:
     """A view of a contiguous CPU array as flat uint8.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -91,6 +92,25 @@ def _move(rank):
 
 def test_every_codec_dtype_and_front_end_gives_the_values_of_the_codec():
     run_processes(_move, 6)
+
+
+def _strided(rank):
+    """Coded values may exceed the range of the dtype: they are limited alike in every target, and rounded once."""
+    src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("2", first_rank=1))
+    shape, dtypes = (64, 256), (torch.float16, torch.bfloat16, torch.float32)
+    for dtype, target, name in itertools.product(dtypes, dtypes, ("int8x128", "int4x128", "int4x128-bf16")):
+        largest = min(torch.finfo(each).max for each in (dtype, target))
+        whole = torch.rand(shape, generator=torch.Generator().manual_seed(0)).mul(largest * 1.1).clamp(max=largest)
+        whole = whole.to(dtype)
+        out = torch.empty(shape[::-1], dtype=target).t() if rank == 2 else None
+        options = {"shape": shape, "dst_dtype": target, "compression": name}
+        moved = reshard.reshard(whole if rank == 0 else None, src, dst, dtype=dtype, out=out, **options)
+        local = reshard.reshard_local({0: whole}, src, dst, **options)
+        assert moved is None or (moved.isfinite().all() and same_bytes(moved, local[1])), (dtype, target, name)
+
+
+def test_values_decode_alike_in_targets_with_strides_and_in_one_process():
+    run_processes(_strided, 3)
 
 
 def _limits(rank):

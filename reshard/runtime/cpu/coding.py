@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from reshard.codecs import ElementCodec
-from reshard.codecs.raw_bytes import write_into
+from reshard.codecs.raw_bytes import decoded_dtype, write_into
 
 Slices = tuple[slice, ...]
 
@@ -62,7 +62,7 @@ class DecodedTarget:
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int, *, decodes_early: bool) -> None:
         self.plain, self._decodes_early = plain, decodes_early
-        self._decoded = plain if decodes_early else _empty(plain.shape, torch.float32)
+        self._decoded = plain if decodes_early else _empty(plain.shape, getattr(torch, decoded_dtype(plain.dtype)))
         self._slabs = _Slabs(self._decoded, codec, num_row_dims)
         self.coded = self._slabs.coded
         self._needed = math.prod(self.coded.shape[1:-1])

@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 
-from reshard.codecs import CODED_DTYPES, BlockCodec, ElementCodec
-from reshard.codecs.raw_bytes import write_into
-from reshard.dtypes import dtype_name
+from reshard.codecs import BlockCodec, ElementCodec
+from reshard.codecs.raw_bytes import decoded_dtype, write_into
 from reshard.errors import ArgumentError
 
 
@@ -58,8 +57,9 @@ class DeviceDecodedTarget:
     def finish(self) -> None:
         """Decode, on the current stream."""
         plain = self._plain
-        is_direct = plain.is_contiguous() and dtype_name(plain.dtype) in CODED_DTYPES
-        target = plain if is_direct else torch.empty(plain.shape, dtype=torch.float32, device=plain.device)
+        dtype = getattr(torch, decoded_dtype(plain.dtype))
+        is_direct = plain.is_contiguous() and plain.dtype == dtype
+        target = plain if is_direct else torch.empty(plain.shape, dtype=dtype, device=plain.device)
         if plain.device.type == "cpu":
             self._codec.decode(self.coded, target, self._num_row_dims)
         else:
