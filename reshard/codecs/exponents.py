@@ -41,7 +41,7 @@ def decode_exponents(data: np.ndarray, words: np.ndarray) -> None:
     Raises:
         ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
     """
-    if len(data) > HEADER_BYTES and data[0] == EXPONENTS and _native.decode_exponents(data[HEADER_BYTES:], words):
+    if len(data) >= HEADER_BYTES and data[0] == EXPONENTS and _native.decode_exponents(data[HEADER_BYTES:], words):
         return
     if read_plain(data, words):
         return

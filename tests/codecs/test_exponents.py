@@ -33,7 +33,7 @@ def test_codes_equal_the_reference_and_are_lossless():
     words[::211] = 0
     words[::503] = rng.integers(0, 2**16, len(words[::503]))  # NaN, infinities and denormals among them
     words[256:384] = 0x3F80  # one exponent
-    for size in (len(words), 4096, 129, 128, 127, 1):
+    for size in (len(words), 4096, 129, 128, 127, 1, 0):
         data = _encode(words[:size])
         assert data[0] == 2 or size < 4096
         if data[0] == 2:
