@@ -134,6 +134,8 @@ class WeightSync:
             version = int(version)
             entries = _agree_on_buckets(reports, self._buckets)
             try:
+                if not _have_equal_buffers(reports, self._buckets):  # some rank has made its WeightSync anew
+                    self._close_mover()
                 received = self._move(data, entries, None if because else out)
             except VerificationError:
                 self.version = None
@@ -166,6 +168,7 @@ class WeightSync:
         """
         data: dict[str, np.ndarray] = {}
         report: dict[str, Any] = {"failed": None, "version": None, "base": self.version, "buckets": {}}
+        report["capacity"] = self._capacity if self._mover is not None else {}
         try:
             if isinstance(version, bool) or not isinstance(version, Integral):
                 raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
@@ -233,9 +236,9 @@ class WeightSync:
                     self._check_received(entries)
                 if lost is not None:
                     raise VerificationError(
-                        f"out does not hold version {self.version} of the weights from ranks "
-                        f"{self._buckets[lost].holders}, to which the differences refer; the next transfer sends the "
-                        "weights in full"
+                        f"out does not hold version {self.version} of the weights from "
+                        f"{describe_ranks(self._buckets[lost].holders)}, to which the differences refer; the next "
+                        "transfer sends the weights in full"
                     )
         except Exception as error:
             failure = describe_error(error)
@@ -251,9 +254,8 @@ class WeightSync:
         capacity = find_capacities(sizes, self._capacity)
         if self._mover is not None and capacity == self._capacity:
             return self._mover
-        if self._mover is not None:
-            self._mover.close()
-        self._mover, self._capacity = None, capacity
+        self._close_mover()
+        self._capacity = capacity
         specs = [
             TensorSpec((size,), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name)
             for (name, size), bucket in zip(self._capacity.items(), self._buckets.values(), strict=True)
@@ -272,6 +274,11 @@ class WeightSync:
             for side in ("holders", "receivers")
         )
         return self._mover
+
+    def _close_mover(self) -> None:
+        if self._mover is not None:
+            self._mover.close()
+        self._mover, self._capacity = None, {}
 
     def _keep_base(self, tensors: Shards | None, differences: Mapping[str, np.ndarray]) -> None:
         """Update the base to the new version: by the differences, or by a copy if there are none."""
@@ -326,8 +333,8 @@ class _Entry(NamedTuple):
 
 def _wrong_bytes(bucket: Bucket) -> VerificationError:
     return VerificationError(
-        f"weights from ranks {bucket.holders} arrived with other bytes than were sent; the next transfer sends the "
-        "weights in full"
+        f"weights from {describe_ranks(bucket.holders)} arrived with other bytes than were sent; the next transfer "
+        "sends the weights in full"
     )
 
 
@@ -351,6 +358,13 @@ def _why_full(reports: Mapping[int, Any]) -> str:
     if len(set(bases.values())) > 1:
         return f"ranks hold versions {sorted(set(bases.values()))}"
     return ""
+
+
+def _have_equal_buffers(reports: Mapping[int, Any], buckets: Mapping[str, Bucket]) -> bool:
+    """Whether all ranks that send or receive have Movers for the same buffers, or none has one."""
+    ranks = {rank for bucket in buckets.values() for rank in (*bucket.holders, *bucket.receivers)}
+    found = [reports[rank]["capacity"] for rank in sorted(ranks)]
+    return all(each == found[0] for each in found)
 
 
 def _agree_on_buckets(reports: Mapping[int, Any], buckets: Mapping[str, Bucket]) -> dict[str, _Entry]:

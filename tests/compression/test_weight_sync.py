@@ -122,6 +122,24 @@ def test_ranks_with_empty_shards_take_part():
     run_processes(_sync_with_an_empty_shard, 4)
 
 
+def _sync_anew(rank, renewed):
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2))
+    reports, out = [], None if rank < 2 else {"w": torch.zeros(64, 64, dtype=torch.bfloat16)}
+    for version in range(3):
+        if version == 0 or (version == 1 and rank == renewed):
+            sync = WeightSync(src, dst, {"w": (64, 64)}, "bfloat16", timeout_seconds=20)
+        shard = {"w": torch.full((32, 64), version + 0.5, dtype=torch.bfloat16)} if rank < 2 else None
+        reports.append(sync(shard, out, version=version).because)
+        assert out is None or (out["w"] == version + 0.5).all()
+    return reports
+
+
+@pytest.mark.parametrize("renewed", [1, 2])
+def test_one_rank_may_make_its_weight_sync_anew(renewed):
+    because = ["no rank holds a version", f"rank {renewed} holds no version", ""]
+    assert run_processes(_sync_anew, 4, renewed) == [because] * 4
+
+
 def _sync_from_some_ranks_each(rank):
     """Each tensor has one source rank; the other passes None for it, or leaves it out."""
     alone = [Layout(Mesh.of("1", first_rank=each)) for each in range(2)]

@@ -324,7 +324,7 @@ class LosslessTransfer:
             array = received[name]
             if array is not None and xxhash.xxh3_64(array[:size].numpy().data).intdigest() != digest:
                 return VerificationError(
-                    f"the encoded data from ranks {format_ranks(bucket.holders)} arrived at rank {self._rank} with "
+                    f"the encoded data from {describe_ranks(bucket.holders)} arrived at rank {self._rank} with "
                     "other bytes than were sent"
                 )
         return None
@@ -339,7 +339,7 @@ class LosslessTransfer:
             digest = decode_bucket(bucket, array.numpy(), shards, with_digest=self._verify)
             if digest != self._entries[name][1]:
                 raise VerificationError(
-                    f"rank {self._rank} does not hold what ranks {format_ranks(bucket.holders)} sent: out changed "
+                    f"rank {self._rank} does not hold what {describe_ranks(bucket.holders)} sent: out changed "
                     "during the transfer"
                 )
 
