@@ -22,7 +22,7 @@ class AxisTraffic:
 
     A gather and a sum move the same bytes: each rank receives one part from every other rank of its axis. The parts
     pass NICs and uplinks of pods, or stay inside a host. Where all hosts have the same number of ranks of an axis, both
-    collectives run in two levels (:class:`~reshard.parallel.grid.collectives.TwoLevelAxis`).
+    collectives run in two levels (:class:`~reshard.parallel.grid.two_levels.TwoLevelAxis`).
 
     Attributes:
         nic_seconds: seconds of the busiest NIC, or uplink of a pod, for parts of one byte.

@@ -15,7 +15,8 @@ import torch
 from reshard.codecs import CODED_DTYPES, BlockCodec
 from reshard.dtypes import dtype_name
 
-from .collectives import Axis, Pending
+from .collectives import Axis
+from .pending import Pending
 
 
 class CodedAxis:

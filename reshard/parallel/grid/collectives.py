@@ -8,10 +8,9 @@ one level, but every element passes each NIC only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,36 +20,8 @@ from reshard.formatting import describe_ranks
 from reshard.runtime.device_mesh import end_with, new_group
 from reshard.runtime.torch_compat import is_in_backward
 
-from .cuts import Span
-
-#: Turns the error of a collective into one of ours.
-Explain = Callable[[RuntimeError], ReshardError]
-
-
-#: A collective in two levels moves at most ``MOST_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
-MOST_PIECES, PIECE_BYTES = 4, 2**18
-
-
-class Pending:
-    """The result of a collective that is under way."""
-
-    def __init__(self, work: Any, finish: Callable[[], torch.Tensor], explain: Explain | None = None) -> None:
-        self._work, self._finish, self._explain = work, finish, explain
-
-    def wait(self) -> torch.Tensor:
-        """The result.
-
-        Raises:
-            RemoteError: a rank failed, or did not call the collective within the time-out of the process group.
-        """
-        if self._work is not None:
-            try:
-                self._work.wait()
-            except RuntimeError as error:
-                if isinstance(error, ReshardError) or self._explain is None:
-                    raise
-                raise self._explain(error) from error
-        return self._finish()
+from .pending import Explain, Pending, ordered_sum
+from .two_levels import TwoLevelAxis
 
 
 class Axis:
@@ -289,107 +260,3 @@ class Axis:
 
     def _describe(self, error: RuntimeError) -> ReshardError:
         return RemoteError(f"a collective of {describe_ranks(self.ranks)} of a grid failed: {error}")
-
-
-class Summing(Protocol):
-    """Sums arrays over ranks, as :meth:`Axis.reduce_scatter` does."""
-
-    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """See :meth:`Axis.reduce_scatter`."""
-
-
-class TwoLevelAxis:
-    """The ranks of an axis as hosts x local ranks, and collectives that run on one level after the other.
-
-    Args:
-        table: ``[host][local rank]`` positions on the axis.
-        inside: the ranks of this host. between: the rank of each host that has this rank's local number.
-    """
-
-    def __init__(self, table: tuple[tuple[int, ...], ...], inside: Axis, between: Axis) -> None:
-        self.table, self.inside, self.between = table, inside, between
-
-    def gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> Pending:
-        """Gather between hosts, then inside each host. See :meth:`Axis.gather`."""
-        pieces = self._cut(sizes, result)
-        own = self.table[self.between.index][self.inside.index]
-        between = [
-            self.between.gather(part[piece[own][0] : piece[own][1]], [_length(piece[each]) for each in self._column])
-            for piece in pieces
-        ]
-
-        def finish() -> torch.Tensor:
-            inside = []
-            for piece, first in zip(pieces, between, strict=True):
-                inside.append(self.inside.gather(first.wait(), self._per_local(piece)))
-            starts = list(accumulate(sizes, initial=0))
-            for piece, last in zip(pieces, inside, strict=True):
-                rows = last.wait().split([_length(piece[each]) for each in self._order])
-                for position, found in zip(self._order, rows, strict=True):
-                    lo, hi = piece[position]
-                    result[starts[position] + lo : starts[position] + hi] = found
-            return result
-
-        return Pending(None, finish)
-
-    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int], between: Summing | None = None) -> Pending:
-        """Sum inside each host, then between hosts. See :meth:`Axis.reduce_scatter`.
-
-        Args:
-            between: sums between hosts; default: the axis between hosts.
-        """
-        across = between or self.between
-        parts, pieces = array.split(list(sizes)), self._cut(sizes, array)
-        inside = []
-        for piece in pieces:
-            rows = torch.cat([parts[each][piece[each][0] : piece[each][1]] for each in self._order])
-            inside.append(self.inside.reduce_scatter(rows, self._per_local(piece)))
-
-        def finish() -> torch.Tensor:
-            sums = []
-            for piece, first in zip(pieces, inside, strict=True):
-                own = [_length(piece[each]) for each in self._column]
-                sums.append(across.reduce_scatter(first.wait(), own))
-            return torch.cat([last.wait() for last in sums])
-
-        return Pending(None, finish)
-
-    @property
-    def _order(self) -> list[int]:
-        """All positions by local rank, then by host."""
-        return [row[local] for local in range(self.inside.size) for row in self.table]
-
-    @property
-    def _column(self) -> list[int]:
-        """The positions of this local rank on each host."""
-        return [row[self.inside.index] for row in self.table]
-
-    def _per_local(self, piece: Sequence[Span]) -> list[int]:
-        """Number of rows of a piece, summed over hosts, of each local rank."""
-        return [sum(_length(piece[row[local]]) for row in self.table) for local in range(self.inside.size)]
-
-    def _cut(self, sizes: Sequence[int], whole: torch.Tensor) -> list[list[Span]]:
-        """Cut rows into pieces, so that one level moves a piece while the other moves the next.
-
-        Returns:
-            ``[piece][position]`` intervals of the rows of each position.
-        """
-        count = max(1, min(MOST_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
-        return [[(size * n // count, size * (n + 1) // count) for size in sizes] for n in range(count)]
-
-
-def _length(span: Span) -> int:
-    return span[1] - span[0]
-
-
-def ordered_sum(parts: torch.Tensor) -> torch.Tensor:
-    """The sum over dim 0, one part after the other; bf16 and fp16 are added in float32."""
-    if parts.dtype not in (torch.bfloat16, torch.float16):
-        result = parts[0].clone()
-        for part in parts[1:]:
-            result += part
-        return result
-    result = parts[0].float()
-    for part in parts[1:]:
-        result += part
-    return result.to(parts.dtype)

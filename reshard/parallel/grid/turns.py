@@ -14,7 +14,8 @@ import torch
 from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import describe_ranks
 
-from .collectives import Axis, Pending
+from .collectives import Axis
+from .pending import Pending
 
 
 class Turn(enum.Enum):

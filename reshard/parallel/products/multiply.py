@@ -12,8 +12,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 import torch
 
 from ..grid import Grid
-from ..grid.collectives import Pending, ordered_sum
 from ..grid.cuts import Span, intersect, size_of, total
+from ..grid.pending import Pending, ordered_sum
 from .dataflow import ProductShape
 
 #: A product as a generator. It yields after it starts collectives, so that another product can start its own.

@@ -1,0 +1,44 @@
+"""Collectives that are under way, and the order in which they add."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from reshard.errors import ReshardError
+
+#: Turns the error of a collective into one of ours.
+Explain = Callable[[RuntimeError], ReshardError]
+
+
+class Pending:
+    """The result of a collective that is under way."""
+
+    def __init__(self, work: Any, finish: Callable[[], torch.Tensor], explain: Explain | None = None) -> None:
+        self._work, self._finish, self._explain = work, finish, explain
+
+    def wait(self) -> torch.Tensor:
+        """The result.
+
+        Raises:
+            RemoteError: a rank failed, or did not call the collective within the time-out of the process group.
+        """
+        if self._work is not None:
+            try:
+                self._work.wait()
+            except RuntimeError as error:
+                if isinstance(error, ReshardError) or self._explain is None:
+                    raise
+                raise self._explain(error) from error
+        return self._finish()
+
+
+def ordered_sum(parts: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum over dim 0, one part after the other; bf16 and fp16 are added in float32."""
+    dtype = parts[0].dtype
+    result = parts[0].float() if dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
+    for part in parts[1:]:
+        result += part
+    return result.to(dtype)

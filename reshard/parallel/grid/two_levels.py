@@ -1,0 +1,109 @@
+"""Collectives in two levels: the ranks of an axis as hosts x local ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from .cuts import Span
+from .pending import Pending
+
+if TYPE_CHECKING:
+    from .collectives import Axis
+
+#: A collective in two levels moves at most ``MOST_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
+MOST_PIECES, PIECE_BYTES = 4, 2**18
+
+
+class Summing(Protocol):
+    """Sums arrays over ranks, as :meth:`Axis.reduce_scatter` does."""
+
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.reduce_scatter`."""
+
+
+class TwoLevelAxis:
+    """The ranks of an axis as hosts x local ranks, and collectives that run on one level after the other.
+
+    Args:
+        table: ``[host][local rank]`` positions on the axis.
+        inside: the ranks of this host. between: the rank of each host that has this rank's local number.
+    """
+
+    def __init__(self, table: tuple[tuple[int, ...], ...], inside: Axis, between: Axis) -> None:
+        self.table, self.inside, self.between = table, inside, between
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> Pending:
+        """Gather between hosts, then inside each host. See :meth:`Axis.gather`."""
+        pieces = self._cut(sizes, result)
+        own = self.table[self.between.index][self.inside.index]
+        between = [
+            self.between.gather(part[piece[own][0] : piece[own][1]], [_length(piece[each]) for each in self._column])
+            for piece in pieces
+        ]
+
+        def finish() -> torch.Tensor:
+            inside = []
+            for piece, first in zip(pieces, between, strict=True):
+                inside.append(self.inside.gather(first.wait(), self._per_local(piece)))
+            starts = list(accumulate(sizes, initial=0))
+            for piece, last in zip(pieces, inside, strict=True):
+                rows = last.wait().split([_length(piece[each]) for each in self._order])
+                for position, found in zip(self._order, rows, strict=True):
+                    lo, hi = piece[position]
+                    result[starts[position] + lo : starts[position] + hi] = found
+            return result
+
+        return Pending(None, finish)
+
+    def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int], between: Summing | None = None) -> Pending:
+        """Sum inside each host, then between hosts. See :meth:`Axis.reduce_scatter`.
+
+        Args:
+            between: sums between hosts; default: the axis between hosts.
+        """
+        across = between or self.between
+        parts, pieces = array.split(list(sizes)), self._cut(sizes, array)
+        inside = []
+        for piece in pieces:
+            rows = torch.cat([parts[each][piece[each][0] : piece[each][1]] for each in self._order])
+            inside.append(self.inside.reduce_scatter(rows, self._per_local(piece)))
+
+        def finish() -> torch.Tensor:
+            sums = []
+            for piece, first in zip(pieces, inside, strict=True):
+                own = [_length(piece[each]) for each in self._column]
+                sums.append(across.reduce_scatter(first.wait(), own))
+            return torch.cat([last.wait() for last in sums])
+
+        return Pending(None, finish)
+
+    @property
+    def _order(self) -> list[int]:
+        """All positions by local rank, then by host."""
+        return [row[local] for local in range(self.inside.size) for row in self.table]
+
+    @property
+    def _column(self) -> list[int]:
+        """The positions of this local rank on each host."""
+        return [row[self.inside.index] for row in self.table]
+
+    def _per_local(self, piece: Sequence[Span]) -> list[int]:
+        """Number of rows of a piece, summed over hosts, of each local rank."""
+        return [sum(_length(piece[row[local]]) for row in self.table) for local in range(self.inside.size)]
+
+    def _cut(self, sizes: Sequence[int], whole: torch.Tensor) -> list[list[Span]]:
+        """Cut rows into pieces, so that one level moves a piece while the other moves the next.
+
+        Returns:
+            ``[piece][position]`` intervals of the rows of each position.
+        """
+        count = max(1, min(MOST_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
+        return [[(size * n // count, size * (n + 1) // count) for size in sizes] for n in range(count)]
+
+
+def _length(span: Span) -> int:
+    return span[1] - span[0]
