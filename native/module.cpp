@@ -40,9 +40,10 @@ void bind_fluid(nb::module_ &m);
 void bind_strategies(nb::module_ &m);
 void bind_schedule(nb::module_ &m);
 void bind_pace(nb::module_ &m);
+void bind_shared_memory(nb::module_ &m);
 
 NB_MODULE(_native, m) {
-    m.doc() = "Loops over flat arrays. Each function has a Python reference in tests/reference.";
+    m.doc() = "Loops over flat arrays, which have Python references in tests/reference; memory that ranks share.";
     m.def("copy_runs", &copy_runs, nb::arg("src"), nb::arg("dst"), nb::arg("src_at"), nb::arg("dst_at"),
           nb::arg("length"), "Copy length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i.");
     bind_block_codecs(m);
@@ -52,4 +53,5 @@ NB_MODULE(_native, m) {
     bind_strategies(m);
     bind_schedule(m);
     bind_pace(m);
+    bind_shared_memory(m);
 }

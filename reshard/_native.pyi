@@ -119,3 +119,15 @@ def best_stages(
     pace: float,
 ) -> tuple[float, float, list[tuple[int, int, int, int]]]:
     """Return the best stages for one pace; see ``reshard.scheduler.autoparallel.methods.pace``."""
+
+def map_shared(descriptor: int, offset: int, nbytes: int) -> Any:
+    """Map a part of a file as bytes. Linux only, as the next three."""
+
+def add_to_counter(words: Any, index: int, added: int) -> int:
+    """Add to a counter; return its new value."""
+
+def publish_number(words: Any, index: int, number: int) -> None:
+    """Set a counter, and wake the processes that wait for it."""
+
+def wait_for_number(words: Any, index: int, number: int, seconds: float) -> bool:
+    """Sleep until a counter reaches a number; return whether it has."""

@@ -75,6 +75,12 @@ def store_of(process_group: dist.ProcessGroup) -> dist.Store:
     return c10d._get_process_group_store(process_group)
 
 
+def timeout_of(process_group: dist.ProcessGroup) -> float:
+    """Seconds after which a collective of CPU tensors of a process group fails."""
+    seconds: float = process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+    return seconds
+
+
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1

@@ -16,6 +16,7 @@ from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, relayout, sync_gradients
 from reshard.parallel.grid.coded_axis import CodedAxis
 from reshard.parallel.grid.collectives import Axis
+from reshard.parallel.grid.shared_memory import SharedMemory
 from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.testing import run_processes
 
@@ -100,6 +101,13 @@ def _count_collectives(patch):
 
     for name in ("all_gather_single", "all_to_all_single"):
         patch.setattr(dist, name, count(getattr(dist, name)))
+    start = SharedMemory._start
+
+    def counted_start(memory, kind, parts, *rest):
+        wire.append(sum(each.nbytes for part in parts for each in part))
+        return start(memory, kind, parts, *rest)
+
+    patch.setattr(SharedMemory, "_start", counted_start)
     send = GlooTransport.send
     patch.setattr(GlooTransport, "send", lambda self, buffer, *rest: (
         wire.append(buffer.nbytes), send(self, buffer, *rest))[1])  # fmt: skip

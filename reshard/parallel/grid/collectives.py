@@ -20,7 +20,8 @@ from reshard.formatting import describe_ranks
 from reshard.runtime.device_mesh import end_with, new_group
 from reshard.runtime.torch_compat import is_in_backward
 
-from .pending import Explain, Pending, ordered_sum
+from .pending import Explain, Parts, Pending, ordered_sum
+from .shared_memory import SharedMemory
 from .two_levels import TwoLevelAxis
 
 
@@ -46,6 +47,8 @@ class Axis:
         self.failures: list[ReshardError] = []
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis | None = None
+        #: Where the ranks move CPU tensors if all are on one host.
+        self._memory: SharedMemory | None = None
         self._for_sums: Axis | None = None
         self._for_backwards: Axis | None = None
         #: What ranks do next with their gradients; see :mod:`.turns`.
@@ -68,11 +71,14 @@ class Axis:
         for position, host in enumerate(hosts):
             members.setdefault(host, []).append(position)
         table = list(members.values())
+        if len(table) == 1:
+            self._share_memory()
         if len(table) == 1 or len(table[0]) == 1 or len({len(row) for row in table}) > 1:
             return
         host = next(number for number, row in enumerate(table) if self.index in row)
         local = table[host].index(self.index)
         inside = self._make(f"{self.name} inside", table[host])
+        inside._share_memory()
         between = self._make(f"{self.name} between", [row[local] for row in table])
         self.levels = TwoLevelAxis(tuple(map(tuple, table)), inside, between)
 
@@ -112,13 +118,21 @@ class Axis:
         """
         self._check_usable()
         try:
-            return self._make(self.name, range(self.size))
+            twin = self._make(self.name, range(self.size))
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
             late = RemoteError(f"not all of {describe_ranks(self.ranks)} {called} within the time-out: {error}")
             self.failures.append(late)
             raise late from error
+        if self._memory is not None:
+            twin._share_memory()
+        return twin
+
+    def _share_memory(self) -> None:
+        """Move CPU tensors through shared memory from now on. All ranks of the axis, on one host, call this."""
+        if self.size > 1 and dist.get_backend(self.group) == "gloo":
+            self._memory = SharedMemory.attach(self)
 
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
         """An axis of the ranks at ``positions``, with a new process group."""
@@ -148,6 +162,8 @@ class Axis:
             return Pending(None, lambda: result)
         if self.levels is not None:
             return self.levels.gather(part, sizes, result)
+        if self._memory_for(part) is not None:
+            return self.gather_into(part, [[rows] for rows in result.split(list(sizes))], result)
         in_group = self._in_group(sizes)
         if len(set(sizes)) == 1:
             work = self._start(dist.all_gather_single, result, part)
@@ -155,6 +171,26 @@ class Axis:
             repeated = torch.cat([part] * self.size)
             work = self._start(dist.all_to_all_single, result, repeated, in_group, [len(part)] * self.size)
         return Pending(work, lambda: self._from_group(result, in_group), self._explain_failure)
+
+    def gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
+        """As :meth:`gather`, but the rows of rank ``i`` go to the tensors ``targets[i]``, one after the other.
+
+        Args:
+            part: contiguous. targets: rows of ``result``.
+        """
+        memory = self._memory_for(part)
+        if memory is not None:
+            message = memory.gather(part, targets, result)
+            return Pending(message, message.finish, self._explain_failure)
+        rows = [each for row in targets for each in row]
+        pending = self.gather(part, [sum(map(len, row)) for row in targets])
+
+        def finish() -> torch.Tensor:
+            for target, found in zip(rows, pending.wait().split(list(map(len, rows))), strict=True):
+                target.copy_(found)
+            return result
+
+        return Pending(None, finish)
 
     def reduce_scatter(self, array: torch.Tensor, sizes: Sequence[int]) -> Pending:
         """Sum the arrays of all ranks. Rank ``i`` keeps ``sizes[i]`` consecutive rows of the sum.
@@ -177,9 +213,20 @@ class Axis:
 
         if not array.numel():
             return Pending(None, finish)
+        if self._memory_for(array) is not None:
+            return self.reduce_scatter_parts([[rows] for rows in array.split(list(sizes))])
         array = self._to_group(array, sizes)
         work = self._start(dist.all_to_all_single, received, array, [own] * self.size, self._in_group(sizes))
         return Pending(work, finish, self._explain_failure)
+
+    def reduce_scatter_parts(self, parts: Sequence[Parts]) -> Pending:
+        """As :meth:`reduce_scatter` of an array that consists of these parts; rank ``i`` keeps ``parts[i]``."""
+        memory = self._memory_for(parts[0][0])
+        if memory is not None:
+            message = memory.reduce_scatter(parts)
+            return Pending(message, message.finish, self._explain_failure)
+        rows = torch.cat([each for row in parts for each in row])
+        return self.reduce_scatter(rows, [sum(map(len, row)) for row in parts])
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
         """All-to-all of flat arrays: rank ``i`` gets the ``i``-th part of each rank, in the order of ranks."""
@@ -190,6 +237,10 @@ class Axis:
         if self.size == 1:
             return Pending(None, lambda: sent)
         received = sent.new_empty(sum(receive_sizes))
+        memory = self._memory_for(sent)
+        if memory is not None:
+            message = memory.exchange(sent.split(list(send_sizes)), received, receive_sizes)
+            return Pending(message, message.finish, self._explain_failure)
         sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
         work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))
         return Pending(work, lambda: self._from_group(received, in_group), self._explain_failure)
@@ -212,6 +263,14 @@ class Axis:
         ends = [flat.numel() * part // self.size for part in range(self.size + 1)]
         sizes = [ends[part + 1] - ends[part] for part in range(self.size)]
         return self.gather(self.reduce_scatter(flat, sizes).wait(), sizes).wait().view(array.shape)
+
+    def _memory_for(self, array: torch.Tensor) -> SharedMemory | None:
+        """The shared memory for a collective that starts now; None for Gloo."""
+        memory = self._of_call()._memory
+        if memory is None or array.device.type != "cpu":
+            return None
+        self._check_usable()
+        return memory
 
     def _in_group(self, sizes: Sequence[int]) -> list[int]:
         """Sizes in the order of the process group."""
@@ -238,7 +297,7 @@ class Axis:
     def _start(self, collective: Any, *arguments: Any) -> Any:
         self._check_usable()
         try:
-            return collective(*arguments, group=self._group_of_call(), async_op=True)
+            return collective(*arguments, group=self._of_call().group, async_op=True)
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
@@ -255,8 +314,8 @@ class Axis:
         self.failures.append(self.explain(error))
         return self.failures[-1]
 
-    def _group_of_call(self) -> Any:
-        return self.group if self._for_backwards is None or not is_in_backward() else self._for_backwards.group
+    def _of_call(self) -> Axis:
+        return self if self._for_backwards is None or not is_in_backward() else self._for_backwards
 
     def _describe(self, error: RuntimeError) -> ReshardError:
         return RemoteError(f"a collective of {describe_ranks(self.ranks)} of a grid failed: {error}")

@@ -11,6 +11,8 @@ from reshard.errors import ReshardError
 
 #: Turns the error of a collective into one of ours.
 Explain = Callable[[RuntimeError], ReshardError]
+#: Tensors that follow each other along dim 0.
+Parts = Sequence[torch.Tensor]
 
 
 class Pending:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 
 from .cuts import Span
-from .pending import Pending
+from .pending import Parts, Pending
 
 if TYPE_CHECKING:
     from .collectives import Axis
@@ -46,15 +45,11 @@ class TwoLevelAxis:
         ]
 
         def finish() -> torch.Tensor:
-            inside = []
+            parts, inside = result.split(list(sizes)), []
             for piece, first in zip(pieces, between, strict=True):
-                inside.append(self.inside.gather(first.wait(), self._per_local(piece)))
-            starts = list(accumulate(sizes, initial=0))
-            for piece, last in zip(pieces, inside, strict=True):
-                rows = last.wait().split([_length(piece[each]) for each in self._order])
-                for position, found in zip(self._order, rows, strict=True):
-                    lo, hi = piece[position]
-                    result[starts[position] + lo : starts[position] + hi] = found
+                inside.append(self.inside.gather_into(first.wait(), self._per_local(piece, parts), result))
+            for last in inside:
+                last.wait()
             return result
 
         return Pending(None, finish)
@@ -69,8 +64,7 @@ class TwoLevelAxis:
         parts, pieces = array.split(list(sizes)), self._cut(sizes, array)
         inside = []
         for piece in pieces:
-            rows = torch.cat([parts[each][piece[each][0] : piece[each][1]] for each in self._order])
-            inside.append(self.inside.reduce_scatter(rows, self._per_local(piece)))
+            inside.append(self.inside.reduce_scatter_parts(self._per_local(piece, parts)))
 
         def finish() -> torch.Tensor:
             sums = []
@@ -82,18 +76,14 @@ class TwoLevelAxis:
         return Pending(None, finish)
 
     @property
-    def _order(self) -> list[int]:
-        """All positions by local rank, then by host."""
-        return [row[local] for local in range(self.inside.size) for row in self.table]
-
-    @property
     def _column(self) -> list[int]:
         """The positions of this local rank on each host."""
         return [row[self.inside.index] for row in self.table]
 
-    def _per_local(self, piece: Sequence[Span]) -> list[int]:
-        """Number of rows of a piece, summed over hosts, of each local rank."""
-        return [sum(_length(piece[row[local]]) for row in self.table) for local in range(self.inside.size)]
+    def _per_local(self, piece: Sequence[Span], parts: Parts) -> list[Parts]:
+        """The rows of a piece by local rank, then by host; ``parts`` has all rows of each position."""
+        positions = [[row[local] for row in self.table] for local in range(self.inside.size)]
+        return [[parts[each][slice(*piece[each])] for each in column] for column in positions]
 
     def _cut(self, sizes: Sequence[int], whole: torch.Tensor) -> list[list[Span]]:
         """Cut rows into pieces, so that one level moves a piece while the other moves the next.

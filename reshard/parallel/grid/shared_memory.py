@@ -1,0 +1,326 @@
+"""Collectives of ranks that share a host, through memory that they share.
+
+Every rank writes its messages into memory of its own, which the others map. They copy or add from there, so no message
+passes a socket. Ranks that cannot map the memory of all others, such as ranks in different containers, use Gloo.
+
+The memory is an unnamed file, which ends with the processes that have it open, even if they are killed. It begins with
+a counter of messages, on which other ranks wait, and a ring of entries: the kind of each message and the place of its
+buffer. A buffer begins with the interval that each rank reads.
+
+Writing never waits for other ranks: it takes a buffer that all ranks have read, or else the memory grows. Ranks may
+therefore start collectives in one order and wait for them in another. The memory holds as many buffers as were in use
+at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import select
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reshard import _native
+from reshard.errors import DisagreementError, ResourceError
+from reshard.formatting import describe_ranks
+from reshard.runtime.torch_compat import timeout_of
+
+from .pending import Parts, ordered_sum
+
+if TYPE_CHECKING:
+    from .collectives import Axis
+
+#: Most messages that a rank writes before all others have read the first of them.
+RING = 1024
+#: Seconds between two checks whether a rank that others wait for has ended.
+CHECK_SECONDS = 0.5
+
+_KINDS = _GATHER, _REDUCE_SCATTER, _EXCHANGE = "gather", "reduce_scatter", "exchange"
+_ENTRY_BYTES = 64
+_CONTROL_BYTES = -(-_ENTRY_BYTES * (RING + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+#: Index, in 32-bit words of an entry, of the number of ranks that have yet to read the message. Before it are three
+#: 64-bit fields: index of the kind, offset and capacity of the buffer.
+_READERS = 6
+
+
+class SharedMemory:
+    """Messages among the ranks of an axis, all on one host. Ranks are positions on the axis.
+
+    Args:
+        axis: the ranks. processes: their process ids.
+        descriptors: of their memory, in this process; they end with this object.
+    """
+
+    def __init__(self, axis: Axis, processes: Sequence[int], descriptors: Sequence[int]) -> None:
+        self._ranks, self._index, self._failures = axis.ranks, axis.index, axis.failures
+        self._processes, self._descriptors = tuple(processes), tuple(descriptors)
+        self._others = [(self._index + step) % axis.size for step in range(1, axis.size)]
+        self._order = sorted(range(axis.size), key=lambda position: self._ranks[position])
+        self._seconds = timeout_of(axis.group)
+        weakref.finalize(self, _close, self._descriptors).atexit = False
+        self._maps: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
+        control = [self._map(rank, 0, _CONTROL_BYTES)[0] for rank in range(axis.size)]
+        self._words, self._fields = ([each.view(dtype) for each in control] for dtype in ("u4", "i8"))
+        self._number, self._end = 0, _CONTROL_BYTES
+        #: Messages that not all ranks have read, and offsets of free buffers by their capacity.
+        self._written: dict[int, tuple[int, int]] = {}
+        self._free: dict[int, list[int]] = {}
+        #: Collectives whose messages this rank has not read.
+        self._unread: dict[int, weakref.ref[Message]] = {}
+
+    @classmethod
+    def attach(cls, axis: Axis) -> SharedMemory | None:
+        """Share memory among the ranks of an axis. None, on all of them, if one cannot map the memory of another."""
+        token = secrets.randbits(62)
+        own = _create(token)
+        try:
+            table = axis.gather(torch.tensor([[os.getpid(), own, token]], device="cpu"), [1] * axis.size).wait()
+            opened: list[int] = []
+            with contextlib.suppress(OSError):  # another pid namespace, or a process that hides
+                for row in table.tolist():
+                    opened.append(_open(*row))
+            can_map = torch.tensor([len(opened) == axis.size], device="cpu")
+            if bool(axis.gather(can_map, [1] * axis.size).wait().all()):
+                return cls(axis, table[:, 0].tolist(), opened)
+            _close(opened)
+            return None
+        finally:
+            _close([own] if own >= 0 else [])
+
+    def gather(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Message:
+        """Copy the part of each rank ``i`` to the tensors ``targets[i]``, which are rows of ``result``."""
+        _copy([part], targets[self._index])
+
+        def finish(views: list[torch.Tensor]) -> torch.Tensor:
+            for rank in self._others:
+                _copy([views[rank]], targets[rank])
+            return result
+
+        nbytes = [sum(each.nbytes for each in parts) for parts in targets]
+        return self._start(_GATHER, [[part]], nbytes, part.dtype, finish)
+
+    def reduce_scatter(self, parts: Sequence[Parts]) -> Message:
+        """Sum ``parts[i]`` over ranks, in the order of their global ranks, for each rank ``i``."""
+        own = _join(parts[self._index])
+
+        def finish(views: list[torch.Tensor]) -> torch.Tensor:
+            views[self._index] = own
+            return ordered_sum([views[position].view(own.shape) for position in self._order])
+
+        return self._start(_REDUCE_SCATTER, parts, [own.nbytes] * len(parts), own.dtype, finish)
+
+    def exchange(self, parts: Sequence[torch.Tensor], received: torch.Tensor, sizes: Sequence[int]) -> Message:
+        """Send ``parts[i]`` to each rank ``i``, and receive ``sizes[i]`` elements of it. The result is ``received``."""
+        targets = [[each] for each in received.split(list(sizes))]
+        _copy([parts[self._index]], targets[self._index])
+
+        def finish(views: list[torch.Tensor]) -> torch.Tensor:
+            for rank in self._others:
+                _copy([views[rank]], targets[rank])
+            return received
+
+        nbytes = [each.nbytes for (each,) in targets]
+        return self._start(_EXCHANGE, [[each] for each in parts], nbytes, received.dtype, finish)
+
+    def _start(
+        self, kind: str, parts: Sequence[Parts], nbytes: Sequence[int], dtype: torch.dtype, make: Callable[..., Any]
+    ) -> Message:
+        """Write a message: ``parts[i]`` for rank ``i``, or the only part for all. The others are :class:`Message`."""
+        number = self._number + 1
+        size, first, intervals = len(self._ranks), -(-16 * len(self._ranks) // 64) * 64, []
+        for rank, part in enumerate(parts):
+            length = 0 if len(parts) > 1 and rank == self._index else sum(each.nbytes for each in part)
+            intervals.append((first, first + length))
+            first += length
+        offset, capacity = self._take_buffer(number, first)
+        table, buffer = self._map(self._index, offset, capacity)
+        table[: 16 * size].view("i8").reshape(size, 2)[:] = intervals
+        for (begin, end), part in zip(intervals, parts, strict=True):
+            if begin < end:
+                _copy(part, [buffer[begin:end].view(dtype)])
+        entry = _entry(number)
+        self._fields[self._index][entry : entry + 3] = _KINDS.index(kind), offset, capacity
+        _native.add_to_counter(self._words[self._index], 2 * entry + _READERS, len(self._others))
+        self._written[number] = offset, capacity
+        _native.publish_number(self._words[self._index], 0, number % 2**32)
+        self._number = number
+        message = Message(self, number, kind, nbytes, dtype, make)
+        self._unread[number] = weakref.ref(message)
+        return message
+
+    def _take_buffer(self, number: int, nbytes: int) -> tuple[int, int]:
+        """Offset and capacity of a buffer for a message."""
+        for unread, message in list(self._unread.items()):
+            # nobody can wait for this one any more, such as after an error in a forward
+            if message() is None and all(self._has_started(rank, unread, 0.0) for rank in self._others):
+                self.mark_read(unread)
+        for written, (offset, capacity) in list(self._written.items()):
+            if not _native.add_to_counter(self._words[self._index], 2 * _entry(written) + _READERS, 0):
+                del self._written[written]
+                self._free.setdefault(capacity, []).append(offset)
+        if number - RING in self._written:
+            raise ResourceError(
+                f"{describe_ranks([self._ranks[self._index]])} started {RING} collectives before "
+                f"{describe_ranks(self._ranks)} all waited for the first; wait for them earlier"
+            )
+        capacity = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())
+        if self._free.get(capacity):
+            return self._free[capacity].pop(), capacity
+        offset, self._end = self._end, self._end + capacity
+        os.ftruncate(self._descriptors[self._index], self._end)
+        return offset, capacity
+
+    def _has_started(self, rank: int, number: int, seconds: float) -> bool:
+        """Whether a rank writes a message within some seconds."""
+        return _native.wait_for_number(self._words[rank], 0, number % 2**32, seconds)
+
+    def wait_for(self, number: int) -> None:
+        """Wait until all ranks have written a message.
+
+        Raises:
+            RuntimeError: a rank ended before, or did not write it within the time-out of the process group.
+        """
+        deadline = time.monotonic() + self._seconds
+        for rank in self._others:
+            while not self._has_started(rank, number, min(CHECK_SECONDS, deadline - time.monotonic())):
+                name = describe_ranks([self._ranks[rank]])
+                if _has_ended(self._processes[rank]) and not self._has_started(rank, number, 0.0):
+                    raise RuntimeError(f"the process of {name} has ended")
+                if time.monotonic() >= deadline:
+                    raise RuntimeError(f"{name} did not start it within {self._seconds:g} s")
+
+    def read(self, message: Message) -> list[torch.Tensor]:
+        """What each rank has for this one, as flat arrays in its memory. That of this rank is empty.
+
+        Raises:
+            DisagreementError: a rank called another collective, or has another number of bytes for this one.
+        """
+        views, entry = [torch.empty(0, dtype=message.dtype, device="cpu")] * len(self._ranks), _entry(message.number)
+        for rank in self._others:
+            kind, offset, capacity = self._fields[rank][entry : entry + 3].tolist()
+            table, buffer = self._map(rank, offset, capacity)
+            begin, end = table[16 * self._index : 16 * (self._index + 1)].view("i8").tolist()
+            if (_KINDS[kind], end - begin) != (message.kind, message.nbytes[rank]):
+                own, other = (describe_ranks([self._ranks[each]]) for each in (self._index, rank))
+                error = DisagreementError(
+                    f"{other} called {_KINDS[kind]} with {end - begin} bytes for {own}, which called {message.kind} "
+                    f"and expects {message.nbytes[rank]} bytes; ranks must call the same collectives of a grid, in the "
+                    "same order and with the same sizes"
+                )
+                self._failures.append(error)
+                raise error
+            views[rank] = buffer[begin:end].view(message.dtype)
+        return views
+
+    def mark_read(self, number: int) -> None:
+        """Let the other ranks reuse the buffers of a message."""
+        del self._unread[number]
+        for rank in self._others:
+            _native.add_to_counter(self._words[rank], 2 * _entry(number) + _READERS, -1)
+
+    def _map(self, rank: int, offset: int, nbytes: int) -> tuple[Any, torch.Tensor]:
+        """A part of the memory of a rank, as an array and a tensor. Buffers never change their capacity."""
+        if (rank, offset) not in self._maps:
+            array = _native.map_shared(self._descriptors[rank], offset, nbytes)
+            with torch.inference_mode(False):  # tensors made in this mode cannot change outside of it
+                self._maps[rank, offset] = array, torch.from_numpy(array)
+        return self._maps[rank, offset]
+
+
+@dataclass(eq=False)
+class Message:
+    """A collective of this rank that is under way.
+
+    Attributes:
+        kind: its name. nbytes: that each rank has for this one. dtype: of what they have.
+        make: makes the result of :meth:`SharedMemory.read`.
+    """
+
+    memory: SharedMemory
+    number: int
+    kind: str
+    nbytes: Sequence[int]
+    dtype: torch.dtype
+    make: Callable[[list[torch.Tensor]], torch.Tensor]
+    result: torch.Tensor | None = None
+
+    def wait(self) -> None:
+        """Wait for the messages of the other ranks."""
+        if self.result is None:
+            self.memory.wait_for(self.number)
+
+    def finish(self) -> torch.Tensor:
+        """The result."""
+        if self.result is None:
+            self.result = self.make(self.memory.read(self))
+            self.memory.mark_read(self.number)
+        return self.result
+
+
+def _entry(number: int) -> int:
+    """Index of the entry of a message, in 64-bit words."""
+    return _ENTRY_BYTES // 8 * (1 + number % RING)
+
+
+def _copy(sources: Parts, targets: Parts) -> None:
+    """Copy tensors that follow each other. There is one source or one target, which is contiguous."""
+    flat = (targets if len(targets) == 1 else sources)[0].detach().reshape(-1)
+    many = sources if len(targets) == 1 else targets
+    for part, row in zip(many, flat.split([each.numel() for each in many]), strict=True):
+        if len(targets) == 1:
+            row.view(part.shape).copy_(part.detach())
+        else:
+            part.copy_(row.view(part.shape))
+
+
+def _join(parts: Parts) -> torch.Tensor:
+    return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).detach()
+
+
+def _create(token: int) -> int:
+    """A descriptor of new memory; -1 if this system has none."""
+    if not hasattr(_native, "map_shared"):
+        return -1
+    try:
+        descriptor = os.memfd_create(f"reshard-{token}")
+    except OSError:
+        return -1
+    os.ftruncate(descriptor, _CONTROL_BYTES)
+    return descriptor
+
+
+def _open(process: int, descriptor: int, token: int) -> int:
+    """A descriptor of the memory of another process. Raises OSError if this process cannot open it."""
+    path = Path(f"/proc/{process}/fd/{descriptor}")
+    if not str(path.readlink()).startswith(f"/memfd:reshard-{token} "):  # the number of a process elsewhere
+        raise FileNotFoundError(path)
+    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
+
+
+def _close(descriptors: Sequence[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _has_ended(process: int) -> bool:
+    """Whether a process has ended, also if its parent has not noticed."""
+    try:
+        descriptor = os.pidfd_open(process)
+    except ProcessLookupError:
+        return True
+    except OSError:
+        return False  # Linux before 5.3: unknown until the time-out
+    try:
+        poll = select.poll()
+        poll.register(descriptor, select.POLLIN)
+        return bool(poll.poll(0))
+    finally:
+        os.close(descriptor)

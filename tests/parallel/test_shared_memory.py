@@ -1,0 +1,200 @@
+"""Collectives through the memory that the ranks of a host share: their bits, faults, and what they leave behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+
+from reshard.errors import DisagreementError, RemoteError, ReshardError
+from reshard.parallel import Grid
+from reshard.parallel.grid import shared_memory
+from reshard.parallel.grid.collectives import Axis
+from reshard.runtime.device_mesh import new_group
+from reshard.testing import LaunchError, run_processes
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
+
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
+
+
+def make_axis(rank, hosts, order=None, seconds=60.0):
+    ranks = list(order or range(len(hosts)))
+    axis = Axis("row", new_group(sorted(ranks), timedelta(seconds=seconds), "gloo"), ranks, ranks.index(rank))
+    axis.split_by_host(hosts)
+    return axis
+
+
+def start_collectives(axis, seed, count):
+    """Start gathers, sums and exchanges of random sizes and dtypes, the same on two axes of the same ranks."""
+    shared, own = random.Random(seed), torch.Generator().manual_seed(100 * seed + axis.index)
+    pending = []
+    for _ in range(count):
+        sizes = [shared.choice([0, 1, 3, 50, 4000]) for _ in range(axis.size)]
+        dtype, kind = shared.choice(DTYPES), shared.randrange(3)
+        table = [[shared.choice([0, 2, 77]) for _ in range(axis.size)] for _ in range(axis.size)]
+        if kind == 2:
+            sent = torch.randn(sum(table[axis.index]), generator=own).mul(100).to(dtype)
+            received = [row[axis.index] for row in table]
+            pending.append(axis.start_exchange(sent, table[axis.index], received))
+            continue
+        array = torch.randn(sum(sizes), 3, generator=own).mul(100).to(dtype)
+        if kind == 0:
+            pending.append(axis.gather(array.split(sizes)[axis.index], sizes))
+        else:
+            pending.append(axis.reduce_scatter(array, sizes))
+    return pending
+
+
+def check_bits(rank):
+    torch.set_num_threads(1)
+    slow, fast = make_axis(rank, [0, 1, 2, 3], [2, 0, 3, 1]), make_axis(rank, [5] * 4, [2, 0, 3, 1])
+    assert slow._memory is None
+    memory = fast._memory
+    with torch.inference_mode():
+        fast.sum(torch.ones(3))
+    for seed in range(3):
+        expected = [each.wait() for each in start_collectives(slow, seed, 100)]
+        pending = list(enumerate(start_collectives(fast, seed, 100)))
+        random.Random(rank).shuffle(pending)  # every rank waits in an order of its own
+        for number, each in pending:
+            found = each.wait()
+            assert found.dtype == expected[number].dtype
+            assert torch.equal(found, expected[number])
+            assert each.wait() is found
+    return memory is not None
+
+
+@pytest.mark.integration
+def test_many_collectives_under_way_have_the_bits_of_gloo():
+    assert run_processes(check_bits, 4) == [True] * 4
+
+
+def check_reuse(rank):
+    axis = make_axis(rank, [0, 0])
+    ends = []
+    for _ in range(10):
+        start_collectives(axis, 7, 100)  # nobody waits for them
+        for _ in range(10):
+            axis.sum(torch.ones(1000))
+        gc.collect()
+        ends.append(axis._memory._end)
+    assert ends[-1] < 3 * ends[0], ends  # a rank may be one round behind
+    waiting = [axis.gather(torch.ones(1), [1, 1]) for _ in range(10)]
+    with pytest.raises(ReshardError, match="started 1024 collectives before ranks 0-1 all waited"):
+        waiting += [axis.gather(torch.ones(1), [1, 1]) for _ in range(2000)]
+    return len(waiting)
+
+
+@pytest.mark.integration
+def test_buffers_are_reused_also_those_of_results_that_nobody_waits_for():
+    run_processes(check_reuse, 2)
+
+
+def check_mismatch(rank):
+    axis = make_axis(rank, [0, 0, 0])
+    size = 2 if rank == 1 else 3
+    with pytest.raises(DisagreementError, match=r"called gather with \d+ bytes for rank \d, which called gather and"):
+        axis.gather(torch.ones(size), [size] * 3).wait()
+        axis.gather(torch.ones(size), [size] * 3).wait()
+    with pytest.raises(RemoteError, match="make a new grid"):
+        axis.gather(torch.ones(1), [1] * 3)
+
+
+@pytest.mark.integration
+def test_sizes_that_differ_are_an_error_that_names_both_ranks():
+    run_processes(check_mismatch, 3)
+
+
+def check_killed(rank):
+    axis = Grid.make(1, 3, timeout_seconds=100).along("col")
+    axis.sum(torch.ones(1))
+    begun = time.monotonic()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RemoteError, match="rank 1 is gone"):
+        axis.sum(torch.ones(1))
+    assert time.monotonic() - begun < 30
+    raise ValueError(f"rank {rank} named it")
+
+
+@pytest.mark.integration
+def test_a_killed_rank_is_named_long_before_the_timeout():
+    with pytest.raises(LaunchError) as caught:
+        run_processes(check_killed, 3, timeout_seconds=60, grace_seconds=30)
+    assert all(f"rank {rank} named it" in str(caught.value) for rank in (0, 2))
+
+
+def check_late(rank):
+    axis = make_axis(rank, [0, 0], seconds=2.0)
+    if rank == 0:
+        with pytest.raises(RemoteError, match="rank 1 did not start it within 2 s"):
+            axis.sum(torch.ones(1))
+    else:
+        time.sleep(4.0)
+
+
+@pytest.mark.integration
+def test_a_rank_that_does_not_come_is_named_after_the_timeout():
+    run_processes(check_late, 2)
+
+
+def shared_descriptors():
+    links = [Path(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
+    return sum("memfd:reshard" in str(each.readlink()) for each in links if each.is_symlink())
+
+
+def shared_mappings():
+    return Path("/proc/self/maps").read_text().count("memfd:reshard")
+
+
+def check_leftovers(rank):
+    for _ in range(5):
+        grid = Grid.make(2, 2)
+        grid.along("row").sum(torch.ones(10000))
+        assert shared_descriptors() > 0
+        assert shared_mappings() > 0
+        del grid
+        gc.collect()
+    return shared_descriptors(), shared_mappings()
+
+
+@pytest.mark.integration
+def test_collected_grids_leave_no_descriptors_and_mappings():
+    assert run_processes(check_leftovers, 4) == [(0, 0)] * 4
+
+
+def check_fallback(rank, name):
+    if rank == 1:
+        setattr(shared_memory, name, refuse if name == "_open" else lambda token: -1)
+    axis = make_axis(rank, [0, 0, 0])
+    assert axis._memory is None
+    assert axis.sum(torch.tensor([rank])).item() == 3
+    return shared_descriptors()
+
+
+def refuse(*_):
+    raise PermissionError("another pid namespace")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", ["_open", "_create"])
+def test_all_ranks_use_gloo_if_one_cannot_share_memory(name):
+    assert run_processes(check_fallback, 3, name) == [0] * 3
+
+
+def check_levels(rank):
+    axis = make_axis(rank, [0, 0, 1, 1])
+    return axis._memory is None, axis.levels.inside._memory is None, axis.levels.between._memory is None
+
+
+@pytest.mark.integration
+def test_ranks_of_different_hosts_share_no_memory():
+    assert run_processes(check_levels, 4) == [(True, False, True)] * 4
