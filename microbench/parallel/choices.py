@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from microbench.emulation.cluster import Cluster, ClusterError
-from microbench.harness.calibrate import measure_cluster
+from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
 from reshard.parallel.choice import GridPrice
@@ -136,7 +136,7 @@ def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
 def run_case(case: Case, repeats: int) -> float:
     """Measure and print one case. Returns what the choice loses."""
     with Cluster(case.topology) as cluster:
-        links = measure_cluster(cluster, case.topology)
+        links = measure_grid_links(cluster, case.topology)
         flops = cluster.run(measure_multiplications, case, timeout_seconds=120)[0]
         ranks = range(case.hosts * case.per_host)
         choice = choose_grid(

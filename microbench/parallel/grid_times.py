@@ -1,7 +1,8 @@
 """Time the linear layers of a transformer layer on grids: ``python -m microbench.parallel.grid_times``.
 
 All grids run on the same emulated hosts, in turns. The bound is the longest time that a NIC, or a rank inside
-its host, needs at its calibrated rate for what must pass it at least: each element enters a host once. ``dtensor`` is
+its host, needs at its calibrated rate for what must pass it at least: each element enters a host once. Inside a host,
+this is the rate at which a rank reads from shared memory while no other rank works. ``dtensor`` is
 torch's own matrix product on the same placements. ``transfers`` leaves out the products; ``early sums`` does, too, and
 sums gradients over depth during the backward. ``panels`` overlaps communication with the products by panels,
 ``one panel`` gathers first and then multiplies. ``CPU`` is the CPU time of all ranks in "transfers", divided by the
@@ -26,8 +27,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from microbench.emulation.cluster import Cluster, ClusterError
-from microbench.harness.calibrate import measure_cluster
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
+from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid
 from reshard.parallel.costs import find_product_seconds, find_traffic
@@ -188,7 +189,7 @@ def main() -> int:
     topology = Topology.uniform([number // per_host for number in range(args.hosts * per_host)], args.rate * 125e3)
     try:
         with Cluster(topology) as cluster:
-            links = measure_cluster(cluster, topology)
+            links = measure_grid_links(cluster, topology)
             inside = links.inside_bytes_per_second or 0.0
             print_line(
                 f"{args.hosts} hosts of {per_host} ranks, {args.rate:g} Mbit/s; inside {inside / 1e6:.0f} MB/s a rank"

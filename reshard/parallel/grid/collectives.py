@@ -72,13 +72,13 @@ class Axis:
             members.setdefault(host, []).append(position)
         table = list(members.values())
         if len(table) == 1:
-            self._share_memory()
+            self.share_memory()
         if len(table) == 1 or len(table[0]) == 1 or len({len(row) for row in table}) > 1:
             return
         host = next(number for number, row in enumerate(table) if self.index in row)
         local = table[host].index(self.index)
         inside = self._make(f"{self.name} inside", table[host])
-        inside._share_memory()
+        inside.share_memory()
         between = self._make(f"{self.name} between", [row[local] for row in table])
         self.levels = TwoLevelAxis(tuple(map(tuple, table)), inside, between)
 
@@ -126,10 +126,10 @@ class Axis:
             self.failures.append(late)
             raise late from error
         if self._memory is not None:
-            twin._share_memory()
+            twin.share_memory()
         return twin
 
-    def _share_memory(self) -> None:
+    def share_memory(self) -> None:
         """Move CPU tensors through shared memory from now on. All ranks of the axis, on one host, call this."""
         if self.size > 1 and dist.get_backend(self.group) == "gloo":
             self._memory = SharedMemory.attach(self)
@@ -147,6 +147,11 @@ class Axis:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether CPU tensors move through shared memory."""
+        return self._memory is not None
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
         """Concatenate the parts of all ranks along dim 0.
