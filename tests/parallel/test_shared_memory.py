@@ -12,13 +12,19 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from microbench.emulation.cluster import Cluster
+from microbench.emulation.namespaces import why_unsupported
+from microbench.parallel.links import measure_shared_memory
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.parallel import Grid
 from reshard.parallel.grid import shared_memory
 from reshard.parallel.grid.collectives import Axis
 from reshard.runtime.device_mesh import new_group
+from reshard.runtime.torch_compat import timeout_of
 from reshard.testing import LaunchError, run_processes
+from reshard.topology import Topology
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
 
@@ -56,8 +62,8 @@ def start_collectives(axis, seed, count):
 def check_bits(rank):
     torch.set_num_threads(1)
     slow, fast = make_axis(rank, [0, 1, 2, 3], [2, 0, 3, 1]), make_axis(rank, [5] * 4, [2, 0, 3, 1])
-    assert slow._memory is None
-    memory = fast._memory
+    assert not slow.shares_memory
+    assert fast.shares_memory
     with torch.inference_mode():
         fast.sum(torch.ones(3))
     for seed in range(3):
@@ -69,12 +75,11 @@ def check_bits(rank):
             assert found.dtype == expected[number].dtype
             assert torch.equal(found, expected[number])
             assert each.wait() is found
-    return memory is not None
 
 
 @pytest.mark.integration
 def test_many_collectives_under_way_have_the_bits_of_gloo():
-    assert run_processes(check_bits, 4) == [True] * 4
+    run_processes(check_bits, 4)
 
 
 def check_reuse(rank):
@@ -175,7 +180,7 @@ def check_fallback(rank, name):
     if rank == 1:
         setattr(shared_memory, name, refuse if name == "_open" else lambda token: -1)
     axis = make_axis(rank, [0, 0, 0])
-    assert axis._memory is None
+    assert not axis.shares_memory
     assert axis.sum(torch.tensor([rank])).item() == 3
     return shared_descriptors()
 
@@ -191,10 +196,38 @@ def test_all_ranks_use_gloo_if_one_cannot_share_memory(name):
 
 
 def check_levels(rank):
+    layer = Grid.make(2, 2, timeout_seconds=77).along("layer")
+    assert layer.shares_memory
+    assert timeout_of(layer.make_twin("made a grid").group) == 77  # which has its own process group
     axis = make_axis(rank, [0, 0, 1, 1])
-    return axis._memory is None, axis.levels.inside._memory is None, axis.levels.between._memory is None
+    return [each.shares_memory for each in (axis, axis.levels.inside, axis.levels.between)]
 
 
 @pytest.mark.integration
 def test_ranks_of_different_hosts_share_no_memory():
-    assert run_processes(check_levels, 4) == [(True, False, True)] * 4
+    assert run_processes(check_levels, 4) == [[False, True, False]] * 4
+
+
+def find_sharing_axes(rank, report):
+    grid = Grid.make(2, 2)
+    dist.barrier()  # a rank must not end while others connect to it
+    return [axis for axis in ("row", "col", "layer") if grid.along(axis).shares_memory]
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
+def test_ranks_of_an_emulated_host_share_memory_and_no_others():
+    for hosts, expected in (([0, 0, 1, 1], ["col"]), ([0, 1, 2, 3], [])):
+        with Cluster(Topology.uniform(hosts, 50e6)) as cluster:
+            assert cluster.run(find_sharing_axes) == [expected] * 4
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
+def test_the_rate_of_shared_memory_is_measured_where_ranks_have_it():
+    for hosts, has_rate in (([0, 1, 1], True), ([0, 1], False)):
+        topology = Topology.uniform(hosts, 50e6)
+        with Cluster(topology) as cluster:
+            rates = cluster.run(measure_shared_memory, topology)
+        assert rates == rates[:1] * len(hosts)
+        assert (rates[0] is not None and 5e7 < rates[0] < 1e12) == has_rate

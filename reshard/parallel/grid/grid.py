@@ -268,6 +268,11 @@ class Grid:
         for name in AXES:
             axis = self._axes[name]
             axis.split_by_host(axis.gather(own, [1] * axis.size).wait().tolist())
+        layer = self._axes["layer"]
+        if layer not in (self._axes["row"], self._axes["col"]):
+            hosts = layer.gather(own, [1] * layer.size).wait().tolist()
+            if len(set(hosts)) == 1:
+                layer.share_memory()
 
     def _make_layer_axis(self, ranks: Sequence[int]) -> Axis:
         if self.rows == 1:
@@ -276,6 +281,6 @@ class Grid:
             return self._axes["row"]
         backend = dist.get_backend(self._axes["col"].group)
         group = new_group(ranks, self._timeout, backend)
-        axis = Axis("layer", group, ranks, self.row * self.cols + self.col)
+        axis = Axis("layer", group, ranks, self.row * self.cols + self.col, self._timeout)
         end_with(axis, [group])
         return axis

@@ -40,7 +40,8 @@ class Pending:
 def ordered_sum(parts: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum over dim 0, one part after the other; bf16 and fp16 are added in float32."""
     dtype = parts[0].dtype
-    result = parts[0].float() if dtype in (torch.bfloat16, torch.float16) else parts[0].clone()
-    for part in parts[1:]:
+    first = parts[0].float() if dtype in (torch.bfloat16, torch.float16) else parts[0]
+    result = first.clone() if len(parts) == 1 else first + parts[1]
+    for part in parts[2:]:
         result += part
     return result.to(dtype)
