@@ -3,9 +3,13 @@
 
 #include <nanobind/nanobind.h>
 
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
+
 namespace nb = nanobind;
 
-#ifdef __linux__
+#ifdef SYS_memfd_create
 
 #include <algorithm>
 #include <chrono>
@@ -16,7 +20,6 @@ namespace nb = nanobind;
 
 #include <linux/futex.h>
 #include <sys/mman.h>
-#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <nanobind/ndarray.h>
@@ -31,6 +34,19 @@ static uint32_t *word_at(const Words &words, size_t index) {
     return words.data() + index;
 }
 
+[[noreturn]] static void throw_os_error() {
+    PyErr_SetFromErrno(PyExc_OSError);
+    throw nb::python_error();
+}
+
+// An unnamed file in memory. Python's own os.memfd_create is missing in builds for old versions of glibc.
+static int create_memory(const char *name) {
+    const long descriptor = syscall(SYS_memfd_create, name, 1u /* MFD_CLOEXEC */);
+    if (descriptor < 0)
+        throw_os_error();
+    return static_cast<int>(descriptor);
+}
+
 struct Mapping {
     void *address;
     size_t nbytes;
@@ -39,10 +55,8 @@ struct Mapping {
 // Maps a part of a file. The mapping ends with the last array that refers to it.
 static nb::ndarray<nb::numpy, uint8_t> map_shared(int descriptor, int64_t offset, size_t nbytes) {
     void *address = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, offset);
-    if (address == MAP_FAILED) {
-        PyErr_SetFromErrno(PyExc_OSError);
-        throw nb::python_error();
-    }
+    if (address == MAP_FAILED)
+        throw_os_error();
     nb::capsule owner(new Mapping{address, nbytes}, [](void *pointer) noexcept {
         auto *mapping = static_cast<Mapping *>(pointer);
         munmap(mapping->address, mapping->nbytes);
@@ -85,6 +99,7 @@ static bool wait_for_number(Words words, size_t index, uint32_t number, double s
 }
 
 void bind_shared_memory(nb::module_ &m) {
+    m.def("create_memory", &create_memory, nb::arg("name"), "Create an unnamed file in memory; return its descriptor.");
     m.def("map_shared", &map_shared, nb::arg("descriptor"), nb::arg("offset"), nb::arg("nbytes"),
           "Map a part of a file as bytes.");
     m.def("add_to_counter", &add_to_counter, nb::arg("words"), nb::arg("index"), nb::arg("added"),

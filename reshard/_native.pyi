@@ -120,8 +120,11 @@ def best_stages(
 ) -> tuple[float, float, list[tuple[int, int, int, int]]]:
     """Return the best stages for one pace; see ``reshard.scheduler.autoparallel.methods.pace``."""
 
+def create_memory(name: str) -> int:
+    """Create an unnamed file in memory; return its descriptor. Linux only, as the next four."""
+
 def map_shared(descriptor: int, offset: int, nbytes: int) -> Any:
-    """Map a part of a file as bytes. Linux only, as the next three."""
+    """Map a part of a file as bytes."""
 
 def add_to_counter(words: Any, index: int, added: int) -> int:
     """Add to a counter; return its new value."""

@@ -11,7 +11,7 @@
     ├── TopologyError        a topology does not fit the ranks
     ├── ArgumentError        tensors, shapes, dtypes or keywords do not fit the layouts
     ├── DisagreementError    ranks called with different arguments
-    ├── ResourceError        a rank has too few file descriptors for its connections
+    ├── ResourceError        a rank has too few file descriptors, or too many collectives under way
     ├── RemoteError          another rank failed; the text names the rank and its error
     │   └── RankLostError    ranks were lost in a fault-tolerant transfer; may offer a recovery plan
     ├── CompressionError     a codec changes the tensors more than ``max_error`` allows, or your codec raised an error
@@ -71,7 +71,7 @@ class DisagreementError(ReshardError, ValueError):
 
 
 class ResourceError(ReshardError, RuntimeError):
-    """A rank's file descriptor limit is too low for its connections."""
+    """A rank's file descriptor limit is too low for its connections, or it has too many collectives under way."""
 
 
 class RemoteError(ReshardError, RuntimeError):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.namespaces import why_unsupported
 from microbench.parallel.links import measure_shared_memory
+from reshard import _native
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.parallel import Grid
 from reshard.parallel.grid import shared_memory
@@ -26,7 +27,7 @@ from reshard.runtime.torch_compat import timeout_of
 from reshard.testing import LaunchError, run_processes
 from reshard.topology import Topology
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="shared memory needs Linux")
+pytestmark = pytest.mark.skipif(not hasattr(_native, "create_memory"), reason="shared memory needs Linux")
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.complex64)
 

@@ -21,7 +21,7 @@ from reshard.runtime.device_mesh import end_with, new_group
 from reshard.runtime.torch_compat import is_in_backward
 
 from .pending import Explain, Parts, Pending, ordered_sum
-from .shared_memory import SharedMemory
+from .shared_memory import EXCHANGE, GATHER, SharedMemory
 from .two_levels import TwoLevelAxis
 
 
@@ -185,7 +185,7 @@ class Axis:
         """
         memory = self._memory_for(part)
         if memory is not None:
-            message = memory.gather(part, targets, result)
+            message = memory.move(GATHER, [[part]], targets, result)
             return Pending(message, message.finish, self._explain_failure)
         rows = [each for row in targets for each in row]
         pending = self.gather(part, [sum(map(len, row)) for row in targets])
@@ -244,7 +244,8 @@ class Axis:
         received = sent.new_empty(sum(receive_sizes))
         memory = self._memory_for(sent)
         if memory is not None:
-            message = memory.exchange(sent.split(list(send_sizes)), received, receive_sizes)
+            parts, targets = sent.split(list(send_sizes)), received.split(list(receive_sizes))
+            message = memory.move(EXCHANGE, [[each] for each in parts], [[each] for each in targets], received)
             return Pending(message, message.finish, self._explain_failure)
         sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
         work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))

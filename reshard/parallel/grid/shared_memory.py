@@ -18,7 +18,6 @@ import contextlib
 import mmap
 import os
 import secrets
-import select
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -42,8 +41,9 @@ if TYPE_CHECKING:
 RING = 1024
 #: Seconds between two checks whether a rank that others wait for has ended.
 CHECK_SECONDS = 0.5
+#: What a message is a part of.
+KINDS = GATHER, REDUCE_SCATTER, EXCHANGE = "gather", "reduce_scatter", "exchange"
 
-_KINDS = _GATHER, _REDUCE_SCATTER, _EXCHANGE = "gather", "reduce_scatter", "exchange"
 _ENTRY_BYTES = 64
 _CONTROL_BYTES = -(-_ENTRY_BYTES * (RING + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
 #: Index, in 32-bit words of an entry, of the number of ranks that have yet to read the message. Before it are three
@@ -95,17 +95,20 @@ class SharedMemory:
         finally:
             _close([own] if own >= 0 else [])
 
-    def gather(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Message:
-        """Copy the part of each rank ``i`` to the tensors ``targets[i]``, which are rows of ``result``."""
-        _copy([part], targets[self._index])
+    def move(self, kind: str, parts: Sequence[Parts], targets: Sequence[Parts], result: torch.Tensor) -> Message:
+        """Copy what each rank ``i`` has for this one to the tensors ``targets[i]``, which are rows of ``result``.
+
+        Args:
+            kind: ``GATHER`` or ``EXCHANGE``. parts: for each rank, or one for all of them.
+        """
+        _copy(parts[self._index if len(parts) > 1 else 0], targets[self._index])
 
         def finish(views: list[torch.Tensor]) -> torch.Tensor:
             for rank in self._others:
                 _copy([views[rank]], targets[rank])
             return result
 
-        nbytes = [sum(each.nbytes for each in parts) for parts in targets]
-        return self._start(_GATHER, [[part]], nbytes, part.dtype, finish)
+        return self._start(kind, parts, [sum(each.nbytes for each in to) for to in targets], result.dtype, finish)
 
     def reduce_scatter(self, parts: Sequence[Parts]) -> Message:
         """Sum ``parts[i]`` over ranks, in the order of their global ranks, for each rank ``i``."""
@@ -115,20 +118,7 @@ class SharedMemory:
             views[self._index] = own
             return ordered_sum([views[position].view(own.shape) for position in self._order])
 
-        return self._start(_REDUCE_SCATTER, parts, [own.nbytes] * len(parts), own.dtype, finish)
-
-    def exchange(self, parts: Sequence[torch.Tensor], received: torch.Tensor, sizes: Sequence[int]) -> Message:
-        """Send ``parts[i]`` to each rank ``i``, and receive ``sizes[i]`` elements of it. The result is ``received``."""
-        targets = [[each] for each in received.split(list(sizes))]
-        _copy([parts[self._index]], targets[self._index])
-
-        def finish(views: list[torch.Tensor]) -> torch.Tensor:
-            for rank in self._others:
-                _copy([views[rank]], targets[rank])
-            return received
-
-        nbytes = [each.nbytes for (each,) in targets]
-        return self._start(_EXCHANGE, [[each] for each in parts], nbytes, received.dtype, finish)
+        return self._start(REDUCE_SCATTER, parts, [own.nbytes] * len(parts), own.dtype, finish)
 
     def _start(
         self, kind: str, parts: Sequence[Parts], nbytes: Sequence[int], dtype: torch.dtype, make: Callable[..., Any]
@@ -147,7 +137,7 @@ class SharedMemory:
             if begin < end:
                 _copy(part, [buffer[begin:end].view(dtype)])
         entry = _entry(number)
-        self._fields[self._index][entry : entry + 3] = _KINDS.index(kind), offset, capacity
+        self._fields[self._index][entry : entry + 3] = KINDS.index(kind), offset, capacity
         _native.add_to_counter(self._words[self._index], 2 * entry + _READERS, len(self._others))
         self._written[number] = offset, capacity
         _native.publish_number(self._words[self._index], 0, number % 2**32)
@@ -208,10 +198,10 @@ class SharedMemory:
             kind, offset, capacity = self._fields[rank][entry : entry + 3].tolist()
             table, buffer = self._map(rank, offset, capacity)
             begin, end = table[16 * self._index : 16 * (self._index + 1)].view("i8").tolist()
-            if (_KINDS[kind], end - begin) != (message.kind, message.nbytes[rank]):
+            if (KINDS[kind], end - begin) != (message.kind, message.nbytes[rank]):
                 own, other = (describe_ranks([self._ranks[each]]) for each in (self._index, rank))
                 error = DisagreementError(
-                    f"{other} called {_KINDS[kind]} with {end - begin} bytes for {own}, which called {message.kind} "
+                    f"{other} called {KINDS[kind]} with {end - begin} bytes for {own}, which called {message.kind} "
                     f"and expects {message.nbytes[rank]} bytes; ranks must call the same collectives of a grid, in the "
                     "same order and with the same sizes"
                 )
@@ -287,10 +277,10 @@ def _join(parts: Parts) -> torch.Tensor:
 
 def _create(token: int) -> int:
     """A descriptor of new memory; -1 if this system has none."""
-    if not hasattr(_native, "map_shared"):
+    if not hasattr(_native, "create_memory"):
         return -1
     try:
-        descriptor = os.memfd_create(f"reshard-{token}")
+        descriptor = _native.create_memory(f"reshard-{token}")
     except OSError:
         return -1
     os.ftruncate(descriptor, _CONTROL_BYTES)
@@ -313,14 +303,7 @@ def _close(descriptors: Sequence[int]) -> None:
 def _has_ended(process: int) -> bool:
     """Whether a process has ended, also if its parent has not noticed."""
     try:
-        descriptor = os.pidfd_open(process)
-    except ProcessLookupError:
+        state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
         return True
-    except OSError:
-        return False  # Linux before 5.3: unknown until the time-out
-    try:
-        poll = select.poll()
-        poll.register(descriptor, select.POLLIN)
-        return bool(poll.poll(0))
-    finally:
-        os.close(descriptor)
+    return state in ("Z", "X")
