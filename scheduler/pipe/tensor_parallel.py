@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -108,7 +109,8 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
         moves_data: whether to broadcast the values of the first rank. If False, the ranks need not call together.
 
     Raises:
-        ArgumentError: two modules of the stage share a parameter, and the plan shards it in two ways.
+        ArgumentError: two modules of the stage share a parameter, and the plan shards it in two ways; or a style does
+            not know the class of its module.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -119,7 +121,15 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
     shared: dict[int, list[str]] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         shared.setdefault(id(parameter), []).append(name)
-    parallelize_module(module, device_mesh, own_plan, src_data_rank=0 if moves_data else None)
+    try:
+        parallelize_module(module, device_mesh, own_plan, src_data_rank=0 if moves_data else None)
+    except NotImplementedError as error:  # a style of torch, for a module that is neither a Linear nor an Embedding
+        given = [frame.f_locals.get("module") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+        path = next((name for name, each in module.named_modules() if each is given), "")
+        raise ArgumentError(
+            f"the tp_plan does not fit {path!r} ({type(given).__name__}): {error} Use a style of your own there, or "
+            "a grid, such as Placement(grid=(1, 2, 1)), which cuts such modules of transformers"
+        ) from error
     for first, *others in shared.values():
         _tie(module, first, others)
 

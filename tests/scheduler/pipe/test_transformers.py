@@ -189,6 +189,19 @@ def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused():
         rs.Pipe(make_llama(), llama_layers(2), stages="1x2,1x4")
 
 
+def _compile_with_styles_of_torch(rank):
+    pipe = rs.Pipe(make_gpt2(), stages="1x2", tp_plan={"transformer.h.*.mlp.c_fc": "colwise"})
+    with pytest.raises(ArgumentError) as caught:
+        pipe.compile(make_batch(0), 2)
+    return str(caught.value)
+
+
+def test_an_error_names_the_module_that_a_style_does_not_know():
+    for text in run_processes(_compile_with_styles_of_torch, 2):
+        assert "the tp_plan does not fit 'transformer.h.0.mlp.c_fc' (Conv1D): ColwiseParallel currently only" in text
+        assert "or a grid, such as Placement(grid=(1, 2, 1))" in text
+
+
 #: A plan for the projections of attention only. It omits the norms of queries and keys, which act on each head.
 PROJECTIONS = {f"model.layers.*.self_attn.{name}_proj": "rowwise" if name == "o" else "colwise" for name in "qkvo"}
 NORMS = {f"model.layers.*.self_attn.{name}_norm": "replicated_with_grad_allreduce" for name in "qk"}
