@@ -67,7 +67,7 @@ class SharedMemory:
         self._seconds = timeout_of(axis.group)
         weakref.finalize(self, _close, self._descriptors).atexit = False
         self._maps: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
-        control = [self._map(rank, 0, _CONTROL_BYTES)[0] for rank in range(axis.size)]
+        control = [_native.map_shared(descriptor, 0, _CONTROL_BYTES) for descriptor in descriptors]
         self._words, self._fields = ([each.view(dtype) for each in control] for dtype in ("u4", "i8"))
         self._number, self._end = 0, _CONTROL_BYTES
         #: Messages that not all ranks have read, and offsets of free buffers by their capacity.
@@ -103,7 +103,7 @@ class SharedMemory:
         """
         _copy(parts[self._index if len(parts) > 1 else 0], targets[self._index])
 
-        def finish(views: list[torch.Tensor]) -> torch.Tensor:
+        def finish(views: list[Any]) -> torch.Tensor:
             for rank in self._others:
                 _copy([views[rank]], targets[rank])
             return result
@@ -114,7 +114,7 @@ class SharedMemory:
         """Sum ``parts[i]`` over ranks, in the order of their global ranks, for each rank ``i``."""
         own = _join(parts[self._index])
 
-        def finish(views: list[torch.Tensor]) -> torch.Tensor:
+        def finish(views: list[Any]) -> torch.Tensor:
             views[self._index] = own
             return ordered_sum([views[position].view(own.shape) for position in self._order])
 
@@ -125,14 +125,14 @@ class SharedMemory:
     ) -> Message:
         """Write a message: ``parts[i]`` for rank ``i``, or the only part for all. The others are :class:`Message`."""
         number = self._number + 1
-        size, first, intervals = len(self._ranks), -(-16 * len(self._ranks) // 64) * 64, []
+        first, intervals = -(-16 * len(self._ranks) // 64) * 64, []
         for rank, part in enumerate(parts):
             length = 0 if len(parts) > 1 and rank == self._index else sum(each.nbytes for each in part)
             intervals.append((first, first + length))
             first += length
         offset, capacity = self._take_buffer(number, first)
         table, buffer = self._map(self._index, offset, capacity)
-        table[: 16 * size].view("i8").reshape(size, 2)[:] = intervals
+        table[:] = intervals
         for (begin, end), part in zip(intervals, parts, strict=True):
             if begin < end:
                 _copy(part, [buffer[begin:end].view(dtype)])
@@ -187,17 +187,18 @@ class SharedMemory:
                 if time.monotonic() >= deadline:
                     raise RuntimeError(f"{name} did not start it within {self._seconds:g} s")
 
-    def read(self, message: Message) -> list[torch.Tensor]:
-        """What each rank has for this one, as flat arrays in its memory. That of this rank is empty.
+    def read(self, message: Message) -> list[Any]:
+        """What each rank has for this one, as flat tensors in its memory; None of this rank.
 
         Raises:
             DisagreementError: a rank called another collective, or has another number of bytes for this one.
         """
-        views, entry = [torch.empty(0, dtype=message.dtype, device="cpu")] * len(self._ranks), _entry(message.number)
+        views: list[Any] = [None] * len(self._ranks)
+        entry = _entry(message.number)
         for rank in self._others:
             kind, offset, capacity = self._fields[rank][entry : entry + 3].tolist()
             table, buffer = self._map(rank, offset, capacity)
-            begin, end = table[16 * self._index : 16 * (self._index + 1)].view("i8").tolist()
+            begin, end = table[self._index].tolist()
             if (KINDS[kind], end - begin) != (message.kind, message.nbytes[rank]):
                 own, other = (describe_ranks([self._ranks[each]]) for each in (self._index, rank))
                 error = DisagreementError(
@@ -217,11 +218,12 @@ class SharedMemory:
             _native.add_to_counter(self._words[rank], 2 * _entry(number) + _READERS, -1)
 
     def _map(self, rank: int, offset: int, nbytes: int) -> tuple[Any, torch.Tensor]:
-        """A part of the memory of a rank, as an array and a tensor. Buffers never change their capacity."""
+        """A buffer: its table of intervals, ``[rank, begin or end]``, and its bytes. It never changes its capacity."""
         if (rank, offset) not in self._maps:
             array = _native.map_shared(self._descriptors[rank], offset, nbytes)
             with torch.inference_mode(False):  # tensors made in this mode cannot change outside of it
-                self._maps[rank, offset] = array, torch.from_numpy(array)
+                table = array[: 16 * len(self._ranks)].view("i8").reshape(-1, 2)
+                self._maps[rank, offset] = table, torch.from_numpy(array)
         return self._maps[rank, offset]
 
 
@@ -239,7 +241,7 @@ class Message:
     kind: str
     nbytes: Sequence[int]
     dtype: torch.dtype
-    make: Callable[[list[torch.Tensor]], torch.Tensor]
+    make: Callable[[list[Any]], torch.Tensor]
     result: torch.Tensor | None = None
 
     def wait(self) -> None:
@@ -262,6 +264,9 @@ def _entry(number: int) -> int:
 
 def _copy(sources: Parts, targets: Parts) -> None:
     """Copy tensors that follow each other. There is one source or one target, which is contiguous."""
+    if len(sources) == len(targets) == 1:
+        targets[0].copy_(sources[0].detach().reshape(targets[0].shape))
+        return
     flat = (targets if len(targets) == 1 else sources)[0].detach().reshape(-1)
     many = sources if len(targets) == 1 else targets
     for part, row in zip(many, flat.split([each.numel() for each in many]), strict=True):
