@@ -25,12 +25,13 @@ Lines that begin with # are comments.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.plan.transfers import Transfers
-from reshard.sharding import format_box
+from reshard.sharding import TensorSpec, format_box
 from reshard.topology import Topology, topology_to_json
 
 if TYPE_CHECKING:
@@ -49,8 +50,19 @@ def format_plan(plan: Plan) -> str:
         lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{coding}{name} from {spec.src} to {spec.dst}")
         if spec.raw_because:
             lines.append(f"# tensor {number} is not coded: {spec.raw_because}")
+        if spec.coding is not None:
+            most = _code_bytes(spec)
+            lines.append(f"# tensor {number}: codes take up to {most} bytes of a rank beyond staging_bytes")
     lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers)))
     return "\n".join(lines) + "\n"
+
+
+def _code_bytes(spec: TensorSpec) -> int:
+    """The most bytes that a rank allocates for the codes of its source and destination shards."""
+    sides = (spec.src_shards, spec.dst_shards)
+    ranks = {rank for side in sides for rank in side.layout.ranks}
+    held = ([math.prod(side.local_shape(rank)) for side in sides if rank in side.layout.ranks] for rank in ranks)
+    return max(map(sum, held)) * spec.itemsize
 
 
 def format_transfer(plan: Plan, transfer: int) -> str:
