@@ -100,6 +100,19 @@ def test_errors_are_small_and_have_no_bias(name, limit):
     assert abs(error.mean()) < 3 * error.std() / np.sqrt(len(x))
 
 
+@pytest.mark.parametrize(
+    ("name", "lost"),
+    [("int8x128", 0.0), ("fp8x128", 0.0007), ("int6x128", 0.002), ("int4x128-bf16", 0.037), ("int4x128", 0.07)],
+)
+def test_sums_of_positive_values_lose_what_the_docs_say(name, lost):
+    x = np.random.default_rng(2).lognormal(size=(2**13, 128)).astype(np.float32)
+    codec = parse_codec(name)
+    coded, decoded = np.empty(codec.nbytes(x.shape), np.uint8), np.empty_like(x)
+    codec.encode(x, coded)
+    codec.decode(coded, decoded)
+    assert 1 - decoded.sum(dtype=np.float64) / x.sum(dtype=np.float64) == pytest.approx(lost, rel=0.1, abs=0.0001)
+
+
 @pytest.mark.parametrize(("kind", "top"), [("int8", 127), ("int6", 31), ("int4", 7)])
 def test_magnitudes_are_neither_cut_nor_raised(kind, top):
     """Values spread evenly over whole rounding intervals, so that truncation would show as a mean error."""
