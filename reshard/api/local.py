@@ -91,7 +91,12 @@ def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array)
         return array if array.dtype == like.dtype else array.view(like.dtype)
     decoded = _new_on_cpu(like, shape)
     spec.codec.decode(array, decoded, spec.ndim - 1)
-    return decoded.astype(like.dtype, copy=False) if isinstance(like, np.ndarray) else decoded.to(like.device)
+    return _placed_as(like, decoded)
+
+
+def _placed_as(like: Array, array: Array) -> Array:
+    """The array in the byte order, or on the device, of another one."""
+    return array.astype(like.dtype, copy=False) if isinstance(like, np.ndarray) else array.to(like.device)
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -158,8 +163,7 @@ def reshard_local(
         base, out: with ``compression="delta"``: the source shards of an earlier version, and the destination shards
             that hold it, ``{rank: array}``. They are not changed. Unless digests find the same version in both, the
             tensor is sent in full, with a warning.
-        max_error: limit on the relative error of the codec, as in :func:`reshard.reshard`. If the error is larger, the
-            codec is not used.
+        max_error: limit on the relative error of the codec, as in :func:`reshard.reshard`; above it, none is used.
 
     Returns:
         ``{destination rank: local array}``, new arrays that require no grad.
@@ -187,8 +191,7 @@ def reshard_local(
     shards = _read_shards(shards)
     if compression is not None:
         _check_values(shards, "shards")
-    dtype = dtype_name(next(iter(shards.values())).dtype)
-    dtype_on_wire = dtype
+    dtype = dtype_on_wire = dtype_name(next(iter(shards.values())).dtype)
     if dst_dtype is not None:
         from reshard.api.casts import check_cast, wire_dtype  # imports torch
 
@@ -199,20 +202,17 @@ def reshard_local(
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
     if not (isinstance(compression, str) and compression == "delta") and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
+    _check_shards(tensor.src_shards, dtype, shards, None)
+    if isinstance(src, Mesh) and src_spec is None:
+        _check_replicas({rank: shards[rank] for rank in src.ranks})
     if is_lossless(compression):
         from reshard.api.lossless.local import check_lossless  # imports torch
 
         check_lossless(tensor, compression, dst_dtype, max_error)
-        _check_shards(tensor.src_shards, dtype, shards, None)
-        if isinstance(src, Mesh) and src_spec is None:
-            _check_replicas({rank: shards[rank] for rank in src.ranks})
         bases, outs = ({} if given is None else given for given in (base, out))
         return _move_lossless(tensor, str(compression), shards, bases, outs, make)
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
-    _check_shards(spec.plain.src_shards, dtype, shards, None)
-    if isinstance(src, Mesh) and src_spec is None:
-        _check_replicas({rank: shards[rank] for rank in src.ranks})
     if max_error is not None:
         from reshard.api.options import check_compression  # imports torch
 
@@ -278,7 +278,7 @@ def _move_lossless(
 
     if math.prod(tensor.shape):
         move_lossless(tensor, codec, LocalArrays(*converted), move)
-    return targets if isinstance(like, np.ndarray) else {rank: one.to(like.device) for rank, one in targets.items()}
+    return {rank: _placed_as(like, one) for rank, one in targets.items()}
 
 
 def _new_on_cpu(like: Array, shape: tuple[int, ...]) -> Array:

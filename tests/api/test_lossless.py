@@ -372,3 +372,4 @@ def test_local_delta_moves_arrays_in_another_byte_order():
             out={0: np.asfortranarray(held[:, :4]), 1: held[:, 4:]},
         )
         np.testing.assert_array_equal(np.hstack([moved[0], moved[1]]), new)
+        assert moved[0].dtype == moved[1].dtype == src.dtype  # as without a codec
