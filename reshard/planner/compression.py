@@ -70,6 +70,7 @@ def code_tensors(
 
     Returns:
         The coded tensors. A tensor that is not coded has the raw dtype, and ``raw_because`` says why.
+        If ``"auto"`` chose the codec, ``coded_because`` says why.
 
     Raises:
         ArgumentError: there is no such codec, or with ``"auto"`` the topology has no rates of codecs.
@@ -104,7 +105,7 @@ def code_tensors(
     candidates = [(code(rate.codec), rate) for rate in allowed]
     predicted = [(predict(plan(specs), rate, encodes_first=encodes_first), specs) for specs, rate in candidates]
     best, specs = min(predicted, key=lambda pair: pair[0].seconds)
-    if best.seconds < MIN_GAIN * plain.seconds:
-        return specs
     reason = f"auto predicts {', '.join(map(str, [plain, *(pair[0] for pair in predicted)]))}"
+    if best.seconds < MIN_GAIN * plain.seconds:
+        return [spec if spec.codec is None else replace(spec, coded_because=reason) for spec in specs]
     return [replace(spec, raw_because=reason) for spec in raw]

@@ -43,6 +43,7 @@ class TensorSpec:
         name: identifies the tensor in a plan of several; None if the plan has only one.
         coding: the tensor that the elements of a block codec encode; None if the plan only moves such elements.
         raw_because: why a requested codec does not encode this tensor; else empty.
+        coded_because: why ``compression="auto"`` chose the codec; else empty.
 
     Raises:
         LayoutError: the shape is not valid. ArgumentError: a dtype, layout, name or coding is not valid.
@@ -55,6 +56,7 @@ class TensorSpec:
     name: str | None = None
     coding: Coding | None = None
     raw_because: str = field(default="", compare=False)
+    coded_because: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", check_sizes(self.shape))
