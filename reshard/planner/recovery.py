@@ -275,8 +275,9 @@ def _region(piece: Piece) -> str:
 
 
 def _name(piece: Piece, plan: Plan) -> str:
-    name = plan.tensors[piece.tensor].name
-    return f"{f'{name!r} ' if name else ''}{_region(piece)}"
+    name, codec = plan.tensors[piece.tensor].name, plan.tensors[piece.tensor].codec
+    blocks = "" if codec is None else f" in blocks of {codec.values} values"
+    return f"{f'{name!r} ' if name else ''}{_region(piece)}{blocks}"
 
 
 def _format_loss(unheld: Sequence[Piece], plan: Plan, lost: Iterable[int]) -> str:
