@@ -20,7 +20,7 @@ from reshard.api.mover_arrays import call_arrays, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfers import Handle
 from reshard.api.validation import Options, make_request
-from reshard.codecs import Codec, is_lossless
+from reshard.codecs import Codec, TransferPolicy, is_lossless
 from reshard.coordination import (
     MAX_CACHED,
     Channel,
@@ -71,7 +71,7 @@ def reshard(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
-    compression: str | Codec | None = None,
+    compression: str | Codec | TransferPolicy | None = None,
     base: Any = None,
     max_error: float | None = None,
     on_error: str = "raw",
@@ -113,7 +113,8 @@ def reshard(
             :class:`~reshard.Codec` that you implement: its elements travel in place of the values, and are decoded into
             the result's dtype. Tensors that the codec cannot code, or would not make smaller, travel as they are. Each
             end allocates the coded shard in addition. ``"auto"`` chooses among the codecs of ``topology.codec_rates``,
-            or none. ``"bf16-lossless"`` codes bf16 without loss; ``"delta"`` sends the changes since ``base``.
+            or none. ``"bf16-lossless"`` codes bf16 without loss; ``"delta"`` sends the changes since ``base``. A
+            :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
         base: with ``compression="delta"``: this rank's source shard of an earlier version of the tensor, which ``out``
             of the destination ranks must still hold. Digests compare the versions of all ranks. Unless they are equal,
             the tensor is sent in full, with a warning if a rank passes a base. ``out`` changes only after all ranks
@@ -179,7 +180,7 @@ def reshard_async(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
-    compression: str | Codec | None = None,
+    compression: str | Codec | TransferPolicy | None = None,
     base: Any = None,
     max_error: float | None = None,
     on_error: str = "raw",

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from reshard.codecs import Codec, ErrorSums, is_lossless
+from reshard.codecs import Codec, ErrorSums, TransferPolicy, is_lossless
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
@@ -144,7 +144,7 @@ def reshard_local(
     dst_dtype: Any = None,
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
-    compression: str | Codec | None = None,
+    compression: str | Codec | TransferPolicy | None = None,
     base: Mapping[int, Array] | None = None,
     out: Mapping[int, Array] | None = None,
     max_error: float | None = None,

@@ -11,7 +11,15 @@ from reshard.codecs.block import (
     find_block_codec,
     is_block_dtype,
 )
-from reshard.codecs.codec import LOSSLESS_CODECS, Codec, codec_name, find_codec, is_lossless, parse_codec
+from reshard.codecs.codec import (
+    LOSSLESS_CODECS,
+    Codec,
+    TransferPolicy,
+    codec_name,
+    find_codec,
+    is_lossless,
+    parse_codec,
+)
 from reshard.codecs.custom import CustomCodec, find_custom_codec
 from reshard.codecs.elements import ElementCodec, ErrorSums
 from reshard.codecs.rates import measure_rates
@@ -26,6 +34,7 @@ __all__ = [
     "CustomCodec",
     "ElementCodec",
     "ErrorSums",
+    "TransferPolicy",
     "codec_name",
     "find_block_codec",
     "find_codec",

@@ -52,14 +52,27 @@ class Codec(Protocol):
         """
 
 
+class TransferPolicy(Protocol):
+    """What knows the codec of a transfer, as :class:`reshard.compression.Policy` does."""
+
+    def transfer_codec(self) -> str:
+        """The name of the codec.
+
+        Raises:
+            ArgumentError: it has no codec for transfers, or others, which a transfer would ignore.
+        """
+
+
 def find_codec(codec: Any) -> ElementCodec:
-    """The codec of a name, or a caller's :class:`Codec` as plans use it.
+    """The codec of a name or of a policy, or a caller's :class:`Codec` as plans use it.
 
     Raises:
-        ArgumentError: there is no codec of this name, or it is not a Codec.
+        ArgumentError: there is no codec of this name, it is not a Codec, or the policy does not fit a transfer.
     """
     if isinstance(codec, ElementCodec):
         return codec
+    if hasattr(codec, "transfer_codec"):
+        codec = codec.transfer_codec()
     return parse_codec(codec) if isinstance(codec, str) else wrap_codec(codec)
 
 

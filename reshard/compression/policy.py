@@ -113,6 +113,17 @@ class Policy:
         codec: str = getattr(self, dimension)
         return codec
 
+    def transfer_codec(self) -> str:
+        """The codec of a transfer outside of a pipeline, such as one by :func:`reshard.reshard`: ``pp``.
+
+        Raises:
+            ArgumentError: the policy lacks ``pp``, has one codec for each direction, or has other dimensions.
+        """
+        codec = self.check_only("pp", "a transfer")
+        if not isinstance(codec, str):
+            raise ArgumentError(f"a transfer has one direction; compression={self} has two codecs in pp=")
+        return codec
+
     def __str__(self) -> str:
         """The text that :func:`parse_policy` reads."""
         parts = [

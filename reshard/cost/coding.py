@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from reshard.cost.simulator import simulate
@@ -11,7 +13,11 @@ from reshard.topology import CodecRate, Topology
 
 
 def coded_makespan(
-    plan: Plan, rate: CodecRate, topology: Topology | None = None, *, encodes_first: bool = False
+    plan: Plan,
+    rate: CodecRate | Sequence[CodecRate | None],
+    topology: Topology | None = None,
+    *,
+    encodes_first: bool = False,
 ) -> float:
     """The time in seconds until all ranks have decoded the coded tensors of a plan.
 
@@ -24,14 +30,20 @@ def coded_makespan(
     * Each rank has a core for each of the two.
 
     Args:
-        rate: of the codec. topology: hosts, rates and latencies; omitted, those of the plan.
+        rate: of the codec, or one for each tensor of the plan, None where it is not coded.
+        topology: hosts, rates and latencies; omitted, those of the plan.
         encodes_first: ranks encode everything before the transfer, as calls with ``max_error`` do.
     """
     timeline = simulate(plan, topology)
     messages = timeline.messages
     is_copy = messages.sender == messages.receiver
-    encoders = _Rows.of(plan, messages, "src", messages.source < 0, 1 / rate.encode_bytes_per_second)
-    decoders = _Rows.of(plan, messages, "dst", np.ones(len(messages), dtype=bool), 1 / rate.decode_bytes_per_second)
+    rates = [rate] * len(plan.tensors) if isinstance(rate, CodecRate) else rate
+    encode, decode = (
+        np.array([0.0 if each is None else 1 / getattr(each, f"{what}_bytes_per_second") for each in rates])
+        for what in ("encode", "decode")
+    )
+    encoders = _Rows.of(plan, messages, "src", messages.source < 0, encode)
+    decoders = _Rows.of(plan, messages, "dst", np.ones(len(messages), dtype=bool), decode)
     encoded = np.zeros(len(messages))
     encoded[encoders.message] = encoders.finish(np.arange(len(encoders.seconds)))[encoders.of_message]
     if encodes_first:
@@ -59,8 +71,14 @@ class _Rows:
         self.rank, self.seconds, self.message, self.of_message = rank, seconds, message, of_message
 
     @classmethod
-    def of(cls, plan: Plan, messages: MessageTable, side: str, chosen: np.ndarray, seconds_per_byte: float) -> _Rows:
-        """The runs of the chosen messages. Their seconds are scaled so that no row is coded twice."""
+    def of(
+        cls, plan: Plan, messages: MessageTable, side: str, chosen: np.ndarray, seconds_per_byte: np.ndarray
+    ) -> _Rows:
+        """The runs of the chosen messages. Their seconds are scaled so that no row is coded twice.
+
+        Args:
+            seconds_per_byte: ``(tensors,)`` to code the plain values.
+        """
         transfers = plan.transfers
         ranks = messages.sender if side == "src" else messages.receiver
         first_box = transfers.first_box[messages.transfer]
@@ -79,7 +97,7 @@ class _Rows:
         share = shard_bytes.sum(axis=0) / np.maximum(total, 1.0)
         if side == "src":  # a rank may send only a part of a source shard, but decodes a whole destination shard
             share = np.minimum(share, 1.0)
-        return cls(rank, work * share[rank] * seconds_per_byte, message, number[of_message.ravel()])
+        return cls(rank, work * share[rank] * seconds_per_byte[of], message, number[of_message.ravel()])
 
     def finish(self, order: np.ndarray, ready: np.ndarray | None = None) -> np.ndarray:
         """When each run is coded if a rank codes one after another.

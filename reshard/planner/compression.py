@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.codecs import Codec, find_codec, parse_codec
+from reshard.codecs import Codec, TransferPolicy, find_codec, parse_codec
 from reshard.cost import coded_makespan, find_bound, simulate
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.sharding import TensorSpec, code_tensor
+from reshard.sharding import AnyLayout, TensorSpec, code_tensor
 from reshard.topology import CodecRate, Topology
 
 #: Value of ``compression=`` that lets the planner choose.
 AUTO_CODEC = "auto"
 #: A codec is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.95
+#: At most so many groups of tensors with equal layouts and dtypes get a choice of their own; the largest ones do.
+MOST_GROUPS = 8
+#: Name of a choice that differs between tensors.
+MIXED = "a choice per layout and dtype"
 
 
 @dataclass(frozen=True)
@@ -34,23 +39,26 @@ class Prediction:
         return f"{self.codec or 'raw'} {self.seconds:.3g} s (bound {self.bound_seconds:.3g})"
 
 
-def predict(plan: Plan, rate: CodecRate | None = None, *, encodes_first: bool = False) -> Prediction:
+def predict(
+    plan: Plan, rate: CodecRate | Sequence[CodecRate | None] | None = None, *, encodes_first: bool = False
+) -> Prediction:
     """Predict the time of a plan, including its coding, by simulation.
 
     Args:
         plan: the plan.
-        rate: rate of the codec of the coded tensors; None: coding takes no time.
+        rate: rate of the codec of the coded tensors, or one for each tensor; None: coding takes no time.
         encodes_first: see :func:`reshard.cost.coded_makespan`.
     """
     bound = find_bound(plan).seconds
     if rate is None:
         return Prediction(None, simulate(plan).makespan_seconds, bound)
-    return Prediction(rate.codec, coded_makespan(plan, rate, encodes_first=encodes_first), bound)
+    codec = rate.codec if isinstance(rate, CodecRate) else MIXED
+    return Prediction(codec, coded_makespan(plan, rate, encodes_first=encodes_first), bound)
 
 
 def code_tensors(
     tensors: Sequence[TensorSpec],
-    compression: str | Codec | None,
+    compression: str | Codec | TransferPolicy | None,
     max_error: float | None,
     topology: Topology | None,
     plan: Callable[[Sequence[TensorSpec]], Plan],
@@ -62,7 +70,9 @@ def code_tensors(
 
     Args:
         tensors: specs with the dtypes of the sources.
-        compression: a codec or its name; ``"auto"``: the codec with the lowest predicted time, or none; None: none.
+        compression: a codec, its name, or a policy; None: none. ``"auto"``: the codec with the lowest predicted time,
+            or none. Tensors with another layout or dtype than the rest, such as those that stay inside hosts, may get
+            another codec, or none, if the prediction says so.
         max_error: with ``"auto"``: largest usual error of a codec to choose. None allows no lossy codec.
         topology: with ``"auto"``: has the rates of the codecs to choose from. plan: plans tensors on this topology.
         wire_dtypes: dtypes of tensors that travel raw; default: those of the sources.
@@ -78,7 +88,7 @@ def code_tensors(
     dtypes = [spec.dtype for spec in tensors] if wire_dtypes is None else wire_dtypes
     raw = [replace(spec, dtype=dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
 
-    def code(named: str | Codec) -> list[TensorSpec]:
+    def code(named: str | Codec | TransferPolicy) -> list[TensorSpec]:
         codec = find_codec(named)
         coded = [code_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
         return [
@@ -102,10 +112,42 @@ def code_tensors(
         return [replace(spec, raw_because=f"the usual error of every codec is above {max_error:g}") for spec in raw]
 
     plain = predict(plan(raw))
-    candidates = [(code(rate.codec), rate) for rate in allowed]
-    predicted = [(predict(plan(specs), rate, encodes_first=encodes_first), specs) for specs, rate in candidates]
-    best, specs = min(predicted, key=lambda pair: pair[0].seconds)
-    reason = f"auto predicts {', '.join(map(str, [plain, *(pair[0] for pair in predicted)]))}"
-    if best.seconds < MIN_GAIN * plain.seconds:
-        return [spec if spec.codec is None else replace(spec, coded_because=reason) for spec in specs]
-    return [replace(spec, raw_because=reason) for spec in raw]
+    options = [(None, raw), *((rate, code(rate.codec)) for rate in allowed)]
+    predicted = [predict(plan(specs), rate, encodes_first=encodes_first) for rate, specs in options[1:]]
+    best = min(range(len(predicted)), key=lambda number: predicted[number].seconds)
+    is_coded = predicted[best].seconds < MIN_GAIN * plain.seconds
+    chosen, found = [1 + best if is_coded else 0] * len(raw), predicted[best] if is_coded else plain
+    groups = _group_alike(raw)
+    for group in groups[:MOST_GROUPS] if len(groups) > 1 else []:
+        for option, (rate, _) in enumerate(options):
+            trial = [option if number in group else each for number, each in enumerate(chosen)]
+            if trial == chosen:
+                continue
+            specs = [options[each][1][number] for number, each in enumerate(trial)]
+            rates = [options[each][0] for each in trial]
+            now = predict(plan(specs), rates, encodes_first=encodes_first)
+            if now.seconds <= found.seconds if rate is None else now.seconds < MIN_GAIN * found.seconds:
+                chosen, found = trial, now
+    shown = [plain, *predicted, *([found] if len(set(chosen)) > 1 else [])]
+    reason = f"auto predicts {', '.join(map(str, shown))}"
+    result = []
+    for number, option in enumerate(chosen):
+        spec, coded = options[option][1][number], [specs[number] for _, specs in options[1:]]
+        if spec.codec is not None:
+            result.append(replace(spec, coded_because=reason))
+        elif any(each.codec is not None for each in coded):
+            result.append(replace(spec, raw_because=reason))
+        else:
+            result.append(replace(spec, raw_because=coded[0].raw_because))  # no codec can code it
+    return result
+
+
+def _group_alike(tensors: Sequence[TensorSpec]) -> list[set[int]]:
+    """The indices of tensors with equal layouts and dtypes, the groups with most bytes first."""
+    groups: dict[tuple[AnyLayout, AnyLayout, str], set[int]] = {}
+    nbytes: dict[tuple[AnyLayout, AnyLayout, str], int] = {}
+    for number, spec in enumerate(tensors):
+        key = spec.src, spec.dst, spec.dtype
+        groups.setdefault(key, set()).add(number)
+        nbytes[key] = nbytes.get(key, 0) + math.prod(spec.shape) * spec.itemsize
+    return [groups[key] for key in sorted(groups, key=lambda key: -nbytes[key])]

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.codecs import Codec, codec_name, is_lossless
+from reshard.codecs import Codec, TransferPolicy, codec_name, is_lossless
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
@@ -33,7 +33,7 @@ def make_plan(
     strategy: str | Strategy | None = None,
     topology: Topology | None = None,
     staging_bytes: int = DEFAULT_STAGING_BYTES,
-    compression: str | Codec | None = None,
+    compression: str | Codec | TransferPolicy | None = None,
     max_error: float | None = None,
 ) -> Plan:
     """Plan how one or more tensors move from source to destination layouts.
@@ -50,7 +50,8 @@ def make_plan(
             :class:`~reshard.Codec` that you implement. The plan then moves its elements, and a Mover encodes and
             decodes them. Tensors that the codec cannot code, or would not make smaller, travel as they are;
             ``print(plan)`` says why. ``"auto"`` chooses among the codecs of ``topology.codec_rates`` the one with the
-            lowest predicted time, or none.
+            lowest predicted time, or none; tensors with other layouts or dtypes than the rest may get another choice. A
+            :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
         max_error: only with ``"auto"``: the largest relative L2 error that a codec may usually have. Without it no
             lossy codec is chosen. What a named codec changes depends on the values, which a plan does not know.
 

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from reshard.codecs import Codec
+from reshard.codecs import Codec, TransferPolicy
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, compare_names
@@ -33,7 +33,7 @@ def reshard(
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     verify: bool = False,
     on_loss: str = "raise",
-    compression: str | Codec | None = None,
+    compression: str | Codec | TransferPolicy | None = None,
     base: Any = None,
     out: Any = None,
     max_error: float | None = None,
@@ -142,7 +142,7 @@ def _start_moves(
 def _check_versions(
     bases: Mapping[Any, Any],
     outs: Mapping[Any, Any],
-    compression: str | Codec | None,
+    compression: str | Codec | TransferPolicy | None,
     arrays: Mapping[Any, ShardedArray],
     results: Mapping[Any, ShardedArray],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from reshard import (
     VerificationError,
 )
 from reshard.codecs import parse_codec
+from reshard.compression import Policy
 from reshard.coordination.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard
@@ -337,3 +339,23 @@ def _verify_coded_replicas(rank):
 
 def test_coded_replicas_in_shards_of_different_shapes_are_verified():
     run_processes(_verify_coded_replicas, 3)
+
+
+def _pass_policies(rank):
+    values = torch.linspace(-1, 1, 256 * 256).view(256, 256)
+    move = functools.partial(
+        reshard.reshard, src_mesh=Mesh.of("1"), dst_mesh=Mesh.of("1", first_rank=1), shape=(256, 256)
+    )
+    shard = values if rank == 0 else None
+    by_policy, by_name = (move(shard, compression=each) for each in (Policy(pp="int8x128"), "int8x128"))
+    assert rank == 0 or torch.equal(by_policy, by_name)
+    for wrong, text in (
+        (Policy(dp="int8x128"), "a transfer uses pp= of a policy and nothing else"),
+        (Policy(pp=("int8x128", None)), "two codecs in pp="),
+    ):
+        with pytest.raises(ArgumentError, match=text):
+            move(shard, compression=wrong if rank == 0 else "int8x128")
+
+
+def test_a_policy_gives_its_codec_of_transfers():
+    run_processes(_pass_policies, 2)

@@ -39,6 +39,26 @@ def test_auto_codes_on_slow_links_only_and_says_why():
     assert slow_codec.dtype == "float32"
 
 
+def test_auto_decides_for_tensors_of_each_layout_and_dtype():
+    """The links between hosts are slow, and those inside hosts are faster than any codec."""
+    topology = replace(_topology(1, INT8), inside_bytes_per_second=100e9)
+    inside = Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1))
+    src, dst = ({"across": each, "inside": own, "ids": each} for each, own in zip((SRC, DST), inside, strict=True))
+    dtypes = {"across": "float32", "inside": "float32", "ids": "int64"}
+    plan = make_plan(src, dst, dict.fromkeys(src, SHAPE), dtypes, topology=topology, compression="auto", max_error=0.1)
+    chosen = {spec.name: spec for spec in plan.tensors}
+    assert {name: spec.codec is not None for name, spec in chosen.items()} == {
+        "across": True,
+        "inside": False,
+        "ids": False,
+    }
+    assert "a choice per layout and dtype" in chosen["inside"].raw_because
+    assert "not int64" in chosen["ids"].raw_because
+    uniform = make_plan(src, dst, dict.fromkeys(src, SHAPE), dtypes, topology=topology, compression="int8x128")
+    rates = [INT8 if spec.codec is not None else None for spec in plan.tensors]
+    assert predict(plan, rates).seconds <= predict(uniform, INT8).seconds
+
+
 def test_auto_uses_no_lossy_codec_unless_asked_for_an_error():
     assert "only if max_error is given" in _choose(0.1, INT8, max_error=None).raw_because
     assert "usual error of every codec is above 0.001" in _choose(0.1, INT8, max_error=0.001).raw_because
