@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,8 @@ from reshard.errors import CompressionError
 from reshard.plan import Plan
 from reshard.runtime.program import Program
 from reshard.runtime.rounds.executor import RoundRunner
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,13 +78,16 @@ def encode_measured(
         for name in sums
     }
     excess = [name for name, value in relative.items() if value > options.max_error]
-    if excess and options.on_error == "raise":
+    if excess:
         texts = ", ".join(f"{f'{name!r} ' if name else ''}by {relative[name]:.3g}" for name in excess)
         codecs = sorted({spec.dtype for spec in plan.tensors if (spec.name or "") in excess})
-        raise CompressionError(
+        text = (
             f"codec {' or '.join(codecs)} changes {'tensors' if excess[0] else 'the tensor'} {texts} (L2 error over L2 "
             f"norm), but max_error is {options.max_error:g}"
         )
+        if options.on_error == "raise":
+            raise CompressionError(text)
+        logger.info("%s; it travels without the codec", text)
     return encoded, frozenset(excess), set(decision.lost)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import io
 import itertools
+import logging
 from dataclasses import replace
 
 import numpy as np
@@ -120,8 +122,12 @@ def _limits(rank):
     whole[0, 0] = 1e4  # dominates the norm, so that one block alone decides the error
     source = take_shard(ROWS, rank, whole)
     options = {"shape": SHAPE, "dtype": "float32", "compression": "int4x128", "topology": HOSTS}
+    logged = io.StringIO()
+    logging.getLogger("reshard.api.agreed_plan").addHandler(logging.StreamHandler(logged))
+    logging.getLogger("reshard.api.agreed_plan").setLevel(logging.INFO)
     raw = reshard.reshard(source, ROWS, COLS, max_error=1e-6, **options)
     assert _is_right(rank, COLS, raw, whole)
+    assert logged.getvalue().endswith("but max_error is 1e-06; it travels without the codec\n")
     coded = reshard.reshard(source, ROWS, COLS, max_error=0.5, **options)
     assert _is_right(rank, COLS, coded, _round_trip(whole, "int4x128"))
     measured = reshard.find_topology(codecs=["int8x128", "int4x128"])
