@@ -49,7 +49,7 @@ def main() -> int:
     """Print a table. The exit code is 1 if a rank is off by more than the tolerance."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--grids", default=GRIDS, help="rows,cols,depth of each grid, separated by spaces")
-    parser.add_argument("--tokens", type=int, default=1024)
+    parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--steps", type=int, default=8, help="steps whose bytes are counted (8)")
     args = parser.parse_args()
