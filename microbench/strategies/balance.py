@@ -1,8 +1,9 @@
 """Compare search methods under several memory limits: ``python -m microbench.strategies.balance``. All is simulated.
 
 Four models, with the shapes of BERT-Large, T5-Large, ViT-Huge and Swin-Large, on two hosts of four devices with 100
-Gbit/s, and four limits of memory. The table shows, for each method, the samples per second of its choice under its
-best schedule, and the balance degrees of time and of memory.
+Gbit/s, and four limits of memory each. At the smallest limit only some methods find a strategy that fits. The table
+shows, for each method, the samples per second of its own choice under its best schedule, and the balance degrees of
+time and of memory.
 """
 
 from __future__ import annotations
@@ -24,7 +25,15 @@ from reshard.scheduler.autoparallel import (
     choose_strategy,
 )
 
-METHODS = ("pure", "galvatron", "bmw", "joint")
+METHODS = ("pure", "galvatron", "bmw", "joint", "auto")
+#: Gigabytes of a device, for each model.
+LIMITS = {
+    "BERT": (0.7, 0.85, 1.25, 4.0),
+    "T5": (0.85, 1.0, 1.25, 2.0),
+    "ViT": (1.35, 1.5, 2.0, 4.0),
+    "Swin": (0.48, 0.75, 1.0, 2.0),
+}
+COUNTS = (1, 2, 4, 8, 16)
 
 
 def transformer_layers(name: str, count: int, hidden: int, tokens: int, cross: bool = False) -> list[Layer]:
@@ -61,32 +70,36 @@ def make_models() -> dict[str, LayerGraph]:
     return found
 
 
+def describe(problem: Problem, method: str) -> str:
+    """Samples per second of a method's choice, and its balance degrees of time and memory."""
+    try:
+        found = choose_strategy(problem, method)
+    except ArgumentError as error:
+        if "fits" not in str(error):
+            raise
+        return "out of memory"
+    time, memory = found.balance
+    return f"{problem.rows / found.seconds:.1f} ({time:.2f}, {memory:.2f})"
+
+
 def main() -> None:
-    """Print one line for each model and limit."""
+    """Print a line of the table for each model and limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limits", default="0.75,1,2,4", help="gigabytes of a device (default: 0.75,1,2,4)")
+    parser.add_argument("--limits", help="gigabytes of a device, of all models, such as 0.5,1,2 (default: by model)")
     parser.add_argument("--rows", type=int, default=64, help="rows of a step (default: 64)")
     options = parser.parse_args()
+    given = [float(each) for each in options.limits.split(",")] if options.limits else None
     topology = make_topology([100 * GBIT] * 2, 4)
+    counts = tuple(count for count in COUNTS if options.rows % count == 0)
+    print_line(f"| model | GB | {' | '.join(f'`{method}`' for method in METHODS)} |")
+    print_line("|---" * (2 + len(METHODS)) + "|")
     for name, graph in make_models().items():
         profile = Profile.estimate(graph, flops_per_second=FLOPS)
-        for limit in track([*map(float, options.limits.split(","))], "limits"):
-            cells = []
-            for method in METHODS:
-                counts = tuple(count for count in (1, 2, 4, 8, 16) if options.rows % count == 0)
-                problem = Problem(
-                    graph, Cluster(topology, limit * 1e9), profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts
-                )
-                try:
-                    found = choose_strategy(problem, method)
-                except ArgumentError as error:
-                    if "fits" not in str(error):
-                        raise
-                    cells.append(f"{method}: out of memory")
-                    continue
-                time, memory = found.balance
-                cells.append(f"{method}: {options.rows / found.seconds:.1f}/s ({time:.2f}, {memory:.2f})")
-            print_line(f"{name:5}{limit:4g} GB  {'; '.join(cells)}")
+        for limit in track(given or LIMITS[name], f"limits of {name}"):
+            cluster = Cluster(topology, limit * 1e9)
+            problem = Problem(graph, cluster, profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts)
+            cells = " | ".join(describe(problem, method) for method in METHODS)
+            print_line(f"| {name} | {limit:g} | {cells} |")
 
 
 if __name__ == "__main__":
