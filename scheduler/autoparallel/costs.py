@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from reshard.errors import ArgumentError
 
+from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, shard_1d
 from .cluster import Place, ring_seconds
 from .codecs import CodecCosts
@@ -91,9 +92,10 @@ class LayerCost:
 class StageCost:
     """The summed costs of the layers of a stage, for one microbatch of its number of rows.
 
-    ``late_bytes`` are gradients that do not exist yet while all ``microbatches`` of a step are in flight. Once in a
-    step, after its own sums, a stage sums the gradients of parameters that it shares with other stages. This takes
-    ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
+    ``late_bytes`` are gradients that do not exist yet at the peak around the first backward of a step of
+    ``microbatches``. ``received_bytes`` is the part of ``buffer_bytes`` for tensors that are received early, without
+    gradients. Once in a step, after its own sums, a stage sums the gradients of parameters that it shares with other
+    stages. This takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
     """
 
     forward_seconds: float
@@ -112,6 +114,7 @@ class StageCost:
     microbatches: int = 0
     tie_seconds: float = 0.0
     tie_bytes: float = 0.0
+    received_bytes: float = 0.0
 
     @property
     def seconds(self) -> float:
@@ -119,7 +122,7 @@ class StageCost:
         return self.forward_seconds + self.backward_seconds
 
     def memory_bytes(self, in_flight: int) -> float:
-        """Peak bytes of a device with some microbatches in flight, and all gradients."""
+        """Peak bytes of a device with some microbatches in flight, all gradients, and all buffers."""
         return max(self.fixed_bytes + in_flight * self.activation_bytes, self.ending_bytes)
 
     @property
@@ -137,14 +140,28 @@ class StageCost:
         """Seconds from the last backward to the end of a step, if no other stage is later."""
         return self.sync_seconds + self.tie_seconds
 
-    def peak_state_bytes(self, in_flight: int) -> float:
-        """Bytes of the states at the peak of a device."""
-        return self.state_bytes - (self.late_bytes if in_flight >= self.microbatches else 0.0)
+    def peak_parts(self, in_flight: int) -> tuple[float, float]:
+        """Bytes of the states, and of the buffers of edges, at the peak of a device.
+
+        The peak is during the first backward, before all gradients exist, or with a later microbatch. The buffers hold
+        tensors of the following microbatches only, of which fewer may be left in the step than are received early.
+        """
+        ahead = min(RECVS_AHEAD, self.microbatches)
+        returned = self.buffer_bytes - self.received_bytes
+
+        def buffers(forwards: int) -> float:
+            left = max(0, min(ahead, self.microbatches - forwards))
+            return returned + (self.received_bytes * left / ahead if ahead else 0.0)
+
+        first = self.state_bytes - self.late_bytes, buffers(in_flight)
+        if in_flight >= self.microbatches:
+            return first
+        return max(first, (self.state_bytes, buffers(in_flight + 1)), key=sum)
 
     def peak_bytes(self, in_flight: int) -> float:
         """Peak bytes of a device, whose gradients come with the first backward of a step."""
-        kept = in_flight * self.activation_bytes + self.working_bytes + self.buffer_bytes
-        return max(self.peak_state_bytes(in_flight) + kept, self.ending_bytes)
+        kept = in_flight * self.activation_bytes + self.working_bytes + sum(self.peak_parts(in_flight))
+        return max(kept, self.ending_bytes)
 
     @property
     def most_in_flight(self) -> int:
@@ -257,16 +274,23 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
     return _SharedStates(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
 
 
-def recompute_bytes(costs: Sequence[LayerCost]) -> float:
-    """Bytes by which the backward of a microbatch exceeds what its forward has kept.
+def working_bytes(costs: Sequence[LayerCost]) -> float:
+    """Bytes that the computations of a stage need in addition to states and activations, without panels of products.
 
-    A layer is computed again once the layers after it have released their activations.
+    A forward under ZeRO 3 holds the parameters of the layer that runs and of the next one, and the buffer into which
+    one of them is gathered. A backward recomputes a layer once the layers after it have released their activations. It
+    then holds the parameters of that layer, their buffer, and the parameters of another layer. These need not be the
+    layers with the most parameters: in a U-Net, layers with many activations have few.
     """
-    most, released = 0.0, 0.0
+    gathered = sorted((cost.gathered_bytes for cost in costs), reverse=True)
+    forward = gathered[0] + sum(gathered[:2])
+    recomputed, backward, released = 0.0, 0.0, 0.0
     for cost in reversed(costs):
-        most = max(most, cost.recompute_bytes - released)
+        needed = cost.recompute_bytes - released
+        recomputed = max(recomputed, needed)
+        backward = max(backward, needed + 2 * cost.gathered_bytes + gathered[0]) if cost.recompute_bytes else backward
         released += cost.activation_bytes
-    return most
+    return max(forward, min(recomputed + forward, backward))
 
 
 def late_bytes(costs: Sequence[LayerCost]) -> float:

@@ -16,7 +16,7 @@ from ..ir.communication import RECVS_AHEAD
 from .choices import Choice, ChoiceRules
 from .cluster import Cluster, Place
 from .codecs import CodecCosts, check_policy
-from .costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, recompute_bytes
+from .costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
 from .graph import Layer, LayerGraph, Tensor
 from .grids import best_grids, grid_cost, why_no_grid
 from .prices.edges import EdgeCodecs, EdgePrices, End
@@ -224,8 +224,7 @@ class Problem:
         ]
         moved = self.relayout_seconds(stage, place, microbatches)
         repeated_states, repeated_gradients = repeated_bytes(self.graph, stage, costs)
-        # parameters of the layer that runs and of the next one, and the buffer into which the next one is gathered
-        gathered = sorted((cost.gathered_bytes for cost in costs), reverse=True)
+        buffers, received = self.buffer_bytes(stage, microbatches)
         return StageCost(
             sum(cost.forward_seconds for cost in costs) + moved,
             sum(cost.backward_seconds for cost in costs) + moved,
@@ -236,12 +235,13 @@ class Problem:
             sum(cost.sync_seconds for cost in costs),
             sum(cost.state_bytes for cost in costs) - repeated_states,
             sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, microbatches),
-            recompute_bytes(costs) + sum(gathered[:2]) + gathered[0] + max(cost.panel_bytes for cost in costs),
-            self.buffer_bytes(stage, microbatches),
+            working_bytes(costs) + max(cost.panel_bytes for cost in costs),
+            buffers,
             self.cluster.memory_of(stage.first_rank, stage.end_rank),
             max(0.0, late_bytes(costs) - repeated_gradients),
             microbatches,
             *self.ties.least(stage, place),
+            received,
         )
 
     def relayout_seconds(self, stage: StagePlan, place: Place, microbatches: int) -> float:
@@ -265,14 +265,16 @@ class Problem:
         replicas = place.num_ranks // after.tp
         return place.replica_seconds(nbytes / replicas, place.num_ranks // (after.tp // before.tp), 1.0)
 
-    def buffer_bytes(self, stage: StagePlan, microbatches: int) -> float:
-        """Bytes of the receives that a rank posts ahead, of tensors and of gradients."""
+    def buffer_bytes(self, stage: StagePlan, microbatches: int) -> tuple[float, float]:
+        """Bytes of the receives that a rank posts ahead, of tensors and of gradients, and of tensors alone."""
         rows = self.rows // microbatches
         received = self.received(stage.first_layer, stage.end_layer)
         returned = self.returned_row_bytes(stage.first_layer, stage.end_layer)
         first, last = stage.row_shards(stage.first_layer), stage.row_shards(stage.end_layer - 1)
         cols = stage.choices[0].cols
-        return min(RECVS_AHEAD, microbatches) * rows * (cut_row_bytes(received, cols) / first + returned / cols / last)
+        ahead = min(RECVS_AHEAD, microbatches) * rows
+        tensors = ahead * cut_row_bytes(received, cols) / first
+        return tensors + ahead * returned / cols / last, tensors
 
     def kept_bytes(self, stage: StagePlan, microbatches: int) -> float:
         """Bytes of the outputs of a microbatch, which a rank keeps until their gradients return."""

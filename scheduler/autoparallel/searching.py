@@ -221,14 +221,15 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
             busy[row],
             exposed[row],
             depth,
-            cost.peak_state_bytes(depth),
+            states,
             depth * cost.activation_bytes,
             cost.working_bytes,
-            cost.buffer_bytes,
+            buffers,
             cost.limit_bytes,
             cost.ending_bytes if cost.tie_bytes else 0.0,
         )
         for row, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
+        for states, buffers in [cost.peak_parts(depth)]
     )
     edges = []
     for edge in problem.edges(candidate.stages, count):

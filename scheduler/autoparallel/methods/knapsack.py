@@ -123,7 +123,7 @@ def held_back(
     working += 3 * max(cost.gathered_bytes for cost in costs)
     stages = [StagePlan(first, end, *ranks, (s,) * (end - first)) for s in choices]
     working += max(
-        problem.buffer_bytes(stage, count) + in_flight * problem.kept_bytes(stage, count) for stage in stages
+        problem.buffer_bytes(stage, count)[0] + in_flight * problem.kept_bytes(stage, count) for stage in stages
     )
     return max(working, *(problem.ties.least(stage, place)[1] for stage in stages))
 

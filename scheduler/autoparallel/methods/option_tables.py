@@ -54,10 +54,12 @@ class OptionTables:
             return (sums[0][middle] - sums[0][first]) + (sums[1][end] - sums[1][middle])
 
         activation = total("activation_bytes")
-        peaks = costs.peaks[first, middle]
-        recompute = np.maximum(0.0, peaks - costs.kept[first] - activation)  # as Problem's recompute_bytes
+        released = costs.kept[first] + activation
+        recompute = np.maximum(0.0, costs.peaks[first, middle] - released)
+        backward = costs.gathering_peaks[first, middle] - released + costs.most_gathered
+        working = np.maximum(costs.gathered, np.minimum(recompute + costs.gathered, backward))  # as working_bytes
         states = total("state_bytes") - costs.repeated
-        fixed = states + recompute + costs.gathered + costs.panels
+        fixed = states + working + costs.panels
         forward = np.where(costs.unable[end] > costs.unable[first], np.inf, total("forward_seconds"))
         sync, ending = total("sync_seconds") + costs.tie_seconds, states + costs.tie_bytes
         return forward, total("backward_seconds"), activation, fixed, sync, ending
@@ -107,7 +109,9 @@ class _ChoiceCosts:
         sums: of each of :data:`SUMMED`, running sums from the first layer on, with all layers recomputed and with none.
         kept: running sum of activations with all layers recomputed.
         peaks: ``[first, end]``: most bytes that one of these recomputed layers and those before it need.
-        gathered, panels: ``[first, end]``: gathered parameters, and panels of the largest product.
+        gathering_peaks: the same, with the parameters of the layer and the buffer into which they are gathered.
+        gathered, most_gathered, panels: ``[first, end]``: gathered parameters in a forward, those of the largest layer,
+            and panels of the largest product.
         repeated, tie_seconds, tie_bytes: ``[first, end]``: of layers that share parameters.
         unable: running number of layers that cannot have the choice.
     """
@@ -115,7 +119,9 @@ class _ChoiceCosts:
     sums: dict[str, tuple[np.ndarray, np.ndarray]]
     kept: np.ndarray
     peaks: np.ndarray
+    gathering_peaks: np.ndarray
     gathered: np.ndarray
+    most_gathered: np.ndarray
     panels: np.ndarray
     repeated: np.ndarray
     tie_seconds: np.ndarray
@@ -137,7 +143,14 @@ class _ChoiceCosts:
             {name: running_sums(name) for name in SUMMED},
             kept,
             _running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)]),
+            _running_max(
+                [
+                    cost.recompute_bytes + kept[at + 1] + 2 * cost.gathered_bytes if cost.recompute_bytes else 0.0
+                    for at, cost in enumerate(again)
+                ]
+            ),
             _gathered_bytes([cost.gathered_bytes for cost in plain]),
+            _running_max([cost.gathered_bytes for cost in plain]),
             _running_max([cost.panel_bytes for cost in plain]),
             ties[0],
             ties[1],

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from reshard.scheduler.autoparallel import Candidate, Choice
-from reshard.scheduler.autoparallel.costs import late_bytes
+from reshard.scheduler.autoparallel.costs import late_bytes, working_bytes
 from reshard.scheduler.autoparallel.iteration import evaluate, evaluate_schedule, step_bound
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
@@ -187,6 +187,33 @@ def test_gradients_count_from_the_first_backward():
     stage = problem.stage_cost(StagePlan(0, 1, 0, 1, (Choice(),)), 4)
     assert stage.peak_bytes(3) == stage.memory_bytes(3)
     assert stage.peak_bytes(4) == stage.memory_bytes(4) - late_bytes([plain])
+
+
+def test_buffers_hold_only_microbatches_that_are_left_in_the_step():
+    problem = make_problem(1)
+    plain = problem.stage_cost(StagePlan(0, 1, 0, 1, (Choice(),)), 4)
+    stage = replace(plain, state_bytes=10.0, late_bytes=1.0, buffer_bytes=6.0, received_bytes=4.0, microbatches=4)
+    assert [sum(stage.peak_parts(held)) for held in (1, 2, 3, 4)] == [16.0, 15.0, 13.0, 11.0]
+    assert stage.peak_parts(1) == (10.0, 6.0)  # with all gradients
+    assert stage.peak_parts(3) == (9.0, 4.0)  # in the first backward: later, no tensor is left to receive
+    assert all(stage.peak_bytes(held) <= stage.memory_bytes(held) for held in range(1, 5))
+    alone = replace(stage, microbatches=1, late_bytes=3.0)
+    assert alone.peak_parts(1) == (7.0, 2.0)
+
+
+def test_a_layer_is_recomputed_with_its_own_parameters_not_with_those_of_the_largest_layer():
+    problem = make_problem(1)
+    plain = problem.layer_cost(0, Choice(), problem.place(0, 1), 4)
+
+    def working(*layers):
+        names = "recompute_bytes", "gathered_bytes", "activation_bytes"
+        return working_bytes([replace(plain, **dict(zip(names, layer, strict=True))) for layer in layers])
+
+    assert working((0.0, 1.0, 5.0), (0.0, 10.0, 1.0)) == 21.0  # without recomputation
+    assert working((9.0, 1.0, 2.0), (0.0, 10.0, 1.0)) == 21.0  # 8 + 2 * 1 + 10 is less than two gathers of the largest
+    assert working((19.0, 1.0, 2.0), (0.0, 10.0, 1.0)) == 30.0  # 18 + 2 * 1 + 10
+    assert working((9.0, 10.0, 2.0), (0.0, 10.0, 1.0)) == 38.0  # equal layers: 8 + 3 * 10
+    assert working((9.0, 0.0, 2.0), (0.0, 0.0, 1.0)) == 8.0  # without ZeRO 3
 
 
 def test_simulations_stop_only_where_no_schedule_can_be_the_best():
