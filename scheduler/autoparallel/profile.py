@@ -215,6 +215,24 @@ class Profile:
         degrees = self.classes[key]
         return (degrees[degree], True) if degree in degrees else (degrees[1], degree == 1)
 
+    def spread(self, graph: LayerGraph) -> tuple[float, str, float]:
+        """How much the measured times of the layers of a model vary, relative to their medians.
+
+        Returns:
+            The mean of :attr:`Sample.spread` over all layers and numbers of rows, weighted by their seconds, so that
+            short layers hardly count; the layer class that adds most to it; and the mean of this class alone. Times at
+            tensor-parallel degree 1 count.
+        """
+        added: dict[str, float] = {}
+        whole: dict[str, float] = {}
+        for layer in graph.layers:
+            for sample in self.classes[layer.key][1].samples:
+                seconds = sample.forward_seconds + sample.backward_seconds
+                added[layer.key] = added.get(layer.key, 0.0) + seconds * sample.spread
+                whole[layer.key] = whole.get(layer.key, 0.0) + seconds
+        key = max(added, key=lambda each: added[each])
+        return sum(added.values()) / (sum(whole.values()) or 1.0), key, added[key] / (whole[key] or 1.0)
+
     @cached_property
     def hash(self) -> str:
         """Hash of the contents."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 NUM_ALTERNATIVES = 8
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
+#: Spread of measured layer times (see :meth:`Profile.spread`) above which a search warns. If five times spread by so
+#: much, the standard error of their median is about 10 %, as much as a prediction may be wrong.
+MOST_SPREAD = 0.25
 #: Parts of a strategy that ``keep=`` fixes.
 KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
 
@@ -69,6 +73,9 @@ def search(
 
     Raises:
         ArgumentError: the profile is of another model, an argument is out of range, or nothing fits the memory.
+
+    Warns:
+        UserWarning: the measured times of layers vary so much that the choice may be wrong.
     """
     for what, value, kind in (
         ("graph", graph, LayerGraph),
@@ -80,6 +87,7 @@ def search(
     keep = {} if keep is None else keep
     states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
     problem = make_problem(graph, cluster, profile, rows, keep, states, rules)
+    warn_if_noisy(problem)
     if compression is not None:
         from reshard.compression import Policy  # imports torch
 
@@ -87,6 +95,18 @@ def search(
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = replace(problem, compression=compression)
     return choose_strategy(problem, method)
+
+
+def warn_if_noisy(problem: Problem) -> None:
+    """Warn if the times of the profile vary by more than :data:`MOST_SPREAD`, as on a machine with other jobs."""
+    spread, key, most = problem.profile.spread(problem.graph)
+    if spread > MOST_SPREAD:
+        warnings.warn(
+            f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
+            f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {most:.0%}; above "
+            f"{MOST_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
+            stacklevel=3,
+        )
 
 
 def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy:
@@ -171,28 +191,34 @@ def make_problem(
             raise ArgumentError(f"keep fixes tp at {tp!r}; it must be a power of two")
         rules = replace(rules, least_tp=tp, max_tp=tp)
     if "grid" in keep:
-        shape = _kept_grid(keep["grid"], keep.get("tp"), cluster)
+        shape = _kept_grid(keep["grid"], keep, cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)
     counts = (keep["microbatches"],) if "microbatches" in keep else ()
     return Problem(graph, cluster, profile, rows, states, rules, counts)
 
 
-def _kept_grid(grid: Any, tp: int | None, cluster: Cluster) -> GridShape:
+def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShape:
     """The shape of the grid that ``keep`` fixes; empty: no grids."""
     if grid is None:
         return ()
     if not isinstance(grid, Sequence) or isinstance(grid, str):
         raise ArgumentError(f"keep fixes grid at {grid!r}; it must be (rows, cols, depth), or None for no grids")
     choice = Choice(grid=tuple(grid), tp=math.prod(grid[:2])) if grid else Choice()
+    if keep.get("tp", choice.tp) != choice.tp:
+        raise ArgumentError(
+            f"keep fixes tp at {keep['tp']}, and {choice}, which divides each layer over rows * cols = {choice.tp} "
+            "ranks; keep only one of them"
+        )
+    if keep.get("zero", 0) and choice.grid and choice.grid[2] == 1:
+        raise ArgumentError(
+            f"keep fixes zero at {keep['zero']}, and {choice}, whose depth of 1 has no replicas to share "
+            "states; keep only one of them, or a grid with a depth of at least 2"
+        )
     size = math.prod(choice.grid)
     if size < 2 or size not in cluster.mesh_sizes:
         raise ArgumentError(
             f"keep fixes {choice}, which has {size} ranks; a stage on a grid has one of "
             f"{', '.join(str(each) for each in cluster.mesh_sizes if each > 1)} ranks on this cluster"
-        )
-    if tp not in (None, choice.tp):
-        raise ArgumentError(
-            f"keep fixes tp at {tp}, and {choice}, which divides each layer over rows * cols = {choice.tp} ranks"
         )
     return choice.grid
 

@@ -32,7 +32,7 @@ from ..autoparallel import (
     tune,
 )
 from ..autoparallel.command import find_topology, parse_bytes, parse_keep
-from ..autoparallel.searching import make_problem
+from ..autoparallel.searching import make_problem, warn_if_noisy
 from .loop import Job, make_loaders, make_pipe
 from .models import layer_paths, make_model
 from .presets import GPTConfig
@@ -171,6 +171,7 @@ def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = N
     traced = trace_job(job)
     profile = profile_job(traced, job)
     problem = make_problem(traced.graph, cluster, profile, job.preset.rows, dict(options.keep), STATES, ChoiceRules())
+    warn_if_noisy(problem)
     return replace(problem, compression=policy)
 
 

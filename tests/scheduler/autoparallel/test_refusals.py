@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -39,7 +40,9 @@ def strategy():
         ({"grid": (2, 2)}, r"grid \(2, 2\) must be \(rows, cols, depth\)"),
         ({"grid": "2x2x1"}, "keep fixes grid at '2x2x1'"),
         ({"grid": (2, 2, 4)}, "grid=2x2x4, which has 16 ranks; a stage on a grid has one of 2, 4 ranks"),
-        ({"grid": (2, 2, 1), "tp": 2}, "tp at 2, and grid=2x2x1, which divides each layer over rows . cols = 4"),
+        ({"grid": (2, 2, 1), "tp": 2}, "tp at 2, and grid=2x2x1, .* rows . cols = 4 ranks; keep only one of them"),
+        ({"grid": (4, 4, 1), "tp": 2}, "tp at 2, and grid=4x4x1, .* rows . cols = 16 ranks; keep only one of them"),
+        ({"grid": (2, 2, 1), "zero": 3}, "zero at 3, and grid=2x2x1, whose depth of 1 has no replicas"),
         ({"recompute": "no"}, "keep fixes recompute at 'no'; it must be True or False"),
         (["tp"], "keep must be a Mapping"),
     ],
@@ -48,6 +51,28 @@ def strategy():
 def test_parts_that_cannot_be_kept_are_refused(keep, text):
     with pytest.raises(ArgumentError, match=text):
         search(GRAPH, CLUSTER, PROFILE, rows=8, keep=keep)
+
+
+def vary(spreads):
+    """The profile with these spreads of layer classes."""
+    classes = {
+        key: {1: ClassTimes(tuple(replace(each, spread=spreads.get(key, 0.0)) for each in degrees[1].samples))}
+        for key, degrees in PROFILE.classes.items()
+    }
+    return replace(PROFILE, classes=classes)
+
+
+def test_a_search_warns_of_a_noisy_profile_once():
+    seconds = {layer.key: PROFILE.times(layer.key, 1)[0].at(1).forward_seconds for layer in GRAPH.layers}
+    long, short = max(seconds, key=seconds.get), min(seconds, key=seconds.get)
+    noisy = vary({long: 0.9, short: 0.1})
+    with pytest.warns(UserWarning, match="is noisy: .* over 90%; above 25%, the choice may be wrong") as caught:
+        search(GRAPH, CLUSTER, noisy, rows=8, method="pure")
+    assert len(caught) == 1 and repr(long) in str(caught[0].message) and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        search(GRAPH, CLUSTER, vary(dict.fromkeys(seconds, 0.25)), rows=8, method="pure")
+        search(GRAPH, CLUSTER, vary({short: 5.0}), rows=8, method="pure")  # a layer of no importance
 
 
 @pytest.mark.parametrize(
