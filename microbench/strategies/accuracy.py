@@ -106,11 +106,11 @@ def make_pipeline(problem: Problem, stages: Stages) -> Pipeline:
 
 
 def measure(
-    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, plain: Topology
+    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, plain: Topology, repeats: int = REPEATS
 ) -> tuple[list[float], PipelineTimeline]:
     """Seconds of the kept steps of a strategy, and the timeline of the least disturbed one."""
     method = Method("strategy", strategy.schedule, None)
-    training = Training(make_pipeline(problem, strategy.stages), (method,), plain, None, REPEATS)
+    training = Training(make_pipeline(problem, strategy.stages), (method,), plain, None, repeats)
     results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
     laps = merge_laps([result["laps"]["strategy"] for result in results])
     return [lap.seconds for lap in laps.kept()], results[0]["timelines"]["strategy"]

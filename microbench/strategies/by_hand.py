@@ -41,11 +41,14 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
 
 
 def make_by_hand(
-    problem: Problem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int
+    problem: Problem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int, *, thorough: bool = False
 ) -> tuple[Problem, Strategy]:
-    """The strategy of these stages under its fastest schedule, with all predictions, and its problem."""
+    """The strategy of these stages under its fastest schedule, with all predictions, and its problem.
+
+    ``thorough``: ``auto_schedule`` may be its schedule, too.
+    """
     changed = replace(problem, cluster=cluster, microbatches=(microbatches,))
-    found = evaluate(changed, Candidate("by hand", tuple(stages), microbatches))
+    found = evaluate(changed, Candidate("by hand", tuple(stages), microbatches), thorough=thorough)
     if found is None:
         raise ArgumentError(f"no schedule runs {stages}")
     return changed, make_strategy(changed, found, [])

@@ -1,0 +1,135 @@
+"""The choice of the search against all divisions, measured: ``python -m microbench.strategies.all_divisions``.
+
+Six cases: three models of five layers on two clusters of four devices. One step of an even division corrects the
+profile, as ``tune`` does, and the search chooses. Then every division of the layers and devices into at least two
+stages runs, each under the schedule that is predicted to be its fastest. So does the choice of ``alpa``, as Alpa runs
+it: 1F1B with blocking transfers. At the end, the choice and the fastest divisions run again, with more steps, because
+the least of many medians is too small by chance; these steps count.
+
+Devices sleep for the seconds of their stages, and tensors cross rate-limited links, as in
+:mod:`microbench.strategies.accuracy`. Layers have no parameters, so all ranks of a stage are replicas whose gradients
+cost nothing. One stage of four replicas cannot be: a microbatch has two rows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from microbench.emulation.cluster import Cluster as EmulatedCluster
+from microbench.emulation.links import nominal
+from microbench.harness.steal_time import merge_laps
+from microbench.strategies.accuracy import MICROBATCHES, ROWS, Model, make_pipeline, measure
+from microbench.strategies.by_hand import make_by_hand, parse_stages
+from microbench.training.worker import Method, Training, train_in_turns
+from reshard.cli.progress import print_line, track
+from reshard.scheduler import block_transfers, one_f_one_b
+from reshard.scheduler.autoparallel import Choice, Cluster, Problem, StagePlan, Strategy, choose_strategy
+from reshard.scheduler.autoparallel.problem import Stages
+from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.topology import topology_from_json
+
+MODELS = (
+    Model("GPT", (0.004,) * 5, (0.5,) * 4),
+    Model("vision backbone", (0.004,) * 5, (4.0, 2.0, 1.0, 0.5)),
+    Model("U-Net", (0.003, 0.004, 0.005, 0.004, 0.003), (1.0, 0.5, 0.5, 1.0), ((0, 4, 1.0), (1, 3, 0.5))),
+)
+#: Stages of two devices are on one host: between hosts, the barriers of timed stages would wait behind the tensors.
+CLUSTERS = {
+    f"two hosts, {rate}": {"hosts": [{"devices": 2, "nics": [rate]}] * 2} for rate in ("1 Gbit/s", "500 Mbit/s")
+}
+FIRST = "3:2, 2:2"
+#: Steps of each division, and of the divisions that run again; number of the latter, without the choice.
+REPEATS, FINAL_REPEATS, NUM_FINAL = 3, 7, 2
+
+
+def divisions(problem: Problem) -> Iterator[Stages]:
+    """All divisions of the layers and devices into stages of replicas that divide the rows of a microbatch."""
+    cluster, rows, num_layers = problem.cluster, ROWS // MICROBATCHES, len(problem.graph.layers)
+
+    def meshes(first: int) -> Iterator[tuple[int, ...]]:
+        if first == cluster.num_ranks:
+            yield ()
+        for size in cluster.mesh_sizes:
+            if rows % size == 0 and first + size <= cluster.num_ranks and cluster.is_mesh(first, first + size):
+                yield from ((size, *rest) for rest in meshes(first + size))
+
+    for sizes in meshes(0):
+        for cuts in itertools.combinations(range(1, num_layers), len(sizes) - 1):
+            ends, ranks = (*cuts, num_layers), list(itertools.accumulate(sizes, initial=0))
+            yield tuple(
+                StagePlan(first, end, ranks[at], ranks[at + 1], (Choice(),) * (end - first))
+                for at, (first, end) in enumerate(itertools.pairwise((0, *ends)))
+            )
+
+
+def run_as_alpa(cluster: EmulatedCluster, problem: Problem, strategy: Strategy) -> float:
+    """Median seconds of a step under 1F1B whose transfers block the compute stream."""
+    pipeline = make_pipeline(problem, strategy.stages)
+    schedule = block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)
+    training = Training(pipeline, (Method("alpa", schedule, None),), problem.cluster.topology, None, REPEATS)
+    results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
+    laps = merge_laps([result["laps"]["alpa"] for result in results])
+    return statistics.median(lap.seconds for lap in laps.kept())
+
+
+def describe(strategy: Strategy) -> str:
+    """Layers and ranks of all stages, and the schedule."""
+    stages = ", ".join(f"{stage.num_layers}:{stage.num_ranks}" for stage in strategy.stages)
+    return f"{stages} ({strategy.schedule.name})"
+
+
+def run_case(model: Model, kind: str) -> tuple[float, float]:
+    """How much slower the choice is than the fastest division, and how many times as fast as Alpa's."""
+    shaped = topology_from_json(CLUSTERS[kind])
+    plain, graph = nominal(shaped), model.graph()
+    devices = Cluster(plain, 1e9)
+    true = Problem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    title = f"{model.name}, {kind}"
+    with EmulatedCluster(shaped) as cluster:
+
+        def run(strategy: Strategy, repeats: int) -> tuple[float, Any]:
+            seconds, timeline = measure(cluster, true, strategy, plain, repeats)
+            return statistics.median(seconds), timeline
+
+        _, first = make_by_hand(true, devices, parse_stages(FIRST), MICROBATCHES)
+        profile = correct_profile(true, first, [run(first, REPEATS)[1]])
+        problem = replace(true, profile=profile)
+        chosen, alpa = choose_strategy(problem), choose_strategy(problem, "alpa")
+        found: list[tuple[float, Strategy]] = []
+        for stages in track([*divisions(problem)], title):
+            _, strategy = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
+            found.append((run(strategy, REPEATS)[0], strategy))
+        found.sort(key=lambda each: each[0])
+        slow = run_as_alpa(cluster, true, alpa)
+        final = [(run(each, FINAL_REPEATS)[0], each) for each in (chosen, *(s for _, s in found[:NUM_FINAL]))]
+    took, (best, strategy) = final[0][0], min(final, key=lambda each: each[0])
+    print_line(
+        f"{title}: {len(found)} divisions, {found[0][0]:.3f} to {found[-1][0]:.3f} s; choice {describe(chosen)} "
+        f"predicted {chosen.seconds:.3f} s, takes {took:.3f} s; fastest {describe(strategy)} {best:.3f} s; loss "
+        f"{took / best - 1:.1%}; alpa {describe(alpa)} with blocking 1F1B {slow:.3f} s, {slow / took:.2f} times as long"
+    )
+    return took / best - 1, slow / took
+
+
+def main() -> None:
+    """Print a line for each case, the largest loss, and the gains over Alpa's choice."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", type=int, choices=range(1, 7), help="run one case only (default: all six)")
+    options = parser.parse_args()
+    cases = [(model, kind) for kind in CLUSTERS for model in MODELS]
+    if options.case is not None:
+        cases = [cases[options.case - 1]]
+    results = [run_case(*case) for case in cases]
+    print_line(
+        f"largest loss of the choice {max(loss for loss, _ in results):.1%}; over alpa with blocking 1F1B: "
+        f"{', '.join(f'{gain:.2f}' for _, gain in results)}"
+    )
+
+
+if __name__ == "__main__":
+    main()
