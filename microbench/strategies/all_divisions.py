@@ -35,7 +35,7 @@ from reshard.topology import topology_from_json
 
 MODELS = (
     Model("GPT", (0.004,) * 5, (0.5,) * 4),
-    Model("vision backbone", (0.004,) * 5, (4.0, 2.0, 1.0, 0.5)),
+    Model("vision backbone", (0.004,) * 5, (2.0, 1.0, 0.5, 0.25)),
     Model("U-Net", (0.003, 0.004, 0.005, 0.004, 0.003), (1.0, 0.5, 0.5, 1.0), ((0, 4, 1.0), (1, 3, 0.5))),
 )
 #: Stages of two devices are on one host: between hosts, the barriers of timed stages would wait behind the tensors.
