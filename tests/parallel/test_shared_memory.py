@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import resource
 import signal
 import time
 from datetime import timedelta
@@ -194,6 +195,33 @@ def refuse(*_):
 @pytest.mark.parametrize("name", ["_open", "_create"])
 def test_all_ranks_use_gloo_if_one_cannot_share_memory(name):
     assert run_processes(check_fallback, 3, name) == [0] * 3
+
+
+def check_limits(rank, kind):
+    if rank == 1 and kind == "before":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    axis = make_axis(rank, [0, 0], seconds=3.0)
+    assert axis.sum(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert axis.shares_memory == (kind != "before")
+    if kind == "before":
+        return
+    part = torch.ones(10_000_000)
+    if rank == 1 and kind == "file":
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+    elif rank == 1:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)  # enough for the result alone
+    with pytest.raises(ReshardError, match=f"rank 1 {'did not start it' if rank == 0 else 'cannot map [0-9]+ bytes'}"):
+        axis.gather(part, [len(part)] * 2).wait()
+    with pytest.raises(RemoteError, match="make a new grid"):
+        axis.gather(torch.ones(1), [1, 1])
+    time.sleep(4.0 * rank)  # rank 0 must not see that rank 1 has ended
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("kind", ["before", "file", "memory"])
+def test_limits_of_a_process_are_named_and_before_the_grid_they_mean_gloo(kind):
+    run_processes(check_limits, 2, kind)
 
 
 def check_levels(rank):

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard import _native
-from reshard.errors import DisagreementError, ResourceError
+from reshard.errors import DisagreementError, ReshardError, ResourceError
 from reshard.formatting import describe_ranks
 from reshard.runtime.torch_compat import timeout_of
 
@@ -57,9 +57,12 @@ class SharedMemory:
     Args:
         axis: the ranks. processes: their process ids.
         descriptors: of their memory, in this process; they end with this object.
+        control: the beginning of the memory of each, mapped.
     """
 
-    def __init__(self, axis: Axis, processes: Sequence[int], descriptors: Sequence[int]) -> None:
+    def __init__(
+        self, axis: Axis, processes: Sequence[int], descriptors: Sequence[int], control: Sequence[Any]
+    ) -> None:
         self._ranks, self._index, self._failures = axis.ranks, axis.index, axis.failures
         self._processes, self._descriptors = tuple(processes), tuple(descriptors)
         self._others = [(self._index + step) % axis.size for step in range(1, axis.size)]
@@ -67,7 +70,6 @@ class SharedMemory:
         self._seconds = timeout_of(axis.group)
         weakref.finalize(self, _close, self._descriptors).atexit = False
         self._maps: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
-        control = [_native.map_shared(descriptor, 0, _CONTROL_BYTES) for descriptor in descriptors]
         self._words, self._fields = ([each.view(dtype) for each in control] for dtype in ("u4", "i8"))
         self._number, self._end = 0, _CONTROL_BYTES
         #: Messages that not all ranks have read, and offsets of free buffers by their capacity.
@@ -84,12 +86,14 @@ class SharedMemory:
         try:
             table = axis.gather(torch.tensor([[os.getpid(), own, token]], device="cpu"), [1] * axis.size).wait()
             opened: list[int] = []
-            with contextlib.suppress(OSError):  # another pid namespace, or a process that hides
+            control: list[Any] = []
+            with contextlib.suppress(OSError):  # another pid namespace, a process that hides, or a limit of memory
                 for row in table.tolist():
                     opened.append(_open(*row))
-            can_map = torch.tensor([len(opened) == axis.size], device="cpu")
+                    control.append(_native.map_shared(opened[-1], 0, _CONTROL_BYTES))
+            can_map = torch.tensor([len(control) == axis.size], device="cpu")
             if bool(axis.gather(can_map, [1] * axis.size).wait().all()):
-                return cls(axis, table[:, 0].tolist(), opened)
+                return cls(axis, table[:, 0].tolist(), opened, control)
             _close(opened)
             return None
         finally:
@@ -165,7 +169,10 @@ class SharedMemory:
         if self._free.get(capacity):
             return self._free[capacity].pop(), capacity
         offset, self._end = self._end, self._end + capacity
-        os.ftruncate(self._descriptors[self._index], self._end)
+        try:
+            os.ftruncate(self._descriptors[self._index], self._end)
+        except OSError as error:
+            raise self._no_memory(self._index, capacity, error) from error
         return offset, capacity
 
     def _has_started(self, rank: int, number: int, seconds: float) -> bool:
@@ -206,8 +213,7 @@ class SharedMemory:
                     f"and expects {message.nbytes[rank]} bytes; ranks must call the same collectives of a grid, in the "
                     "same order and with the same sizes"
                 )
-                self._failures.append(error)
-                raise error
+                raise self._fail(error)
             views[rank] = buffer[begin:end].view(message.dtype)
         return views
 
@@ -220,11 +226,29 @@ class SharedMemory:
     def _map(self, rank: int, offset: int, nbytes: int) -> tuple[Any, torch.Tensor]:
         """A buffer: its table of intervals, ``[rank, begin or end]``, and its bytes. It never changes its capacity."""
         if (rank, offset) not in self._maps:
-            array = _native.map_shared(self._descriptors[rank], offset, nbytes)
+            try:
+                array = _native.map_shared(self._descriptors[rank], offset, nbytes)
+            except OSError as error:
+                raise self._no_memory(rank, nbytes, error) from error
             with torch.inference_mode(False):  # tensors made in this mode cannot change outside of it
                 table = array[: 16 * len(self._ranks)].view("i8").reshape(-1, 2)
                 self._maps[rank, offset] = table, torch.from_numpy(array)
         return self._maps[rank, offset]
+
+    def _no_memory(self, rank: int, nbytes: int, error: OSError) -> ReshardError:
+        """The error for memory of a rank that this rank cannot make or map."""
+        own, owner = (describe_ranks([self._ranks[each]]) for each in (self._index, rank))
+        return self._fail(
+            ResourceError(
+                f"{own} cannot map {nbytes} bytes of the shared memory of {owner}: {error.strerror}; raise the limits "
+                "of memory and file sizes of the process (ulimit -v, ulimit -f), or move less at a time with panel="
+            )
+        )
+
+    def _fail(self, error: ReshardError) -> ReshardError:
+        """Let no later collective of the grid start, because it would meet another one of the other ranks."""
+        self._failures.append(error)
+        return error
 
 
 @dataclass(eq=False)
@@ -284,11 +308,13 @@ def _create(token: int) -> int:
     """A descriptor of new memory; -1 if this system has none."""
     if not hasattr(_native, "create_memory"):
         return -1
+    descriptor = -1
     try:
         descriptor = _native.create_memory(f"reshard-{token}")
+        os.ftruncate(descriptor, _CONTROL_BYTES)
     except OSError:
+        _close([descriptor] if descriptor >= 0 else [])
         return -1
-    os.ftruncate(descriptor, _CONTROL_BYTES)
     return descriptor
 
 
