@@ -161,9 +161,11 @@ class SharedMemory:
                 del self._written[written]
                 self._free.setdefault(capacity, []).append(offset)
         if number - RING in self._written:
-            raise ResourceError(
-                f"{describe_ranks([self._ranks[self._index]])} started {RING} collectives before "
-                f"{describe_ranks(self._ranks)} all waited for the first; wait for them earlier"
+            raise self._fail(
+                ResourceError(
+                    f"{describe_ranks([self._ranks[self._index]])} started {RING} collectives before "
+                    f"{describe_ranks(self._ranks)} all waited for the first; wait for them earlier"
+                )
             )
         capacity = max(mmap.PAGESIZE, 1 << (nbytes - 1).bit_length())
         if self._free.get(capacity):
