@@ -160,8 +160,8 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
     for group in state.optimizer.param_groups:
         if id(group) not in done and group["params"]:  # this rank has no parameters; a scheduler reads the settings
             for key in group:
-                stored = (each for each in request.known if each.startswith("optimizer.param_groups."))
-                setting = next((each for each in stored if each.endswith(f".{key}")), None)
+                settings = (each for each in request.known if each.startswith("optimizer.param_groups."))
+                setting = next((each for each in settings if each.endswith(f".{key}")), None)
                 if setting is not None:
                     request.want([setting])
                     request.restore.append(functools.partial(_set_from, group, key, request, setting))
