@@ -2,7 +2,7 @@
 
 Four models, with the shapes of BERT-Large, T5-Large, ViT-Huge and Swin-Large, on two hosts of four devices with 100
 Gbit/s, and four limits of memory each. At the smallest limit only some methods find a strategy that fits. The table
-shows, for each method, the samples per second of its own choice under its best schedule, and the balance degrees of
+shows, for each method, the samples per second of its choice under its best schedule, and the balance degrees of
 time and of memory.
 """
 

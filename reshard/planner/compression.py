@@ -21,6 +21,8 @@ MIN_GAIN = 0.95
 MOST_GROUPS = 8
 #: Name of a choice that differs between tensors.
 MIXED = "a choice per layout and dtype"
+#: The rate of a codec, None without one, and the specs of all tensors with it.
+_Option = tuple[CodecRate | None, list[TensorSpec]]
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ def code_tensors(
     Args:
         tensors: specs with the dtypes of the sources.
         compression: a codec, its name, or a policy; None: none. ``"auto"``: the codec with the lowest predicted time,
-            or none. Tensors with another layout or dtype than the rest, such as those that stay inside hosts, may get
+            or none. Tensors with another layout or dtype than the rest, such as tensors inside one host, may get
             another codec, or none, if the prediction says so.
         max_error: with ``"auto"``: largest usual error of a codec to choose. None allows no lossy codec.
         topology: with ``"auto"``: has the rates of the codecs to choose from. plan: plans tensors on this topology.
@@ -111,13 +113,31 @@ def code_tensors(
     if not allowed:
         return [replace(spec, raw_because=f"the usual error of every codec is above {max_error:g}") for spec in raw]
 
-    plain = predict(plan(raw))
-    options = [(None, raw), *((rate, code(rate.codec)) for rate in allowed)]
+    options: list[_Option] = [(None, raw), *((rate, code(rate.codec)) for rate in allowed)]
+    chosen, reason = _choose(options, plan, encodes_first)
+    result = []
+    for number, option in enumerate(chosen):
+        spec, coded = options[option][1][number], [specs[number] for _, specs in options[1:]]
+        if spec.codec is not None:
+            result.append(replace(spec, coded_because=reason))
+        elif any(each.codec is not None for each in coded):
+            result.append(replace(spec, raw_because=reason))
+        else:
+            result.append(replace(spec, raw_because=coded[0].raw_because))  # no codec can code it
+    return result
+
+
+def _choose(
+    options: Sequence[_Option], plan: Callable[[Sequence[TensorSpec]], Plan], encodes_first: bool
+) -> tuple[list[int], str]:
+    """The option of each tensor with the lowest predicted time, and the text that says why. The first option is raw."""
+    plain = predict(plan(options[0][1]))
     predicted = [predict(plan(specs), rate, encodes_first=encodes_first) for rate, specs in options[1:]]
     best = min(range(len(predicted)), key=lambda number: predicted[number].seconds)
     is_coded = predicted[best].seconds < MIN_GAIN * plain.seconds
-    chosen, found = [1 + best if is_coded else 0] * len(raw), predicted[best] if is_coded else plain
-    groups = _group_alike(raw)
+    chosen = [1 + best if is_coded else 0] * len(options[0][1])
+    found = predicted[best] if is_coded else plain
+    groups = _group_alike(options[0][1])
     for group in groups[:MOST_GROUPS] if len(groups) > 1 else []:
         for option, (rate, _) in enumerate(options):
             trial = [option if number in group else each for number, each in enumerate(chosen)]
@@ -129,17 +149,7 @@ def code_tensors(
             if now.seconds <= found.seconds if rate is None else now.seconds < MIN_GAIN * found.seconds:
                 chosen, found = trial, now
     shown = [plain, *predicted, *([found] if len(set(chosen)) > 1 else [])]
-    reason = f"auto predicts {', '.join(map(str, shown))}"
-    result = []
-    for number, option in enumerate(chosen):
-        spec, coded = options[option][1][number], [specs[number] for _, specs in options[1:]]
-        if spec.codec is not None:
-            result.append(replace(spec, coded_because=reason))
-        elif any(each.codec is not None for each in coded):
-            result.append(replace(spec, raw_because=reason))
-        else:
-            result.append(replace(spec, raw_because=coded[0].raw_because))  # no codec can code it
-    return result
+    return chosen, f"auto predicts {', '.join(map(str, shown))}"
 
 
 def _group_alike(tensors: Sequence[TensorSpec]) -> list[set[int]]:

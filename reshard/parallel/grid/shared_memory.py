@@ -1,6 +1,6 @@
 """Collectives of ranks that share a host, through memory that they share.
 
-Every rank writes its messages into memory of its own, which the others map. They copy or add from there, so no message
+Every rank writes its messages into its own memory, which the others map. They copy or add from there, so no message
 passes a socket. Ranks that cannot map the memory of all others, such as ranks in different containers, use Gloo.
 
 The memory is an unnamed file, which ends with the processes that have it open, even if they are killed. It begins with

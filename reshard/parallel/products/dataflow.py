@@ -135,7 +135,7 @@ class LayerProducts:
 
     @property
     def dataflows(self) -> Dataflows:
-        """The dataflows with which the busiest rank receives least. Those that are not weight-stationary win ties."""
+        """The dataflows with which the busiest rank receives least. Without a gain, no product is weight-stationary."""
         return _choose(self)
 
 
