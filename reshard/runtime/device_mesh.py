@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections import Counter
 from collections.abc import Sequence
@@ -16,21 +17,29 @@ _num_made: weakref.WeakKeyDictionary[Any, Counter[tuple[int, ...]]] = weakref.We
 _without_owner: list[Any] = []
 
 
-def new_group(ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None) -> Any:
+def new_group(
+    ranks: Sequence[int], timeout: timedelta | None = None, backend: str | None = None, *, shares_thread: bool = False
+) -> Any:
     """A process group of some global ranks. Only these ranks call, all of them, in the same order.
 
     Unlike in ``torch.distributed.new_group(use_local_synchronization=True)``, the ranks may belong to unequal numbers
     of other groups.
+
+    Args:
+        ranks: of the group. timeout: of its collectives. backend: as in ``torch.distributed.new_group``.
+        shares_thread: whether a Gloo group uses the network thread of the default process group. Many groups then use
+            little CPU time while they are idle, but no more than one core for network traffic.
     """
     import torch.distributed as dist
 
-    from .torch_compat import named_group
+    from .torch_compat import gloo_devices, gloo_groups_on, named_group
 
     _destroy_groups_without_owner()
     made = _num_made.setdefault(dist.group.WORLD, Counter())
     made[tuple(sorted(ranks))] += 1
     name = f"reshard group {made[tuple(sorted(ranks))]} of ranks {sorted(ranks)}"
-    with named_group(name):
+    devices = gloo_devices(dist.group.WORLD) if shares_thread else []
+    with named_group(name), gloo_groups_on(devices) if devices else contextlib.nullcontext():
         return dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True)
 
 
@@ -67,7 +76,7 @@ def make_device_mesh(ranks: torch.Tensor, axes: Sequence[str], device_type: str,
     (place,) = (ranks == dist.get_rank()).nonzero().tolist()
     lines = [ranks[(*place[:axis], slice(None), *place[axis + 1 :])] for axis in range(ranks.dim())]
     timeout = timedelta(seconds=timeout_seconds)
-    groups = [new_group(line.tolist(), timeout) for line in lines]
+    groups = [new_group(line.tolist(), timeout, shares_thread=True) for line in lines]
     mesh = DeviceMesh.from_group(groups, device_type, mesh=ranks, mesh_dim_names=tuple(axes))
     end_with(mesh, groups)
     return mesh

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from reshard.parallel import Grid
 from reshard.parallel.grid.collectives import Axis
 from reshard.testing import run_processes
 
@@ -44,3 +47,21 @@ def check_axis(rank, hosts, ranks):
 def test_gathers_sums_and_exchanges_of_an_axis_are_exact(hosts, has_levels):
     for ranks in ([0, 1, 2, 3, 4, 5], [4, 0, 5, 2, 1, 3]):
         assert run_processes(check_axis, 6, hosts, ranks) == [has_levels] * 6
+
+
+def count_network_threads(rank):
+    def count():
+        return sum(path.read_text() == "gloo_tcp_loop\n" for path in Path("/proc/self/task").glob("*/comm"))
+
+    dist.all_reduce(torch.zeros(1))
+    before = count()
+    grids = [Grid.make(2, 2), Grid.make(1, 2, 2)]
+    for grid in grids:
+        for axis in ("depth", "row", "col"):
+            assert grid.along(axis).all_reduce(torch.ones(5)).tolist() == [float(grid.along(axis).size)] * 5
+    return count() - before
+
+
+def test_grids_use_the_network_thread_of_the_default_group():
+    # an idle thread of Gloo wakes up 100 times a second
+    assert run_processes(count_network_threads, 4) == [0] * 4

@@ -137,7 +137,7 @@ class Axis:
     def _make(self, name: str, positions: Sequence[int]) -> Axis:
         """An axis of the ranks at ``positions``, with a new process group."""
         ranks = [self.ranks[position] for position in positions]
-        group = new_group(ranks, self._timeout, dist.get_backend(self.group))
+        group = new_group(ranks, self._timeout, dist.get_backend(self.group), shares_thread=True)
         axis = Axis(name, group, ranks, positions.index(self.index), self._timeout)
         end_with(axis, [group])
         axis.explain, axis.failures = self.explain, self.failures

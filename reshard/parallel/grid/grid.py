@@ -280,7 +280,7 @@ class Grid:
         if self.cols == 1:
             return self._axes["row"]
         backend = dist.get_backend(self._axes["col"].group)
-        group = new_group(ranks, self._timeout, backend)
+        group = new_group(ranks, self._timeout, backend, shares_thread=True)
         axis = Axis("layer", group, ranks, self.row * self.cols + self.col, self._timeout)
         end_with(axis, [group])
         return axis
