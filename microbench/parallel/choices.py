@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.parallel.links import measure_grid_links
@@ -26,11 +25,12 @@ from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
 from reshard.parallel.choice import GridPrice
 from reshard.parallel.grid import AXES
+from reshard.runtime.device_mesh import make_device_mesh
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.topology import Topology
 
-HEADS, VOCABULARY = 16, 512
+HEADS, VOCABULARY, TIMEOUT_SECONDS = 16, 512, 300
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,8 @@ def time_grids(
         torch.manual_seed(0)
         model = GPT(case.config)
         model.apply(GPT.initialize)
-        models.append(parallelize(model, Grid(DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=AXES))))
+        mesh = make_device_mesh(torch.tensor(ranks), AXES, "cpu", TIMEOUT_SECONDS)
+        models.append(parallelize(model, Grid(mesh)))
     seconds: list[list[float]] = [[] for _ in models]
     for turn in range(repeats + 1):
         for number, model in enumerate(models):
