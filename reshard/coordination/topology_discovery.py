@@ -38,7 +38,7 @@ def find_topology(
     Args:
         group: a process group or the result of :func:`reshard.join`; None for the default group.
         timeout_seconds: how long to wait for the other ranks.
-        codecs: names of codecs to time, on all ranks at once and a few milliseconds each. The topology gets the lowest
+        codecs: names of codecs to time, on all ranks at once and about 0.1 s each. The topology gets the lowest
             rates of any rank, which ``compression="auto"`` uses.
 
     Raises:
@@ -47,17 +47,20 @@ def find_topology(
     """
     found = find_group(group)
     members = tuple(range(found.size))
-    failure, rates = None, []
+    failure, parsed = None, []
     try:
         seconds = check_timeout(timeout_seconds)
-        rates = [measure_rates(parse_codec(name)) for name in codecs]
+        parsed = [parse_codec(name) for name in codecs]
     except ArgumentError as error:
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     arguments = [("what to do", "find_topology"), ("codecs", ", ".join(map(str, codecs)))]
-    request = Request(found.rank, arguments, hostname=found.hostname, error=failure, payload=rates)
+    request = Request(found.rank, arguments, hostname=found.hostname, error=failure, payload=[])
     with publish_interruption(found), calling(found):
         channel = find_channel(found, members)
         _, decision = channel.agree(request, _resolve, seconds)
+        if parsed:  # after the first agreement, all ranks measure at the same time
+            rates = [measure_rates(codec) for codec in parsed]
+            _, decision = channel.agree(replace(request, payload=rates), _resolve, seconds)
     topology = topology_of_names(decision.hostnames, found.size)
     slowest = np.array(list(decision.payloads.values())).reshape(found.size, -1, 2).min(axis=0).tolist()
     return replace(
