@@ -131,6 +131,7 @@ def choose_grid(
     itemsize: int = 4,
     state_bytes: int = 16,
     panel: int = PANEL_WIDTH,
+    keep_inputs: bool = False,
 ) -> GridChoice:
     """Estimate the time of a training step for every grid shape and rank order, and sort them by time.
 
@@ -148,7 +149,7 @@ def choose_grid(
         flops_per_second: rate of one rank; a multiplication and its addition count as two.
         itemsize: bytes of an element of activations and weights.
         state_bytes: bytes of a parameter with its gradient and optimizer state; 16 for Adam in float32.
-        panel: width of a panel in elements, see :class:`~reshard.parallel.Linear`.
+        panel, keep_inputs: as in :class:`~reshard.parallel.Linear` and :func:`~reshard.parallel.parallelize`.
 
     Raises:
         ArgumentError: no grid fits (the error says what the smallest needs), or an argument is invalid.
@@ -165,7 +166,11 @@ def choose_grid(
         raise ArgumentError(
             f"ranks must be different ranks of the topology, which has {len(topology.host_of_rank)}, not {list(ranks)}"
         )
-    workload = _Workload(sizes, topology, tuple(ranks), rows, flops_per_second, itemsize, state_bytes, panel)
+    if not isinstance(keep_inputs, bool):
+        raise ArgumentError(f"keep_inputs is {keep_inputs!r}; it must be True or False")
+    workload = _Workload(
+        sizes, topology, tuple(ranks), rows, flops_per_second, itemsize, state_bytes, panel, keep_inputs
+    )
     prices: list[GridPrice] = []
     refused: list[tuple[str, str]] = []
     for shape in _shapes(len(ranks)):
@@ -225,6 +230,7 @@ class _Workload:
     itemsize: int
     state_bytes: int
     panel: int
+    keep_inputs: bool
 
     def price(self, shape: tuple[int, int, int], order: tuple[str, ...]) -> GridPrice:
         """Estimate a grid of shape ``(depth, rows, cols)`` with the axes in this order over the ranks."""
@@ -233,9 +239,11 @@ class _Workload:
         traffic = {axis: find_traffic(self.topology, arranged, number) for number, axis in enumerate(AXES)}
         layer_rows = size_of(chunk_spans(self.rows, depth)[0])
         tokens = tuple(size_of(span) * sizes.sequence for span in chunk_spans(layer_rows, rows))
-        load = GridLoad(rows, cols, depth, tokens, traffic, self.itemsize, self.itemsize, self.panel)
+        load = GridLoad(
+            rows, cols, depth, tokens, traffic, self.itemsize, self.itemsize, self.panel, keep_inputs=self.keep_inputs
+        )
         compute = exposed = sums = norms = 0.0
-        parameters = stationary = 0
+        parameters = stationary = kept = 0
         for layer, count in ((sizes.layer, sizes.num_layers), (sizes.output, 1)):
             price = price_layer(layer, load, self.flops_per_second)
             compute += count * sum(each.compute for each in price.passes)
@@ -244,7 +252,8 @@ class _Workload:
             norms += count * (price.norm_forward_seconds + price.norm_backward_seconds)
             parameters += count * price.parameters
             stationary += count * price.num_stationary
+            kept += count * price.kept_elements
         saved = sizes.num_layers * _SAVED_PER_FEATURE * tokens[0] * math.ceil(sizes.hidden / cols)
         logits = 3 * tokens[0] * math.ceil(sizes.vocabulary / cols)
-        memory = parameters * self.state_bytes + (saved + logits) * self.itemsize
+        memory = parameters * self.state_bytes + (saved + logits + kept) * self.itemsize
         return GridPrice(rows, cols, depth, order, compute, exposed, sums, norms, memory, stationary)

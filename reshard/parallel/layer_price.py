@@ -81,7 +81,7 @@ class GridLoad:
         traffic: by axis name.
         itemsize: bytes of an element of activations and weights on the wire. gradient_bytes: of an element of a
             gradient.
-        panel: see :class:`~reshard.parallel.Linear`.
+        panel, keep_inputs: see :class:`~reshard.parallel.Linear`.
         coded_ratio: bytes on the wire per byte of a message of a matrix product. coding_seconds: seconds to encode and
             decode one element that a rank receives. Computation does not hide them.
     """
@@ -96,6 +96,7 @@ class GridLoad:
     panel: int = PANEL_WIDTH
     coded_ratio: float = 1.0
     coding_seconds: float = 0.0
+    keep_inputs: bool = False
 
 
 class PassSeconds(NamedTuple):
@@ -117,6 +118,7 @@ class LayerPrice:
         panel_elements: elements in the two panels that the largest product holds at a time: the one that is multiplied
             and the one that arrives.
         num_stationary: number of products that keep the weight in place.
+        kept_elements: gathered elements that a rank keeps for the backward, with ``keep_inputs``.
     """
 
     forward: PassSeconds
@@ -128,6 +130,7 @@ class LayerPrice:
     parameters: int
     panel_elements: int
     num_stationary: int
+    kept_elements: int = 0
 
     @property
     def passes(self) -> tuple[PassSeconds, PassSeconds, PassSeconds]:
@@ -148,12 +151,13 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
     """
     attention = attention_flops(layer, load.tokens[0], load.cols) / flops_per_second
     compute, exposed = [attention, 2 * attention, 0.0], [0.0, 0.0, 0.0]
-    parameters, panel_elements, stationary, sums = 0, 0, 0, 0.0
+    parameters, panel_elements, stationary, kept, sums = 0, 0, 0, 0, 0.0
     for k, n in layer.products:
         product = ProductShape(min(k, n), tuple(map(size_of, chunk_spans(max(k, n), load.cols))), load.rows, load.panel)
         multiply = 2.0 * load.tokens[0] * product.p * product.q[0] / flops_per_second
-        products = LayerProducts(product, load.tokens, cuts_in=k < n)
+        products = LayerProducts(product, load.tokens, k < n, load.keep_inputs)
         flows, itemsize = products.dataflows, load.itemsize * load.coded_ratio
+        kept += products.kept(flows)
         moved = find_product_seconds(products, flows, load.traffic, itemsize)
         for number, (seconds, keeps) in enumerate(zip(map(sum, moved), flows, strict=True)):
             steps = 1 if keeps else product.panels.num_panels
@@ -186,6 +190,7 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
         parameters,
         panel_elements,
         stationary,
+        kept,
     )
 
 

@@ -70,6 +70,21 @@ def test_slow_uplinks_of_pods_change_the_winner():
     assert ratio == pytest.approx((16 / 10e6) / (7 / 50e6))
 
 
+def test_kept_inputs_take_memory_for_the_bytes_that_they_save():
+    topology = Topology(tuple(range(4)), hosts=(Host((Port.of(50e6),)),) * 4, latency_seconds=0.0)
+
+    def price(keep_inputs):
+        choice = choose_grid(
+            sizes(256), topology, range(4), rows=16, flops_per_second=1e18, panel=10**6, keep_inputs=keep_inputs
+        )
+        return best_of(choice, 1, 4, 1)
+
+    gathered, kept = price(False), price(True)
+    extra = kept.memory_bytes - gathered.memory_bytes
+    assert extra > 0
+    assert gathered.seconds - kept.seconds == pytest.approx(extra / 50e6, rel=1e-6)
+
+
 def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refused():
     model = sizes(256)
     everything = choose_grid(model, four_hosts(), range(16), rows=32, flops_per_second=1e12)
@@ -100,6 +115,7 @@ def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refuse
         ({"itemsize": 0}, "itemsize is 0; it must be a positive integer"),
         ({"state_bytes": -16}, "state_bytes is -16; it must be a positive integer"),
         ({"panel": 0}, "panel is 0; it must be a positive integer"),
+        ({"keep_inputs": "yes"}, "keep_inputs is 'yes'; it must be True or False"),
         ({"memory_bytes": "4GB"}, "memory_bytes is '4GB'; it must be a positive number"),
         ({"flops_per_second": math.nan}, "flops_per_second is nan; it must be a positive number"),
     ],

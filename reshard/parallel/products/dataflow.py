@@ -133,6 +133,12 @@ class LayerProducts:
                 result[-1] = result[-1] - sizes.gathered(flows.weight_gradient, is_x=is_x)
         return result
 
+    def kept(self, flows: Dataflows) -> int:
+        """Elements that the busiest rank gathers of the input, and keeps until the backward."""
+        if not self.shares_input(flows):
+            return 0
+        return int(_Sizes(self.shape, self.tokens).gathered(flows.forward, is_x=self.cuts_in).max())
+
     @property
     def dataflows(self) -> Dataflows:
         """The dataflows with which the busiest rank receives least. Without a gain, no product is weight-stationary."""
