@@ -287,7 +287,7 @@ class Pipe:
             placement, device_mesh = self.placements[stage], device_meshes[stage]
             module = module.to(device)
             if placement.grid is not None:
-                module = put_on_grid(module, device_mesh, timeout_seconds)
+                module = put_on_grid(module, device_mesh, timeout_seconds, placement.keep_inputs)
             elif placement.tp > 1:
                 parallelize(module, device_mesh["tp"], self._tp_plans[stage])
             if placement.prepare is not None:

@@ -76,6 +76,7 @@ class Placement:
         grid: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`, which cuts the stage instead of dp and tp.
             Replicas are its depth. A tensor with a gradient that another stage sends or receives must have its features
             in its last dim, which the columns divide.
+        keep_inputs: on a grid, as in :func:`reshard.parallel.parallelize`: fewer bytes for more memory.
         tp_plan: ``{module path: ParallelStyle}`` for ``torch.distributed.tensor.parallel.parallelize_module``. Paths
             are those of the whole model and may contain ``*``. Default: the model's own ``_tp_plan``.
         wrap: :func:`ddp`, :func:`fsdp`, or a function with their signature; default: :func:`ddp`, and :func:`fsdp` if
@@ -98,13 +99,18 @@ class Placement:
     wrap: Wrap | None = None
     prepare: Callable[[Any], Any] | None = None
     ranks: tuple[int, ...] | None = None
+    keep_inputs: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp"):
             if not _is_size(getattr(self, name)):
                 raise ArgumentError(f"{name} of a placement is {getattr(self, name)!r}; it must be a positive integer")
+        if not isinstance(self.keep_inputs, bool):
+            raise ArgumentError(f"keep_inputs of a placement is {self.keep_inputs!r}; it must be True or False")
         if self.grid is not None:
             self._check_grid(self.grid)
+        elif self.keep_inputs:
+            raise ArgumentError("a placement with keep_inputs=True needs a grid")
         if self.ranks is not None:
             object.__setattr__(self, "ranks", tuple(self.ranks))
             if len(self.ranks) != self.size:

@@ -134,12 +134,15 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
         _tie(module, first, others)
 
 
-def put_on_grid(module: torch.nn.Module, device_mesh: Any, timeout_seconds: float) -> torch.nn.Module:
+def put_on_grid(
+    module: torch.nn.Module, device_mesh: Any, timeout_seconds: float, keep_inputs: bool
+) -> torch.nn.Module:
     """Shard the modules of a stage over a grid. Returns the module to run.
 
     Args:
         module: of the stage. device_mesh: with the axes depth, row and col.
         timeout_seconds: time limit of each collective.
+        keep_inputs: see :func:`reshard.parallel.parallelize`.
 
     Raises:
         ArgumentError: a module cannot be sharded.
@@ -147,7 +150,7 @@ def put_on_grid(module: torch.nn.Module, device_mesh: Any, timeout_seconds: floa
     import reshard.parallel
 
     grid = reshard.parallel.Grid(device_mesh, timeout_seconds=timeout_seconds)
-    return reshard.parallel.parallelize(module, grid, has_local_input=True)
+    return reshard.parallel.parallelize(module, grid, has_local_input=True, keep_inputs=keep_inputs)
 
 
 def _tie(module: torch.nn.Module, first: str, others: list[str]) -> None:

@@ -63,7 +63,8 @@ def test_grid_stages_beside_other_kinds_equal_one_process(stages, is_tied):
 @pytest.mark.slow
 @pytest.mark.parametrize("build", [rs.one_f_one_b, rs.zb_h1, rs.auto_schedule], ids=["1f1b", "zb_h1", "auto"])
 def test_grid_stages_equal_one_process_under_each_schedule(build):
-    run([on_grid(2, 2, 1), on_grid(1, 2, 2)], ["blocks.1"], make_case(options={"schedule": build}))
+    stages = [on_grid(2, 2, 1, keep_inputs=True), on_grid(1, 2, 2)]
+    run(stages, ["blocks.1"], make_case(options={"schedule": build}))
 
 
 @pytest.mark.slow
@@ -119,6 +120,8 @@ def test_bad_placements_are_refused():
         ({"grid": (1, 2, 2), "wrap": rs.ddp}, "its wrap must be rs.fsdp, .* or None, not 'ddp'"),
         ({"grid": (1, 2, 2), "ranks": (0, 1, 2)}, "depth=2, row=1, col=2 needs 4 ranks"),
         ({"grid": (1, 2, 1), "ranks": (1, 0)}, r"along col they are \[1, 0\], but they must ascend"),
+        ({"grid": (1, 2, 1), "keep_inputs": 1}, "keep_inputs of a placement is 1; it must be True or False"),
+        ({"dp": 2, "keep_inputs": True}, "keep_inputs=True needs a grid"),
         ({"tp": 2, "ranks": (1, 0)}, r"along tp they are \[1, 0\]"),
         ({"dp": 2, "wrap": rs.fsdp, "ranks": (1, 0)}, r"along dp they are \[1, 0\]"),
     ):
