@@ -19,9 +19,10 @@ from reshard.runtime.torch_compat import held_modules
 from .graphs import check_graph
 from .grid import Grid
 from .grid.cuts import size_of
+from .grid.grid import check_grid
 from .layers.dropout import Dropout
 from .layers.embedding import Embedding
-from .layers.linear import Linear
+from .layers.linear import Linear, check_flag
 from .layers.loss import CrossEntropy
 from .layers.norms import LayerNorm, RMSNorm
 from .optimizers import watch_optimizers
@@ -236,10 +237,12 @@ def parallelize(
         The model; a new module if ``model`` itself is replaced.
 
     Raises:
-        ArgumentError: a module cannot be cut, modules that share a parameter would cut it in two ways, or the policy
-            has another dimension.
+        ArgumentError: an argument has a wrong type, a module cannot be cut, modules that share a parameter would cut
+            it in two ways, or the policy has another dimension.
     """
-    grid = grid.copy()
+    check_flag("keep_inputs", keep_inputs)
+    check_flag("has_local_input", has_local_input)
+    grid = check_grid(grid, "parallelize").copy()
     if compression is not None:
         grid.set_codec(compression.check_only("tp", "parallelize"))
     conversion, before = Conversion(model, grid, panel), list(model.parameters())
@@ -357,8 +360,8 @@ class _BatchHooks:
         if idle and not self._has_warned:
             self._has_warned = True
             warnings.warn(
-                f"a batch of {rows} rows leaves {idle} of the {grid.size} ranks of {grid} without a row; use at least "
-                f"{grid.depth * grid.rows} rows",
+                f"a batch of {rows} rows leaves {idle} of the {grid.size} ranks of {grid} without a row; use a "
+                f"multiple of {grid.depth * grid.rows} rows",
                 stacklevel=2,
             )
 

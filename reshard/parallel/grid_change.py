@@ -13,6 +13,7 @@ from reshard.errors import ArgumentError
 from reshard.runtime.gradient_sums import mark_replaced
 
 from .grid import Grid
+from .grid.grid import check_grid
 from .layers.attention import check_heads
 from .optimizers import check_state, is_linear, is_on_grid, without_low_bits
 
@@ -48,7 +49,7 @@ def relayout(
     old_grid = getattr(model, "reshard_grid", None)
     if not isinstance(old_grid, Grid):
         raise ArgumentError("relayout needs a model that parallelize has returned")
-    _check(model, old_grid, grid)
+    _check(model, old_grid, check_grid(grid, "relayout"))
     if optimizer is not None:
         check_state(optimizer, model.named_parameters())
     codec = None if compression is None else compression.check_only("optimizer", "relayout")

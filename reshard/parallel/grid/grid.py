@@ -19,7 +19,7 @@ import torch.distributed as dist
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import ArgumentError, MeshError, ReshardError
 from reshard.runtime.device_mesh import end_with, make_device_mesh, new_group
-from reshard.sharding import Mesh
+from reshard.sharding import MAX_RANK, Mesh, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 from .coded_axis import CodedAxis
@@ -51,7 +51,7 @@ class Grid:
     """
 
     def __init__(self, device_mesh: Any, *, timeout_seconds: float | None = None) -> None:
-        names = tuple(device_mesh.mesh_dim_names or ())
+        names = tuple(getattr(device_mesh, "mesh_dim_names", None) or ())
         if names != AXES:
             raise MeshError(
                 f"a grid needs a DeviceMesh with the axes ('depth', 'row', 'col') in this order, not {names}; "
@@ -106,16 +106,21 @@ class Grid:
             timeout_seconds: of each collective of the grid.
 
         Raises:
-            MeshError: a size is below 1, or the group has another number of ranks.
+            MeshError: a size is not a positive integer, or the group has another number of ranks.
             ArgumentError: the timeout is not a positive number of seconds.
+            DisagreementError: ranks make grids of different shapes.
+            TransferTimeoutError: a rank makes no grid.
         """
         seconds = check_timeout(timeout_seconds)
+        sizes = {"rows": rows, "cols": cols, "depth": depth}
+        rows, cols, depth = (check_integer(size, name, 1, MAX_RANK, MeshError) for name, size in sizes.items())
         world = dist.get_world_size()
-        if min(rows, cols, depth) < 1 or rows * cols * depth != world:
+        if rows * cols * depth != world:
             raise MeshError(
                 f"a grid of {rows} x {cols} x {depth} has {rows * cols * depth} ranks, but the group has {world}"
             )
         ranks = torch.arange(world).view(depth, rows, cols)
+        RootCauseFinder(range(world), ranks.shape, seconds)  # ranks that make different groups wait for each other
         return cls(make_device_mesh(ranks, AXES, device_type, seconds), timeout_seconds=seconds)
 
     def __repr__(self) -> str:
@@ -284,3 +289,10 @@ class Grid:
         axis = Axis("layer", group, ranks, self.row * self.cols + self.col, self._timeout)
         end_with(axis, [group])
         return axis
+
+
+def check_grid(grid: Any, called: str) -> Grid:
+    """The grid, or an ArgumentError if it is something else. ``called`` is the name of the function."""
+    if not isinstance(grid, Grid):
+        raise ArgumentError(f"{called} needs a reshard.parallel.Grid, not a {type(grid).__name__}; see Grid.make")
+    return grid

@@ -26,18 +26,22 @@ class RootCauseFinder:
     Args:
         ranks: global ranks of the grid, the same on all ranks.
         shape: of the grid, the same on all ranks.
+        timeout_seconds: how long to wait for the other ranks.
 
     Raises:
         DisagreementError: ranks make different grids.
+        TransferTimeoutError: another rank does not make one.
     """
 
-    def __init__(self, ranks: Sequence[int], shape: Sequence[int]) -> None:
+    def __init__(
+        self, ranks: Sequence[int], shape: Sequence[int], timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
+    ) -> None:
         self._group = group = find_group(None)
         Monitor.of(group)  # sends the heartbeats of this rank
         self._channel = find_channel(group, tuple(sorted(ranks)))
         arguments = [("the ranks of a grid", str(list(ranks))), ("the shape of a grid", str(list(shape)))]
         request = Request(dist.get_rank(), arguments, hostname=group.hostname)
-        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), DEFAULT_TIMEOUT_SECONDS)
+        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
 
     def explain(self, error: RuntimeError) -> ReshardError:

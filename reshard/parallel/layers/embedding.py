@@ -49,14 +49,17 @@ class Embedding(nn.Module):
         """Map this rank's tokens ``[batch, ...]`` to ``[batch, ..., embedding_dim_j]``.
 
         Raises:
-            ArgumentError: a token of a rank of this layer is out of range.
+            ArgumentError: the tokens are not integers, or a token of any rank is out of range.
         """
+        if tokens.is_floating_point():
+            raise ArgumentError(f"an Embedding got tokens of {tokens.dtype}; they must be integers")
         counts = self.grid.tokens_of(tokens.unsqueeze(-1))
         every = self.grid.along("row").gather(tokens.reshape(-1).contiguous(), counts).wait()
-        if every.numel() and not 0 <= int(every.min()) <= int(every.max()) < self.num_embeddings:
+        bounds = torch.stack([-every.min(), every.max()]) if every.numel() else every.new_zeros(2)
+        negative, last = self.grid.along("depth").max(bounds).tolist()  # so that all layers raise
+        if negative > 0 or last >= self.num_embeddings:
             raise ArgumentError(
-                f"tokens from {int(every.min())} to {int(every.max())} do not fit an Embedding of "
-                f"{self.num_embeddings} entries"
+                f"tokens from {-negative} to {last} do not fit an Embedding of {self.num_embeddings} entries"
             )
         flat = _Lookup.apply(local_of(self.weight), self, every.split(list(counts)))
         return flat.view(*tokens.shape, flat.shape[1])

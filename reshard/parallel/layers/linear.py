@@ -52,6 +52,7 @@ class Linear(nn.Module):
             raise ArgumentError(f'cut_rows is {cut_rows!r}; it must be "in" or "out"')
         if isinstance(panel, bool) or not isinstance(panel, int) or panel < 1:
             raise ArgumentError(f"panel is {panel!r}; it must be a positive number of elements")
+        check_flag("keep_inputs", keep_inputs)
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.grid, self.panel, self.keep_inputs = grid, panel, keep_inputs
         smaller = "in" if self.in_features < self.out_features else "out"
@@ -79,6 +80,12 @@ class Linear(nn.Module):
     def extra_repr(self) -> str:
         """Sizes and the grid."""
         return f"in_features={self.in_features}, out_features={self.out_features}, grid={self.grid}"
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raise ArgumentError unless the value of an option is a bool: ranks must not take an object in different ways."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} is {value!r}; it must be True or False")
 
 
 @not_compiled

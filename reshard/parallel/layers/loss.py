@@ -37,6 +37,9 @@ class CrossEntropy(nn.Module):
         Args:
             logits: ``[batch, ..., classes_j]``. targets: ``[batch, ...]``, of this rank's rows.
             count: divisor of the summed losses; default: the number of targets other than ``ignore_index``.
+
+        Raises:
+            ArgumentError: the shapes do not fit, or a target of any rank is not a class.
         """
         span = chunk_spans(self.num_classes, self.grid.cols)[self.grid.col]
         if logits.shape[-1] != size_of(span) or logits.shape[:-1] != targets.shape:
@@ -47,13 +50,14 @@ class CrossEntropy(nn.Module):
         flat = targets.reshape(-1)
         counted = flat != self.ignore_index
         bad = counted & ((flat < 0) | (flat >= self.num_classes))
-        if bool(bad.any()):
-            raise ArgumentError(f"target {int(flat[bad][0])} is not one of the {self.num_classes} classes")
         losses = _TokenLosses.apply(logits.flatten(0, -2), flat, counted, span, self.grid)
-        total = _SumOverRows.apply(losses.sum(), self.grid)
-        if count is None:
-            count = self.sum_over_batch(counted.sum().to(total.dtype))
-        return total / count
+        own = losses.sum()
+        counts = (each.sum().to(own.dtype) for each in (counted, bad))
+        total, num_counted, num_bad = _SumOverRows.apply(torch.stack([own, *counts]), self.grid)
+        if num_bad:
+            which = f"target {int(flat[bad][0])}" if bool(bad.any()) else "a target of another rank"
+            raise ArgumentError(f"{which} is not one of the {self.num_classes} classes")
+        return total / (num_counted if count is None else count)
 
     def sum_over_batch(self, value: torch.Tensor) -> torch.Tensor:
         """The sum of a scalar over the ranks that hold different rows of the batch."""
@@ -65,7 +69,7 @@ def _sum_over_rows(value: torch.Tensor, grid: Grid) -> torch.Tensor:
 
 
 class _SumOverRows(torch.autograd.Function):
-    """The sum over (depth, row). The backward passes the gradient on to this rank's value unchanged."""
+    """The sum over (depth, row). The backward passes the gradient on to this rank's values unchanged."""
 
     @staticmethod
     def forward(ctx: Any, value: Any, grid: Grid) -> Any:
