@@ -120,6 +120,24 @@ def test_sizes_that_differ_are_an_error_that_names_both_ranks():
     run_processes(check_mismatch, 3)
 
 
+def check_spread(rank):
+    """Ranks 0 and 1 fail. Ranks 2 and 3 wait for them in collectives of another axis."""
+    grid = Grid.make(2, 2, timeout_seconds=100)
+    begun = time.monotonic()
+    with pytest.raises(DisagreementError, match=r"rank \d called gather with \d+ bytes for rank \d"):
+        if rank < 2:
+            grid.along("col").gather(torch.ones(1 + rank), [1 + rank] * 2).wait()
+        else:
+            grid.along("row").sum(torch.ones(1))
+    assert time.monotonic() - begun < 30
+    dist.barrier()  # ranks 0 and 1 stay, so that nobody notices an end of them
+
+
+@pytest.mark.integration
+def test_ranks_that_wait_for_a_failed_one_raise_its_error_at_once():
+    run_processes(check_spread, 4)
+
+
 def check_killed(rank):
     axis = Grid.make(1, 3, timeout_seconds=100).along("col")
     axis.sum(torch.ones(1))
@@ -211,7 +229,8 @@ def check_limits(rank, kind):
     elif rank == 1:
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)  # enough for the result alone
-    with pytest.raises(ReshardError, match=f"rank 1 {'did not start it' if rank == 0 else 'cannot map [0-9]+ bytes'}"):
+    expected = r"rank 1 cannot map \d+ bytes" if rank else "a collective of the grid failed on rank 1"
+    with pytest.raises(ReshardError, match=expected):
         axis.gather(part, [len(part)] * 2).wait()
     with pytest.raises(RemoteError, match="make a new grid"):
         axis.gather(torch.ones(1), [1, 1])

@@ -20,6 +20,7 @@ from reshard.formatting import describe_ranks
 from reshard.runtime.device_mesh import end_with, new_group
 from reshard.runtime.torch_compat import is_in_backward
 
+from .failures import Failures
 from .pending import Explain, Parts, Pending, ordered_sum
 from .shared_memory import EXCHANGE, GATHER, SharedMemory
 from .two_levels import TwoLevelAxis
@@ -43,8 +44,8 @@ class Axis:
         self._timeout = timeout
         #: Makes the error to raise after a collective failed; a grid replaces it.
         self.explain: Explain = self._describe
-        #: Errors of collectives; a grid lets its axes share one list. After the first, no collective starts.
-        self.failures: list[ReshardError] = []
+        #: Errors of collectives; a grid lets its axes share them.
+        self.failures = Failures()
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis | None = None
         #: Where the ranks move CPU tensors if all are on one host.
@@ -116,15 +117,14 @@ class Axis:
         Raises:
             RemoteError: another rank did not call it within the time-out of the axis.
         """
-        self._check_usable()
+        self.failures.check()
         try:
             twin = self._make(self.name, range(self.size))
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
             late = RemoteError(f"not all of {describe_ranks(self.ranks)} {called} within the time-out: {error}")
-            self.failures.append(late)
-            raise late from error
+            raise self.failures.add(late) from error
         if self._memory is not None:
             twin.share_memory()
         return twin
@@ -275,7 +275,7 @@ class Axis:
         memory = self._of_call()._memory
         if memory is None or array.device.type != "cpu":
             return None
-        self._check_usable()
+        self.failures.check()
         return memory
 
     def _in_group(self, sizes: Sequence[int]) -> list[int]:
@@ -301,7 +301,7 @@ class Axis:
         return gathered.view(self.size, *array.shape)
 
     def _start(self, collective: Any, *arguments: Any) -> Any:
-        self._check_usable()
+        self.failures.check()
         try:
             return collective(*arguments, group=self._of_call().group, async_op=True)
         except RuntimeError as error:
@@ -309,16 +309,8 @@ class Axis:
                 raise
             raise self._explain_failure(error) from error
 
-    def _check_usable(self) -> None:
-        """Raise RemoteError after a failure: ranks may wait in different collectives, which must not meet."""
-        if self.failures:
-            raise RemoteError(
-                f"an earlier collective of this grid failed; make a new grid. It failed so: {self.failures[0]}"
-            )
-
     def _explain_failure(self, error: RuntimeError) -> ReshardError:
-        self.failures.append(self.explain(error))
-        return self.failures[-1]
+        return self.failures.add(self.explain(error))
 
     def _of_call(self) -> Axis:
         return self if self._for_backwards is None or not is_in_backward() else self._for_backwards

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
-from reshard.errors import ArgumentError, MeshError, ReshardError
+from reshard.errors import ArgumentError, MeshError
 from reshard.runtime.device_mesh import end_with, make_device_mesh, new_group
 from reshard.sharding import MAX_RANK, Mesh, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -25,6 +25,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from .coded_axis import CodedAxis
 from .collectives import Axis
 from .cuts import AXES, Span, batch_spans, chunk_spans, size_of
+from .failures import Failures
 from .root_cause import RootCauseFinder
 from .turns import Turns
 
@@ -74,7 +75,7 @@ class Grid:
         }
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
         finder = RootCauseFinder(ranks.flatten().tolist(), device_mesh.shape)
-        failures: list[ReshardError] = []
+        failures = Failures(finder.report)
         for axis in self._axes.values():
             axis.explain, axis.failures = finder.explain, failures
         self._split_axes_by_host()

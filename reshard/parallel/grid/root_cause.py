@@ -44,6 +44,10 @@ class RootCauseFinder:
         _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
 
+    def report(self, error: ReshardError) -> ReshardError:
+        """Publish an error of this rank, for :meth:`explain` on the others; returns the first one of any rank."""
+        return self._channel.fail(self._generation, error)
+
     def explain(self, error: RuntimeError) -> ReshardError:
         """The error to raise after a failed collective: the error of another rank, or one that names the lost ranks.
 

@@ -4,8 +4,8 @@ Every rank writes its messages into its own memory, which the others map. They c
 passes a socket. Ranks that cannot map the memory of all others, such as ranks in different containers, use Gloo.
 
 The memory is an unnamed file, which ends with the processes that have it open, even if they are killed. It begins with
-a counter of messages, on which other ranks wait, and a ring of entries: the kind of each message and the place of its
-buffer. A buffer begins with the interval that each rank reads.
+a counter of messages, on which other ranks wait, a flag that there will be no more, and a ring of entries: the kind of
+each message and the place of its buffer. A buffer begins with the interval that each rank reads.
 
 Writing never waits for other ranks: it takes a buffer that all ranks have read, or else the memory grows. Ranks may
 therefore start collectives in one order and wait for them in another. The memory holds as many buffers as were in use
@@ -46,6 +46,8 @@ KINDS = GATHER, REDUCE_SCATTER, EXCHANGE = "gather", "reduce_scatter", "exchange
 
 _ENTRY_BYTES = 64
 _CONTROL_BYTES = -(-_ENTRY_BYTES * (RING + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+#: Index, in 32-bit words, of the flag that this rank will write no more messages. Before it is the counter.
+_FAILED = 1
 #: Index, in 32-bit words of an entry, of the number of ranks that have yet to read the message. Before it are three
 #: 64-bit fields: index of the kind, offset and capacity of the buffer.
 _READERS = 6
@@ -64,6 +66,7 @@ class SharedMemory:
         self, axis: Axis, processes: Sequence[int], descriptors: Sequence[int], control: Sequence[Any]
     ) -> None:
         self._ranks, self._index, self._failures = axis.ranks, axis.index, axis.failures
+        self._failures.watch(self)
         self._processes, self._descriptors = tuple(processes), tuple(descriptors)
         self._others = [(self._index + step) % axis.size for step in range(1, axis.size)]
         self._order = sorted(range(axis.size), key=lambda position: self._ranks[position])
@@ -177,6 +180,10 @@ class SharedMemory:
             raise self._no_memory(self._index, capacity, error) from error
         return offset, capacity
 
+    def mark_failed(self) -> None:
+        """Let the ranks that wait for this one know that it will write no more messages."""
+        _native.publish_number(self._words[self._index], _FAILED, 1)
+
     def _has_started(self, rank: int, number: int, seconds: float) -> bool:
         """Whether a rank writes a message within some seconds."""
         return _native.wait_for_number(self._words[rank], 0, number % 2**32, seconds)
@@ -185,14 +192,17 @@ class SharedMemory:
         """Wait until all ranks have written a message.
 
         Raises:
-            RuntimeError: a rank ended before, or did not write it within the time-out of the process group.
+            RuntimeError: before it did, a rank ended or a collective failed on it; or it did not write the message
+                within the time-out of the process group.
         """
         deadline = time.monotonic() + self._seconds
         for rank in self._others:
             while not self._has_started(rank, number, min(CHECK_SECONDS, deadline - time.monotonic())):
-                name = describe_ranks([self._ranks[rank]])
-                if _has_ended(self._processes[rank]) and not self._has_started(rank, number, 0.0):
-                    raise RuntimeError(f"the process of {name} has ended")
+                name, has_ended = describe_ranks([self._ranks[rank]]), _has_ended(self._processes[rank])
+                has_failed = bool(_native.add_to_counter(self._words[rank], _FAILED, 0))
+                if (has_ended or has_failed) and not self._has_started(rank, number, 0.0):
+                    what = f"the process of {name} has ended"
+                    raise RuntimeError(what if has_ended else f"a collective of the grid failed on {name}")
                 if time.monotonic() >= deadline:
                     raise RuntimeError(f"{name} did not start it within {self._seconds:g} s")
 
@@ -249,8 +259,8 @@ class SharedMemory:
 
     def _fail(self, error: ReshardError) -> ReshardError:
         """Let no later collective of the grid start, because it would meet another one of the other ranks."""
-        self._failures.append(error)
-        return error
+        self._failures.report(error)
+        return self._failures.add(error)
 
 
 @dataclass(eq=False)
