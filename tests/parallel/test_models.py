@@ -150,6 +150,20 @@ def check_compiled(rank, kind):
     return losses
 
 
+def check_frames(rank):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    model = parallelize(make_gpt(), Grid.make(1, 1))
+    with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
+        torch.compile(model, backend="eager")(*make_batch(4)).backward()
+    return torch._dynamo.utils.counters["frames"]["ok"]
+
+
+@pytest.mark.integration
+def test_layers_on_a_grid_are_not_compiled_again_and_again():
+    assert run_processes(check_frames, 1)[0] > 3
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_compiled_models_train_and_move_to_another_grid(kind):
