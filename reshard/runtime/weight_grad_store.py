@@ -19,7 +19,7 @@ from reshard.errors import ArgumentError
 from reshard.runtime import torch_compat
 
 Tasks = list[Callable[[], None]]
-_tasks: ContextVar[Tasks | None] = ContextVar("tasks", default=None)
+_store: ContextVar[WeightGradStore | None] = ContextVar("store", default=None)
 
 _F = torch.nn.functional
 _CONVOLUTIONS = {_F.conv1d: 1, _F.conv2d: 2, _F.conv3d: 3}
@@ -31,7 +31,13 @@ def later_tasks() -> Tasks | None:
     Call it in the forward of a custom autograd function. Its backward may append tasks, each of which must add its
     gradient to ``.grad`` itself.
     """
-    return _tasks.get()
+    store = _store.get()
+    return None if store is None else store.tasks
+
+
+def weight_grad_store() -> WeightGradStore | None:
+    """What collects the tasks of :func:`later_tasks`, and checks that the tensors which they read do not change."""
+    return _store.get()
 
 
 class WeightGradStore(TorchFunctionMode):
@@ -86,13 +92,13 @@ class WeightGradStore(TorchFunctionMode):
         self.held.clear()
 
     def __enter__(self) -> WeightGradStore:
-        self._token, self.is_active = _tasks.set(self.tasks), True
+        self._token, self.is_active = _store.set(self), True
         super().__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        _tasks.reset(self._token)
+        _store.reset(self._token)
         self.is_active = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -11,6 +11,7 @@ from torch import nn
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.parallel import (
     Grid,
+    Linear,
     overlap,
     parallelize,
     plain_state_dict,
@@ -19,6 +20,7 @@ from reshard.parallel import (
     sync_gradients,
 )
 from reshard.runtime import gradient_sums
+from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
 
 from .models import gradient_errors, make_batch, make_gpt
@@ -272,8 +274,6 @@ def test_fsdp_over_depth_equals_one_process():
 def check_split_backward(rank):
     """Deferred weight gradients equal weight gradients of the ordinary backward."""
     torch.set_num_threads(1)
-    from reshard.runtime.weight_grad_store import WeightGradStore
-
     grid = Grid.make(1, 2, 1)
     models = [parallelize(make_gpt(), grid) for _ in range(2)]
     run_backward(models[0])
@@ -293,6 +293,25 @@ def test_deferred_weight_gradients_equal_immediate_ones():
     for is_deferred, error in run_processes(check_split_backward, 2):
         assert is_deferred
         assert error < 1e-12
+
+
+def check_deferred(rank):
+    """A frozen layer defers nothing. An input that changes before the weight-gradient pass is an error."""
+    layer, x = Linear(nn.Linear(6, 6), Grid.make(1, 1)), torch.ones(2, 6, requires_grad=True)
+    for is_trained in (False, True):
+        layer.weight.requires_grad_(is_trained)
+        with WeightGradStore([]) as store:
+            y = layer(x)
+        y.sum().backward()
+        assert len(store.tasks) == is_trained
+    with torch.no_grad():
+        x.add_(1)
+    with pytest.raises(ArgumentError, match="changed in place between"):
+        store.finish()
+
+
+def test_deferred_weight_gradients_of_frozen_layers_and_changed_inputs():
+    run_processes(check_deferred, 1)
 
 
 def check_skipped_backward(rank):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
 from reshard.runtime.gradient_sums import declare_sums
-from reshard.runtime.weight_grad_store import later_tasks
+from reshard.runtime.weight_grad_store import WeightGradStore, weight_grad_store
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
@@ -118,14 +118,14 @@ def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
     dtype = _autocast_dtype(x)
     x = x if dtype is None else x.to(dtype)
     products = LayerProducts(shape, grid.tokens_of(x), first.cuts_in, first.keep_inputs)
-    call = _Call(Product(grid, shape), products, layers, later_tasks())
-    is_deferred = call.tasks is not None and torch.is_grad_enabled()
+    call = _Call(Product(grid, shape), products, layers, weight_grad_store())
     locals_ = [local_of(each.weight) for each in layers]
-    if is_deferred:
+    is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in locals_)
+    if call.store is not None and is_trained:
         anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
         locals_ = [each.detach() for each in locals_]
     else:
-        anchor, call.tasks = None, None
+        anchor, call.store = None, None
     weights = [each.to(x.dtype) for each in locals_]
     flat = _Multiply.apply(x.flatten(0, -2), anchor, call, *weights)
     results = flat.split([out[grid.col] for out in outs], dim=1)
@@ -151,13 +151,13 @@ class _Call:
     """One forward of layers that share an input.
 
     Attributes:
-        tasks: list that collects deferred weight-gradient passes; None: the backward computes weight gradients.
+        store: collects deferred weight-gradient passes; None: the backward computes weight gradients.
     """
 
     product: Product
     products: LayerProducts
     layers: Sequence[Linear]
-    tasks: list[Callable[[], None]] | None
+    store: WeightGradStore | None
 
     @property
     def cuts_in(self) -> bool:
@@ -198,7 +198,7 @@ class _Call:
 class _Multiply(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, anchor: Any, call: _Call, *weights: Any) -> Any:
-        has_weight_pass = call.tasks is not None or any(ctx.needs_input_grad[3:])
+        has_weight_pass = call.store is not None or any(ctx.needs_input_grad[3:])
         is_kept = has_weight_pass and call.products.shares_input(call.products.dataflows)
         given = Activation(x, readers=1 + is_kept)
         result = run_together(call.output(given, weights))[0]
@@ -214,7 +214,7 @@ class _Multiply(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         weights, kept = saved[: len(call.layers)], saved[len(call.layers) :]
         given = Activation(x.detach(), gathered=dict(zip(ctx.kept, kept, strict=True)))
-        has_weight_pass = call.tasks is None and any(ctx.needs_input_grad[3:])
+        has_weight_pass = call.store is None and any(ctx.needs_input_grad[3:])
         shares = has_weight_pass and ctx.needs_input_grad[0] and call.products.shares_gradient(call.products.dataflows)
         local = gradients[0].contiguous()
         gradient = Activation(local, readers=1 + shares)
@@ -224,8 +224,8 @@ class _Multiply(torch.autograd.Function):
         results = run_together(*products)
         x_gradient = results.pop(0) if ctx.needs_input_grad[0] else None
         weight_gradients = call.split(results[0]) if results else [None] * len(weights)
-        if call.tasks is not None:
-            call.tasks.append(lambda: _accumulate(call, given, local))
+        if call.store is not None:
+            call.store.add(lambda: _accumulate(call, given, local), (given.local, local))
         call.layers[0].grid.open_calls.discard(call)
         return x_gradient, None, None, *weight_gradients
 
