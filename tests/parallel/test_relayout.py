@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, plain_state_dict, relayout, sync_gradients
+from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt, train
@@ -74,6 +75,28 @@ def check_misuse(rank):
 
 def test_wrong_arguments_of_relayout_are_refused():
     run_processes(check_misuse, 2)
+
+
+def check_late_backward(rank):
+    torch.set_num_threads(1)
+    grids = [Grid.make(1, 2, 1), Grid.make(2, 1, 1)]
+    model = parallelize(make_gpt(), grids[0])
+    with WeightGradStore([]) as store:
+        loss = model(*make_batch(2))
+    loss.backward(retain_graph=True)
+    model.zero_grad()
+    relayout(model, grids[1])
+    for late in (loss.backward, store.finish):
+        with pytest.raises(ArgumentError, match=r"before the model moved to Grid\(rows=2, cols=1, depth=1\)"):
+            late()
+    loss = model(*make_batch(2))
+    loss.backward()
+    return loss.item()
+
+
+def test_a_backward_after_relayout_is_refused():
+    first, second = run_processes(check_late_backward, 2)
+    assert first == second
 
 
 def check_order(rank):

@@ -211,6 +211,7 @@ class _Multiply(torch.autograd.Function):
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, *gradients: Any) -> Any:
         call: _Call = ctx.call
+        call.product.check_grid()
         x, *saved = ctx.saved_tensors
         weights, kept = saved[: len(call.layers)], saved[len(call.layers) :]
         given = Activation(x.detach(), gathered=dict(zip(ctx.kept, kept, strict=True)))
@@ -232,6 +233,7 @@ class _Multiply(torch.autograd.Function):
 
 def _accumulate(call: _Call, x: Activation, gradient: torch.Tensor) -> None:
     """Compute the deferred weight gradient. Autograd adds it to that of other uses of the parameter."""
+    call.product.check_grid()
     (whole,) = run_together(call.weight_gradient(x, Activation(gradient)))
     for layer, weight_gradient in zip(call.layers, call.split(whole), strict=True):
         if layer.weight.requires_grad:

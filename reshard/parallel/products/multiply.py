@@ -11,6 +11,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 
 import torch
 
+from reshard.errors import ArgumentError
+
 from ..grid import Grid
 from ..grid.cuts import Span, intersect, size_of, total
 from ..grid.pending import Pending, ordered_sum
@@ -77,7 +79,16 @@ class Product:
 
     def __init__(self, grid: Grid, shape: ProductShape) -> None:
         self.grid, self.shape = grid, shape
+        self._mesh = grid.device_mesh
         self._row_axis, self._col_axis, self._layer = map(grid.coded, ("row", "col", "layer"))
+
+    def check_grid(self) -> None:
+        """Raise ArgumentError, on all ranks alike, if the model has moved to another grid."""
+        if self.grid.device_mesh is not self._mesh:
+            raise ArgumentError(
+                f"a backward of a forward that ran before the model moved to {self.grid} cannot run; call relayout "
+                "after the last backward of a step"
+            )
 
     def multiply(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """The local product. Benchmarks replace it to time communication alone."""
