@@ -112,6 +112,19 @@ def test_linear_is_accurate_in_each_dtype(dtype, bound):
     assert max(run_processes(check_dtype, 8, dtype)) < bound
 
 
+def check_many_panels(rank):
+    torch.manual_seed(0)
+    plain, x = nn.Linear(301, 40, bias=False).bfloat16(), torch.randn(301, 301).bfloat16()
+    found = Linear(plain, Grid.make(1, 1), "in", panel=5)(x).detach()
+    assert found.dtype == torch.bfloat16
+    return relative_error(found.double(), x.double() @ plain.weight.detach().double().t())
+
+
+def test_panels_of_bfloat16_are_added_in_float32():
+    (error,) = run_processes(check_many_panels, 1)
+    assert error < 5e-3
+
+
 def check_autocast(rank):
     torch.set_num_threads(1)
     model, plain = (make_gpt(dtype=torch.float32) for _ in range(2))

@@ -11,6 +11,8 @@ from reshard.errors import ReshardError
 
 #: Turns the error of a collective into one of ours.
 Explain = Callable[[RuntimeError], ReshardError]
+#: Added in float32.
+SHORT_DTYPES = (torch.bfloat16, torch.float16)
 #: Tensors that follow each other along dim 0.
 Parts = Sequence[torch.Tensor]
 
@@ -40,7 +42,7 @@ class Pending:
 def ordered_sum(parts: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
     """The sum over dim 0, one part after the other; bf16 and fp16 are added in float32."""
     dtype = parts[0].dtype
-    first = parts[0].float() if dtype in (torch.bfloat16, torch.float16) else parts[0]
+    first = parts[0].float() if dtype in SHORT_DTYPES else parts[0]
     result = first.clone() if len(parts) == 1 else first + parts[1]
     for part in parts[2:]:
         result += part

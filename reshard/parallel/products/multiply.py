@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from ..grid import Grid
 from ..grid.cuts import Span, intersect, size_of, total
-from ..grid.pending import Pending, ordered_sum
+from ..grid.pending import SHORT_DTYPES, Pending, ordered_sum
 from .dataflow import ProductShape
 
 #: A product as a generator. It yields after it starts collectives, so that another product can start its own.
@@ -95,8 +95,10 @@ class Product:
         return a @ b
 
     def add_product(self, total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """The local product, added to ``total`` in place if there is one."""
-        return self.multiply(a, b) if total is None else total.addmm_(a, b)
+        """The local product, added to ``total`` in place if there is one, which may be float32 for bf16 and fp16."""
+        if total is None:
+            return self.multiply(a, b)
+        return total.addmm_(a, b) if total.dtype == a.dtype else total.add_(self.multiply(a, b))
 
     def contract_p(self, x: Activation, w: torch.Tensor, tokens: Sequence[int], *, keeps_weight: bool) -> Steps:
         """``X W``: ``[m, P_j]`` to ``[m, Q_j]``.
@@ -123,9 +125,10 @@ class Product:
                 gathered = self._gather_weight(panel + 1, w)
             y = self.add_product(y, x_panel.t(), w_panel)
             if panel + 1 < num_panels:
+                y = y.float() if y.dtype in SHORT_DTYPES else y  # rounding after each panel would add up
                 yield
         assert y is not None
-        return y
+        return y.to(w.dtype)
 
     def contract_q(self, x: Activation, w: torch.Tensor, tokens: Sequence[int], *, keeps_weight: bool) -> Steps:
         """``X Wᵀ``: ``[m, Q_j]`` to ``[m, P_j]``."""
