@@ -63,6 +63,9 @@ class SumState:
     is_early: bool = False
     handles: list[Any] = field(default_factory=list)
 
+    def __deepcopy__(self, memo: Any) -> None:
+        """None: the hooks stay at the parameter, so a copy of it needs a new declaration."""
+
 
 _STATE = "_reshard_gradient_sum"
 _REPLACED = "_reshard_replaced_by"

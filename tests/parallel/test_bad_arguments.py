@@ -44,6 +44,9 @@ def check_types(rank):
                 parallelize(make_gpt(), grid, **{name: value})
     with pytest.raises(ArgumentError, match=r"parallelize needs a reshard\.parallel\.Grid, not a DeviceMesh"):
         parallelize(make_gpt(), grid.device_mesh)
+    for x in (torch.ones(2), torch.ones(1, 2, dtype=torch.int64)):
+        with pytest.raises(ArgumentError, match=r"of shape \[.*\] and torch.*; it must be \[batch, ..., features\]"):
+            Linear(torch.nn.Linear(2, 2), grid)(x)
     model = parallelize(make_gpt(), grid)
     with pytest.raises(ArgumentError, match=r"relayout needs a reshard\.parallel\.Grid, not a DeviceMesh"):
         relayout(model, grid.device_mesh)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.parallel import (
@@ -63,6 +64,26 @@ def check_misuse(rank):
 
 def test_wrong_uses_of_gradients_are_refused():
     run_processes(check_misuse, 2)
+
+
+def check_copies(rank):
+    torch.set_num_threads(1)
+    model = parallelize(make_gpt(), Grid.make(1, 1, 2))
+    average = AveragedModel(model)
+    average.update_parameters(model)
+    copied = average.module
+    assert copied.reshard_grid is copied.head.grid is not model.reshard_grid
+    losses = [float(run_backward(each).detach()) for each in (model, copied)]
+    with pytest.raises(ArgumentError, match=r"reads the gradient of '.*' before it is summed"):
+        torch.optim.SGD(copied.parameters(), 0.1).step()
+    for each in (model, copied):
+        sync_gradients(each)
+    pairs = zip(model.parameters(), copied.parameters(), strict=True)
+    return losses[0] == losses[1] and all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
+
+
+def test_copies_of_a_model_are_models_on_the_same_ranks():
+    assert all(run_processes(check_copies, 2))
 
 
 def check_frozen(rank):

@@ -60,6 +60,10 @@ class Axis:
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
         self._order = None if order == list(range(self.size)) else order
 
+    def __deepcopy__(self, memo: Any) -> Axis:
+        """The axis itself: copies of a model use the same process groups."""
+        return self
+
     def split_by_host(self, hosts: Sequence[int]) -> None:
         """Use two levels, inside hosts and between them. All ranks of the axis call this.
 

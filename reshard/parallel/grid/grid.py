@@ -146,6 +146,10 @@ class Grid:
         result.open_calls = weakref.WeakSet()
         return result
 
+    def __deepcopy__(self, memo: Any) -> Grid:
+        """As :meth:`copy`, for the copy of a model."""
+        return self.copy()
+
     def replace_with(self, other: Grid) -> None:
         """Take the shape and groups of another grid, but keep the codec. For :func:`~reshard.parallel.relayout`."""
         codec = self.codec

@@ -14,10 +14,10 @@ from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, intersect, size_of
-from .parameters import gradient_axes, local_of, shard_parameter
+from .parameters import OnGrid, gradient_axes, local_of, shard_parameter
 
 
-class Embedding(nn.Module):
+class Embedding(OnGrid):
     """``nn.Embedding`` with its table sharded over (row, col).
 
     The ranks of a depth layer exchange their tokens. Then each rank sends the entries of its table that the tokens
@@ -144,7 +144,7 @@ class _Routes:
         self.result_shape = (len(own), size_of(wanted))
 
 
-class PositionEmbedding(nn.Module):
+class PositionEmbedding(OnGrid):
     """An embedding of positions, with features sharded over the columns of the grid and replicated over its rows.
 
     ``forward(positions)`` is a lookup in the local shard. The module has the attributes of ``nn.Embedding``.

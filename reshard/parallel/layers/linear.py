@@ -19,10 +19,10 @@ from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
 from ..products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 from ..products.multiply import Activation, Product, Steps, run_together
-from .parameters import gradient_axes, local_of, shard_parameter
+from .parameters import OnGrid, gradient_axes, local_of, shard_parameter
 
 
-class Linear(nn.Module):
+class Linear(OnGrid):
     """``y = x Wᵀ + b`` with the tokens of x and y sharded over (depth, row), and their features over col.
 
     ``forward`` maps ``[batch, ..., in_j]`` to ``[batch, ..., out_j]``, where ``in_j`` is column j's part of
@@ -99,6 +99,11 @@ def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
     """
     first = layers[0]
     grid = first.grid
+    if x.dim() < 2 or not x.is_floating_point():
+        raise ArgumentError(
+            f"a Linear on a grid got an input of shape {list(x.shape)} and {x.dtype}; it must be "
+            "[batch, ..., features] of a floating-point dtype"
+        )
     cols = chunk_spans(first.in_features, grid.cols)
     start, stop = cols[grid.col]
     if not x.requires_grad and x.shape[-1] == first.in_features:  # a batch, which is the same on all columns

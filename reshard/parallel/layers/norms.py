@@ -14,10 +14,10 @@ from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
-from .parameters import gradient_axes, local_of, shard_parameter
+from .parameters import OnGrid, gradient_axes, local_of, shard_parameter
 
 
-class _Norm(nn.Module):
+class _Norm(OnGrid):
     """Base of LayerNorm and RMSNorm.
 
     Args:

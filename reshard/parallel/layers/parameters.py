@@ -11,6 +11,19 @@ from ..grid import Grid
 from ..grid.cuts import chunk_spans
 
 
+class OnGrid(nn.Module):
+    """A module with parameters on a grid."""
+
+    def declare(self, prefix: str = "") -> None:
+        """Declare the sums of gradients; again after parameters were replaced. ``prefix``: path, for errors."""
+        raise NotImplementedError
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Copy the module. Copies of parameters have no hooks, so sums are declared again."""
+        super().__setstate__(state)
+        self.declare()
+
+
 def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_dim: int | None) -> nn.Parameter:
     """Shard a parameter over the rows and the columns of a grid.
 
