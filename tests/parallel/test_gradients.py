@@ -66,6 +66,19 @@ def test_wrong_uses_of_gradients_are_refused():
     run_processes(check_misuse, 2)
 
 
+def check_second_derivatives(rank):
+    torch.set_num_threads(1)
+    model = parallelize(make_gpt(), Grid.make(1, 2))
+    loss = model(*make_batch(4))
+    with pytest.raises(ArgumentError, match="first derivatives only; run backwards without create_graph=True"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)  # as for a penalty of gradients
+    run_backward(model)
+
+
+def test_second_derivatives_are_refused():
+    run_processes(check_second_derivatives, 2)
+
+
 def check_copies(rank):
     torch.set_num_threads(1)
     model = parallelize(make_gpt(), Grid.make(1, 1, 2))

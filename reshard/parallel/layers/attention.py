@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import Span, balanced_spans, chunk_spans, intersect, size_of
+from .derivatives import once_differentiable
 from .dropout import dropout_mask
 
 
@@ -142,7 +142,7 @@ class _Select(torch.autograd.Function):
         return _move(x, have, need, grid)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         return _move(gradients[0], ctx.need, ctx.have, ctx.grid), None, None, None
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
@@ -14,6 +13,7 @@ from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, intersect, size_of
+from .derivatives import once_differentiable
 from .parameters import OnGrid, gradient_axes, local_of, shard_parameter
 
 
@@ -96,7 +96,7 @@ class _Lookup(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         layer, routes = ctx.layer, ctx.routes

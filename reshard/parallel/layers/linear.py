@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
@@ -19,6 +18,7 @@ from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
 from ..products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 from ..products.multiply import Activation, Product, Steps, run_together
+from .derivatives import once_differentiable
 from .parameters import OnGrid, gradient_axes, local_of, shard_parameter
 
 
@@ -213,7 +213,7 @@ class _Multiply(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         call: _Call = ctx.call
         call.product.check_grid()

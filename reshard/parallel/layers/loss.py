@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
+from .derivatives import once_differentiable
 
 
 class CrossEntropy(nn.Module):
@@ -99,7 +99,7 @@ class _TokenLosses(torch.autograd.Function):
         return (total.log() - target).where(counted, 0)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         probabilities, index, held, counted = ctx.saved_tensors
         if not probabilities.shape[1]:

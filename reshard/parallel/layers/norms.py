@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
@@ -14,6 +13,7 @@ from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
+from .derivatives import once_differentiable
 from .parameters import OnGrid, gradient_axes, local_of, shard_parameter
 
 
@@ -102,7 +102,7 @@ class _Normalize(torch.autograd.Function):
         return y if bias is None else y + bias
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *gradients: Any) -> Any:
         (gradient,) = gradients
         normalized, scale, weight = ctx.saved_tensors
