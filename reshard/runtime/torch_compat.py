@@ -32,7 +32,7 @@ def named_group(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def gloo_groups_on(devices: list[Any]) -> Iterator[None]:
-    """Within the context, new Gloo process groups use these network devices. Otherwise each gets a device of its own.
+    """Within the context, new Gloo process groups use these network devices. Otherwise each makes a new device.
 
     The thread of a device wakes up 100 times a second, also while no data moves. All groups of a device share it.
     """
