@@ -95,7 +95,10 @@ class GridChoice:
         return self.candidates[0]
 
     def explain(self, count: int = 8) -> str:
-        """A table of the fastest ``count`` shapes, each with its fastest rank order, then of shapes that do not fit."""
+        """A table of the fastest ``count`` shapes, each with its fastest rank order, then of shapes that do not fit.
+
+        If more shapes fit, a line says how many.
+        """
         lines = [
             f"{'grid':>12} {'kind':>14} {'seconds':>9} {'compute':>9} {'products':>9} {'depth':>9} {'norms':>9} "
             f"{'memory':>10}  ranks vary fastest along"
@@ -111,6 +114,9 @@ class GridChoice:
                 + " ".join(f"{each:>9.3g}" for each in parts)
                 + f" {format_bytes(price.memory_bytes):>10}  {', '.join(reversed(price.order))}"
             )
+        more = len({str(price) for price in self.candidates}) - len(seen)
+        if more:
+            lines.append(f"{'':>12} {more} slower {'shape fits' if more == 1 else 'shapes fit'}; pass a larger count")
         shapes = {str(price): price for price in self.too_large}
         lines += [
             f"{name:>12} needs {format_bytes(price.memory_bytes)} of {format_bytes(self.memory_limit_bytes)}"

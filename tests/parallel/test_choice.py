@@ -107,6 +107,14 @@ def test_grids_above_the_memory_limit_are_dropped_and_impossible_requests_refuse
         choose_grid(model, four_hosts(), [0, 99], rows=4, flops_per_second=1e12)
 
 
+def test_the_table_says_how_many_shapes_it_omits():
+    choice = choose_grid(sizes(256), four_hosts(), range(16), rows=32, flops_per_second=1e12)
+    shapes = len({str(price) for price in choice.candidates})
+    for count, line in ((shapes - 2, "2 slower shapes fit;"), (shapes - 1, "1 slower shape fits;")):
+        assert choice.explain(count).splitlines()[1 + count].strip().startswith(line)
+    assert "slower" not in choice.explain(shapes)
+
+
 @pytest.mark.parametrize(
     ("wrong", "rule"),
     [
