@@ -139,12 +139,13 @@ class Policy:
 def parse_policy(text: str) -> Policy:
     """A policy from text, such as ``"dp=int4x128-bf16,pp=int8x128/raw"``; the inverse of ``str(policy)``.
 
-    Two codecs of ``pp`` or ``zero`` are joined by a slash; ``raw`` is no codec. ``force-pp`` codes all edges,
-    ``feedback``, or ``feedback=dp/zero``, adds coding errors to the next gradients, ``raw-steps=100`` leaves the sums
-    of 100 steps raw.
+    A slash joins the two codecs of ``pp`` or ``zero``; ``raw`` means no codec. ``force-pp`` codes all edges.
+    ``feedback`` is short for ``feedback=dp``; with ``feedback=dp/zero``, both dimensions add coding errors to the next
+    gradients. ``raw-steps=100`` leaves the ``dp`` sums of the first 100 steps raw.
 
     Raises:
-        ArgumentError: the text names an unknown dimension or codec, or a dimension twice.
+        ArgumentError: the text names an unknown dimension or codec, or a dimension twice; or :class:`Policy` refuses
+            the combination.
     """
     if not isinstance(text, str):
         raise ArgumentError(f"a policy is a text such as 'dp=int8x128', not {type(text).__name__}")

@@ -68,9 +68,10 @@ class TensorProfile:
     """The report of a dump.
 
     Attributes:
-        kinds: those found. changed: share of the weights that a step changes, as bf16; None if the dump does not tell.
-        delta_ratio: plain bytes of bf16 weights over those of their differences; None likewise.
-        dimensions: of a policy, that the job has; None if the dump does not tell.
+        kinds: one report for each kind of tensor found.
+        dimensions: dimensions of a policy that the job has; None if the dump does not list them.
+        changed: share of the bf16 weights that a step changes; None without ``weights_before`` of equal shapes.
+        delta_ratio: plain bytes of bf16 weights over the bytes of their differences; None as for ``changed``.
     """
 
     kinds: tuple[KindReport, ...]
@@ -117,7 +118,7 @@ class TensorProfile:
 def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str] | None]:
     """The tensors of all steps and ranks of a dump by kind, in equal order in each kind, and the job's dimensions.
 
-    The dimensions are None if no file of the dump tells them.
+    The dimensions are None if no file of the dump lists them.
 
     Raises:
         ArgumentError: there is no dump, or a file of it cannot be read.
