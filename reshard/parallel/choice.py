@@ -149,7 +149,7 @@ def choose_grid(
     Args:
         model: :class:`TransformerSizes`, or a model or config that :meth:`TransformerSizes.of` reads.
         topology: hosts and links.
-        ranks: ranks of the grid; list the ranks of one host next to each other.
+        ranks: ranks of the grid; list the ranks of each host next to each other.
         memory_bytes: memory limit of a rank.
         rows: rows of a batch, over all ranks.
         flops_per_second: rate of one rank; a multiplication and its addition count as two.
