@@ -17,7 +17,7 @@ from reshard.topology import CodecRate, Topology
 AUTO_CODEC = "auto"
 #: A codec is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.95
-#: At most so many groups of tensors with equal layouts and dtypes get a choice of their own; the largest ones do.
+#: Only this many groups of tensors with equal layouts and dtypes, the largest ones, get a choice of their own.
 MOST_GROUPS = 8
 #: Name of a choice that differs between tensors.
 MIXED = "a choice per layout and dtype"
@@ -90,18 +90,10 @@ def code_tensors(
     dtypes = [spec.dtype for spec in tensors] if wire_dtypes is None else wire_dtypes
     raw = [replace(spec, dtype=dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
 
-    def code(named: str | Codec | TransferPolicy) -> list[TensorSpec]:
-        codec = find_codec(named)
-        coded = [code_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
-        return [
-            spec if spec.codec is not None else replace(spec, dtype=dtype)
-            for spec, dtype in zip(coded, dtypes, strict=True)
-        ]
-
     if compression is None:
         return raw
     if not isinstance(compression, str) or compression != AUTO_CODEC:
-        return code(compression)
+        return _code_all(tensors, compression, dtypes)
     if topology is None or not topology.codec_rates:
         raise ArgumentError(
             'compression="auto" needs the rates of codecs: pass topology=reshard.find_topology(codecs=["int8x128"]), '
@@ -113,7 +105,7 @@ def code_tensors(
     if not allowed:
         return [replace(spec, raw_because=f"the usual error of every codec is above {max_error:g}") for spec in raw]
 
-    options: list[_Option] = [(None, raw), *((rate, code(rate.codec)) for rate in allowed)]
+    options: list[_Option] = [(None, raw), *((rate, _code_all(tensors, rate.codec, dtypes)) for rate in allowed)]
     chosen, reason = _choose(options, plan, encodes_first)
     result = []
     for number, option in enumerate(chosen):
@@ -125,6 +117,18 @@ def code_tensors(
         else:
             result.append(replace(spec, raw_because=coded[0].raw_because))  # no codec can code it
     return result
+
+
+def _code_all(
+    tensors: Sequence[TensorSpec], named: str | Codec | TransferPolicy, raw_dtypes: Sequence[str]
+) -> list[TensorSpec]:
+    """Code the tensors that a codec can code. The others get their raw dtypes."""
+    codec = find_codec(named)
+    coded = [code_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, raw_dtypes, strict=True)]
+    return [
+        spec if spec.codec is not None else replace(spec, dtype=dtype)
+        for spec, dtype in zip(coded, raw_dtypes, strict=True)
+    ]
 
 
 def _choose(
