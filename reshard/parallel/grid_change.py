@@ -75,6 +75,22 @@ def relayout(
         if names:
             parts, specs = ({name: values[name] for name in names} for values in (sources, placements))
             moved |= reshard(parts, *meshes, src_spec=specs, dst_spec=specs, compression=names_codec)
+    _replace_parameters(parameters, moved, grid, optimizer)
+    mark_replaced([parameter for parameter, _ in parameters], "relayout")
+    old_grid.replace_with(grid)
+    for path, module in reversed(list(model.named_modules())):  # errors give a tied parameter its first path
+        if hasattr(module, "declare"):
+            module.declare(f"{path}." if path else "")
+
+
+def _replace_parameters(
+    parameters: list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]],
+    moved: dict[str, torch.Tensor],
+    grid: Grid,
+    optimizer: torch.optim.Optimizer | None,
+) -> None:
+    """Put the moved shards into the modules and the optimizer. ``moved`` has them by ``NUMBER.`` or ``NUMBER.KEY``."""
+    state = {} if optimizer is None else optimizer.state
     replaced: dict[int, nn.Parameter] = {}
     for number, (parameter, holders) in enumerate(parameters):
         made = nn.Parameter(_make_dtensor(moved[f"{number}."], parameter, grid), requires_grad=parameter.requires_grad)
@@ -90,11 +106,6 @@ def relayout(
     if optimizer is not None:
         for group in optimizer.param_groups:
             group["params"] = [replaced.get(id(each), each) for each in group["params"]]
-    mark_replaced([parameter for parameter, _ in parameters], "relayout")
-    old_grid.replace_with(grid)
-    for path, module in reversed(list(model.named_modules())):  # errors give a tied parameter its first path
-        if hasattr(module, "declare"):
-            module.declare(f"{path}." if path else "")
 
 
 def _check(model: nn.Module, old_grid: Grid, grid: Grid) -> None:
