@@ -1,13 +1,21 @@
-"""Loss and speed of training with compression, on emulated hosts: ``python -m microbench.training.compression_loss``.
+"""Loss and speed of training with compression: ``python -m microbench.training.compression_loss loss`` or ``speed``.
 
-The GPT of ``reshard train`` trains on the text that Python ships, with two pipeline stages, the second of two replicas,
-and one rank per host. All contenders train from the same seeds and on the same batches. A row prints the mean held-out
-loss over the seeds, its difference to training without codecs with the standard deviation over seeds, and the rows per
-second from the median step. A 2024 study (arXiv 2409.02423) found that ZFP everywhere trains faster and to a worse
-loss, and that milder codecs where errors hurt keep the loss. "ZFP everywhere" is its naive choice: ZFP at 8 bits a
-value (the zfpy package) in the messages of int8x128. "ZFP hybrid" codes only sums of gradients with it. The study codes
-the other messages without loss (MPC), which changes no value. Here they are raw, so only the loss compares. zfpy codes
-0.2 GB/s on a CPU, and the study's ZFP ran on GPUs, so the speeds of both rows are not those of the study.
+The GPT of ``reshard train`` trains on the text that Python ships, with four pipeline stages, the last of two replicas.
+All contenders of a seed begin with the same parameters and train on the same batches.
+
+``loss`` trains on local processes, because links do not change a value. A row prints the mean loss on all held-out text
+over the seeds, and its difference to training without codecs: mean, standard deviation, and each seed. "no codec again"
+has twice as many microbatches, which only changes the order of sums: its differences are what rounding alone causes.
+
+``speed`` trains for a few steps with one rank per emulated host. Contenders take turns. A row prints the median of the
+turns, which are medians of steps, and the share of the step that is no computation: the one by which a step without
+codecs is longer than on links of 10 Gbit/s.
+
+A 2024 study (arXiv 2409.02423) found that ZFP everywhere trains faster and to a worse loss, and that milder codecs
+where errors hurt keep the loss. "ZFP everywhere" is its naive choice: ZFP at 8 bits a value (the zfpy package) in the
+messages of int8x128. "ZFP hybrid" codes only sums of gradients with it. The study codes the other messages without loss
+(MPC), which changes no value. Here they are raw, so only the loss compares. zfpy codes 0.2 GB/s on a CPU, and the
+study's ZFP ran on GPUs, so the speeds of both rows are not those of the study.
 """
 
 from __future__ import annotations
@@ -18,8 +26,8 @@ import importlib.util
 import statistics
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,12 +40,19 @@ from reshard.scheduler.pipe.engine import PipelineEngine
 from reshard.scheduler.training.command import add_arguments, make_job
 from reshard.scheduler.training.loop import Job, train
 from reshard.scheduler.training.presets import find_preset
+from reshard.testing.processes import run_processes
 from reshard.topology import topology_from_json
 
-STAGES, NUM_RANKS = "1x1,2x1", 3
-#: Name and policy of each contender; edges are coded whatever the simulation says, so that only the codecs differ.
+STAGES, NUM_RANKS = "1x1,1x1,1x1,2x1", 5
+ROWS, MICROBATCHES, SEQUENCE = 16, 4, 64
+#: Batches of 16 rows that hold all of the held-out text.
+EVAL_BATCHES = 22
+RAW, AGAIN = "no codec", "no codec again"
+#: Links that take next to no time.
+FAST = "10 Gbit/s"
+#: Policy of each contender; edges are coded whatever the simulation says, so that only the codecs differ.
 CONTENDERS = {
-    "no codec": None,
+    RAW: None,
     "ZFP everywhere": "dp=int8x128,pp=int8x128,force-pp",
     "ZFP hybrid": "dp=int8x128",
     "int8 everywhere": "dp=int8x128,pp=int8x128,force-pp",
@@ -46,8 +61,15 @@ CONTENDERS = {
 }
 
 
-def run_job(rank: int, report: Callable[[Any], None], job: Job, is_zfp: bool) -> tuple[float, float]:
-    """Train, with ZFP in place of int8x128 if asked for; the held-out loss, and the seconds of the median step."""
+class Run(NamedTuple):
+    """Held-out loss at the end, and seconds of the median step."""
+
+    held_out: float
+    seconds: float
+
+
+def run_job(rank: int, job: Job, is_zfp: bool) -> Run:
+    """Train on one rank, with ZFP in place of int8x128 if asked for."""
     torch.set_num_threads(1)
     seconds: list[float] = []
     step = PipelineEngine.step
@@ -64,16 +86,74 @@ def run_job(rank: int, report: Callable[[Any], None], job: Job, is_zfp: bool) ->
             held_out = train(rank, job, shows=False).held_out
     finally:
         PipelineEngine.step = step  # type: ignore[method-assign]
-    return held_out, statistics.median(seconds)
+    return Run(held_out, statistics.median(seconds))
 
 
-def _make_job(steps: int, seed: int, shrink: int, compression: str | None) -> Job:
+def run_reporting_job(rank: int, report: Callable[[Any], None], job: Job, is_zfp: bool) -> Run:
+    """:func:`run_job` on an emulated host."""
+    return run_job(rank, job, is_zfp)
+
+
+def _make_job(name: str, steps: int, seed: int, eval_batches: int) -> Job:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    words = ["gpt3-125m", "--shrink", str(shrink), "--steps", str(steps), "--seed", str(seed), "--batch", "16"]
-    words += ["--microbatches", "4", "--sequence", "64", "--autocast", "none", "--eval-batches", "16"]
-    words += [] if compression is None else ["--compression", compression]
+    microbatches = 2 * MICROBATCHES if name == AGAIN else MICROBATCHES
+    words = ["gpt3-125m", "--shrink", "8", "--steps", str(steps), "--seed", str(seed), "--batch", str(ROWS)]
+    words += ["--microbatches", str(microbatches), "--sequence", str(SEQUENCE), "--autocast", "none"]
+    words += ["--schedule", "1f1b", "--eval-batches", str(eval_batches)]
+    policy = CONTENDERS.get(name)
+    words += [] if policy is None else ["--compression", policy]
     return make_job(parser.parse_args(words), find_preset("gpt3-125m"), STAGES)
+
+
+def measure_losses(names: list[str], steps: int, seeds: int) -> dict[str, list[float]]:
+    """Held-out losses of each contender, one for each seed."""
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    for seed in track(range(seeds), "seeds"):
+        for name in names:
+            job = _make_job(name, steps, seed, EVAL_BATCHES)
+            runs = run_processes(run_job, NUM_RANKS, job, name.startswith("ZFP"), timeout_seconds=3600.0)
+            losses[name].append(runs[0].held_out)
+            print_line(f"{name:16} seed {seed}  held-out {runs[0].held_out:.4f}")
+    return losses
+
+
+def show_losses(losses: Mapping[str, list[float]]) -> None:
+    """Print a row per contender."""
+    for name, values in losses.items():
+        differences = [loss - raw for loss, raw in zip(values, losses[RAW], strict=True)]
+        spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
+        each = " ".join(f"{difference:+.4f}" for difference in differences)
+        print_line(
+            f"{name:16} held-out {statistics.fmean(values):.4f}  difference {statistics.fmean(differences):+.4f} "
+            f"+- {spread:.4f}  ({each})"
+        )
+
+
+def measure_speeds(names: list[str], rate: str, steps: int, turns: int) -> dict[str, list[float]]:
+    """Seconds of the step of each contender, one for each turn; without codecs, also on fast links."""
+    links = dict.fromkeys(names, rate) | {FAST: FAST}
+    seconds: dict[str, list[float]] = {name: [] for name in links}
+    for _ in track(range(turns), "turns"):
+        for name, link in links.items():
+            topology = topology_from_json({"hosts": [{"count": NUM_RANKS, "devices": 1, "nics": [link]}]})
+            with Cluster(topology) as cluster:
+                job = _make_job(name, steps, 0, 1)
+                runs = cluster.run(run_reporting_job, job, name.startswith("ZFP"), timeout_seconds=3600.0)
+            seconds[name].append(max(run.seconds for run in runs))
+    return seconds
+
+
+def show_speeds(seconds: Mapping[str, list[float]]) -> None:
+    """Print a row per contender."""
+    base, fast = statistics.median(seconds[RAW]), statistics.median(seconds[FAST])
+    for name, values in seconds.items():
+        step = statistics.median(values)
+        print_line(
+            f"{name:16} {step * 1e3:6.0f} ms ({min(values) * 1e3:.0f} to {max(values) * 1e3:.0f})  "
+            f"{ROWS / step:6.1f} rows/s  {base / step:.2f}x"
+        )
+    print_line(f"communication takes {1 - fast / base:.0%} of a step without codecs")
 
 
 def main() -> int:
@@ -81,43 +161,33 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m microbench.training.compression_loss",
         description=__doc__,
-        epilog="example: python -m microbench.training.compression_loss --seeds 3 --steps 400",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="example: python -m microbench.training.compression_loss loss --seeds 3",
     )
-    parser.add_argument("--rate", default="0.2 Gbit/s", help="rate of each host's link (0.2 Gbit/s)")
-    parser.add_argument("--steps", type=int, default=200, help="steps of a run (200)")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each contender (3)")
-    parser.add_argument("--shrink", type=int, default=8, help="divide width and depth of gpt3-125m by this (8)")
+    parser.add_argument("measure", choices=("loss", "speed"))
+    parser.add_argument("--steps", type=int, help="steps of a run (loss: 400, speed: 10)")
+    parser.add_argument("--seeds", type=int, default=3, help="loss: runs of each contender (3)")
+    parser.add_argument("--turns", type=int, default=5, help="speed: runs of each contender (5)")
+    parser.add_argument("--rate", default="0.2 Gbit/s", help="speed: rate of each host's link (0.2 Gbit/s)")
     options = parser.parse_args()
-    if options.steps < 1 or options.seeds < 1 or options.shrink < 1:
-        parser.error("--steps, --seeds and --shrink must be positive")
-    contenders = dict(CONTENDERS)
+    is_loss = options.measure == "loss"
+    steps = options.steps or (400 if is_loss else 10)
+    if steps < 1 or options.seeds < 1 or options.turns < 1:
+        parser.error("--steps, --seeds and --turns must be positive")
+    names = list(CONTENDERS)
     if importlib.util.find_spec("zfpy") is None:
         stderr("compression_loss: zfpy is not installed, so the rows of ZFP are missing")
-        contenders = {name: policy for name, policy in CONTENDERS.items() if not name.startswith("ZFP")}
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
+        names = [name for name in names if not name.startswith("ZFP")]
+    run = describe_machine([])
+    print_line(f"{STAGES}, {steps} steps, {run['machine']}, load {run['load']}, {run['date']}")
     try:
-        topology = topology_from_json({"hosts": [{"count": NUM_RANKS, "devices": 1, "nics": [options.rate]}]})
-        with Cluster(topology) as cluster:
-            for seed in track(range(options.seeds), "seeds"):
-                for name, policy in contenders.items():
-                    job = _make_job(options.steps, seed, options.shrink, policy)
-                    results = cluster.run(run_job, job, name.startswith("ZFP"), timeout_seconds=3600.0)
-                    found[name].append((results[0][0], max(seconds for _, seconds in results)))
+        if is_loss:
+            show_losses(measure_losses([RAW, AGAIN, *names[1:]], steps, options.seeds))
+        else:
+            show_speeds(measure_speeds(names, options.rate, steps, options.turns))
     except (ClusterError, ReshardError) as error:
         stderr(f"compression_loss: {error}")
         return 2
-    run = describe_machine([])
-    print_line(f"{STAGES}, {options.rate}, {options.steps} steps, {run['machine']}, {run['date']}")
-    raw = found["no codec"]
-    base = statistics.fmean(seconds for _, seconds in raw)
-    for name, runs in found.items():
-        differences = [loss - other for (loss, _), (other, _) in zip(runs, raw, strict=True)]
-        spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
-        seconds = statistics.fmean(each for _, each in runs)
-        print_line(
-            f"{name:16} held-out {statistics.fmean(loss for loss, _ in runs):.4f} "
-            f"({statistics.fmean(differences):+.4f} +- {spread:.4f})  {16 / seconds:6.1f} rows/s  {base / seconds:.2f}x"
-        )
     return 0
 
 
