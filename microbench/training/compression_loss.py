@@ -4,7 +4,7 @@ The GPT of ``reshard train`` trains on the text that Python ships, with four pip
 All contenders of a seed begin with the same parameters and train on the same batches.
 
 ``loss`` trains on local processes, because links do not change a value. A row prints the mean loss on all held-out text
-over the seeds, and its difference to training without codecs: mean, standard deviation, and each seed. "no codec again"
+over the seeds, and its difference to training without codecs: mean, standard error, and each seed. "no codec again"
 has twice as many microbatches, which only changes the order of sums: its differences are what rounding alone causes.
 
 ``speed`` trains for a few steps with one rank per emulated host. Contenders take turns. A row prints the median of the
@@ -94,7 +94,7 @@ def run_reporting_job(rank: int, report: Callable[[Any], None], job: Job, is_zfp
     return run_job(rank, job, is_zfp)
 
 
-def _make_job(name: str, steps: int, seed: int, eval_batches: int) -> Job:
+def _make_job(name: str, steps: int, seed: int, eval_batches: int, learning_rate: float | None = None) -> Job:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     microbatches = 2 * MICROBATCHES if name == AGAIN else MICROBATCHES
@@ -103,15 +103,16 @@ def _make_job(name: str, steps: int, seed: int, eval_batches: int) -> Job:
     words += ["--schedule", "1f1b", "--eval-batches", str(eval_batches)]
     policy = CONTENDERS.get(name)
     words += [] if policy is None else ["--compression", policy]
+    words += [] if learning_rate is None else ["--learning-rate", str(learning_rate)]
     return make_job(parser.parse_args(words), find_preset("gpt3-125m"), STAGES)
 
 
-def measure_losses(names: list[str], steps: int, seeds: int) -> dict[str, list[float]]:
+def measure_losses(names: list[str], steps: int, seeds: int, learning_rate: float | None) -> dict[str, list[float]]:
     """Held-out losses of each contender, one for each seed."""
     losses: dict[str, list[float]] = {name: [] for name in names}
     for seed in track(range(seeds), "seeds"):
         for name in names:
-            job = _make_job(name, steps, seed, EVAL_BATCHES)
+            job = _make_job(name, steps, seed, EVAL_BATCHES, learning_rate)
             runs = run_processes(run_job, NUM_RANKS, job, name.startswith("ZFP"), timeout_seconds=3600.0)
             losses[name].append(runs[0].held_out)
             print_line(f"{name:16} seed {seed}  held-out {runs[0].held_out:.4f}")
@@ -122,11 +123,11 @@ def show_losses(losses: Mapping[str, list[float]]) -> None:
     """Print a row per contender."""
     for name, values in losses.items():
         differences = [loss - raw for loss, raw in zip(values, losses[RAW], strict=True)]
-        spread = statistics.stdev(differences) if len(differences) > 1 else 0.0
+        error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
         each = " ".join(f"{difference:+.4f}" for difference in differences)
         print_line(
             f"{name:16} held-out {statistics.fmean(values):.4f}  difference {statistics.fmean(differences):+.4f} "
-            f"+- {spread:.4f}  ({each})"
+            f"+- {error:.4f}  ({each})"
         )
 
 
@@ -167,6 +168,7 @@ def main() -> int:
     parser.add_argument("measure", choices=("loss", "speed"))
     parser.add_argument("--steps", type=int, help="steps of a run (loss: 400, speed: 10)")
     parser.add_argument("--seeds", type=int, default=3, help="loss: runs of each contender (3)")
+    parser.add_argument("--learning-rate", type=float, help="loss: peak learning rate (0.003, that of the preset)")
     parser.add_argument("--turns", type=int, default=5, help="speed: runs of each contender (5)")
     parser.add_argument("--rate", default="0.2 Gbit/s", help="speed: rate of each host's link (0.2 Gbit/s)")
     options = parser.parse_args()
@@ -182,7 +184,7 @@ def main() -> int:
     print_line(f"{STAGES}, {steps} steps, {run['machine']}, load {run['load']}, {run['date']}")
     try:
         if is_loss:
-            show_losses(measure_losses([RAW, AGAIN, *names[1:]], steps, options.seeds))
+            show_losses(measure_losses([RAW, AGAIN, *names[1:]], steps, options.seeds, options.learning_rate))
         else:
             show_speeds(measure_speeds(names, options.rate, steps, options.turns))
     except (ClusterError, ReshardError) as error:
