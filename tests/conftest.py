@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -29,7 +30,14 @@ def pytest_configure():
 
 
 def pytest_collection_finish():
-    """Hide the objects of this process from the garbage collector: in a forked rank, it would copy all their pages."""
+    """Hide the objects of this process from the garbage collector: in a forked rank, it would copy all their pages.
+
+    Autograd starts its threads for devices at the first backward. Let it do so before a test traces a model, because
+    builds of torch for CUDA then add devices without a GPU, and autograd does not run in forks of a process with such
+    threads.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.ones(1, requires_grad=True).sum().backward()
     gc.collect()
     gc.freeze()
 

@@ -94,10 +94,11 @@ def check_no_cache(options: Mapping[str, Any]) -> None:
     Args:
         options: keyword arguments of the call.
     """
-    if options.get("past_key_values") is not None:
-        raise ArgumentError(
-            "attention on a grid keeps no cache of keys and values; omit use_cache=True and past_key_values"
-        )
+    for name in ("cache", "past_key_values"):  # since transformers 5.24, and before
+        if options.get(name) is not None:
+            raise ArgumentError(
+                f"attention on a grid keeps no cache of keys and values; omit use_cache=True and {name}"
+            )
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

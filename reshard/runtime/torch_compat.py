@@ -36,19 +36,21 @@ def gloo_groups_on(devices: list[Any]) -> Iterator[None]:
 
     The thread of a device wakes up 100 times a second, also while no data moves. All groups of a device share it.
     """
-    original = c10d.ProcessGroupGloo
+    # The class stays, since torch compares types with it; only its constructor changes.
+    group_class: Any = c10d.ProcessGroupGloo
+    original = group_class.__init__
 
-    class OnDevices(original):  # type: ignore[misc,valid-type]
-        def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
-            options = original._Options()
-            options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
-            super().__init__(store, rank, size, options)
+    def on_devices(group: Any, store: dist.Store, rank: int, size: int, timeout: timedelta, **_: object) -> None:
+        # torch 2.14 also passes enable_reconfigure=False
+        options = group_class._Options()
+        options._devices, options._threads, options._timeout = devices, 2 * len(devices), timeout
+        original(group, store, rank, size, options)
 
-    c10d.ProcessGroupGloo = OnDevices  # type: ignore[misc]
+    group_class.__init__ = on_devices
     try:
         yield
     finally:
-        c10d.ProcessGroupGloo = original  # type: ignore[misc]
+        group_class.__init__ = original
 
 
 def gloo_devices(process_group: dist.ProcessGroup) -> list[Any]:

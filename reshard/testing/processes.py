@@ -1,13 +1,13 @@
-"""Run several ranks on this machine, as forked processes with a Gloo group."""
+"""Run several ranks on this machine, as processes with a Gloo group."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import multiprocessing
 import multiprocessing.util
 import os
-import pickle
 import signal
 import socket
 import sys
@@ -27,6 +27,7 @@ from reshard.coordination import serve_store
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.sharding import MAX_RANK, check_integer
+from reshard.testing.starting import find_start
 from reshard.timeouts import check_timeout
 
 #: After the first failure, how long the other ranks may run before they are killed.
@@ -70,7 +71,10 @@ def run_processes(
     grace_seconds: float = GRACE_SECONDS,
     init_group: bool = True,
 ) -> list[Any]:
-    """Run ``function(rank, *args)`` in ``num_ranks`` forked processes and return their results.
+    """Run ``function(rank, *args)`` in ``num_ranks`` processes and return their results.
+
+    The processes are forked. Forked processes cannot use autograd or CUDA if this process has used a GPU; then they are
+    forked from another process, if ``cloudpickle`` is installed and can pickle the function and its arguments.
 
     Args:
         function: runs on each rank; its result must pickle.
@@ -93,20 +97,16 @@ def run_processes(
     check_timeout(timeout_seconds)
     for module in ("reshard.api.call", "numpy.ma", "encodings.idna"):  # import once here, not in each child
         importlib.import_module(module)
-    context = multiprocessing.get_context("fork")
+    start = find_start(functools.partial(_run_rank, function, num_ranks, args, init_group))
     pipes: list[Connection] = []
     processes = []
     sys.stdout.flush()
     sys.stderr.flush()
     for rank in range(num_ranks):
-        ours, theirs = context.Pipe()
-        process = context.Process(
-            target=_run_rank, args=(function, rank, num_ranks, args, theirs, init_group), name=f"rank-{rank}"
-        )
-        process.start()
+        ours, theirs = multiprocessing.Pipe()
+        processes.append(start(rank, theirs))
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
     server, server_pipe = _start_store(pipes)
 
     def describe_exit(rank: int) -> str:
@@ -240,11 +240,12 @@ def join_world(store: dist.Store, rank: int, num_ranks: int, timeout: timedelta,
 
 def _run_rank(
     function: Callable[..., Any],
-    rank: int,
     num_ranks: int,
     args: tuple[Any, ...],
-    pipe: Connection,
     init_group: bool,
+    rank: int,
+    pipe: Connection,
+    dumps: Callable[[Any], bytes],
 ) -> None:
     torch.set_num_threads(1)
     if sys.platform == "linux":
@@ -263,7 +264,7 @@ def _run_rank(
         message = ("error", error, traceback.format_exc())
     try:
         # Plain pickle: multiprocessing's pickler would pass tensors as shared memory, which ends with this process.
-        pipe.send_bytes(pickle.dumps(message))
+        pipe.send_bytes(dumps(message))
     except Exception as error:  # the result or the error does not pickle
         pipe.send(("error", None, f"{message[2]}{type(error).__name__}: {error}"))
     pipe.close()

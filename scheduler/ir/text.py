@@ -148,7 +148,7 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
     """Read a schedule from torch's CSV.
 
     If the CSV has no transfers, those of the pipeline's edges are added. FSDP actions (``0UNSHARD``, ``0RESHARD``,
-    ``0REDUCE_GRAD``) are skipped.
+    ``0REDUCE_GRAD``, ``0WAIT_REDUCE_GRAD``) and the waits for sends of torch 2.15 (``0WAIT_SEND_F3``) are skipped.
 
     Raises:
         ScheduleError: a cell is not an action, a row has no stage, or the stages are not those of the pipeline.
@@ -166,7 +166,7 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
         words = [cell.strip() for cell in cells]
         if not any(words):
             raise ScheduleError(f"row {row} is empty; each row must compute a stage")
-        rows.append([_from_torch(word) for word in words if word and not _TORCH_FSDP.fullmatch(word)])
+        rows.append([_from_torch(word) for word in words if word and not _TORCH_SKIPPED.fullmatch(word)])
         if not rows[-1]:
             raise ScheduleError(f"row {row} has no computation or transfer of a stage")
         if sum(map(len, rows)) > MOST_ACTIONS:
@@ -192,7 +192,7 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
 
 #: Offset from a stage to the stage at the other end of torch's transfer.
 _TORCH_OFFSET = {Kind.SEND_F: 1, Kind.RECV_F: -1, Kind.SEND_B: -1, Kind.RECV_B: 1}
-_TORCH_FSDP = re.compile(r"\d{1,5}(UNSHARD|RESHARD|REDUCE_GRAD)")
+_TORCH_SKIPPED = re.compile(r"\d{1,5}(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB]\d{1,7})")
 _TORCH = re.compile(r"(\d{1,5})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,7})")
 
 

@@ -114,3 +114,11 @@ def test_torch_schedules_run_in_our_simulator(name, tmp_path):
     assert "UNSHARD" in path.read_text()
     with_transfers = from_torch_csv(path.read_text(), pipeline, name)
     assert simulate(with_transfers, pipeline).makespan_seconds >= work
+
+
+def test_waits_for_sends_and_for_sums_of_gradients_are_skipped():
+    # in the CSV of torch 2.15
+    plain = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+    waits = "0F0,0SEND_F0,0RECV_B0,0WAIT_SEND_F0,0B0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    waits += "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0\n"
+    assert from_torch_csv(waits, chain(2)) == from_torch_csv(plain, chain(2))

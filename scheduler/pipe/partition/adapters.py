@@ -115,13 +115,7 @@ def _causal_mask(
     from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
     make = create_sliding_window_causal_mask if is_sliding else create_causal_mask
-    return make(
-        config=model.config,
-        inputs_embeds=hidden_states,
-        attention_mask=attention_mask,
-        past_key_values=None,
-        position_ids=position_ids,
-    )
+    return make(model.config, hidden_states, attention_mask, None, position_ids)  # the name of the cache has changed
 
 
 def _causal_lm_head(model: Any) -> Callable[..., Any]:

@@ -182,7 +182,7 @@ def run_failing(rank, wrapper):
         module = Last()
         module.table = nn.Embedding(5, WIDTH).double()
         fully_shard(module, mesh=DeviceMesh.from_group(groups[1], "cpu"))
-    outcomes = []
+    outcomes, begun = [], time.monotonic()
     for attempt in range(2):
         try:
             with Engine(

@@ -1,0 +1,73 @@
+"""Ranks that are not forked from this process, because it has used a GPU or autograd's threads."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from reshard.testing import run_processes, starting
+
+#: Without a guard for the main module. On builds for CUDA, the first lines make autograd's threads.
+SCRIPT = r"""
+import os
+import torch
+from reshard.testing import LaunchError, run_processes, starting
+
+torch._C._ensureCUDADeviceGuardSet() if torch.backends.cuda.is_built() else None
+weight = torch.ones(3, requires_grad=True)
+(2 * weight).sum().backward()
+assert starting.can_fork() is not torch.backends.cuda.is_built()
+starting.can_fork = lambda: False
+os.environ["FACTOR"] = "3"
+os.chdir("/")
+
+class Result:
+    def __init__(self, value):
+        self.value = value
+
+class Failure(Exception):
+    pass
+
+def run(rank, offset):
+    (2 * weight).sum().backward()
+    os.write(1, f"rank {rank} in {os.getcwd()}\n".encode())
+    return Result(rank * int(os.environ["FACTOR"]) + offset + weight.grad[0].item())
+
+def fail(rank):
+    if rank == 1:
+        raise Failure("of rank 1")
+    os.kill(os.getpid(), 9)
+
+results = run_processes(run, 2, 10)
+assert [type(each) for each in results] == [Result, Result]
+print([each.value for each in results])
+try:
+    run_processes(fail, 2)
+except LaunchError as error:
+    print(error.failures[0].text, type(error.failures[1].error) is Failure)
+"""
+
+
+@pytest.mark.integration
+def test_ranks_of_a_script_that_has_used_autograds_threads(tmp_path):
+    pytest.importorskip("cloudpickle")
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    run = subprocess.run(
+        [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    first, second, results, failure = run.stdout.splitlines()
+    assert {first, second} == {"rank 0 in /", "rank 1 in /"}
+    assert results == "[12.0, 15.0]"  # without the gradient of the script, which does not pickle with the tensor
+    assert failure == "ended with exit code -9 (Killed) True"
+
+
+def test_a_function_that_does_not_pickle_is_forked(monkeypatch):
+    monkeypatch.setattr(starting, "can_fork", lambda: False)
+    lock, parent = threading.Lock(), os.getpid()
+    assert run_processes(lambda rank: (lock.locked(), os.getppid() == parent), 2) == [(False, True)] * 2
