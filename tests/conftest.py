@@ -9,7 +9,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
-from tests.support.nccl_standin import build_standin
+from tests.support.nccl.build import build_standin
 
 settings.register_profile(
     "fixed", derandomize=True, deadline=None, max_examples=40, suppress_health_check=[HealthCheck.too_slow]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec
+from reshard.runtime.torch_compat import all_gather_single
 
 #: Waits for a collective that was started, and returns what it received.
 Wait = Callable[[], torch.Tensor]
@@ -46,7 +47,7 @@ def exchange(rows: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | N
 def gather(row: torch.Tensor, group: dist.ProcessGroup) -> Wait:
     """Start to gather the rows of all members, in their order."""
     received = row.new_empty(dist.get_world_size(group), row.numel())
-    return _wait_for(dist.all_gather_single(received, row.reshape(1, -1), group=group, async_op=True), received)
+    return _wait_for(all_gather_single(received, row.reshape(1, -1), group=group, async_op=True), received)
 
 
 def _wait_for(work: Any, received: torch.Tensor) -> Wait:

@@ -110,6 +110,13 @@ def store_of(process_group: dist.ProcessGroup) -> dist.Store:
     return c10d._get_process_group_store(process_group)
 
 
+def all_gather_single(out: torch.Tensor, part: torch.Tensor, **options: Any) -> Any:
+    """The collective of this name, which torch 2.11 knows only as ``all_gather_into_tensor``, now deprecated."""
+    # looked up at each call, as the other collectives are
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(out, part, **options)
+
+
 def timeout_of(process_group: dist.ProcessGroup) -> float:
     """Seconds after which a collective of CPU tensors of a process group fails."""
     seconds: float = process_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

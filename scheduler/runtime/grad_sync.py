@@ -206,7 +206,7 @@ class ReplicaSync:
         for parameter, form in zip(parameters, forms.tolist(), strict=True):
             if form == _DENSE:
                 if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter, dtype=_gradient_dtype(parameter))
+                    parameter.grad = torch.zeros_like(parameter, dtype=torch_compat.gradient_dtype(parameter))
                 elif parameter.grad.is_sparse:
                     parameter.grad = parameter.grad.to_dense()
                 dense.setdefault((parameter.grad.dtype, parameter.device), []).append(parameter.grad)
@@ -241,7 +241,7 @@ class ReplicaSync:
         """Descriptions of the parameters and the buffers, which must be equal on all replicas, as (name, text)."""
 
         def describe(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-            return ", ".join(f"{name} {_gradient_dtype(each)} {list(each.shape)}" for name, each in named)
+            return ", ".join(f"{name} {torch_compat.gradient_dtype(each)} {list(each.shape)}" for name, each in named)
 
         parameters = [one for one in self._module.module.named_parameters() if self._is_synced(one[0])]
         frozen = ", ".join(name for name, each in parameters if not each.requires_grad) or "none"
@@ -369,7 +369,7 @@ def _form(gradient: torch.Tensor | None) -> int:
 def _sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     """A parameter's gradient as a coalesced tensor of ``sparse_dim`` sparse dims; empty if there is no gradient."""
     if parameter.grad is None:
-        dtype, shape = _gradient_dtype(parameter), parameter.shape
+        dtype, shape = torch_compat.gradient_dtype(parameter), parameter.shape
         indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=parameter.device)
         values = torch.empty((0, *shape[sparse_dim:]), dtype=dtype, device=parameter.device)
         empty: torch.Tensor = torch.sparse_coo_tensor(indices, values, shape, check_invariants=False)
@@ -377,11 +377,6 @@ def _sparse(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     if parameter.grad.sparse_dim() != sparse_dim:
         return parameter.grad.to_dense().to_sparse(sparse_dim).coalesce()
     return parameter.grad.coalesce()
-
-
-def _gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradients."""
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ __all__ = [
     "copy_parts",
     "fake_mode",
     "fsdp_ranks",
+    "gradient_dtype",
     "has_comm_hooks",
     "has_forward_pre_hooks",
     "held_modules",
@@ -196,6 +197,11 @@ def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no data."""
     return tensor.device.type == "meta" or isinstance(tensor, FakeTensor)
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """The dtype of a parameter's gradients, before torch 2.10 always its own."""
+    return (getattr(parameter, "grad_dtype", None) if hasattr(torch.Tensor, "grad_dtype") else None) or parameter.dtype
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:

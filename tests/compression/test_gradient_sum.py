@@ -14,6 +14,7 @@ from reshard.codecs import parse_codec
 from reshard.compression import CodedAllGather, CodedReduceScatter, GradientSum, ddp_hook, gradient_sum
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.testing.processes import run_processes
+from tests.support.torch_names import GATHER
 
 HOSTS = (0, 0, 1, 1)
 SHAPES = {"a": (300, 70), "b": (5,), "c": (64, 128)}
@@ -236,8 +237,8 @@ def test_ddp_trains_with_coded_sums():
 
 def _fsdp(rank):
     sent = []
-    plain = dist.all_gather_single
-    dist.all_gather_single = lambda out, row, **kwargs: sent.append(row.nbytes) or plain(out, row, **kwargs)
+    plain = getattr(dist, GATHER)
+    setattr(dist, GATHER, lambda out, row, **kwargs: sent.append(row.nbytes) or plain(out, row, **kwargs))
 
     def coded(module):
         for layer in (module[0], module[2]):

@@ -19,6 +19,7 @@ from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError
 from reshard.scheduler.runtime.grad_sync import ReplicaSync
 from reshard.testing.processes import run_processes
+from tests.support.torch_names import GATHER, REDUCE_SCATTER
 from tests.support.whole_models import find_shapes
 
 WIDTH, ROWS = 128, 64
@@ -148,7 +149,7 @@ def _count_fsdp(rank, policies):
     for policy in policies:
         engine, batch = _engine(policy, [rs.Placement(), rs.Placement(dp=2, wrap=rs.fsdp)])
         with engine, pytest.MonkeyPatch.context() as patch:
-            wire = {"all_gather_single": 0, "all_to_all_single": 0, "reduce_scatter_single": 0}
+            wire = {GATHER: 0, "all_to_all_single": 0, REDUCE_SCATTER: 0}
 
             def count(name, wire, patch):
                 collective = getattr(dist, name)

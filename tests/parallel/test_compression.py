@@ -19,6 +19,7 @@ from reshard.parallel.grid.collectives import Axis
 from reshard.parallel.grid.shared_memory import SharedMemory
 from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.testing import run_processes
+from tests.support.torch_names import GATHER
 
 from .models import make_gpt, train
 
@@ -99,7 +100,7 @@ def _count_collectives(patch):
 
         return counted
 
-    for name in ("all_gather_single", "all_to_all_single"):
+    for name in (GATHER, "all_to_all_single"):
         patch.setattr(dist, name, count(getattr(dist, name)))
     start = SharedMemory._start
 

@@ -23,7 +23,7 @@ from reshard.runtime.cuda.nccl_exchange import NcclCollectives, NcclExchange
 from reshard.runtime.cuda.nccl_library import DATA_TYPES, Library, NcclError, find_library
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.testing.processes import LaunchError, run_processes
-from tests.support.nccl_standin import build_standin
+from tests.support.nccl.build import build_standin
 
 
 def _message(array, rank):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import io
 from types import SimpleNamespace
 
@@ -99,7 +100,8 @@ def test_torch_schedules_run_in_our_simulator(name, tmp_path):
     make, rows, stages_per_row, num_microbatches = TORCH_SCHEDULES[name]
     original = torch_schedule(make, rows, stages_per_row, num_microbatches)
     path = tmp_path / "schedule.csv"
-    original._dump_csv(str(path), format="compute_only")
+    writes_transfers = "format" in inspect.signature(original._dump_csv).parameters  # not in torch 2.9
+    original._dump_csv(str(path), **({"format": "compute_only"} if writes_transfers else {}))
     pipeline = chain(rows * stages_per_row)
     schedule = from_torch_csv(path.read_text(), pipeline, name)
     check_schedule(schedule, pipeline)
@@ -108,6 +110,8 @@ def test_torch_schedules_run_in_our_simulator(name, tmp_path):
     assert work <= timeline.makespan_seconds <= 1.8 * work
     again = from_torch_csv(to_torch_csv(schedule), pipeline, name)
     assert sorted(map(str, again.rows[0])) == sorted(map(str, schedule.rows[0]))
+    if not writes_transfers:
+        return
     # the same schedule, with the sends and receives that torch adds
     path.write_text("")
     original._dump_csv(str(path), format="compute_comms")

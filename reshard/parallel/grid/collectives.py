@@ -18,7 +18,7 @@ import torch.distributed as dist
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.runtime.device_mesh import end_with, new_group
-from reshard.runtime.torch_compat import is_in_backward
+from reshard.runtime.torch_compat import all_gather_single, is_in_backward
 
 from .failures import Failures
 from .pending import Explain, Parts, Pending, ordered_sum
@@ -175,7 +175,7 @@ class Axis:
             return self.gather_into(part, [[rows] for rows in result.split(list(sizes))], result)
         in_group = self._in_group(sizes)
         if len(set(sizes)) == 1:
-            work = self._start(dist.all_gather_single, result, part)
+            work = self._start(all_gather_single, result, part)
         else:
             repeated = torch.cat([part] * self.size)
             work = self._start(dist.all_to_all_single, result, repeated, in_group, [len(part)] * self.size)

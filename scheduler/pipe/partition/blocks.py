@@ -109,7 +109,8 @@ class BlockStage(torch.nn.Module):
     def forward(self, **values: Any) -> StageOutput:
         """Run the blocks on named values."""
         output, _ = self.run(values)
-        return output._replace(tensors={name: output.tensors[name] for name in self.outputs})
+        tensors = {name: output.tensors[name] for name in self.outputs}
+        return StageOutput(tensors, output.loss, output.metrics, output.weight)  # torch 2.9 cannot compile _replace
 
     def run(self, given: Mapping[str, Any]) -> tuple[StageOutput, set[str]]:
         """Run the blocks. Returns all values that they write, and the names of ``given`` that they read."""

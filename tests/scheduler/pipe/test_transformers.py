@@ -117,6 +117,7 @@ def test_models_with_the_chain_of_llama_equal_one_process(name, stages):
     check_equal(case, pipe_of(llama_layers(3), stages), 2 if stages == "1x1,1x1" else 6)
 
 
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by transformers, up to torch 2.10
 def test_replicas_of_a_mixture_of_experts_equal_one_process():
     case = make_case(lambda: make_like_llama("Mixtral", head_dim=4, num_local_experts=4), steps=2)
     check_equal(case, pipe_of([], "2x1", loss=lambda output: output.loss), 2)

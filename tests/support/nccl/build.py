@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-SOURCE = Path(__file__).parent / "nccl" / "standin.cpp"
+SOURCE = Path(__file__).parent / "standin.cpp"
 
 
 def build_standin(folder, *flags):
