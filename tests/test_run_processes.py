@@ -11,16 +11,17 @@ import pytest
 
 from reshard.testing import run_processes, starting
 
-#: Without a guard for the main module. On builds for CUDA, the first lines make autograd's threads.
+#: Without a guard for the main module. On builds of torch for CUDA, the first lines make autograd's threads.
 SCRIPT = r"""
 import os
 import torch
 from reshard.testing import LaunchError, run_processes, starting
 
-torch._C._ensureCUDADeviceGuardSet() if torch.backends.cuda.is_built() else None
+adds_devices = torch.backends.cuda.is_built() and hasattr(torch._C, "_ensureCUDADeviceGuardSet")  # as fake tensors do
+torch._C._ensureCUDADeviceGuardSet() if adds_devices else None
 weight = torch.ones(3, requires_grad=True)
 (2 * weight).sum().backward()
-assert starting.can_fork() is not torch.backends.cuda.is_built()
+assert starting.can_fork() is not adds_devices
 starting.can_fork = lambda: False
 os.environ["FACTOR"] = "3"
 os.chdir("/")
@@ -61,7 +62,8 @@ def test_ranks_of_a_script_that_has_used_autograds_threads(tmp_path):
         [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=100, check=False
     )
     assert run.returncode == 0, run.stderr
-    first, second, results, failure = run.stdout.splitlines()
+    lines = [line for line in run.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9 prints them
+    first, second, results, failure = lines
     assert {first, second} == {"rank 0 in /", "rank 1 in /"}
     assert results == "[12.0, 15.0]"  # without the gradient of the script, which does not pickle with the tensor
     assert failure == "ended with exit code -9 (Killed) True"

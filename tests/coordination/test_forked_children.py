@@ -21,7 +21,7 @@ SCRIPT = Path(__file__).with_name("forking.py")
 @pytest.mark.integration
 def test_forked_child_is_refused_and_its_parent_continues():
     for output, errors in run_interpreters(SCRIPT, 2):
-        assert output == "well\n"
+        assert output.splitlines()[-1] == "well"  # Gloo of torch 2.9 prints too
         assert errors.count("KeyError: 'raised by the child'") == 2, errors
 
 

@@ -60,6 +60,9 @@ def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_di
 def local_of(parameter: Any) -> torch.Tensor:
     """The local shard of a parameter. Autograd passes the gradient of the shard on to the parameter."""
     local: torch.Tensor = parameter.to_local()
+    if local.requires_grad:
+        # From a transposed gradient of an uneven shard, autograd of torch 2.11 makes one of the whole parameter.
+        local.register_hook(torch.Tensor.contiguous)
     return local
 
 
