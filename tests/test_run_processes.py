@@ -62,11 +62,9 @@ def test_ranks_of_a_script_that_has_used_autograds_threads(tmp_path):
         [sys.executable, "-W", "error", str(path)], capture_output=True, text=True, timeout=100, check=False
     )
     assert run.returncode == 0, run.stderr
-    lines = [line for line in run.stdout.splitlines() if not line.startswith("[Gloo]")]  # torch 2.9 prints them
-    first, second, results, failure = lines
-    assert {first, second} == {"rank 0 in /", "rank 1 in /"}
-    assert results == "[12.0, 15.0]"  # without the gradient of the script, which does not pickle with the tensor
-    assert failure == "ended with exit code -9 (Killed) True"
+    assert run.stdout.count("rank 0 in /\n") == run.stdout.count("rank 1 in /\n") == 1
+    assert "[12.0, 15.0]" in run.stdout  # without the gradient of the script, which does not pickle with the tensor
+    assert "ended with exit code -9 (Killed) True" in run.stdout
 
 
 def test_a_function_that_does_not_pickle_is_forked(monkeypatch):

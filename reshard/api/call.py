@@ -268,7 +268,7 @@ class _Call:
             if not self.fault_tolerant:
                 raise known from error
             handle = Handle(channel, decision.generation, finish)
-            handle.stop(known)
+            handle.watch.stop(known)
         else:
             handle = mover.start_checked(src, dst, finish)
             mover.close()
@@ -303,7 +303,7 @@ class _Call:
         src, dst, targets = call_arrays(self.items, plan, decision, self.group.rank, {})
         finish = functools.partial(self._finish, decision, dst, targets)
         handle = Handle(channel, decision.generation, finish)
-        handle.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time"))
+        handle.watch.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time"))
         handle = FaultTolerantHandle(handle, self._recovery(channel, plan, src, dst, lost), finish)
         note_wait(handle, src, targets)
         return handle

@@ -178,7 +178,7 @@ class Recovery:
                 mover = Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True)
             with mover:
                 handle = mover.start_checked(*views, lambda: None)
-                tally = handle.tally
+                tally = handle.watch.tally
                 handle.wait()
         except ReshardError as error:
             return error, tally, deadline
@@ -224,7 +224,7 @@ class FaultTolerantHandle(ConfirmedHandle):
         return self._take_result()
 
     def _complete(self) -> ReshardError | None:
-        found = self._confirm(lambda error: self._recovery.complete(error, self._inner.tally, self._deadline))
+        found = self._confirm(lambda error: self._recovery.complete(error, self._inner.watch.tally, self._deadline))
         if isinstance(found, RankLostError) and (recover := found._recover) is not None:
             found._recover = lambda: self._recover(recover)
         return found

@@ -66,7 +66,7 @@ def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: flo
     transfers: list[_TransferTimes] = []
     for record in measured.transfers:
         handle, computed = record.transfer.handle, record.transfer.computed_at
-        begun, ended = (None, None) if handle is None else (handle.begun_at, handle.ended_at)
+        begun, ended = (None, None) if handle is None else (handle.watch.begun_at, handle.watch.ended_at)
         transfers.append((record.channel, record.microbatch, record.is_send, computed, begun, ended))
     rank = channel.group.rank
     channel.agree(

@@ -121,7 +121,7 @@ class PictureLoader(Loader):
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The batch of a step."""
-        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0] >> 1)
+        seed = int(np.random.SeedSequence([self.seed, step]).generate_state(1, np.uint64)[0]) >> 1
         generator = torch.Generator().manual_seed(seed)
 
         def uniform(*shape: int) -> torch.Tensor:

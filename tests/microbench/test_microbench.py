@@ -187,6 +187,7 @@ def test_records_and_tables_have_the_measured_values_of_a_row():
         replace_section("a", "x", "new")
 
 
+@pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar")  # matplotlib on NumPy 1.26
 def test_bar_plot_names_rows(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'reshard[bench]'")
     draw_bars(_records()[1:], ["broadcast_greedy", "send_recv"], tmp_path / "bars.svg")

@@ -91,7 +91,7 @@ class LosslessCall:
         handle: Handle
         if agreed_plan is None:  # no surviving rank receives anything
             inner = Handle(channel, decision.generation, lambda: None)
-            inner.succeed()
+            inner.watch.succeed()
         else:
             agreed = AgreedPlan(agreed_plan, program, runner, channel, call, decision)
             inner = self._start(agreed, sent, received, lost)
@@ -127,7 +127,7 @@ class LosslessCall:
                 raise failed from error
         if failed is not None:
             handle = Handle(channel, generation, lambda: None)
-            handle.stop(failed)
+            handle.watch.stop(failed)
             return handle
         inner = mover.start_checked(sent, received, lambda: None)
         mover.close()

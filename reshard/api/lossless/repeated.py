@@ -120,12 +120,12 @@ class LosslessTransfers:
         """
         own = Handle(self._channel, self._channel.generation, lambda: None)
         if transfer.is_idle:
-            own.succeed()
+            own.watch.succeed()
             return own, transfer.arrays()[1]
         try:
             inner = self._find_inner(transfer)
         except ReshardError as error:
-            own.stop(error)
+            own.watch.stop(error)
             return own, transfer.arrays()[1]
         sent, received = transfer.arrays(self._capacities)
         return inner.start_checked(sent, received, lambda: None), received

@@ -25,31 +25,86 @@ EXIT_SECONDS = 5.0
 SYNCHRONIZE_SECONDS = 0.0002
 
 
-class Handle:
-    """A transfer in progress, which runs in the background whether or not :meth:`wait` is called.
+class Watch:
+    """A transfer in progress, as the threads see that run it and watch over it.
+
+    It holds no result and no ``finish`` of the handle. So if the user drops the handle, the handle is gone at once,
+    and nobody will wait for the result.
 
     Attributes:
+        done: set when the transfer has ended.
+        error: the error that ended it.
         begun_at, ended_at: ``time.monotonic()`` when this rank's part began and ended; None before that.
         tally: progress of this rank's part.
         describe: function that returns the progress as text, for a note on the error. It is set when the transfer
             begins.
     """
 
-    def __init__(self, channel: Channel, generation: int, finish: Callable[[], Any]) -> None:
-        self._channel, self._generation, self._finish = channel, generation, finish
-        self._pid = os.getpid()
-        self._done = threading.Event()
-        self._finishing, self._is_finishing = threading.RLock(), False
-        self._interruption: str | None = None  # class of the exception that interrupted ``finish``
-        self._error: ReshardError | None = None
-        self._result: Any = None
+    def __init__(self, channel: Channel, generation: int) -> None:
+        self._channel, self._generation = channel, generation
+        self.done = threading.Event()
+        self.error: ReshardError | None = None
         self.begun_at: float | None = None
         self.ended_at: float | None = None
         self.tally = Tally()
         self.describe: Callable[[], str] | None = None
 
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks that take part."""
+        return self._channel.members
+
+    def reported_error(self) -> ReshardError | None:
+        """The error of this transfer that another rank published, or None."""
+        return self._channel.reported_error(self._generation)
+
+    def stop(self, error: ReshardError) -> None:
+        """End the transfer with an error and wake all waiting threads."""
+        if not self.done.is_set():
+            self.error = self._channel.record_error(self._generation, error)
+            self.done.set()
+
+    def check(self) -> None:
+        """Raise the error that ended this transfer, if there is one."""
+        if self.error is not None:
+            error = copy.copy(self.error)  # transfers of the channel share the error, but each has its own note
+            error.__notes__ = [] if self.describe is None else [self.describe()]
+            raise error
+
+    def poll(self) -> bool:
+        """Poll for the end of the transfer. Always False for a CPU transfer, which its progress thread ends."""
+        return False
+
+    def begin(self) -> None:
+        """Record that this rank's part begins."""
+        self.begun_at = time.monotonic()
+
+    def succeed(self) -> None:
+        """Mark the transfer as done."""
+        self.ended_at = time.monotonic()
+        self.done.set()
+
+
+class Handle:
+    """A transfer in progress, which runs in the background whether or not :meth:`wait` is called.
+
+    Attributes:
+        watch: what the threads that run the transfer share with this handle.
+    """
+
+    def __init__(
+        self, channel: Channel, generation: int, finish: Callable[[], Any], watch: Watch | None = None
+    ) -> None:
+        self._channel, self._generation, self._finish = channel, generation, finish
+        self._pid = os.getpid()
+        self.watch = Watch(channel, generation) if watch is None else watch
+        self._finishing, self._is_finishing = threading.RLock(), False
+        self._interruption: str | None = None  # class of the exception that interrupted ``finish``
+        self._result: Any = None
+
     def __repr__(self) -> str:
-        state = "in progress" if not self.done() else "done" if self._error is None else type(self._error).__name__
+        error = self.watch.error
+        state = "in progress" if not self.done() else "done" if error is None else type(error).__name__
         return f"Handle(transfer {self._generation} of {describe_ranks(self.members)}: {state})"
 
     def __reduce__(self) -> Any:
@@ -62,7 +117,7 @@ class Handle:
 
     def done(self) -> bool:
         """Whether the transfer has ended, so that :meth:`wait` does not block."""
-        return self._done.is_set()
+        return self.watch.done.is_set()
 
     @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
@@ -81,9 +136,9 @@ class Handle:
             ReshardError: the error that ended the transfer, the same on every rank.
         """
         self.check_process()
-        if not self._done.wait(check_wait_timeout(timeout_seconds)):
+        if not self.watch.done.wait(check_wait_timeout(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
-        self.check()
+        self.watch.check()
         return self._take_result()
 
     def check_process(self) -> None:
@@ -116,46 +171,16 @@ class Handle:
 
     def has_work(self) -> bool:
         """Whether :meth:`wait` still completes the result, for example by casts."""
-        return self._finish is not None and self._interruption is None and self._error is None
+        return self._finish is not None and self._interruption is None and self.watch.error is None
 
     def release(self) -> None:
         """Drop the result after :meth:`wait`. Later calls of :meth:`wait` return None."""
         self._result = None
 
-    def reported_error(self) -> ReshardError | None:
-        """The error of this transfer that another rank published, or None."""
-        return self._channel.reported_error(self._generation)
-
-    def stop(self, error: ReshardError) -> None:
-        """End the transfer with an error and wake all waiting threads."""
-        if not self._done.is_set():
-            self._error = self._channel.record_error(self._generation, error)
-            self._done.set()
-
-    def check(self) -> None:
-        """Raise the error that ended this transfer, if there is one."""
-        if self._error is not None:
-            error = copy.copy(self._error)  # transfers of the channel share the error, but each has its own note
-            error.__notes__ = [] if self.describe is None else [self.describe()]
-            raise error
-
     @not_compiled
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Like :meth:`wait`, but also block the CPU until a transfer on a GPU has ended."""
         return self.wait(timeout_seconds)
-
-    def poll(self) -> bool:
-        """Poll for the end of the transfer. Always False for a CPU transfer, which its progress thread ends."""
-        return False
-
-    def begin(self) -> None:
-        """Record that this rank's part begins."""
-        self.begun_at = time.monotonic()
-
-    def succeed(self) -> None:
-        """Mark the transfer as done."""
-        self.ended_at = time.monotonic()
-        self._done.set()
 
 
 class ConfirmedHandle(Handle):
@@ -181,61 +206,42 @@ class ConfirmedHandle(Handle):
     def _wait_for_part(self, timeout_seconds: float | None) -> None:
         """Block until this rank's part has ended. Raises as :meth:`Handle.wait`, except for errors of the transfer."""
         self.check_process()
-        if not self._inner._done.wait(check_wait_timeout(timeout_seconds)):
+        if not self._inner.watch.done.wait(check_wait_timeout(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
 
     def _confirm(self, confirm: Callable[[ReshardError | None], None]) -> ReshardError | None:
         """Call ``confirm`` with the error of this rank's part. Returns the error that it raises, with the progress."""
         error: ReshardError | None = None
         try:
-            self._inner.check()
+            self._inner.watch.check()
         except ReshardError as failed:
             error = failed
         try:
             confirm(error)
         except ReshardError as failed:
-            if self._inner.describe is not None and not isinstance(failed, RankLostError):
-                failed.add_note(self._inner.describe())
+            describe = self._inner.watch.describe
+            if describe is not None and not isinstance(failed, RankLostError):
+                failed.add_note(describe())
             return failed
         return None
 
 
-class StreamWatch:
+class StreamWatch(Watch):
     """The state of a transfer on a GPU that the monitor polls until the device has finished the transfer.
 
-    A watch holds no array, so a result that the caller drops is freed at once. The allocator knows which streams still
-    use the memory.
+    It holds no array. The allocator knows which streams still use the memory.
     """
 
     def __init__(self, channel: Channel, generation: int, transfers: StreamTransfers, deadline: float) -> None:
-        self._channel, self._generation = channel, generation
+        super().__init__(channel, generation)
         self._group = channel.group  # the channel does not keep the group alive
         self._transfers, self._deadline = transfers, deadline
         self._pid = os.getpid()
         self.mark: Mark | None = None
-        self.done = threading.Event()
-        self.error: ReshardError | None = None
-        self.ended_at: float | None = None
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-        return self._channel.members
-
-    def reported_error(self) -> ReshardError | None:
-        """See :meth:`Handle.reported_error`."""
-        return self._channel.reported_error(self._generation)
-
-    def stop(self, error: ReshardError) -> None:
-        """See :meth:`Handle.stop`."""
-        if not self.done.is_set():
-            self.error = self._channel.record_error(self._generation, error)
-            self.done.set()
 
     def succeed(self) -> None:
-        """See :meth:`Handle.succeed`."""
-        self.ended_at = time.monotonic()
-        self.done.set()
+        """See :meth:`Watch.succeed`."""
+        super().succeed()
         Monitor.of(self._group).forget(self)
 
     def poll(self) -> bool:
@@ -294,13 +300,13 @@ class StreamHandle(Handle):
         transfers: StreamTransfers,
         deadline: float,
     ) -> None:
-        super().__init__(channel, generation, finish)
-        self.watch = StreamWatch(channel, generation, transfers, deadline)
-        self._done, self._group, self._transfers = self.watch.done, channel.group, transfers
+        self.watch: StreamWatch
+        super().__init__(channel, generation, finish, StreamWatch(channel, generation, transfers, deadline))
+        self._group, self._transfers = channel.group, transfers
 
     def begin_at(self, mark: Mark | None) -> None:
         """Record that the transfer is enqueued and ends at ``mark``, or that a CUDA graph captures it (None)."""
-        self.begin()
+        self.watch.begin()
         self.watch.mark = mark
         if mark is None:
             self.watch.succeed()
@@ -311,22 +317,7 @@ class StreamHandle(Handle):
 
     def done(self) -> bool:
         """Whether the device has finished the transfer, or the transfer has failed."""
-        return self.poll()
-
-    def poll(self) -> bool:
-        """See :meth:`StreamWatch.poll`."""
-        ended = self.watch.poll()
-        self._error, self.ended_at = self.watch.error, self.watch.ended_at
-        return ended
-
-    def check(self) -> None:
-        """See :meth:`Handle.check`."""
-        self._error = self.watch.error
-        super().check()
-
-    def stop(self, error: ReshardError) -> None:
-        """See :meth:`Handle.stop`."""
-        self.watch.stop(error)
+        return self.watch.poll()
 
     @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
@@ -340,7 +331,7 @@ class StreamHandle(Handle):
             ReshardError: the transfer has already failed. :meth:`synchronize` also raises later errors.
         """
         self.check_process()
-        self.check()
+        self.watch.check()
         if self.watch.mark is None:
             self._transfers.streams.join()
         else:
@@ -352,8 +343,6 @@ class StreamHandle(Handle):
         """Block until the device has finished the transfer, and return its result. Raises like :meth:`Handle.wait`."""
         self.check_process()
         self.watch.block(check_wait_timeout(timeout_seconds))
-        self.poll()
-        self.check()
         return self.wait()
 
 

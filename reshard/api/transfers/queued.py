@@ -15,7 +15,7 @@ import torch
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.memory_in_use import note_use
-from reshard.api.transfers.handle import EXIT_SECONDS, Handle
+from reshard.api.transfers.handle import EXIT_SECONDS, Handle, Watch
 from reshard.coordination import Monitor, call_at_exit
 from reshard.errors import VerificationError
 from reshard.runtime.cpu.coding import coded_array
@@ -69,16 +69,17 @@ class QueuedTransfers:
     ) -> Handle:
         """Start a transfer of checked arrays. ``finish`` returns the result of the handle."""
         handle = Handle(self._channel, self._generation, finish)
+        watch = handle.watch
         if self.transport is not None:
-            Monitor.of(self._group).watch(handle)
+            Monitor.of(self._group).watch(watch)
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._jobs.put, None).atexit = False  # ends the thread if nobody calls close
             _running.add(self)
             call_at_exit(_finish_all, priority=20)
-        note_use(self._jobs, handle._done, src, dst)
-        self._jobs.put((self, handle, src, dst))
+        note_use(self._jobs, watch.done, src, dst)
+        self._jobs.put((self, watch, src, dst))
         return handle
 
     def close(self) -> None:
@@ -111,19 +112,19 @@ class QueuedTransfers:
             self._channel.idle_staging = self._plan.plan_hash, self._staging
 
     def run(
-        self, handle: Handle, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
+        self, watch: Watch, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
     ) -> threading.Event:
         """Run a transfer on the thread of the caller.
 
         Returns:
-            The event that ends the handle. After an error it is set already. The caller sets it when it no longer
+            The event that ends the watch. After an error it is set already. The caller sets it when it no longer
             refers to the handle: if its user then drops the handle, nobody will wait for the result.
         """
         try:
-            handle.check()
+            watch.check()
             self._channel.check_usable(self._generation)
-            handle.describe = functools.partial(describe_progress, self._plan, self._program, handle.tally)
-            handle.begin()
+            watch.describe = functools.partial(describe_progress, self._plan, self._program, watch.tally)
+            watch.begin()
             deadline = time.monotonic() + self.timeout_seconds
             digests = None
             if self._verify:
@@ -135,36 +136,36 @@ class QueuedTransfers:
                 list(map(carrier, src)),
                 list(map(carrier, dst)),
                 self._staging,
-                RunOptions(tag=self._tag, deadline=deadline, check=handle.check, digests=digests, tally=handle.tally),
+                RunOptions(tag=self._tag, deadline=deadline, check=watch.check, digests=digests, tally=watch.tally),
             )
             if digests is not None and self.transport is not None:
-                self._compare(digests, handle, deadline)
-            handle.ended_at = time.monotonic()
+                self._compare(digests, watch, deadline)
+            watch.ended_at = time.monotonic()
         except VerificationError as error:  # every rank raises the same one, so it needs no report
-            handle.stop(error)
+            watch.stop(error)
         except BaseException as error:
             # The transport may still write to the old buffers.
             self._staging = Staging(self._program, self._plan.staging_bytes)
             if isinstance(error, BrokenConnectionError):
-                error = self._channel.find_root_cause(self._generation, error, handle._done.wait)
+                error = self._channel.find_root_cause(self._generation, error, watch.done.wait)
             if isinstance(error, WrongCopyError):
                 error = VerificationError(describe_copy(self._plan, self._program.rank, error.id))
-            if not handle.done():  # no rank has published the error
-                handle.stop(self._channel.fail(self._generation, error))
+            if not watch.done.is_set():  # no rank has published the error
+                watch.stop(self._channel.fail(self._generation, error))
         finally:
             if self.transport is not None:
-                Monitor.of(self._group).forget(handle)
-        return handle._done
+                Monitor.of(self._group).forget(watch)
+        return watch.done
 
     @functools.cached_property
     def _hops(self) -> Hops:
         return Hops(self._plan)
 
-    def _compare(self, digests: Digests, handle: Handle, deadline: float) -> None:
+    def _compare(self, digests: Digests, watch: Watch, deadline: float) -> None:
         rank = self._program.rank
 
         def wait(work: Work, other: int) -> None:
-            wait_for(work, deadline, handle.check, rank, other, f"comparing digests with rank {other}")
+            wait_for(work, deadline, watch.check, rank, other, f"comparing digests with rank {other}")
 
         compare_digests(self._hops, rank, digests, self.transport, self._tag + VERIFY_TAG, wait)
 
@@ -172,12 +173,12 @@ class QueuedTransfers:
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
     """Run transfers one after another. Between them the thread holds no reference to them, so they can be freed."""
     while (job := jobs.get()) is not None:
-        transfers, handle, src, dst = job
-        if handle is None:
+        transfers, watch, src, dst = job
+        if watch is None:
             transfers.on_thread_end()
             return
-        done = transfers.run(handle, src, dst)
-        del job, transfers, handle, src, dst
+        done = transfers.run(watch, src, dst)
+        del job, transfers, watch, src, dst
         done.set()
 
 

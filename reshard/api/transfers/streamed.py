@@ -63,7 +63,7 @@ class StreamedTransfers:
             handle.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             known = channel.fail(self._generation, error)
-            handle.stop(known)
+            handle.watch.stop(known)
             if not isinstance(error, Exception):
                 raise
             raise known from error
