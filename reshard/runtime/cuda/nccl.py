@@ -98,11 +98,15 @@ class Communicator:
             self.abort()
             raise
 
-    def wait(self, what: str = "launching a group", timeout_seconds: float | None = None) -> None:
+    def wait(
+        self, what: str = "launching a group", timeout_seconds: float | None = None, *, polls: bool = True
+    ) -> None:
         """Wait until NCCL has no operation in progress on this communicator.
 
         Args:
-            what: the operation, for errors. timeout_seconds: default: that of the communicator.
+            what: the operation, for errors.
+            timeout_seconds: default: that of the communicator.
+            polls: whether to call ``poll`` meanwhile.
 
         Raises:
             NcclError: the operation failed or was aborted. TimeoutError: it took too long. Or what ``poll`` raises.
@@ -113,7 +117,7 @@ class Communicator:
             now = time.monotonic()
             if now - begun > limit:
                 raise TimeoutError(f"NCCL took longer than {limit:g} s {what}")
-            if now - polled_at > 0.2:
+            if polls and now - polled_at > 0.2:
                 polled_at = now
                 self._poll()
             time.sleep(0 if now - begun < SPIN_SECONDS else min(0.01, 0.05 * (now - begun)))
@@ -257,11 +261,18 @@ class Communicator:
             self._finalize(0.0)
 
     def _finalize(self, seconds: float) -> None:
-        """Call ``ncclCommFinalize`` once. Raises TimeoutError if another thread is inside NCCL for ``seconds``."""
+        """Call ``ncclCommFinalize`` once.
+
+        Raises:
+            TimeoutError: another thread is inside NCCL for ``seconds``, or NCCL is still launching a group. It then
+                refuses to finalize.
+        """
         if not self._lock.acquire(timeout=seconds):
             raise TimeoutError("another thread is inside NCCL")
         try:
             if not (self._aborted or self._closed or self._finalized):
+                if self._async_result() == IN_PROGRESS:
+                    raise TimeoutError("NCCL is launching a group")
                 self.nccl.check("ncclCommFinalize", self._comm, also=(IN_PROGRESS,))
                 self._finalized = True
         finally:
@@ -269,6 +280,9 @@ class Communicator:
 
     def close(self) -> None:
         """Wait for operations under way, then destroy the communicator. Abort it after an error or a time-out.
+
+        It does not look for errors of other ranks: a rank that has finished may be gone, and an abort here would tell
+        those still at work that this rank has died.
 
         Returns at the latest :data:`CLOSE_SECONDS` after :meth:`begin_close`, plus the time of an abort.
         A thread goes on with a destruction that takes longer: NCCL frees device memory, which waits for the kernels of
@@ -279,12 +293,14 @@ class Communicator:
             return
         assert self._close_by is not None
         try:
-            self._finalize(max(self._close_by - time.monotonic(), 0.0))
-            self.wait("closing a communicator", max(self._close_by - time.monotonic(), 0.0))
+            if not self._finalized:
+                self.wait(timeout_seconds=max(self._close_by - time.monotonic(), 0.0), polls=False)
+                self._finalize(max(self._close_by - time.monotonic(), 0.0))
+            self.wait("closing a communicator", max(self._close_by - time.monotonic(), 0.0), polls=False)
             with self._ending:
                 self._check_open()
                 self._closed = True
-        except Exception:  # also errors of other ranks that ``poll`` raises
+        except (NcclError, TimeoutError):
             self.abort()
             return
         self._end_in_thread("ncclCommDestroy")

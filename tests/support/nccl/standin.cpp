@@ -195,6 +195,8 @@ ncclResult_t ncclGroupEnd() {
 }
 
 ncclResult_t ncclCommFinalize(ncclComm_t comm) {
+  if (comm->state == ncclInProgress)
+    return fail(ncclInvalidArgument, "the previous operation has not returned ncclSuccess");
   if (comm->state != ncclSuccess) return static_cast<ncclResult_t>(comm->state.load());
   if (comm->job.joinable()) comm->job.join();
   comm->state = ncclInProgress;
