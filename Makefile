@@ -1,4 +1,4 @@
-.PHONY: install install-all install-bench demo docs wheel test test-integration test-cluster test-faults test-fuzz gpu-check check bench clean
+.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-cluster test-faults test-fuzz gpu-check compatibility check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -35,6 +35,11 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
+# The lowest versions that pyproject.toml allows, to put before the others: PYTHONPATH=build/lowest make test
+lowest: install
+	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target build/lowest --requirement constraints-lowest.txt
+
 test-integration: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'integration and not slow and not cluster and not gpu'
 
@@ -46,6 +51,9 @@ test-faults: install
 
 test-fuzz: install
 	$(BIN)/python -m tests.campaigns.fuzz --seconds 30
+
+compatibility: install
+	$(BIN)/python -m tests.campaigns.versions
 
 gpu-check:
 	$(PYTHON) tests/first_card.py --out build/gpu-check
@@ -79,10 +87,12 @@ $(VENV)/docs: $(VENV)/installed
 	$(EDITABLE) '.[docs]'
 	touch $@
 
-wheel: install
+# BESIDE=environment also installs the wheel there, for example beside a serving engine.
+wheel:
 	rm -rf build/wheel
-	$(BIN)/python -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir build/wheel .
-	$(BIN)/python tests/wheel_runs.py build/wheel
+	$(PYTHON) tests/wheel_build.py build/wheel
+	$(PYTHON) tests/wheel_runs.py build/wheel
+	$(if $(BESIDE),$(PYTHON) tests/wheel_runs.py build/wheel --beside $(BESIDE))
 
 clean:
 	rm -rf build $(VENV)

@@ -12,6 +12,13 @@ from typing import Any, TypeVar, cast
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+#: What installs a package that only parts of this one need. CuPy depends on the version of CUDA.
+_EXTRAS = {
+    "torch": "'reshard[torch]'",
+    "ray": "'reshard[ray]'",
+    "cupy": "'reshard[cuda13]', or 'reshard[cuda12]' for CUDA 12",
+}
+
 
 def public_names(package: str, file: str) -> tuple[list[str], Callable[[str], Any]]:
     """The names that the ``.pyi`` file of a package imports, and a ``__getattr__`` that imports each on first use.
@@ -30,7 +37,14 @@ def public_names(package: str, file: str) -> tuple[list[str], Callable[[str], An
     def import_name(name: str) -> Any:
         if name not in module_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(module_of[name], package), name)
+        try:
+            value = getattr(importlib.import_module(module_of[name], package), name)
+        except ModuleNotFoundError as error:
+            if error.name not in _EXTRAS:
+                raise
+            raise ModuleNotFoundError(
+                f"{package}.{name} needs {error.name}: pip install {_EXTRAS[error.name]}", name=error.name
+            ) from None
         setattr(sys.modules[package], name, value)
         return value
 

@@ -3,19 +3,6 @@
 May import :mod:`reshard.api` and every package below it.
 """
 
-from reshard.compression.ddp_communication import ddp_hook
-from reshard.compression.fsdp_collectives import CodedAllGather, CodedReduceScatter
-from reshard.compression.gradient_sum import GradientSum
-from reshard.compression.policy import Policy, parse_policy
-from reshard.compression.weight_sync import SyncReport, WeightSync
+from reshard.public_api import public_names as _public_names
 
-__all__ = [
-    "CodedAllGather",
-    "CodedReduceScatter",
-    "GradientSum",
-    "Policy",
-    "SyncReport",
-    "WeightSync",
-    "ddp_hook",
-    "parse_policy",
-]
+__all__, __getattr__ = _public_names(__name__, __file__)

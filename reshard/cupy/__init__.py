@@ -2,6 +2,8 @@
 
 ::
 
+    import cupy.cuda.nccl
+
     comm = cupy.cuda.nccl.NcclCommunicator(size, unique_id, rank)  # the program shares unique_id
     mover = reshard.cupy.Mover(plan, comm)
     shard = mover(source)  # ordered with the work on the current stream

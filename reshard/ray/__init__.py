@@ -13,7 +13,6 @@ store. The driver may run on any machine from which ``ray.init`` can connect.
 May import :mod:`reshard.testing`, :mod:`reshard.api` and the packages below it.
 """
 
-from reshard.ray.actor_mesh import ActorMesh, ShardedArray
-from reshard.ray.transfer import reshard, run
+from reshard.public_api import public_names as _public_names
 
-__all__ = ["ActorMesh", "ShardedArray", "reshard", "run"]
+__all__, __getattr__ = _public_names(__name__, __file__)

@@ -3,6 +3,6 @@
 May import :mod:`reshard.api` and the packages below it.
 """
 
-from reshard.testing.processes import LaunchError, run_processes
+from reshard.public_api import public_names as _public_names
 
-__all__ = ["LaunchError", "run_processes"]
+__all__, __getattr__ = _public_names(__name__, __file__)

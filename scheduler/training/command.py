@@ -103,7 +103,7 @@ def run(options: argparse.Namespace) -> int:
     It starts one local process or one Ray actor for each rank. Under torchrun, it joins that job.
     """
     if importlib.util.find_spec("torch") is None:
-        raise ArgumentError("training needs torch: pip install 'reshard[train]'")
+        raise ArgumentError("training needs torch: pip install 'reshard[torch]'")
     preset = find_preset(options.preset)
     stages = "" if options.strategy else options.meshes or preset.stages
     job = make_job(options, preset, stages)

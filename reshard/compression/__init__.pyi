@@ -1,0 +1,5 @@
+from .ddp_communication import ddp_hook as ddp_hook
+from .fsdp_collectives import CodedAllGather as CodedAllGather, CodedReduceScatter as CodedReduceScatter
+from .gradient_sum import GradientSum as GradientSum
+from .policy import Policy as Policy, parse_policy as parse_policy
+from .weight_sync import SyncReport as SyncReport, WeightSync as WeightSync
