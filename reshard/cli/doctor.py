@@ -251,16 +251,3 @@ def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
             listed = "; ".join(f"ranks {format_ranks(ranks)} {version}" for version, ranks in by_version.items())
             found.append(f"{name} has different versions: {listed}; install the same one everywhere")
     return found
-
-
-def run_doctor(timeout_seconds: float = 60.0) -> int:
-    """Print the result on rank 0. Return the exit status: 1 if there are problems, else 0."""
-    lines, problems = examine(timeout_seconds)
-    if os.environ["RANK"] == "0":
-        for line in lines:
-            print(line)
-        for problem in problems:
-            print(f"PROBLEM {problem}")
-        if not problems:
-            print("no problems found")
-    return 1 if problems else 0

@@ -10,6 +10,7 @@ import argparse
 import importlib.metadata
 import importlib.util
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -74,9 +75,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--divide", type=int, default=4, help="divide each dim of the 2023 study's tensors by this (default: 4)"
     )
     _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
-    help_of_doctor = "under torchrun: find what keeps ranks from reaching each other"
+    help_of_doctor = "find what is wrong with this machine; under torchrun, what keeps ranks from reaching each other"
     doctor = commands.add_parser("doctor", help=help_of_doctor, description=_as_sentence(help_of_doctor))
-    _with_examples(doctor, "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor")
+    of_a_job = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor"
+    _with_examples(doctor, "reshard doctor", of_a_job)
     doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
     others = {name: entry.load() for name, entry in sorted(entries.items())}
     for name, module in others.items():
@@ -91,9 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.command == "info":
             return _info()
         if options.command == "doctor":
-            from reshard.cli.doctor import run_doctor
-
-            return run_doctor(options.timeout)
+            return _doctor(options.timeout)
         if options.command in others:
             status: int = others[options.command].run(options)
             return status
@@ -328,6 +328,25 @@ def _demo(options: argparse.Namespace) -> int:
     from reshard.cli.demo import run_demo
 
     return run_demo(options.divide)
+
+
+def _doctor(timeout_seconds: float) -> int:
+    """1 if there are problems, else 0."""
+    if not {"RANK", "WORLD_SIZE"} & set(os.environ):
+        from reshard.cli.machine import examine_machine
+
+        return print_findings(*examine_machine())
+    from reshard.cli.doctor import examine
+
+    found = examine(timeout_seconds)
+    return print_findings(*found) if os.environ.get("RANK") == "0" else int(bool(found[1]))
+
+
+def print_findings(lines: Sequence[str], problems: Sequence[str]) -> int:
+    """Print what a doctor found. Returns 1 if there are problems, else 0."""
+    for line in (*lines, *(f"PROBLEM {problem}" for problem in problems), *([] if problems else ["no problems found"])):
+        print(line)
+    return 1 if problems else 0
 
 
 def _info() -> int:

@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from reshard.cli import machine
 from reshard.cli.doctor import examine, find_problems
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import run_processes
@@ -122,11 +125,40 @@ def test_wrong_environment_variables_are_named(monkeypatch, name, value, text):
         examine()
 
 
-@pytest.mark.integration
 def test_error_without_torchrun_shows_the_command(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ArgumentError, match=r"RANK.*torchrun --nnodes"):
         examine()
+
+
+@pytest.mark.integration
+def test_a_machine_is_examined_without_torchrun():
     run = subprocess.run([sys.executable, "-m", "reshard", "doctor"], capture_output=True, text=True, check=False)
-    assert run.returncode == 2
-    assert "start the doctor with torchrun" in run.stderr
+    assert run.returncode == run.stdout.count("PROBLEM")
+    assert f"torch {torch.__version__}" in run.stdout and not run.stderr
+
+
+def test_problems_of_a_machine_have_remedies(monkeypatch):
+    versions = {"torch": None, "numpy": "2.0"}
+    monkeypatch.setattr(machine, "_version", versions.get)
+    monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
+    monkeypatch.setattr(machine.Path, "glob", lambda self, pattern: [self / "nvidia0"])
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda _: SimpleNamespace(total=64 << 20))
+
+    def refuse(*_):
+        raise OSError("Network is unreachable")
+
+    monkeypatch.setattr(machine.socket, "create_server", refuse)
+    absent, loopback, files, shm = machine.examine_machine()[1]
+    assert absent.endswith("pip install 'reshard[torch]'")
+    assert "127.0.0.1: Network is unreachable; run `ip link set lo up`" in loopback
+    assert "the limit of open files is 256" in files and "ulimit -n" in files
+    assert "/dev/shm has 64 MiB" in shm and "--shm-size=1g" in shm
+    versions["torch"] = "2.6.0+cu124"
+    assert "torch 2.6.0+cu124 is older than 2.9.1" in machine.examine_machine()[1][0]
+    versions["torch"] = torch.__version__
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert "is a build for the CPU: install one for CUDA" in machine.examine_machine()[1][0]
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "is built for CUDA 13.0 and finds no GPU" in machine.examine_machine()[1][0]

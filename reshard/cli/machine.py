@@ -1,0 +1,92 @@
+"""``reshard doctor`` without torchrun: find problems of this machine."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import re
+import resource
+import shutil
+import socket
+from pathlib import Path
+
+#: What the table in docs/compatibility.md begins with.
+LEAST_TORCH = (2, 9, 1)
+#: Most connections of a few ranks fit.
+FEW_FILES = 1024
+#: NCCL allocates about 10 MB for each connection between ranks of a host without a direct path between their GPUs.
+SHM_BYTES = 1 << 30
+
+
+def examine_machine() -> tuple[list[str], list[str]]:
+    """``(lines, problems)``: a description of this machine, and its problems, each with a remedy."""
+    lines, problems = [], []
+    versions = {name: _version(name) for name in ("reshard", "torch", "numpy", "scipy", "networkx", "xxhash")}
+    lines.append(f"python {platform.python_version()}, {', '.join(f'{n} {v}' for n, v in versions.items())}")
+    torch = versions["torch"]
+    has_gpu = bool([*Path("/dev").glob("nvidia[0-9]*")])
+    if torch is None:
+        problems.append("torch is not installed, and transfers between processes need it: pip install 'reshard[torch]'")
+    elif tuple(map(int, re.findall(r"\d+", torch)[:3])) < LEAST_TORCH:
+        least = ".".join(map(str, LEAST_TORCH))
+        problems.append(f"torch {torch} is older than {least}, the oldest that was tried: pip install -U torch")
+    elif has_gpu:
+        found, trouble = _examine_gpus(torch)
+        lines += found
+        problems += trouble
+    else:
+        lines.append("no NVIDIA GPU")
+    problems += [*_examine_loopback(), *_examine_limits(has_gpu)]
+    return lines, problems
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _examine_gpus(version: str) -> tuple[list[str], list[str]]:
+    import torch
+
+    if torch.version.cuda is None:
+        return [], [f"this machine has NVIDIA GPUs, but torch {version} is a build for the CPU: install one for CUDA"]
+    if not torch.cuda.is_available():
+        return [], [
+            f"torch {version} is built for CUDA {torch.version.cuda} and finds no GPU: compare that with the CUDA "
+            "version that nvidia-smi shows; it must not be newer"
+        ]
+    from reshard.runtime.cuda.nccl_library import find_library
+
+    names = sorted({torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())})
+    try:
+        find_library()
+    except Exception as error:  # for example, the file is there but does not load
+        return [], [f"NCCL does not load: {error}; pip install nvidia-nccl-cu13, or nvidia-nccl-cu12 for CUDA 12"]
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))
+    return [f"{torch.cuda.device_count()} GPUs ({', '.join(names)}), CUDA {torch.version.cuda}, NCCL {nccl}"], []
+
+
+def _examine_loopback() -> list[str]:
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=3.0).close()
+    except OSError as error:
+        return [f"a process cannot connect to another one at 127.0.0.1: {error}; run `ip link set lo up`"]
+    return []
+
+
+def _examine_limits(has_gpu: bool) -> list[str]:
+    problems = []
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if files != resource.RLIM_INFINITY and files < FEW_FILES:
+        problems.append(f"the limit of open files is {files}, and each pair of ranks needs some: ulimit -n 65536")
+    shm = Path("/dev/shm")
+    total = shutil.disk_usage(shm).total if shm.is_dir() else 0
+    if has_gpu and total < SHM_BYTES:
+        problems.append(
+            f"/dev/shm has {total >> 20} MiB, and NCCL needs about 10 for each pair of ranks: start the container with "
+            "--shm-size=1g"
+        )
+    return problems
