@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import socket
@@ -135,7 +136,7 @@ def test_error_without_torchrun_shows_the_command(monkeypatch):
 def test_a_machine_is_examined_without_torchrun():
     run = subprocess.run([sys.executable, "-m", "reshard", "doctor"], capture_output=True, text=True, check=False)
     assert run.returncode == run.stdout.count("PROBLEM")
-    assert f"torch {torch.__version__}" in run.stdout and not run.stderr
+    assert f"torch {importlib.metadata.version('torch')}" in run.stdout and not run.stderr
 
 
 def test_problems_of_a_machine_have_remedies(monkeypatch):
