@@ -35,7 +35,8 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -n 3 --dist worksteal
 
-# The lowest versions that pyproject.toml allows, to put before the others: PYTHONPATH=build/lowest make test
+# The lowest versions that pyproject.toml allows, and a pandas that networkx can import with them. They come before the
+# others: PYTHONPATH=build/lowest make test
 lowest: install
 	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target build/lowest --requirement constraints-lowest.txt
