@@ -72,8 +72,15 @@ def find_start(
 
 def can_fork() -> bool:
     """Whether a process that is forked from this one could use autograd and CUDA."""
-    names = (path.read_text() for path in Path("/proc/self/task").glob("*/comm"))
-    return not torch.cuda.is_initialized() and not any(name.startswith("pt_autograd") for name in names)
+    return not torch.cuda.is_initialized() and not any(map(_is_of_autograd, Path("/proc/self/task").glob("*/comm")))
+
+
+def _is_of_autograd(path: Path) -> bool:
+    """Whether the file with the name of a thread names one that autograd started for a device."""
+    try:
+        return path.read_text().startswith("pt_autograd")
+    except OSError:  # the thread has ended
+        return False
 
 
 def _pickle(value: Any) -> bytes | None:
