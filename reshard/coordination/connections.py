@@ -7,6 +7,7 @@ import functools
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 import torch.distributed as dist
 
 from reshard.coordination.descriptors import check_descriptors
+from reshard.coordination.liveness.heartbeat import call_at_exit
 from reshard.coordination.store import POLL_SECONDS, run_with_timeout
-from reshard.forks import keep_in_child
+from reshard.forks import call_in_child, keep_in_child
 from reshard.formatting import format_ranks
 from reshard.public_api import caller_level
 from reshard.runtime.cuda.nccl import Communicator
@@ -80,6 +82,8 @@ class Connections:
         self, name: str, device: torch.device, timeout_seconds: float, check_error: Callable[[], None]
     ) -> Communicator:
         store = _PolledStore(dist.PrefixStore(f"{device.type}/{name}", self._store), check_error)
+        _on_devices.add(self)
+        call_at_exit(_close_communicators, priority=15)  # after transfers, before the connections for control
         return make_communicator(store, self._own, len(self._position), device, timeout_seconds, check_error)
 
     def _make_group_with_timeout(self, name: str, timeout_seconds: float, check_error: Callable[[], None]) -> Any:
@@ -130,12 +134,16 @@ class Connections:
     def close(self) -> None:
         """Drop all groups. A group without other references ends its threads and closes its connections."""
         self.begin_close()
-        for one in self._on_device():
-            one.close()
+        self.close_communicators()
         self._collectives = None
         self._exchanges.clear()
         self._groups.clear()
         self._stores.clear()
+
+    def close_communicators(self) -> None:
+        """Wait until communicators on a device have closed."""
+        for one in self._on_device():
+            one.close()
 
     def abort(self) -> None:
         """End all waits on every transport, on this rank and soon on the other ranks."""
@@ -147,6 +155,19 @@ class Connections:
             one.begin_abort()
         for one in self._on_device():
             one.abort()
+
+
+#: Connections with communicators on devices.
+_on_devices: weakref.WeakSet[Connections] = weakref.WeakSet()
+call_in_child(_on_devices.clear)
+
+
+def _close_communicators() -> None:
+    """At process exit, close all communicators. Otherwise NCCL tells ranks still at work that this one has died."""
+    for one in list(_on_devices):
+        one.begin_close()
+    for one in list(_on_devices):
+        one.close_communicators()
 
 
 class _PolledStore(dist.Store):

@@ -94,6 +94,7 @@ class _Peer:
     def is_closed(self) -> bool:
         """Whether the other side has closed the connection and nothing is left to read, not even a goodbye.
 
+        False after this side has closed it, as it does when its process ends: the other side may be alive.
         Reads nothing and never blocks. Python's ``recv`` on a socket with a timeout would block, whatever its flags.
         """
         try:
@@ -103,7 +104,7 @@ class _Peer:
                 return False
             return self.connection.recv(1, socket.MSG_PEEK) == b""
         except (OSError, ValueError):  # reset, or closed on this side
-            return True
+            return self.connection.fileno() >= 0
 
     def close(self) -> None:
         self.connection.close()
