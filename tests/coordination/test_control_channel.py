@@ -61,6 +61,17 @@ def test_close_without_a_goodbye_is_a_loss_on_both_sides(ends):
     assert spoke.is_lost()
 
 
+def test_own_close_is_no_loss_of_the_other_side(ends):
+    # a process that ends closes its connections, while its monitor may still ask for lost ranks
+    hub, spoke = ends
+    spoke.send_request({}, 5.0)
+    _pump(hub, lambda: 1 in hub.pending)
+    spoke.close()
+    assert not spoke.is_lost()
+    hub.close()
+    assert hub.find_lost() is None
+
+
 def test_reported_timeout_is_dropped_with_its_request(ends):
     hub, spoke = ends
     spoke.send_request({}, 5.0)
