@@ -94,8 +94,8 @@ class _Peer:
     def is_closed(self) -> bool:
         """Whether the other side has closed the connection and nothing is left to read, not even a goodbye.
 
-        False after this side has closed it, as it does when its process ends: the other side may be alive.
-        Reads nothing and never blocks. Python's ``recv`` on a socket with a timeout would block, whatever its flags.
+        Also true after this side has closed it. It reads nothing and never blocks. Python's ``recv`` on a socket with a
+        timeout would block, whatever its flags.
         """
         try:
             poller = select.poll()
@@ -104,7 +104,14 @@ class _Peer:
                 return False
             return self.connection.recv(1, socket.MSG_PEEK) == b""
         except (OSError, ValueError):  # reset, or closed on this side
-            return self.connection.fileno() >= 0
+            return True
+
+    def is_lost(self) -> bool:
+        """Whether the other side alone has closed the connection.
+
+        A process that ends closes its side, while its monitor may still ask: that says nothing about the other side.
+        """
+        return self.is_closed() and self.connection.fileno() >= 0
 
     def close(self) -> None:
         self.connection.close()
@@ -204,7 +211,7 @@ class Hub:
     def find_lost(self) -> int | None:
         """A rank whose connection closed without a goodbye, if any."""
         for rank, peer in list(self._peers.items()):
-            if rank not in self._departed and peer.is_closed():
+            if rank not in self._departed and peer.is_lost():
                 return rank
         return next((rank for rank in list(self.gone) if rank not in self._departed), None)
 
@@ -372,7 +379,7 @@ class Spoke:
 
     def is_lost(self) -> bool:
         """Whether the hub closed the connection without a goodbye."""
-        return not self.has_left and self._peer.is_closed()
+        return not self.has_left and self._peer.is_lost()
 
     def close(self, reason: tuple[str, str] | None = None) -> None:
         """Say goodbye and close the connection. For ``reason``, see :meth:`_Peer.say_goodbye`."""
