@@ -51,3 +51,11 @@ def pytest_unconfigure():
 def standin(tmp_path_factory):
     """The path of a library with the C interface of NCCL, on host memory."""
     return build_standin(tmp_path_factory.mktemp("nccl"))
+
+
+@pytest.fixture
+def device(monkeypatch, standin):
+    """CPU tensors take the path of CUDA tensors, with threads as streams and the stand-in for NCCL."""
+    from tests.support.nccl.streams import use_streams
+
+    use_streams(monkeypatch, standin)

@@ -104,7 +104,7 @@ CHECKS = [
     Check("CuPy arrays", tests("runtime/test_gpu.py", "cupy"), tests("cupy/test_cupy.py"), 40),
     Check("capture, replay, other arrays, replay", tests("runtime/test_gpu.py", "captured"), tests("runtime/test_cuda_rules.py", "capture"), 40),
     Check("a rank that dies", tests("runtime/test_gpu.py", "dies"), tests("runtime/test_stream.py", "fails_or_hangs"), 170, is_idle=True),
-    Check("the pipeline engine", tests("runtime/test_gpu.py", "engine", "replicas"), tests("runtime/test_stream.py", "engine", "replicas", "two_rows"), 60),
+    Check("the pipeline engine", tests("runtime/test_gpu.py", "engine", "replicas"), tests("runtime/test_stream.py", "engine", "replicas"), 60),
 ]  # fmt: skip
 
 

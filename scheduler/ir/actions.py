@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from reshard.errors import ScheduleError
 
+from ..graph import Stage
+
 
 class Kind(enum.StrEnum):
     """What an action does.
@@ -33,6 +35,15 @@ class Kind(enum.StrEnum):
     def is_send(self) -> bool:
         """Whether the action is the sender's end of a transfer."""
         return self in (Kind.SEND_F, Kind.SEND_B)
+
+
+def compute_seconds(kind: Kind, stage: Stage) -> float:
+    """Duration of a computation of this kind."""
+    if kind is Kind.F:
+        return stage.forward_seconds
+    if kind is Kind.B:
+        return stage.backward_seconds
+    return stage.input_grad_seconds if kind is Kind.I else stage.weight_grad_seconds
 
 
 _TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
@@ -88,3 +99,8 @@ class Channel:
     sender: int
     receiver: int
     is_forward: bool
+
+    def __str__(self) -> str:
+        """``edge 0 -> 1 forward``: the stages as in the graph, and the direction of the data."""
+        first, last = sorted((self.sender, self.receiver))
+        return f"edge {first} -> {last} {'forward' if self.is_forward else 'backward'}"

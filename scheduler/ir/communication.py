@@ -1,15 +1,22 @@
-"""Add transfers to the computations of a schedule."""
+"""Add transfers to the computations of a schedule.
+
+All transfers have one order, and every row posts its ends in this order. So no schedule can deadlock, not even if a row
+that has posted a send or a receive does nothing more until the transfer is complete: both rows of the first incomplete
+transfer have completed all that they posted before it, so both post it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+import itertools
+from collections.abc import Iterable, Sequence
 
 from ..graph import Pipeline
-from .actions import Action, Kind
+from .actions import Action, Channel, Kind, compute_seconds
 from .schedule import Schedule
 
 #: Receives posted on a channel in addition to the one that the next computation needs. Two keep the channel busy: one
-#: in progress and one queued after it.
+#: in progress and one queued after it. The common order of transfers can require more.
 RECVS_AHEAD = 2
 
 
@@ -19,25 +26,27 @@ def add_transfers(
     pipeline: Pipeline,
     row_of_stage: Sequence[int],
     num_microbatches: int,
-    *,
-    recvs_ahead: int = RECVS_AHEAD,
 ) -> Schedule:
     """A schedule with every send right after its producer and every receive ahead of its consumer.
+
+    The order of transfers is that in which their producers end, by the costs of the pipeline. A receive is posted
+    before the computation during which its producer ends, so it delays no transfer as long as the costs are right.
 
     Args:
         name: name of the schedule.
         rows: computations of each row, in order.
         pipeline, row_of_stage, num_microbatches: what the schedule is for.
-        recvs_ahead: receives posted on a channel in addition to the one that the next computation needs.
     """
-    send_order: _SendOrder = {}
-    for row in rows:
-        for action in row:
-            if action.kind is not Kind.W:
-                send_order.setdefault((action.stage, action.kind is Kind.F), []).append(action.microbatch)
+    posts: list[list[Action]] = [[] for _ in rows]  # transfers of each row, in the common order
+    for producer in _sorted_by_end(rows, pipeline, row_of_stage):
+        for other, kind in _ends_of(producer, pipeline)[1]:
+            if row_of_stage[other] != row_of_stage[producer.stage]:
+                recv = Action(_RECV_OF[kind], other, producer.microbatch, producer.stage)
+                posts[row_of_stage[producer.stage]].append(Action(kind, producer.stage, producer.microbatch, other))
+                posts[row_of_stage[other]].append(recv)
     return Schedule(
         name,
-        tuple(tuple(_with_transfers(row, pipeline, row_of_stage, recvs_ahead, send_order)) for row in rows),
+        tuple(tuple(_with_transfers(*each, pipeline)) for each in zip(rows, posts, strict=True)),
         tuple(row_of_stage),
         num_microbatches,
     )
@@ -48,47 +57,90 @@ def compute_rows(schedule: Schedule) -> list[list[Action]]:
     return [[action for action in row if not action.kind.is_transfer] for row in schedule.rows]
 
 
-#: (stage, is forward) -> microbatches in the order in which the stage computes, and so sends, them.
-_SendOrder = dict[tuple[int, bool], list[int]]
-#: The receiving end of a channel: (receiver, sender, kind of receive).
-_RecvEnd = tuple[int, int, Kind]
+_RECV_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
 
-def _with_transfers(
-    row: Sequence[Action], pipeline: Pipeline, row_of_stage: Sequence[int], recvs_ahead: int, send_order: _SendOrder
-) -> list[Action]:
-    consumers: dict[_RecvEnd, dict[int, int]] = {}  # microbatch -> index of the computation that needs it
-    for index, action in enumerate(row):
+def _sorted_by_end(
+    rows: Sequence[Sequence[Action]], pipeline: Pipeline, row_of_stage: Sequence[int]
+) -> Iterable[Action]:
+    """Computations of all rows in the order in which they end, if transfers use a shared link one after another.
+
+    Computations that never start, because the rows deadlock, come last.
+    """
+    at, free = [0] * len(rows), [0.0] * len(rows)
+    arrived: dict[_Input, float] = {}
+    waiting: dict[_Input, int] = {}  # the row that waits for an input
+    free_at: dict[object, float] = {}  # by channel and by link
+    running: list[tuple[float, int]] = []  # end of the computation of each row
+
+    def start(row: int) -> None:
+        if at[row] == len(rows[row]):
+            return
+        action, begin = rows[row][at[row]], free[row]
         for other, kind in _ends_of(action, pipeline)[0]:
-            if row_of_stage[other] != row_of_stage[action.stage]:
-                consumers.setdefault((action.stage, other, kind), {})[action.microbatch] = index
-    due: list[tuple[int, int, _RecvEnd, int]] = []  # index of the computation by which each receive must be posted
-    for number, (end, consumer) in enumerate(consumers.items()):
-        order = send_order.get((end[1], end[2] is Kind.RECV_F), [])
-        before = len(row)
-        # Receives keep the sender's order, so each is due no later than those after it.
-        for microbatch in [*sorted(consumer.keys() - set(order)), *order][::-1]:
-            before = min(before, consumer.get(microbatch, before))
-            if microbatch in consumer:
-                due.append((before, number, end, microbatch))
-    due.reverse()
-    due.sort(key=lambda entry: entry[:2])
-    recvs: dict[int, list[Action]] = {}  # index of a computation -> receives to post right before it
-    earlier: dict[_RecvEnd, list[int]] = {}  # due indices of the earlier receives on the same channel
-    for index, _, end, microbatch in due:
-        indices = earlier.setdefault(end, [])
-        # Post when the computation that needs the receive ``recvs_ahead`` places earlier on this channel begins.
-        at = index if not recvs_ahead else indices[-recvs_ahead] if len(indices) >= recvs_ahead else 0
-        recvs.setdefault(at, []).append(Action(end[2], end[0], microbatch, end[1]))
-        indices.append(index)
-    out: list[Action] = []
-    for index, action in enumerate(row):
-        out += recvs.get(index, [])
-        out.append(action)
+            needed = kind, action.stage, other, action.microbatch
+            if needed not in arrived:
+                waiting[needed] = row
+                return
+            begin = max(begin, arrived[needed])
+        heapq.heappush(running, (begin + compute_seconds(action.kind, pipeline.stages[action.stage]), row))
+
+    for row in range(len(rows)):
+        start(row)
+    while running:
+        end, row = heapq.heappop(running)
+        action = rows[row][at[row]]
+        yield action
+        at[row], free[row] = at[row] + 1, end
+        woken = {row}
         for other, kind in _ends_of(action, pipeline)[1]:
+            arrival = end
             if row_of_stage[other] != row_of_stage[action.stage]:
-                out.append(Action(kind, action.stage, action.microbatch, other))
-    return out
+                edge = pipeline.edge_between[min(action.stage, other), max(action.stage, other)]
+                is_forward = kind is Kind.SEND_F
+                busy: dict[object, float] = dict(edge.forward_loads if is_forward else edge.backward_loads)
+                busy[action.stage, other] = edge.forward_seconds if is_forward else edge.backward_seconds
+                begin = max(end, *(free_at.get(each, 0.0) for each in busy))
+                free_at |= {each: begin + seconds for each, seconds in busy.items()}
+                arrival = free_at[action.stage, other]
+            needed = _RECV_OF[kind], other, action.stage, action.microbatch
+            arrived[needed] = arrival
+            if needed in waiting:
+                woken.add(waiting.pop(needed))
+        for each in sorted(woken):
+            start(each)
+    yield from itertools.chain.from_iterable(actions[index:] for index, actions in zip(at, rows, strict=True))
+
+
+#: What a computation needs from another stage: (kind of receive, stage, other stage, microbatch).
+_Input = tuple[Kind, int, int, int]
+
+
+def _with_transfers(row: Sequence[Action], transfers: Sequence[Action], pipeline: Pipeline) -> list[Action]:
+    """The computations of a row with its transfers, which keep their order."""
+    producer: dict[Action, int] = {}  # index of the computation after which each send comes
+    consumer: dict[Action, int] = {}  # index of the computation before which each receive comes
+    for index, action in enumerate(row):
+        recvs, sends = _ends_of(action, pipeline)
+        producer |= {Action(kind, action.stage, action.microbatch, other): index for other, kind in sends}
+        consumer |= {Action(kind, action.stage, action.microbatch, other): index for other, kind in recvs}
+    transfers = [each for each in transfers if each in producer or each in consumer]
+    # Number of computations before each transfer, at most: it precedes its consumer, and any later transfer.
+    latest = [consumer[each] if each in consumer else producer[each] + 1 for each in transfers]
+    latest = [*itertools.accumulate(reversed(latest), min)][::-1]
+    out: list[Action] = []
+    num_out = 0  # computations in out
+    due: dict[Channel, list[int]] = {}  # latest places of the receives so far
+    for transfer, place in zip(transfers, latest, strict=True):
+        if not transfer.kind.is_send:
+            before = due.setdefault(transfer.channel, [])
+            before.append(place)
+            # Post when the computation that needs the receive RECVS_AHEAD places earlier on this channel begins.
+            place = before[-1 - RECVS_AHEAD] if len(before) > RECVS_AHEAD else 0
+        out += row[num_out:place]
+        num_out = max(num_out, place)
+        out.append(transfer)
+    return [*out, *row[num_out:]]
 
 
 _Ends = list[tuple[int, Kind]]

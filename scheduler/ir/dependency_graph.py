@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..graph import Pipeline
-from .actions import Action, Channel, Kind
+from .actions import Action, Channel, Kind, compute_seconds
 
 if TYPE_CHECKING:
     import networkx as nx
@@ -51,11 +51,7 @@ def _node_of(action: Action) -> Node:
 
 def _add_node(graph: nx.DiGraph, action: Action, row: int, pipeline: Pipeline) -> None:
     if not action.kind.is_transfer:
-        stage = pipeline.stages[action.stage]
-        seconds = {
-            Kind.F: stage.forward_seconds, Kind.B: stage.backward_seconds,
-            Kind.I: stage.input_grad_seconds, Kind.W: stage.weight_grad_seconds,
-        }[action.kind]  # fmt: skip
+        seconds = compute_seconds(action.kind, pipeline.stages[action.stage])
         attributes: dict[str, Any] = {"kind": str(action.kind), "row": row, "seconds": seconds, "text": str(action)}
     elif action.kind.is_send or _node_of(action) not in graph:
         channel = action.channel

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
-from ..ir.actions import Kind
+from ..ir.actions import Action, Channel, Kind
 from ..ir.communication import RECVS_AHEAD, add_transfers, compute_rows
 from ..ir.schedule import Schedule, check_fits
 from ..simulation.replay import simulate
@@ -34,7 +35,10 @@ class Report:
 
 
 def overlap_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Post every send right after its producer and every receive ahead of its consumer. No transfer blocks."""
+    """Post every send right after its producer and every receive ahead of its consumer, in one order on all rows.
+
+    No transfer blocks.
+    """
     check_fits(schedule, pipeline)
     return add_transfers(
         schedule.name, compute_rows(schedule), pipeline, schedule.row_of_stage, schedule.num_microbatches
@@ -42,27 +46,20 @@ def overlap_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
 
 
 def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Make every send block its row, as an engine without overlap does.
+    """Make every send block its row, as an engine without overlap does. A baseline, for CPU tensors only.
 
     Receives are posted as far ahead as it takes to avoid deadlock: two neighbours that send to each other must both
     have posted their receives.
     """
-    check_fits(schedule, pipeline)
+    ahead = overlap_transfers(schedule, pipeline)
     recvs_ahead = RECVS_AHEAD
     while True:
-        ahead = add_transfers(
-            schedule.renamed(", blocking"),
-            compute_rows(schedule),
-            pipeline,
-            schedule.row_of_stage,
-            schedule.num_microbatches,
-            recvs_ahead=recvs_ahead,
+        rows = [_replace_recvs(row, pipeline, recvs_ahead) for row in ahead.rows]
+        blocking = replace(
+            ahead,
+            name=schedule.renamed(", blocking"),
+            rows=tuple(tuple(replace(action, blocks=action.kind.is_send) for action in row) for row in rows),
         )
-        rows = [
-            tuple(replace(action, blocks=True) if action.kind.is_send else action for action in row)
-            for row in ahead.rows
-        ]
-        blocking = replace(ahead, rows=tuple(rows))
         if recvs_ahead >= schedule.num_microbatches or _completes(blocking, pipeline):
             return blocking
         recvs_ahead *= 2
@@ -77,23 +74,53 @@ def _completes(schedule: Schedule, pipeline: Pipeline) -> bool:
 
 
 def defer_recvs(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Post every receive right before its consumer and make it block. A baseline: the receiver overlaps no transfer.
+    """Post every receive right before its consumer and make it block. A baseline, for CPU tensors only.
 
-    A send is still posted right after its producer, but its transfer starts only when the receive is posted.
+    The receiver overlaps no transfer. A send is still posted right after its producer, but its transfer starts only
+    when the receive is posted.
     """
-    check_fits(schedule, pipeline)
-    ahead = add_transfers(
-        schedule.name,
-        compute_rows(schedule),
-        pipeline,
-        schedule.row_of_stage,
-        schedule.num_microbatches,
-        recvs_ahead=0,
-    )
+    ahead = overlap_transfers(schedule, pipeline)
     rows = []
     for row in ahead.rows:
-        rows.append(tuple(replace(a, blocks=True) if a.kind in (Kind.RECV_F, Kind.RECV_B) else a for a in row))
+        late = _replace_recvs(row, pipeline, 0)
+        rows.append(tuple(replace(a, blocks=True) if a.kind in _CONSUMERS else a for a in late))
     return replace(ahead, name=schedule.renamed(", at the consumer"), rows=tuple(rows))
+
+
+#: Kinds of the computations that need what a receive brings.
+_CONSUMERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
+
+
+def _replace_recvs(row: Sequence[Action], pipeline: Pipeline, recvs_ahead: int) -> list[Action]:
+    """Move the receives of a row: ``recvs_ahead`` are posted on a channel beyond the one that is needed next.
+
+    Rows may then post transfers in different orders.
+    """
+    rest = [action for action in row if action.kind not in _CONSUMERS]
+    place = {(a.kind, a.stage, a.microbatch): index for index, a in enumerate(rest) if not a.kind.is_transfer}
+    channels: dict[Channel, list[Action]] = {}
+    for action in row:
+        if action.kind in _CONSUMERS:
+            channels.setdefault(action.channel, []).append(action)
+    moved: list[tuple[int, int, int, Action]] = []
+    for recvs in channels.values():
+        due = [
+            min(place.get((kind, recv.stage, recv.microbatch), len(rest)) for kind in _CONSUMERS[recv.kind])
+            for recv in recvs
+        ]
+        first = min(due)
+        # Receives keep the sender's order, so each is due no later than those after it.
+        due = [*accumulate(reversed(due), min)][::-1]
+        for nth, recv in enumerate(recvs):
+            at = due[nth] if not recvs_ahead else due[nth - recvs_ahead] if nth >= recvs_ahead else 0
+            moved.append((due[nth], first, at, recv))
+    posted: dict[int, list[Action]] = {}  # receives before each action
+    for *_, at, recv in sorted(moved, key=lambda each: (*each[:2], each[3].other)):
+        posted.setdefault(at, []).append(recv)
+    out: list[Action] = []
+    for index, action in enumerate(rest):
+        out += [*posted.get(index, ()), action]
+    return out
 
 
 def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass]) -> tuple[Schedule, tuple[Report, ...]]:

@@ -14,7 +14,7 @@ from reshard.sharding import Layout, Mesh
 
 from ..runtime import torch_compat
 from ..runtime.data_parallel import find_parameter
-from ..runtime.timeline_gather import gather_values
+from ..runtime.observe import gather_values
 
 
 class Agreement:

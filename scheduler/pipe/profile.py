@@ -20,6 +20,7 @@ from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..runtime import torch_compat
 from ..runtime.compression import StageSums
+from ..runtime.warm_up import keep_buffers
 from ..simulation.replay import PipelineTimeline
 
 #: A function of a pipeline and a number of microbatches that returns a schedule.
@@ -164,25 +165,13 @@ def restore_training_state(
 ) -> Iterator[None]:
     """Restore gradients, buffers, errors of coded sums and random number generators when the context ends."""
     gradients = [parameter.grad for parameter in parameters]
-    buffers = [
-        (held, name, buffer, buffer.detach().clone())
-        for module in modules.values()
-        for each in module.modules()
-        for held in torch_compat.held_tensors(each)[1:]
-        for name, buffer in held.items()
-        if buffer is not None
-    ]
     kept = sums.state_dict()
     for parameter in parameters:
         parameter.grad = None
     try:
-        with torch_compat.keep_rng(device_type):
+        with torch_compat.keep_rng(device_type), keep_buffers(modules.values()):
             yield
     finally:
-        with torch.no_grad():
-            for held, name, buffer, value in buffers:
-                buffer.copy_(value)
-                held[name] = buffer  # a forward may have assigned another tensor
         sums.load_state_dict(kept)
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient

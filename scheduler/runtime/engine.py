@@ -35,7 +35,6 @@ from ..graph import Pipeline
 from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..simulation.replay import PipelineTimeline
-from ..simulation.validate import has_one_order
 from . import torch_compat
 from .compression import (
     StageSums,
@@ -53,17 +52,17 @@ from .engine_arguments import (
     EngineOptions,
     agree_on_arguments,
     check_feed,
-    check_splits,
+    check_runnable,
     find_ranks,
     find_replica_ranks,
     read_loss_weights,
 )
 from .executor import EngineState, Iteration, Program, Step, StepInputs
 from .grad_sync import ReplicaSync, wait_for_root_cause
+from .observe import gather, gather_values
 from .p2p import StageTransfers, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_training, training_of
-from .timeline_gather import gather, gather_values
 
 logger = logging.getLogger(__name__)
 
@@ -218,14 +217,13 @@ class Engine:
             pipelines: pipelines that differ from that of this engine in tensor shapes and costs only.
             used: for each microbatch, the index of its pipeline.
         """
-        check_splits(schedule, self.row, self._stages)
+        check_runnable(schedule, self.row, self._stages, self._device)
         transfers = []
         for one in pipelines:
             options = {"signal_only": self._options.signal_only}
             channels = plan_channels(one, schedule.row_of_stage, self._topology, self._options.strategy, **options)
             for each in channels:
                 logger.debug("rank %d plans %s", self._group.rank, each)
-            options["separate_connections"] = not has_one_order(schedule)
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )

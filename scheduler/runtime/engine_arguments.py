@@ -15,6 +15,7 @@ from reshard.coordination import Channel, Group, Request, describe_error, resolv
 from reshard.errors import ArgumentError
 from reshard.formatting import format_ranks
 from reshard.planner import Strategy
+from reshard.runtime.cuda.stream import STREAMS
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology, topology_to_json
 
@@ -22,7 +23,7 @@ from ..graph import Pipeline
 from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule
-from ..simulation.validate import check_schedule
+from ..simulation.validate import check_one_order, check_schedule
 from .data_parallel import LossShards, check_loss_shards, check_split
 from .grad_sync import find_replicas
 from .p2p import find_device_type
@@ -168,6 +169,18 @@ def check_splits(schedule: Schedule, row: int, stages: Mapping[int, StageRun]) -
     """Raise ArgumentError if the schedule splits the backward of a stage of ``row`` that cannot be split."""
     for stage in {action.stage for action in schedule.rows[row] if action.kind is Kind.W}:
         check_split(stage, stages[stage].module)
+
+
+def check_runnable(schedule: Schedule, row: int, stages: Mapping[int, StageRun], device: str) -> None:
+    """Raise an error unless the stages of a row can run a valid schedule on this type of device.
+
+    Raises:
+        ArgumentError: the schedule splits the backward of a stage that cannot be split.
+        ScheduleError: rows could wait for each other on a GPU.
+    """
+    check_splits(schedule, row, stages)
+    if device in STREAMS:
+        check_one_order(schedule)
 
 
 def find_replica_ranks(group: Group, pipeline: Pipeline, stages: Mapping[int, StageRun]) -> dict[int, tuple[int, ...]]:

@@ -29,11 +29,11 @@ from .data_parallel import (
     reshard_parameters,
 )
 from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
-from .observe import find_observer
+from .observe import ActionRecord, StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
-from .timeline_gather import ActionRecord, StepRecord, TransferRecord
+from .warm_up import warm_up
 
 
 @dataclass
@@ -185,6 +185,7 @@ class Iteration:
         to_sum += [parameter for run in self.stages.values() for _, parameter, _ in declared_sums(run.module)]
         stashed = stash_gradients(to_sum) if self.inputs.train else []
         try:
+            self.warm_up()
             for replicas in self.state.replicas:
                 replicas.begin(self.check_errors)
             for action in self.actions:
@@ -226,6 +227,18 @@ class Iteration:
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
         return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.waited)
+
+    def warm_up(self) -> None:
+        """On a GPU, run each stage once for each shape of its tensors, before their first transfer."""
+        for index, (pipeline, transfers) in enumerate(zip(self.program.pipelines, self.program.transfers, strict=True)):
+            if transfers.must_warm_up:
+                transfers.must_warm_up = False
+                for run in self.stages.values():
+                    fed = self.inputs.feed[run.stage]
+                    usual = [m for m, used in enumerate(self.program.used) if used == index]
+                    usual = [m for m in usual if (run.stage, m) not in self.inputs.fillers]
+                    if usual:
+                        warm_up(run, pipeline, fed[usual[0]], self.state.rank, self.inputs.train)
 
     def check_errors(self) -> None:
         """Raise an error that another rank reported, if any."""

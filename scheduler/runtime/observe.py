@@ -1,21 +1,33 @@
-"""Log records and profiler ranges of a step. Each names the stage or the edge, the direction and the microbatch.
+"""What a rank observes of a step: log records and profiler ranges of its actions, and measured times of all ranks.
 
 Set the logger ``reshard`` to ``DEBUG`` to log each action when it begins. If a rank hangs, its last record names the
-action that it waits in. Under ``torch.profiler``, the same texts name profiler ranges.
+action that it waits in: the stage or the edge, the direction and the microbatch. Under ``torch.profiler``, the same
+texts name profiler ranges. Times of all ranks are merged into a timeline of the type that the simulator returns.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Iterator
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..ir.actions import Channel
+from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
+
+from ..ir.actions import Action, Channel, Kind
+from ..simulation.channels import StageTransfer
+from ..simulation.replay import PipelineTimeline, Span
 from . import torch_compat
+from .p2p import PendingTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -32,21 +44,158 @@ def find_observer(rank: int) -> Observe:
     return functools.partial(_record, rank)
 
 
-def describe_channel(channel: Channel) -> str:
-    """``edge 0 -> 1 forward``: the stages as in the graph, and the direction of the data."""
-    first, last = sorted((channel.sender, channel.receiver))
-    return f"edge {first} -> {last} {'forward' if channel.is_forward else 'backward'}"
-
-
 def _ignore(what: str, where: int | Channel, microbatch: int | None) -> AbstractContextManager[None]:
     return _NOTHING
 
 
 @contextlib.contextmanager
 def _record(rank: int, what: str, where: int | Channel, microbatch: int | None) -> Iterator[None]:
-    place = describe_channel(where) if isinstance(where, Channel) else f"stage {where}"
+    place = str(where) if isinstance(where, Channel) else f"stage {where}"
     text = f"{what} {place}" if microbatch is None else f"{what} {place}, microbatch {microbatch}"
     logger.debug("rank %d begins: %s", rank, text)
     with torch.profiler.record_function(f"reshard: {text}"):
         yield
     logger.debug("rank %d ended: %s", rank, text)
+
+
+@dataclass(frozen=True)
+class ActionRecord:
+    """Times of an action by this rank's clock. The rank waited from ``since`` to ``start``."""
+
+    action: Action
+    since: float
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class TransferRecord:
+    """The end of a transfer on this rank."""
+
+    channel: Channel
+    microbatch: int
+    is_send: bool
+    transfer: PendingTransfer
+
+
+@dataclass
+class StepRecord:
+    """Measurements of one step on one rank."""
+
+    row: int
+    actions: list[ActionRecord] = field(default_factory=list)
+    transfers: list[TransferRecord] = field(default_factory=list)
+
+
+#: channel, microbatch, whether this end sends; times at which the data was computed, and this end began and ended
+_TransferTimes = tuple[Channel, int, bool, float | None, float | None, float | None]
+#: row, actions, transfers, boot id of the host, and this rank's clock just after the rendezvous
+_RankTimes = tuple[int, list[ActionRecord], list[_TransferTimes], str, float]
+
+
+def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
+    """The timeline of a step. Every rank of the channel must call this.
+
+    Ranks of one host share a clock. A rendezvous aligns the clocks of different hosts to about a millisecond. The
+    actions of a row are those of its first rank. A transfer starts when both ends have begun, and ends when the last
+    receiver is done.
+
+    Raises:
+        TransferTimeoutError: a rank does not call.
+    """
+    transfers: list[_TransferTimes] = []
+    for record in measured.transfers:
+        handle, computed = record.transfer.handle, record.transfer.computed_at
+        begun, ended = (None, None) if handle is None else (handle.watch.begun_at, handle.watch.ended_at)
+        transfers.append((record.channel, record.microbatch, record.is_send, computed, begun, ended))
+    rank = channel.group.rank
+    channel.agree(
+        Request(rank), gather_values, timeout_seconds
+    )  # a rendezvous: all ranks leave it at about the same time
+    own = (measured.row, measured.actions, transfers, _boot_id(), time.monotonic())
+    _, decision = channel.agree(Request(rank, payload=_to_json(own)), gather_values, timeout_seconds)
+    return _merge([_from_json(decision.payloads[rank]) for rank in sorted(decision.payloads)])
+
+
+def gather_values(requests: list[Request]) -> Decision:
+    """A decision with the value of each rank."""
+    return dataclasses.replace(resolve(requests, {}), payloads={request.rank: request.payload for request in requests})
+
+
+def _to_json(own: _RankTimes) -> list[Any]:
+    row, records, transfers, boot, now = own
+    actions = [[*dataclasses.astuple(one.action), one.since, one.start, one.end] for one in records]
+    return [row, actions, [[*dataclasses.astuple(channel), *rest] for channel, *rest in transfers], boot, now]
+
+
+def _from_json(data: Any) -> _RankTimes:
+    row, actions, transfers, boot, now = data
+    records = [ActionRecord(Action(Kind(kind), *rest[:4]), *rest[4:]) for kind, *rest in actions]
+    return row, records, [(Channel(*entry[:3]), *entry[3:]) for entry in transfers], boot, now
+
+
+def _boot_id() -> str:
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text() if path.exists() else ""
+
+
+@dataclass
+class _Ends:
+    """When the data was computed on all senders, when each end first began, and when the last receiver was done."""
+
+    ready: float = 0.0
+    begun: dict[bool, float] = field(default_factory=dict)
+    end: float = 0.0
+
+    @property
+    def start(self) -> float:
+        """When both ends had begun."""
+        return max(self.begun.values(), default=self.ready)
+
+
+def _merge(ranks: Sequence[Any]) -> PipelineTimeline:
+    """The timeline of all ranks, each a ``_RankTimes``, in seconds from the first action."""
+    one_clock = len({boot for *_, boot, _ in ranks}) == 1
+    clocks = [0.0 if one_clock else now for *_, now in ranks]
+    first = min(
+        record.since - clock for (_, actions, *_), clock in zip(ranks, clocks, strict=True) for record in actions
+    )
+    ends: dict[tuple[Channel, int], _Ends] = {}
+    for (_, _, records, *_), clock in zip(ranks, clocks, strict=True):
+        for channel, microbatch, is_send, computed, begun, ended in records:
+            at = ends.setdefault((channel, microbatch), _Ends())
+            if computed is not None and is_send:
+                at.ready = max(at.ready, computed - clock - first)
+            if begun is not None:
+                at.begun[is_send] = min(at.begun.get(is_send, math.inf), begun - clock - first)
+            if ended is not None and not is_send:
+                at.end = max(at.end, ended - clock - first)
+    ready: dict[tuple[int, int, bool], float] = {}
+    for (channel, microbatch), at in ends.items():
+        consumer = channel.receiver, microbatch, channel.is_forward
+        ready[consumer] = max(at.ready, ready.get(consumer, 0.0))
+    spans = []
+    shown: set[int] = set()
+    for (row, actions, *_), clock in zip(ranks, clocks, strict=True):
+        if row in shown:
+            continue
+        shown.add(row)
+        for record in actions:
+            since, start, end = (when - clock - first for when in (record.since, record.start, record.end))
+            spans.append(Span(row, record.action, start, end, _exposed(record.action, since, start, ready)))
+    transfers = [
+        StageTransfer(channel, microbatch, at.ready, at.start, max(at.end, at.start))
+        for (channel, microbatch), at in ends.items()
+    ]
+    return PipelineTimeline(
+        tuple(sorted(spans, key=lambda span: (span.start, span.row))),
+        tuple(sorted(transfers, key=lambda transfer: transfer.start)),
+    )
+
+
+def _exposed(action: Action, since: float, start: float, ready: Mapping[tuple[int, int, bool], float]) -> float:
+    """How long a computation waited for transfers after their data was computed."""
+    if action.kind is Kind.W or action.kind.is_transfer:
+        return 0.0
+    computed = ready.get((action.stage, action.microbatch, action.kind is Kind.F))
+    return 0.0 if computed is None else max(0.0, start - max(since, computed))

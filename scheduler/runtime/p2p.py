@@ -15,13 +15,13 @@ from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.planner import Strategy
+from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
 from ..costs import plan_coded
 from ..graph import Edge, Pipeline
 from ..ir.actions import Channel
-from .observe import describe_channel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -37,7 +37,7 @@ class ChannelPlan:
     def __str__(self) -> str:
         what = ", ".join(f"{spec.name} {spec.dtype} {list(spec.shape)}" for spec in self.tensors) or "no tensors"
         how = "nothing moves" if self.plan is None else f"{self.plan.num_messages} messages of {self.plan.strategy}"
-        return f"{describe_channel(self.channel)}: {what}, {how}"
+        return f"{self.channel}: {what}, {how}"
 
 
 def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:
@@ -150,8 +150,9 @@ class StageTransfers:
         timeout_seconds: limit for one transfer.
         device: device type of the tensors.
         signal_only: move one element per tensor and receive zeros, to measure communication costs.
-        separate_connections: give each channel its own connection. Required if two rows post the transfers between
-            them in different orders.
+
+    Attributes:
+        must_warm_up: whether the stages must run once before the first transfer, because the device is a GPU.
     """
 
     def __init__(
@@ -162,22 +163,17 @@ class StageTransfers:
         *,
         device: str = "cpu",
         signal_only: bool = False,
-        separate_connections: bool = False,
     ) -> None:
         self._rank, self._signal_only, self._device = group.rank, signal_only, device
+        self.must_warm_up = device in STREAMS
         self._plans: dict[Channel, ChannelPlan] = {}
         self._movers: dict[Channel, Mover] = {}
         self._zeros: dict[Channel, Tensors] = {}
-        for number, entry in enumerate(channels):
+        for entry in channels:
             self._plans[entry.channel] = entry
             if entry.plan is not None and group.rank in entry.plan.ranks:
                 self._movers[entry.channel] = Mover(
-                    entry.plan,
-                    group,
-                    timeout_seconds=timeout_seconds,
-                    device=device,
-                    both_ways=True,
-                    connection=number if separate_connections else 0,
+                    entry.plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
                 )
 
     def send(self, channel: Channel, tensors: Tensors) -> PendingTransfer:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -92,7 +93,8 @@ class StageRun:
         autocast: tuple[str, torch.dtype] | None = None,
     ) -> None:
         check_module(stage, module)
-        self.stage, self.module, self._rank, self._autocast = stage, module, rank, autocast
+        self.stage, self.module, self._rank = stage, module, rank
+        self.autocast = functools.partial(torch.autocast, *autocast) if autocast else contextlib.nullcontext
         self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
         self._in_flight: dict[int, _Microbatch] = {}
@@ -135,9 +137,8 @@ class StageRun:
         self._check_call({*leaves, *fed})
         live = _Microbatch(leaves, {}, None, is_split=is_split)
         defer = live.weight_grads if train and is_split else contextlib.nullcontext()
-        autocast = torch.autocast(*self._autocast) if self._autocast is not None else contextlib.nullcontext()
         versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
-        with no_grad_sync(self.module), torch.set_grad_enabled(train), autocast, defer:
+        with no_grad_sync(self.module), torch.set_grad_enabled(train), self.autocast(), defer:
             inputs = leaves if without_rows is None else {name: row_of_ones(leaf) for name, leaf in leaves.items()}
             output = self._to_stage_output(self.module(**inputs, **fed))
             for edge in self._outgoing:

@@ -10,7 +10,7 @@ from functools import cached_property
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
-from ..ir.actions import Action, Channel, Kind
+from ..ir.actions import Action, Channel, Kind, compute_seconds
 from ..ir.schedule import Schedule, check_fits
 from .channels import TOLERANCE, ChannelState, LinkRates, StageTransfer, make_channel_states
 from .dependencies import describe_cycle
@@ -135,14 +135,9 @@ class _Replay:
             for stage in {action.stage for action in actions}
         )
         self.seconds = {
-            (kind, number): seconds
+            (kind, number): compute_seconds(kind, stage)
             for number, stage in enumerate(pipeline.stages)
-            for kind, seconds in (
-                (Kind.F, stage.forward_seconds),
-                (Kind.B, stage.backward_seconds),
-                (Kind.I, stage.input_grad_seconds),
-                (Kind.W, stage.weight_grad_seconds),
-            )
+            for kind in (Kind.F, Kind.B, Kind.I, Kind.W)
         }
         self.spans: list[Span] = []
         self.transfers: list[StageTransfer] = []

@@ -143,18 +143,45 @@ def _check_channels(schedule: Schedule) -> None:
             )
 
 
-def has_one_order(schedule: Schedule) -> bool:
-    """Whether each row sends to each other row in the order in which that row receives, over all channels together.
+def check_one_order(schedule: Schedule) -> None:
+    """Check that all rows of a valid schedule post their transfers in one order.
 
-    A connection that matches messages by order, as NCCL does, can carry several channels only then.
+    Such a schedule cannot deadlock, not even if a row that has posted a transfer does nothing more until the transfer
+    is complete. On a GPU, any later call of the host may wait so long.
+
+    Raises:
+        ScheduleError: rows post transfers in different orders. The text shows rows that could wait for each other.
     """
-    ends: dict[tuple[int, int, bool], list[tuple[Channel, int]]] = {}
-    for _, action in schedule:
-        if action.kind.is_transfer:
-            channel, row_of = action.channel, schedule.row_of_stage
-            end = row_of[channel.sender], row_of[channel.receiver], action.kind.is_send
-            ends.setdefault(end, []).append((channel, action.microbatch))
-    return all(order == ends.get((sender, to, not is_send)) for (sender, to, is_send), order in ends.items())
+    posts = [[(index, a) for index, a in enumerate(row) if a.kind.is_transfer] for row in schedule.rows]
+    at = [0] * len(posts)
+
+    def find_other(row: int) -> int:
+        action = posts[row][at[row]][1]
+        return schedule.row_of_stage[action.other]  # type: ignore[index]  # a transfer names another stage
+
+    rows = list(range(len(posts)))  # rows that may go on
+    while rows:
+        row = rows.pop()
+        while at[row] < len(posts[row]):
+            action, other = posts[row][at[row]][1], find_other(row)
+            theirs = posts[other][at[other]][1] if at[other] < len(posts[other]) else None
+            if theirs is None or (theirs.channel, theirs.microbatch) != (action.channel, action.microbatch):
+                break
+            at[row] += 1
+            at[other] += 1
+            rows.append(other)
+    row = next((row for row, actions in enumerate(posts) if at[row] < len(actions)), -1)
+    if row < 0:
+        return
+    chain = [row]
+    while find_other(chain[-1]) not in chain:
+        chain.append(find_other(chain[-1]))
+    cycle = chain[chain.index(find_other(chain[-1])) :]
+    shown = "; ".join(show(schedule, row, posts[row][at[row]][0]) for row in sorted(cycle))
+    raise ScheduleError(
+        "rows post transfers in different orders, so on a GPU they could wait for each other at the actions in "
+        f"brackets: {shown}. overlap_transfers(schedule, pipeline) gives all rows one order"
+    )
 
 
 def show(schedule: Schedule, row: int, index: int) -> str:

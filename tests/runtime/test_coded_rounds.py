@@ -1,4 +1,4 @@
-"""Tensors of a block codec in rounds on the stand-in device of ``test_stream.py``."""
+"""Tensors of a block codec in rounds on the stand-in of a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 
 import reshard
 from reshard.testing.processes import run_processes
-from tests.runtime.test_stream import DST, RANKS, SRC, device  # noqa: F401
+from tests.runtime.test_stream import DST, RANKS, SRC
 from tests.support.tensors import take_shard
 
 

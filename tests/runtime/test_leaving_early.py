@@ -9,7 +9,6 @@ import torch
 
 import reshard
 from reshard.testing.processes import run_processes
-from tests.runtime.test_stream import device  # noqa: F401
 
 
 def _receive_and_stay(rank):

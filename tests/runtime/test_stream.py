@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import queue
 import re
-import threading
 import time
 import weakref
 from unittest.mock import Mock
@@ -22,17 +20,13 @@ from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections
 from reshard.plan.messages import expand_messages
 from reshard.planner import plan_tensors
-from reshard.runtime.cuda import nccl_exchange
-from reshard.runtime.cuda.nccl_library import Library
-from reshard.runtime.cuda.stream import STREAMS
-from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter, TiedParameters
-from reshard.scheduler.simulation.validate import has_one_order
 from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, run_rank, single_process
 from tests.support import stages_with_replicas as replicas
+from tests.support.nccl.streams import BlockingStream, Mark, ThreadStream, use_streams
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
 SHAPE = (48, 20)
@@ -41,55 +35,7 @@ RANKS = 6
 CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
 
 
-class Mark:
-    def __init__(self):
-        self.reached, self.error = threading.Event(), None
-
-    def query(self):
-        if self.error is not None:
-            raise RuntimeError(f"device: {self.error}")
-        return self.reached.is_set()
-
-    def wait(self):
-        self.reached.wait()
-
-
-class ThreadStream:
-    """A thread that acts as a stream: it runs enqueued work in order, concurrently with the caller."""
-
-    rounds = ONE_STREAM
-
-    def __init__(self, device):
-        self.mark_of, self.works = Mark, queue.SimpleQueue()
-        threading.Thread(target=self.serve, daemon=True).start()
-
-    def serve(self):
-        while True:
-            work, mark = self.works.get()
-            try:
-                work()
-            except Exception as error:
-                mark.error = error
-            del work  # it refers to the arrays
-            mark.reached.set()
-
-    def enqueue(self, work, arrays):
-        assert all(callable(array.record_stream) for array in arrays)
-        mark = self.mark_of()
-        self.works.put((work, mark))
-        return mark
-
-    def join(self):
-        raise AssertionError("no graph is captured here")
-
-
-@pytest.fixture
-def device(monkeypatch, standin):
-    """Send CPU tensors through the code for CUDA tensors: rounds, a stream, and the NCCL binding with the stand-in."""
-    monkeypatch.setitem(STREAMS, "cpu", ThreadStream)
-    monkeypatch.setattr(nccl_exchange, "NCCL_DEVICES", {"cuda", "cpu"})
-    monkeypatch.setattr(connections, "NCCL_DEVICES", {"cuda", "cpu"})
-    monkeypatch.setattr(nccl_exchange, "find_library", lambda: Library(standin))
+STREAM_KINDS = pytest.mark.parametrize("stream", [ThreadStream, BlockingStream])
 
 
 def _shards(rank):
@@ -176,7 +122,9 @@ def _move_both_ways(rank):
         assert source is None or not count_unlike(returned.synchronize(60.0), source)
 
 
-def test_each_direction_has_its_own_communicator(device):
+@STREAM_KINDS
+def test_each_direction_has_its_own_communicator(monkeypatch, standin, stream):
+    use_streams(monkeypatch, standin, stream)
     run_processes(_move_both_ways, RANKS)
 
 
@@ -350,12 +298,18 @@ def _train_replicas(rank):
     inner.register_buffer("scale", torch.full((3,), float(rank)))
     schedule = one_f_one_b(pipeline, replicas.NUM)
     module = replicas.wrap(rank, 2, inner)
-    with Engine(schedule, pipeline, {int(rank > 0): module}, num_loss_shards=2, timeout_seconds=30) as engine:
+    modules = {int(rank > 0): module}
+    with (
+        Engine(schedule, pipeline, modules, num_loss_shards=2, timeout_seconds=30) as engine,
+        BlockingStream.host(),  # it blocks only if transfers run on such streams
+    ):
         engine.step(replicas.feed(rank, 2))
     return replicas.gradients(inner), inner.scale.tolist()
 
 
-def test_replicas_sum_gradients_and_share_buffers_over_nccl(device):
+@STREAM_KINDS
+def test_replicas_sum_gradients_and_share_buffers_over_nccl(monkeypatch, standin, stream):
+    use_streams(monkeypatch, standin, stream)
     wanted = replicas.single_process()
     for rank, (grads, buffer) in enumerate(run_processes(_train_replicas, 3)):
         replicas.check(grads, wanted[rank > 0])
@@ -383,18 +337,3 @@ def _sum_tied_gradients(rank):
 def test_tied_gradients_that_fail_on_the_device_fail_on_all_ranks(device):
     for text in run_processes(_sum_tied_gradients, 2):
         assert re.search("rank 1: .*illegal memory", text)
-
-
-def _two_stages_on_a_row(pipeline, num_microbatches):
-    """Row 0 receives the gradients of two edges from row 1 in an order that differs from the sending order."""
-    schedule = auto_schedule(pipeline, num_microbatches, row_of_stage=[0, 1, 1])
-    assert not has_one_order(schedule)
-    assert has_one_order(one_f_one_b(pipeline, num_microbatches))
-    return schedule
-
-
-def test_edges_between_two_rows_may_be_received_in_another_order(device):
-    losses, _ = single_process(torch.float64, [4, 4, 2])
-    results = run_processes(run_rank, 2, _two_stages_on_a_row, [0, 1, 1], "float64", [4, 4, 2], 2)
-    for step_losses, _ in results[1][0]:
-        assert step_losses == pytest.approx(losses, rel=1e-10)

@@ -17,8 +17,8 @@ from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.actions import Action, Channel, Kind
 from reshard.scheduler.ir.text import format_schedule, parse_schedule
-from reshard.scheduler.runtime import timeline_gather
-from reshard.scheduler.runtime.timeline_gather import ActionRecord, StepRecord, _merge
+from reshard.scheduler.runtime import observe
+from reshard.scheduler.runtime.observe import ActionRecord, StepRecord, _merge
 from reshard.scheduler.schedules.classic import one_f_one_b, zb_h1
 from reshard.scheduler.simulation.replay import simulate
 from reshard.scheduler.simulation.validate import check_schedule
@@ -120,13 +120,13 @@ def test_measurements_of_ranks_are_merged_into_one_timeline():
 
 
 def _gather_on_separate_machines(rank):
-    timeline_gather._boot_id = lambda: str(rank)
+    observe._boot_id = lambda: str(rank)
     channel = find_channel(find_group(None), (0, 1))
     channel.agree(Request(rank), lambda requests: resolve(requests, {}), 20)
     now = time.monotonic()
     time.sleep(0.5 * rank)
     own = StepRecord(rank, [ActionRecord(Action(Kind.F, rank, 0), now, now, now)])
-    return [span.start for span in timeline_gather.gather(own, channel, 20).spans]
+    return [span.start for span in observe.gather(own, channel, 20).spans]
 
 
 def test_clocks_of_machines_are_aligned_even_if_one_rank_is_late():

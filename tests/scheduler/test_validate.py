@@ -8,6 +8,7 @@ import re
 import time
 from dataclasses import replace
 
+import networkx as nx
 import pytest
 
 from reshard.errors import ScheduleError
@@ -16,13 +17,10 @@ from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import parse_schedule
 from reshard.scheduler.passes.overlap import block_transfers, defer_recvs, overlap_transfers
-from reshard.scheduler.schedules.classic import (
-    gpipe,
-    one_f_one_b,
-    zb_h1,
-)
+from reshard.scheduler.schedules.auto import auto_schedule
+from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from reshard.scheduler.simulation.replay import simulate
-from reshard.scheduler.simulation.validate import check_schedule, show
+from reshard.scheduler.simulation.validate import check_one_order, check_schedule, show
 
 
 def chain(*communication, forward=1.0, backward=2.0):
@@ -49,8 +47,8 @@ def test_missing_repeated_and_swapped_actions_are_found():
                 with pytest.raises(ScheduleError, match=r"occurs 2 times, not 1"):
                     check_schedule(replace(schedule, rows=tuple(rows)), pipeline)
         for _ in range(40):
-            row = rng.randrange(3)
-            of_one = [a for a in schedule.rows[row] if a.stage == row and a.microbatch == rng.randrange(3)]
+            row, microbatch = rng.randrange(3), rng.randrange(3)
+            of_one = [a for a in schedule.rows[row] if a.stage == row and a.microbatch == microbatch]
             order = [a for a in of_one if a.kind in (Kind.F, Kind.B, Kind.I, Kind.W)]
             if len(order) < 2:
                 continue
@@ -153,3 +151,52 @@ def test_schedule_with_many_missing_microbatches_is_rejected_quickly():
     with pytest.raises(ScheduleError, match="occurs 0 times, not 1"):
         check_schedule(replace(schedule, num_microbatches=10**9), pipeline)
     assert time.perf_counter() - begun < 5
+
+
+def _may_wait_in_a_cycle(schedule):
+    """Whether rows that wait in each transfer until it is complete can wait for each other."""
+    graph = nx.DiGraph()
+    for row in schedule.rows:
+        nx.add_path(graph, [(a.channel, a.microbatch) for a in row if a.kind.is_transfer])
+    return not nx.is_directed_acyclic_graph(graph)
+
+
+def _random_pipeline(rng, num):
+    def seconds():
+        return rng.choice((0.0, 0.5, 1.0, rng.uniform(0.1, 2.0)))
+
+    pairs = [(i, j) for i in range(num) for j in range(i + 1, num) if j == i + 1 or rng.random() < 0.2]
+    edges = [Edge(i, j, s, s, {"net": s / 2} if rng.random() < 0.3 else ()) for i, j in pairs for s in (seconds(),)]
+    return Pipeline(tuple(Stage(seconds(), seconds(), seconds()) for _ in range(num)), tuple(edges))
+
+
+def test_all_builders_give_rows_one_order_and_other_orders_are_refused():
+    rng, num_refused = random.Random(5), 0
+    for _ in range(25):
+        num_rows, num = rng.choice((2, 3, 4)), rng.choice((1, 2, 6))
+        pipeline, deep = _random_pipeline(rng, num_rows), _random_pipeline(rng, 2 * num_rows)
+        in_v = [*range(num_rows), *reversed(range(num_rows))]
+        schedules = [build(pipeline, num) for build in (one_f_one_b, eager_1f1b, gpipe, zb_h1)]
+        schedules += [auto_schedule(deep, num, row_of_stage=in_v), interleaved_1f1b(deep, num * num_rows, num_rows)]
+        for schedule in schedules:
+            of = pipeline if schedule.num_stages == num_rows else deep
+            check_schedule(schedule, of)
+            check_one_order(schedule)
+            check_one_order(replace(schedule, rows=tuple(schedule.first(1).rows)))
+            for _ in range(6):
+                rows = [list(row) for row in schedule.rows]
+                row = rng.choice(rows)
+                at = rng.randrange(len(row))
+                row.insert(rng.randrange(len(row)), row.pop(at))
+                changed = replace(schedule, rows=tuple(map(tuple, rows)))
+                try:
+                    check_schedule(changed, of)
+                except ScheduleError:
+                    continue
+                if not _may_wait_in_a_cycle(changed):
+                    check_one_order(changed)
+                    continue
+                num_refused += 1
+                with pytest.raises(ScheduleError, match=r"in different orders.*\[.*\].*; row .*\[.*\]"):
+                    check_one_order(changed)
+    assert num_refused > 50
