@@ -106,7 +106,7 @@ def _start_twice(rank):
         handle = mover.start(source, out=out)
         while not handle.done():
             pass
-        return result_or_error(lambda: mover.start(-source, out=out))
+        return result_or_error(lambda: mover.start(-source, out=out).wait())  # the other rank may report it first
 
 
 def test_a_mover_does_not_decode_two_transfers_into_one_array():
