@@ -5,7 +5,7 @@ Imports :mod:`reshard.runtime` and the packages below it.
 
 from reshard.coordination.addresses import own_address
 from reshard.coordination.calling_threads import Owner
-from reshard.coordination.communicator import MAX_CACHED, Channel, find_channel
+from reshard.coordination.communicator import MAX_CACHED, NCCL_ROOT_CAUSE_SECONDS, Channel, find_channel
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption, report_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
@@ -18,6 +18,7 @@ from reshard.coordination.topology_discovery import topology_of_names, warn_of_h
 
 __all__ = [
     "MAX_CACHED",
+    "NCCL_ROOT_CAUSE_SECONDS",
     "Channel",
     "Decision",
     "Group",

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -30,6 +31,7 @@ from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import format_ranks
 from reshard.runtime.cuda.nccl_exchange import NcclExchange
+from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.rounds.schedule import Round
 from reshard.runtime.transport import BrokenConnectionError
 
@@ -37,6 +39,8 @@ from reshard.runtime.transport import BrokenConnectionError
 REPORT_SECONDS = 1.0
 #: Grace period after a broken connection for another rank to report the root cause.
 ROOT_CAUSE_SECONDS = 0.6
+#: The same for a rank whose connections over NCCL broke: it cannot say which rank is gone.
+NCCL_ROOT_CAUSE_SECONDS = 2.0
 #: Maximum number of cached plans per channel.
 MAX_CACHED = 32
 
@@ -155,6 +159,10 @@ class Channel:
             except TimeoutError as error:
                 raise self.fail(generation, TransferTimeoutError(f"cannot connect: {error}")) from error
             except Exception as error:  # the other ranks wait for this one, whatever went wrong
+                deadline = time.monotonic() + NCCL_ROOT_CAUSE_SECONDS if isinstance(error, NcclError) else 0.0
+                while time.monotonic() < deadline:
+                    self.check_reported(generation)
+                    time.sleep(0.05)
                 raise self.fail(generation, ConnectionError(f"cannot connect: {error}")) from error
 
     def fail(self, generation: int, error: BaseException) -> ReshardError:

@@ -10,12 +10,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reshard.coordination import Channel, Monitor, call_at_exit
+from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, call_at_exit
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
 from reshard.formatting import describe_ranks
 from reshard.public_api import not_compiled
 from reshard.runtime.cpu.progress import Tally
+from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.cuda.stream import Mark, StreamTransfers
 from reshard.timeouts import check_wait_timeout
 
@@ -238,6 +239,7 @@ class StreamWatch(Watch):
         self._transfers, self._deadline = transfers, deadline
         self._pid = os.getpid()
         self.mark: Mark | None = None
+        self._broken_at: float | None = None  # when the connections were first found broken
 
     def succeed(self) -> None:
         """See :meth:`Watch.succeed`."""
@@ -256,16 +258,28 @@ class StreamWatch(Watch):
                 self.stop(failed)  # check before the mark: aborted work also completes on the device
             elif self.mark is not None and self.mark.query():
                 self.succeed()
+            elif (broken := self._transfers.find_error()) is not None:
+                self._stop_unless_explained(ConnectionError(broken))
             elif time.monotonic() >= self._deadline:
                 error = TransferTimeoutError(f"rank {self._group.rank}: the transfer did not finish in time")
                 self.stop(self._channel.fail(self._generation, error))
-            elif (broken := self._transfers.find_error()) is not None:
-                self.stop(self._channel.fail(self._generation, ConnectionError(broken)))
+        except NcclError as error:
+            self._stop_unless_explained(error)
         except RuntimeError as error:
             self.stop(self._channel.fail(self._generation, error))
         if self.done.is_set():
             _unfinished.discard(self)
         return self.done.is_set()
+
+    def _stop_unless_explained(self, error: Exception) -> None:
+        """End the transfer with an error of NCCL, unless a cause is published soon.
+
+        NCCL does not say which rank is gone, and a rank that aborts looks to others like one that is gone.
+        """
+        now = time.monotonic()
+        self._broken_at = now if self._broken_at is None else self._broken_at
+        if now >= min(self._broken_at + NCCL_ROOT_CAUSE_SECONDS, self._deadline):
+            self.stop(self._channel.fail(self._generation, error))
 
     def block(self, timeout_seconds: float | None) -> None:
         """Block until the transfer has ended; raises TransferTimeoutError if the timeout passes first."""

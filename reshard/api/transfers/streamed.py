@@ -10,9 +10,10 @@ import torch
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.transfers.handle import StreamHandle
-from reshard.coordination import Monitor
+from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.cuda.coding import DeviceDecodedTarget
+from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.cuda.stream import STREAMS, StreamTransfers
 
 
@@ -62,6 +63,8 @@ class StreamedTransfers:
             received = [carrier(each.coded if isinstance(each, DeviceDecodedTarget) else each) for each in dst]
             handle.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
+            if isinstance(error, NcclError):
+                handle.watch.done.wait(NCCL_ROOT_CAUSE_SECONDS)
             known = channel.fail(self._generation, error)
             handle.watch.stop(known)
             if not isinstance(error, Exception):

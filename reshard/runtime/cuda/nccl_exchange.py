@@ -16,7 +16,7 @@ import torch.distributed as dist
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.runtime.cuda.nccl import Communicator, Message, Poll
-from reshard.runtime.cuda.nccl_library import DATA_TYPES, REDUCTIONS, find_library
+from reshard.runtime.cuda.nccl_library import DATA_TYPES, REDUCTIONS, NcclError, find_library
 from reshard.runtime.cuda.stream import STREAMS, allow_queries_during_capture, current_stream_handle
 from reshard.runtime.rounds.memory import Posted
 from reshard.runtime.rounds.schedule import Round
@@ -129,10 +129,10 @@ class NcclExchange:
                 time.sleep(POLL_SECONDS)
 
     def check(self) -> None:
-        """Raise RuntimeError if the communicator failed."""
+        """Raise NcclError if the communicator failed."""
         error = self.find_error()
         if error is not None:
-            raise RuntimeError(error)
+            raise NcclError(error)
 
     def find_error(self) -> str | None:
         """The reason why the communicator failed; None if it works."""

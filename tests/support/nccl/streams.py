@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from reshard.coordination import connections
 from reshard.runtime.cuda import nccl_exchange
-from reshard.runtime.cuda.nccl_library import Library
+from reshard.runtime.cuda.nccl_library import Library, NcclError
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.runtime.rounds.memory import ONE_STREAM
 
@@ -20,6 +20,8 @@ class Mark:
         self.reached, self.error = threading.Event(), None
 
     def query(self):
+        if isinstance(self.error, NcclError):
+            raise self.error  # a device would go on until the communicator is aborted
         if self.error is not None:
             raise RuntimeError(f"device: {self.error}")
         return self.reached.is_set()
