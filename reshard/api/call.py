@@ -44,7 +44,7 @@ from reshard.formatting import format_ranks
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
 from reshard.planner import Strategy, code_tensors, plan_tensors
 from reshard.public_api import not_compiled
-from reshard.runtime.cuda.stream import make_runner
+from reshard.runtime.cuda.stream import is_capturing, make_runner
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.sharding import TensorSpec
@@ -201,6 +201,11 @@ def reshard_async(
     options = Options(strategy, topology, staging_bytes, verify, on_loss, compression, max_error, on_error)
     with publish_interruption(found), calling(found):
         try:
+            if is_capturing():
+                raise ArgumentError(
+                    "a CUDA graph cannot capture a call of reshard: make a Mover, start it once with the same arrays, "
+                    "and capture the next start"
+                )
             items = read_items(
                 {
                     "tensor": tensor, "base": base, "src_mesh": src_mesh, "dst_mesh": dst_mesh, "src_spec": src_spec,

@@ -37,7 +37,7 @@ from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
 from reshard.public_api import not_compiled
-from reshard.runtime.cuda.stream import make_runner
+from reshard.runtime.cuda.stream import is_capturing, make_runner
 from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
@@ -105,6 +105,8 @@ class Mover:
         try:
             timeout_seconds = check_timeout(timeout_seconds)
             check_device_type(device)
+            if is_capturing():
+                raise ArgumentError("a Mover cannot be made during the capture of a CUDA graph: make it before")
             check_verify(verify, device)
             check_coding(plan, device)
             if compression is not None:
@@ -186,6 +188,8 @@ class Mover:
             raise ArgumentError("this Mover is closed")
         with self._owner.starting(self._program.rank, self.fail):
             if self._lossless is not None:
+                if is_capturing():
+                    raise ArgumentError("a CUDA graph cannot capture transfers of coded tensors")
                 return self._start_lossless(self._lossless, tensor, out, base)
             return self._start(tensor, out, base)
 
@@ -234,7 +238,11 @@ class Mover:
             tensors, device = self.plan.tensors, self._arrays.device_type
             src = [wire_source(detach_source(array), spec, device) for array, spec in zip(src, tensors, strict=True)]
             received = [wire_target(array, spec, device) for array, spec in zip(dst, tensors, strict=True)]
+            if is_capturing() and any(spec.codec is not None for spec in tensors):
+                raise ArgumentError("a CUDA graph cannot capture transfers of coded tensors")
         except ReshardError as error:
+            if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
+                raise
             raise self._channel.fail(self._generation, error) from None
         except BaseException as error:  # such as KeyboardInterrupt; the other ranks have started this transfer
             self._channel.fail(self._generation, error)

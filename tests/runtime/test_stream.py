@@ -337,3 +337,40 @@ def _sum_tied_gradients(rank):
 def test_tied_gradients_that_fail_on_the_device_fail_on_all_ranks(device):
     for text in run_processes(_sum_tied_gradients, 2):
         assert re.search("rank 1: .*illegal memory", text)
+
+
+def _refuse_in_capture(rank):
+    """Calls during the capture of a graph that cannot be captured. Nothing may end the connections of the group."""
+    source, wanted = _shards(rank)
+    wide = None if source is None else torch.ones(24, 1536)
+    plan = reshard.make_plan(SRC, DST, SHAPE, "float32")
+    coded = reshard.make_plan(SRC, DST, (48, 1536), "float32", compression="int8x128")
+    with reshard.Mover(plan) as mover, reshard.Mover(coded) as coding:
+        mover(source)
+        runner, texts = mover._transfers.on_stream._runner, []
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(torch.cuda, "is_initialized", lambda: True)
+            patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            patched.setattr(runner, "run", Mock(side_effect=reshard.ArgumentError("these arrays were not moved")))
+            patched.setattr(ThreadStream, "enqueue", lambda self, work, arrays: work())
+            for call in (
+                lambda: mover.start(source),
+                lambda: coding.start(wide),
+                lambda: reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32"),
+                lambda: reshard.Mover(plan),
+            ):
+                with pytest.raises(reshard.ArgumentError) as caught:
+                    call()
+                texts.append(str(caught.value))
+        out, ones = mover.start(source).synchronize(), coding.start(wide).synchronize()
+        assert wanted is None or not count_unlike(out, wanted)
+        assert ones is None or (ones == 1).all()
+    return texts
+
+
+def test_refused_captures_leave_the_group_usable(device):
+    for texts in run_processes(_refuse_in_capture, RANKS):
+        for text, words in zip(
+            texts, ("not moved", "coded tensors", "a call of reshard", "make it before"), strict=True
+        ):
+            assert words in text

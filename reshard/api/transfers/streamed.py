@@ -14,7 +14,7 @@ from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.cuda.coding import DeviceDecodedTarget
 from reshard.runtime.cuda.nccl_library import NcclError
-from reshard.runtime.cuda.stream import STREAMS, StreamTransfers
+from reshard.runtime.cuda.stream import STREAMS, StreamTransfers, is_capturing
 
 
 class StreamedTransfers:
@@ -63,6 +63,9 @@ class StreamedTransfers:
             received = [carrier(each.coded if isinstance(each, DeviceDecodedTarget) else each) for each in dst]
             handle.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
+            if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
+                Monitor.of(channel.group).forget(handle.watch)
+                raise
             if isinstance(error, NcclError):
                 handle.watch.done.wait(NCCL_ROOT_CAUSE_SECONDS)
             known = channel.fail(self._generation, error)

@@ -192,6 +192,11 @@ def current_stream_handle(device: torch.device) -> int:
     return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
 
 
+def is_capturing() -> bool:
+    """Whether a CUDA graph captures the current stream."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 #: Class of the transfer stream, by device type. Transfers on other device types run in threads.
 STREAMS: dict[str, Callable[[torch.device], TransferStream]] = {"cuda": CudaTransferStream}
 
