@@ -25,11 +25,12 @@ import torch.distributed as dist
 from reshard.coordination.connections import Connections, GlooTransport
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
+from reshard.coordination.liveness.status import find_late
 from reshard.coordination.messages import Decision, Request, describe_error, name_rank, rebuild_error
 from reshard.coordination.process_group import Group, check_inside
 from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
-from reshard.formatting import format_ranks
+from reshard.formatting import describe_ranks, format_ranks
 from reshard.runtime.cuda.nccl_exchange import NcclExchange
 from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.rounds.schedule import Round
@@ -51,11 +52,12 @@ class Channel:
     def __init__(self, group: Group, members: tuple[int, ...]) -> None:
         self._group, self.members = weakref.ref(group), members
         self._pid = os.getpid()
-        digest = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
-        self._store = group.store.under(f"u/{digest}")
+        self.key = hashlib.sha256(repr(members).encode()).hexdigest()[:20]
+        self._store = group.store.under(f"u/{self.key}")
         self._lock = threading.RLock()
         self.rendezvous = Rendezvous(group, members, self._store)
         self.transfers = 0  # number of fault-tolerant transfers
+        self.num_started = 0  # transfers started on a GPU
         self.generation = 0
         self.broken: ReshardError | None = None
         self.idle_staging: Any = None  # staging buffer of the last call, reused by the next call with the same plan
@@ -212,6 +214,17 @@ class Channel:
                 generation, RemoteError(f"rank {lost} is gone: it closed its connection during a transfer")
             )
         return self.record_error(generation, rebuild_error(*json.loads(self._store.get(key))))
+
+    def explain_timeout(self, number: int) -> str:
+        """Which members have not started the transfer on a GPU that is the ``number``-th of this rank, as text."""
+        others = [rank for rank in self.members if rank != self.group.rank]
+        try:
+            late = find_late(self.group.store, others, self.key, number)
+        except RuntimeError:  # the store may be lost
+            return ""
+        if late:
+            return f": it waits for {describe_ranks(late)}, which {'have' if len(late) > 1 else 'has'} not started it"
+        return ": all ranks have started it, so a device or the network stands still, or ranks differ in their order"
 
     def check_reported(self, generation: int) -> None:
         """Raise the error that a member reported, if any."""

@@ -142,7 +142,7 @@ def _start_with(rank, kind):
     source, _ = _shards(rank)
     mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
     dist.barrier()  # all ranks are connected
-    mover._transfers.timeout_seconds = 2.0  # limits transfers only; the rendezvous may take longer on a loaded machine
+    mover._transfers.timeout_seconds = 2.0 if kind is not None else 5.0  # only of transfers
     mover._transfers.on_stream.streams.mark_of = kind if rank == 4 and kind is not None else Never
     if rank == 4 and kind is None:
         mover._transfers.on_stream._exchange.find_error = lambda: "remote process exited"
@@ -157,7 +157,7 @@ def _start_with(rank, kind):
 @pytest.mark.parametrize(
     ("kind", "name", "text"),
     [
-        (Never, "TransferTimeoutError", "did not finish in time"),
+        (Never, "TransferTimeoutError", "did not finish in time: (all ranks have started it|it waits for)"),
         (Broken, "RemoteError", "rank 4: .*illegal memory"),
         (None, "RemoteError", "rank 4: ConnectionError: remote process exited"),
     ],
@@ -168,6 +168,30 @@ def test_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind,
     assert results[0][0] == name
     assert re.search(text, results[0][1])
     assert max(took for *_, took in results) < 8
+
+
+def _start_late(rank):
+    """Rank 1 is busy with something else and does not start the second transfer."""
+    source, _ = _shards(rank)
+    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
+    mover(source)
+    dist.barrier()  # all ranks are connected
+    mover._transfers.timeout_seconds = 3.0
+    if rank == 1:
+        time.sleep(6.0)
+    try:
+        mover.start(source).synchronize()
+    except reshard.ReshardError as error:
+        return str(error)
+    time.sleep(4.0)  # this rank exchanges nothing with rank 1; it must not leave before its next heartbeat
+    return "no error"
+
+
+def test_timeout_names_the_rank_that_has_not_started(device):
+    texts = {text for text in run_processes(_start_late, RANKS) if text != "no error"}  # of ranks without its messages
+    (text,) = texts
+    wanted = r"rank \d: the transfer did not finish in time: it waits for rank 1, which has not started it"
+    assert re.fullmatch(wanted, text)
 
 
 def _drop_result(rank):

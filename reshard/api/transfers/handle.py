@@ -239,6 +239,8 @@ class StreamWatch(Watch):
         self._transfers, self._deadline = transfers, deadline
         self._pid = os.getpid()
         self.mark: Mark | None = None
+        channel.num_started += 1
+        self._number = channel.num_started
         self._broken_at: float | None = None  # when the connections were first found broken
 
     def succeed(self) -> None:
@@ -261,7 +263,8 @@ class StreamWatch(Watch):
             elif (broken := self._transfers.find_error()) is not None:
                 self._stop_unless_explained(ConnectionError(broken))
             elif time.monotonic() >= self._deadline:
-                error = TransferTimeoutError(f"rank {self._group.rank}: the transfer did not finish in time")
+                why = self._channel.explain_timeout(self._number)
+                error = TransferTimeoutError(f"rank {self._group.rank}: the transfer did not finish in time{why}")
                 self.stop(self._channel.fail(self._generation, error))
         except NcclError as error:
             self._stop_unless_explained(error)

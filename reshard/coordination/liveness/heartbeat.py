@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from reshard.coordination.liveness.claims import read_claim_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
-from reshard.coordination.liveness.status import HeartbeatReader, beat_key
+from reshard.coordination.liveness.status import HeartbeatReader, beat_key, format_beat
 from reshard.coordination.process_group import Group
 from reshard.coordination.store import StoreSilentError
 from reshard.errors import RemoteError, ReshardError
@@ -115,7 +115,8 @@ class Monitor:
         try:
             if now >= self._next_beat:
                 self._num_beats += 1
-                self._store.set(beat_key(self._rank), str(self._num_beats))
+                started = {each.key: each.num_started for each in list(group.channels.values()) if each.num_started}
+                self._store.set(beat_key(self._rank), format_beat(self._num_beats, started))
                 self._next_beat = now + BEAT_SECONDS
                 self._check_heartbeats()
                 read_claim_error(group)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import time
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -23,6 +25,21 @@ ANY_RANKS = "*"
 def beat_key(rank: int) -> str:
     """The store key of a rank's heartbeat counter."""
     return f"beat/{rank}"
+
+
+def format_beat(number: int, started: Mapping[str, int]) -> str:
+    """A heartbeat: a counter, and the number of transfers that the rank has started on a GPU, by set of ranks."""
+    return json.dumps([number, started])
+
+
+def find_late(store: Store, ranks: Iterable[int], key: str, number: int) -> list[int]:
+    """The ranks whose last heartbeat says that they have started fewer than ``number`` transfers of a set of ranks."""
+    late = []
+    for rank in ranks:
+        _, started = json.loads(store.get(beat_key(rank))) if store.check([beat_key(rank)]) else (0, {})
+        if started.get(key, 0) < number:
+            late.append(rank)
+    return late
 
 
 class HeartbeatReader:
