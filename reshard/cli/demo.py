@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from reshard.api.call import reshard
-from reshard.cli.demo_cases import Case, hard_cases, study_cases
+from reshard.api.call import reshard_async
+from reshard.cli.demo_cases import GPU_RANKS, Case, gpu_cases, hard_cases, study_cases
 from reshard.cli.progress import print_line, track
 from reshard.cost import NOTABLE_LATENCY, CostReport
 from reshard.planner import AUTO, make_plan
 from reshard.sharding import AnyLayout, cut_shards
 from reshard.testing.processes import run_processes
+from reshard.testing.sharing import check_num_gpus, choose_gpu
 from reshard.topology import MESSAGE_SECONDS, Topology
 
 STRATEGIES = (AUTO, "send_recv", "local_all_gather")
@@ -42,13 +44,23 @@ share a host with one link of 10 Gbit/s.
 
 def run_demo(divide: int = 4, rows: int = 512) -> int:
     """Run all cases with all strategies and print a row for each; returns 0 if every element was correct."""
-    cases = study_cases(divide) + hard_cases(rows)
+    return _run(study_cases(divide) + hard_cases(rows))
+
+
+def run_demo_on_gpus(shares_gpus: bool) -> int:
+    """As :func:`run_demo`, on CUDA tensors of four ranks, which share GPUs if ``shares_gpus`` is set."""
+    check_num_gpus(GPU_RANKS, shares_gpus)
+    return _run(gpu_cases(), functools.partial(choose_gpu, shares_gpus=shares_gpus))
+
+
+def _run(cases: Sequence[Case], choose: Callable[[int, int], None] | None = None) -> int:
     print(_HEADER.format(devices=cases[0].devices_per_host, notable=f"{100 * NOTABLE_LATENCY:.0f} %"))
     print(_row("case", "from -> to", "strategy", "between", "inside", "x bound", "ms", "elements", "ok"))
     print("-" * 138)
     sys.stdout.flush()
     begun = time.perf_counter()
-    results = run_processes(_run_rank, max(case.num_ranks for case in cases), cases, timeout_seconds=600.0)
+    num_ranks = max(case.num_ranks for case in cases)
+    results = run_processes(_run_rank, num_ranks, cases, choose, timeout_seconds=600.0)
     failed = results[0]
     runs = len(cases) * len(STRATEGIES)
     print("-" * 138)
@@ -61,11 +73,14 @@ def _row(*cells: Any) -> str:
     return f"{case:12} {title:54} {strategy:16} {between:>7} {inside:>7} {over:>7} {ms:>7} {elements:>12}  {ok}"
 
 
-def _run_rank(rank: int, cases: Sequence[Case]) -> int:
-    failed = 0
+def _run_rank(rank: int, cases: Sequence[Case], choose: Callable[[int, int], None] | None) -> int:
+    device, failed = "cpu", 0
+    if choose is not None:
+        choose(rank, rank)
+        device = "cuda"
     runs = [(case, strategy) for case in cases for strategy in STRATEGIES]
     for case, strategy in track(runs, "runs", show=rank == 0):
-        seconds, checked, wrong = _run_case(rank, case, strategy)
+        seconds, checked, wrong = _run_case(rank, case, strategy, device)
         results: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
         dist.gather_object((seconds, checked, wrong), results if rank == 0 else None)
         if rank == 0:
@@ -76,18 +91,23 @@ def _run_rank(rank: int, cases: Sequence[Case]) -> int:
     return failed
 
 
-def _run_case(rank: int, case: Case, strategy: str) -> tuple[list[float], int, int]:
+def _run_case(rank: int, case: Case, strategy: str, device: str) -> tuple[list[float], int, int]:
     """``(seconds of each repeat, elements compared, elements wrong)`` on this rank."""
     if rank not in case.src.ranks + case.dst.ranks:
         return [0.0] * REPEATS, 0, 0
     topology = _topology(case)
-    source = shard_of_positions(case.src, rank, case.shape, case.dtype)
+    source, expected = (
+        None if shard is None else shard.to(device)
+        for shard in (shard_of_positions(layout, rank, case.shape, case.dtype) for layout in (case.src, case.dst))
+    )
     before = None if source is None else source.clone()
-    expected = shard_of_positions(case.dst, rank, case.shape, case.dtype)
     seconds, wrong, checked = [], 0, 0
     for _ in range(REPEATS):
         begun = time.perf_counter()
-        out = reshard(source, case.src, case.dst, shape=case.shape, strategy=strategy, topology=topology)
+        handle = reshard_async(
+            source, case.src, case.dst, shape=case.shape, dtype=case.dtype, strategy=strategy, topology=topology
+        )
+        out = handle.synchronize()
         seconds.append(time.perf_counter() - begun)
         if expected is not None:
             checked += expected.numel()

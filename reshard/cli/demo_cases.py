@@ -94,3 +94,22 @@ def hard_cases(rows: int = 512) -> list[Case]:
         ("strided", "torch's _StridedShard, 2 x 2 -> replicated on 3", (rows * 2, rows), "float8_e4m3fn"),
     ]
     return [Case(*tensor, *layouts[tensor[0]]) for tensor in tensors]
+
+
+def gpu_cases(rows: int = 2048) -> list[Case]:
+    """Cases for four ranks, which share one host. ``rows`` scales the larger tensors."""
+    pairs = {
+        "columns": ("rows over 2 ranks -> columns over 2", "float32", (2, 0, "S0 R"), (2, 2, "R S0")),
+        "replicate": ("1 rank -> replicated on 3", "bfloat16", (1, 0, "R R"), (3, 1, "R R")),
+        "uneven": ("rows over 3 ranks -> 1 rank", "float16", (3, 0, "S0 R"), (1, 3, "R R")),
+        "overlapping": ("ranks 0-2 -> ranks 1-3", "complex64", (3, 0, "R S0"), (3, 1, "S0 R")),
+    }
+    cases = []
+    for name, (title, dtype, *sides) in pairs.items():
+        src, dst = (Layout(Mesh.of(size, first_rank=first), spec) for size, first, spec in sides)
+        cases.append(Case(name, title, (rows + 1, rows), dtype, src, dst))
+    return cases + [case for case in hard_cases(rows // 4) if case.num_ranks <= GPU_RANKS]
+
+
+#: Ranks of :func:`gpu_cases`.
+GPU_RANKS = 4

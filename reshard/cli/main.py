@@ -70,9 +70,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ))  # fmt: skip
     help_of_demo = "move real tensors between processes"
     demo = commands.add_parser("demo", help=help_of_demo, description=_as_sentence(help_of_demo))
-    _with_examples(demo, "reshard demo", "reshard demo --divide 8    # smaller tensors")
+    _with_examples(
+        demo,
+        "reshard demo",
+        "reshard demo --divide 8    # smaller tensors",
+        "reshard demo --device cuda --share-gpus    # 4 ranks",
+    )
     demo.add_argument(
         "--divide", type=int, default=4, help="divide each dim of the 2023 study's tensors by this (default: 4)"
+    )
+    demo.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
+    demo.add_argument(
+        "--share-gpus", action="store_true", help="let the 4 ranks of --device cuda share GPUs: right, but slow"
     )
     _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
     help_of_doctor = "find what is wrong with this machine; under torchrun, what keeps ranks from reaching each other"
@@ -325,8 +334,12 @@ def _demo(options: argparse.Namespace) -> int:
         raise ArgumentError("the demo needs torch: pip install 'reshard[torch]'")
     if not 1 <= options.divide <= 128:
         raise ArgumentError(f"--divide is {options.divide}; it must be from 1 to 128")
-    from reshard.cli.demo import run_demo
+    from reshard.cli.demo import run_demo, run_demo_on_gpus
 
+    if options.device == "cuda":
+        return run_demo_on_gpus(options.share_gpus)
+    if options.share_gpus:
+        raise ArgumentError("--share-gpus needs --device cuda")
     return run_demo(options.divide)
 
 

@@ -82,6 +82,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="device of each rank (default: cuda if there is one for every rank)",
     )
     add(
+        "--share-gpus",
+        action="store_true",
+        help="let ranks share GPUs, with --device cuda: right, but slow, to try things out on few GPUs",
+    )
+    add(
         "--launcher",
         choices=("auto", "ray"),
         default="auto",
@@ -120,7 +125,7 @@ def run(options: argparse.Namespace) -> int:
     wanted = SearchOptions.of(options) if options.strategy in SEARCHES else None
     if wanted is not None:
         job = replace(job, compression=None)  # the strategy names the codecs that it uses
-    result = launch(job, options.device, on_ray=options.launcher == "ray", options=wanted)
+    result = launch(job, options.device, options.launcher == "ray", wanted, options.share_gpus)
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
         skipped = f", {count_of(len(result.skipped), 'step')} skipped" if result.skipped else ""

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.testing import LaunchError, run_processes
+from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 
 from ..autoparallel import Strategy, Tuned
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
@@ -32,13 +33,16 @@ _FOREVER_SECONDS = 1e6
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
-def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = None) -> TrainResult | None:
+def launch(
+    job: Job, device: str, on_ray: bool, options: SearchOptions | None = None, shares_gpus: bool = False
+) -> TrainResult | None:
     """Train on all ranks of a job. Under torchrun, this process is one of them.
 
     Args:
         job: its device is replaced. device: "cpu", "cuda", or "auto" for CUDA if every rank can have a GPU.
         on_ray: start the ranks as actors of the Ray cluster to which this process is or can be connected.
         options: search for the strategy of the job first, on one rank, or on all if its steps are measured too.
+        shares_gpus: let ranks share GPUs, see :func:`reshard.testing.share_gpus`.
 
     Returns:
         The result; None on other ranks than the first.
@@ -55,22 +59,24 @@ def launch(job: Job, device: str, on_ray: bool, options: SearchOptions | None = 
     if on_ray:
         if under_torchrun:
             raise ArgumentError("--launcher ray starts the ranks itself; run it without torchrun")
+        if shares_gpus:
+            raise ArgumentError("--share-gpus is for ranks on this machine; omit it or --launcher ray")
         return _train_on_ray(job, device, options)
     if under_torchrun:
-        return _join_launcher(replace(job, device=_find_local_device(device, 1)), options)
+        return _join_launcher(replace(job, device=_find_local_device(device, 1, shares_gpus)), options, shares_gpus)
     if options is not None:
         num_ranks = options.devices or len(options.find_topology(None).host_of_rank)
-        job = replace(job, device=_find_local_device(device, num_ranks))
+        job = replace(job, device=_find_local_device(device, num_ranks, shares_gpus))
         if options.measures:
-            job = _with_strategy(job, options, _tune_locally(job, options, num_ranks))
+            job = _with_strategy(job, options, _tune_locally(job, options, num_ranks, shares_gpus))
         else:
             job = _with_strategy(job, options, _run_alone(find_strategy, job, options))
     num_ranks = sum(map(math.prod, job.shapes))
-    job = replace(job, device=_find_local_device(device, num_ranks))
+    job = replace(job, device=_find_local_device(device, num_ranks, shares_gpus))
     if job.device == "cpu":
         result: TrainResult = run_locally(train, num_ranks, job)
         return result
-    return run_locally(_on_gpu, num_ranks, num_ranks, train, job, init_group=False)
+    return run_locally(_on_gpu, num_ranks, num_ranks, shares_gpus, train, job, init_group=False)
 
 
 def run_locally(function: Callable[..., Any], num_ranks: int, *args: Any, init_group: bool = True) -> Any:
@@ -104,16 +110,16 @@ def summarize_failures(error: LaunchError) -> ReshardError:
     return RemoteError("\n".join(f"{describe_ranks(ranks)}: {text}" for text, ranks in ranks_of.items()))
 
 
-def _find_local_device(wanted: str, num_ranks: int) -> str:
-    """The device type of local ranks. Counting GPUs must not initialize CUDA, because local processes are forked."""
+def _find_local_device(wanted: str, num_ranks: int, shares_gpus: bool) -> str:
+    """The device type of local ranks."""
+    if shares_gpus and wanted != "cuda":
+        raise ArgumentError("--share-gpus needs --device cuda")
     if wanted == "cpu":
         return "cpu"
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     num_local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    if num_gpus < num_local and wanted == "cuda":
-        raise ArgumentError(f"--device cuda needs {num_local} GPUs on this machine, which has {num_gpus}")
-    return "cuda" if num_gpus >= num_local else "cpu"
+    if wanted == "cuda":
+        check_num_gpus(num_local, shares_gpus)
+    return "cuda" if shares_gpus or count_gpus() >= num_local else "cpu"
 
 
 def _run_alone(function: Callable[..., Any], job: Job, *args: Any) -> Any:
@@ -127,9 +133,9 @@ def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args:
     return function(job, *args)
 
 
-def _tune_locally(job: Job, options: SearchOptions, num_ranks: int) -> Tuned:
+def _tune_locally(job: Job, options: SearchOptions, num_ranks: int, shares_gpus: bool) -> Tuned:
     on_gpu = job.device == "cuda"
-    function, more = (_on_gpu, (num_ranks, tune_strategy)) if on_gpu else (tune_strategy, ())
+    function, more = (_on_gpu, (num_ranks, shares_gpus, tune_strategy)) if on_gpu else (tune_strategy, ())
     found: Tuned = run_locally(function, num_ranks, *more, job, options, init_group=not on_gpu)
     return found
 
@@ -144,7 +150,7 @@ def _with_strategy(job: Job, options: SearchOptions, found: Strategy | Tuned, sh
     return replace(job, strategy=strategy)
 
 
-def _join_launcher(job: Job, options: SearchOptions | None) -> TrainResult | None:
+def _join_launcher(job: Job, options: SearchOptions | None, shares_gpus: bool) -> TrainResult | None:
     """Train as one rank of torchrun."""
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     num_ranks = size if options is not None else sum(map(math.prod, job.shapes))
@@ -154,7 +160,7 @@ def _join_launcher(job: Job, options: SearchOptions | None) -> TrainResult | Non
             f"{what} need{'s' * (job.strategy is not None)} {num_ranks} ranks, but the launcher started {size}"
         )
     if job.device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", rank)))
+        choose_gpu(rank, int(os.environ.get("LOCAL_RANK", rank)), shares_gpus)
     atexit.register(_skip_last_collection)
     dist.init_process_group(_BACKENDS[job.device])
     try:
@@ -192,9 +198,9 @@ def _find_on_all_ranks(job: Job, options: SearchOptions) -> Strategy | Tuned:
     return strategy
 
 
-def _on_gpu(rank: int, port: int, num_ranks: int, function: Callable[..., Any], *args: Any) -> Any:
-    """Run ``function(rank, ...)`` on one of the local processes, each with its own GPU."""
-    torch.cuda.set_device(rank)
+def _on_gpu(rank: int, port: int, num_ranks: int, shares_gpus: bool, function: Callable[..., Any], *args: Any) -> Any:
+    """Run ``function(rank, ...)`` on one of the local processes, each with its own GPU unless they share them."""
+    choose_gpu(rank, rank, shares_gpus)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(_BACKENDS["cuda"], store=store, rank=rank, world_size=num_ranks)
     return function(rank, *args)

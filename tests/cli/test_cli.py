@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from reshard.cli import demo
+from reshard.cli.demo_cases import gpu_cases
 from reshard.cli.main import MAX_PRINTED_MESSAGES, default_topology, main
+from reshard.errors import ArgumentError
 from reshard.plan.json import plan_from_json
 from reshard.planner.registry import STRATEGIES
 from reshard.sharding.mesh import Mesh
+from reshard.testing import share_gpus, sharing
 
 PLAN = ["plan", "--shape", "1024,1024,512", "--dtype", "float32", "--src-mesh", "2x4", "--src", "S0 R R"]
 TO = ["--dst-mesh", "3x4", "--dst", "S0 R R"]
@@ -220,3 +226,36 @@ def test_html_draws_hosts_that_exchange_replicas():
 
     assert _draw_tree([(0, 1), (1, 0)]).count("<circle") == 2
     assert _draw_tree([(0, 1), (2, 3), (3, 2)]).count("<circle") == 4
+
+
+def test_demo_on_gpus_needs_a_gpu_for_each_rank_or_leave_to_share_them(capsys, monkeypatch):
+    for num_gpus, options, text in (
+        (0, [], "--device cuda needs 4 GPUs on this machine, which has 0\n"),
+        (1, [], "--device cuda needs 4 GPUs on this machine, which has 1; with --share-gpus, ranks share them"),
+        (0, ["--share-gpus"], "--device cuda needs 4 GPUs on this machine, which has 0\n"),
+    ):
+        monkeypatch.setattr(sharing, "count_gpus", lambda num_gpus=num_gpus: num_gpus)
+        assert main(["demo", "--device", "cuda", *options]) == 2
+        assert text in capsys.readouterr().err
+    assert main(["demo", "--share-gpus"]) == 2
+    assert "--share-gpus needs --device cuda" in capsys.readouterr().err
+
+
+def test_cases_of_the_demo_on_gpus_move_every_element(capsys):
+    assert demo._run(gpu_cases(64)) == 0
+    assert "18 of 18 runs moved every element correctly" in capsys.readouterr().out
+
+
+def test_ranks_that_share_gpus_are_different_hosts_to_nccl(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(os, "environ", {"NCCL_SOCKET_IFNAME": "eth0"})
+    for rank in range(3):
+        assert share_gpus(rank) == chosen[-1]
+        assert os.environ["NCCL_HOSTID"].endswith(str(rank))
+    assert [device.index for device in chosen] == [0, 1, 0]
+    assert os.environ["NCCL_SOCKET_IFNAME"] == "eth0" and os.environ["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(ArgumentError, match="no GPU"):
+        share_gpus(0)
