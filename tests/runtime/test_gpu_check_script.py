@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import re
 import signal
@@ -26,8 +27,8 @@ def test_every_check_selects_tests(check, side):
     arguments = getattr(check, side)
     assert arguments or side == "standin"
     if "pytest" not in arguments:
-        called = re.findall(r"test_gpu\.(\w+)", " ".join(arguments))
-        assert all(f"def {name}(" in (ROOT / "tests/runtime/test_gpu.py").read_text() for name in called)
+        called = re.findall(r"test_transfers\.(\w+)", " ".join(arguments))
+        assert all(f"def {name}(" in (ROOT / "tests/gpu/test_transfers.py").read_text() for name in called)
         return
     path = next(one for one in arguments if one.startswith("tests/"))
     tree = ast.parse((ROOT / path).read_text())
@@ -48,14 +49,15 @@ def _is_running(pid):
 
 @pytest.mark.integration
 def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, capsys):
-    """A failure stops nothing, an idle check runs beside the next, and no check leaves a process behind."""
+    """A failure stops nothing, a check that hangs runs beside others, and no check leaves a process behind."""
     monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
     hangs = "import os, time\ndef stuck():\n    time.sleep(60)\nos.fork()\nprint(os.getpid(), flush=True)\nstuck()"
     leaves = "import os, time\nchild = os.fork()\nif not child: time.sleep(60)\nprint(child)\nraise SystemExit(3)"
     crash, run = "import ctypes; ctypes.string_at(0)", "import os; print(os.environ['RESHARD_CHECKED'])"
     idle, fails, crashes, passes = _checks(hangs, leaves, crash, run, variables=(("RESHARD_CHECKED", "yes"),))
+    passes = dataclasses.replace(passes, is_timed=True)
     late = first_card.Check("late", ("-c", ""), (), 30.0)
-    idle = first_card.Check("hangs", idle.arguments, (), 1.5, is_idle=True)
+    idle = first_card.Check("hangs", idle.arguments, (), 1.5)
     tool = first_card.Check("tool", ("-c", ""), (), 30.0, "no-such-tool --flag")
     monkeypatch.setattr(first_card, "CHECKS", [idle, fails, crashes, passes, tool])
     begun = time.monotonic()
@@ -73,8 +75,10 @@ def test_checks_report_failures_and_end_at_their_limits(tmp_path, monkeypatch, c
     assert runs[0].output.count("in stuck") == 2  # both processes say where they were
     left = [int(line) for run in runs[:2] for line in run.output.splitlines() if line.isdigit()]
     assert len(left) == 3 and not any(map(_is_running, left))
-    assert first_card.Run(late, tmp_path, False, begun).decision == "not run (no time left of 460 s)"
+    assert first_card.Run(late, tmp_path, False, begun).decision == "not run (no time left of 280 s)"
     assert len(pages) == 5 and "| hangs | under way |" in pages[0]
+    only = first_card.run_checks(tmp_path, False, time.monotonic() + 60, lambda runs: None, "TOOL")
+    assert [run.check.what for run in only] == ["tool"]
     assert "| FAILED (-11) |" in pages[-1] and "## hangs: FAILED (124)" in pages[-1]
     assert (tmp_path / "out" / "3.txt").read_text().startswith(sys.executable)
     assert "FAILED (3)" in capsys.readouterr().out

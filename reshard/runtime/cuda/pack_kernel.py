@@ -8,7 +8,6 @@ import triton.language as tl
 
 from reshard.errors import ArgumentError
 from reshard.runtime.array_bytes import flat_bytes
-from reshard.runtime.cuda.stream import is_capturing
 from reshard.runtime.strided_regions import (
     COLUMNS,
     IN_ARRAY,
@@ -151,7 +150,7 @@ class RegionCopier:
         )
 
     def _is_capturing(self) -> bool:
-        return self._device.type == "cuda" and is_capturing()
+        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def _upload(self, array: torch.Tensor) -> torch.Tensor:
         if self._is_capturing():

@@ -1,0 +1,1 @@
+"""Times of transfers, the engine and codecs on one GPU, which several ranks share."""

@@ -1,0 +1,55 @@
+"""Rates of the kernels of the block codecs on a GPU, as fractions of the rate of ``copy_``. Bar: 0.75 both ways.
+
+Rates count the bytes that a kernel reads and writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+
+from microbench.harness.suite import describe_machine
+from microbench.kernels.packing import seconds_of
+from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
+
+NUM_VALUES = 2**26
+ROW = 4096
+
+
+def main() -> int:
+    """Print a row per codec and dtype."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.gpu.codecs", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each kernel")
+    options = parser.parse_args()
+    from reshard.runtime.cuda.codec_kernels import decode_on_device, encode_on_device  # imports Triton
+
+    print(describe_machine(sys.argv[1:]) | {"device": torch.cuda.get_device_name()})
+    source = torch.empty(2**28, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / seconds_of(lambda: target.copy_(source), options.repeats)
+    print(f"copy_ of 256 MiB: {copy / 1e9:.0f} GB/s read and written")
+    print(f"{'codec':14} {'dtype':9} {'encode GB/s':>11} {'of copy_':>8} {'decode GB/s':>11} {'of copy_':>8}")
+    for name in BLOCK_CODECS:
+        codec = parse_codec(name)
+        assert isinstance(codec, BlockCodec)
+        for dtype in (torch.float32, torch.bfloat16):
+            plain = torch.randn(NUM_VALUES // ROW, ROW, device="cuda").to(dtype)
+            shape = (plain.shape[0], codec.num_elements(plain.shape[1:], 0), codec.element[1])
+            coded = torch.empty(shape, dtype=torch.uint8, device="cuda")
+            nbytes = plain.numel() * plain.element_size() + coded.numel()
+            rates = [
+                nbytes / seconds_of(work, options.repeats)
+                for work in (
+                    lambda plain=plain, coded=coded, codec=codec: encode_on_device(codec, plain, coded, 1),
+                    lambda plain=plain, coded=coded, codec=codec: decode_on_device(codec, coded, plain, 1),
+                )
+            ]
+            cells = " ".join(f"{rate / 1e9:11.0f} {rate / copy:8.2f}" for rate in rates)
+            print(f"{name:14} {str(dtype).removeprefix('torch.'):9} {cells}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
