@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan, encode_measured
-from reshard.api.casts import finish_received, unfinished, wire_dtype
+from reshard.api.casts import unfinished, wire_dtype
 from reshard.api.inputs import Item, read_items, report_bad_arguments
 from reshard.api.lossless.call import LosslessCall
 from reshard.api.memory_in_use import note_wait
 from reshard.api.mover import Mover
-from reshard.api.mover_arrays import call_arrays, wrap_results
+from reshard.api.mover_arrays import call_arrays, copy_to_host, finish_call
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfers import Handle
 from reshard.api.validation import Options, make_request
@@ -44,7 +44,8 @@ from reshard.formatting import format_ranks
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, ensure_checked
 from reshard.planner import Strategy, code_tensors, plan_tensors
 from reshard.public_api import not_compiled
-from reshard.runtime.cuda.stream import is_capturing, make_runner
+from reshard.runtime.cuda.host_copies import is_copied
+from reshard.runtime.cuda.stream import make_runner, refuse_capture
 from reshard.runtime.program import Program, build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.sharding import TensorSpec
@@ -201,11 +202,7 @@ def reshard_async(
     options = Options(strategy, topology, staging_bytes, verify, on_loss, compression, max_error, on_error)
     with publish_interruption(found), calling(found):
         try:
-            if is_capturing():
-                raise ArgumentError(
-                    "a CUDA graph cannot capture a call of reshard: make a Mover, start it once with the same arrays, "
-                    "and capture the next start"
-                )
+            refuse_capture()
             items = read_items(
                 {
                     "tensor": tensor, "base": base, "src_mesh": src_mesh, "dst_mesh": dst_mesh, "src_spec": src_spec,
@@ -225,7 +222,10 @@ def reshard_async(
             known = ArgumentError(f"{type(error).__name__}: {error}")
             report_bad_arguments(found, known, tensor, src_mesh, dst_mesh, timeout_seconds, options.fault_tolerant)
             raise known from error
-        return _Call(found, items, members, options, timeout_seconds).start()
+        call = _Call(found, items, members, options, timeout_seconds)
+        handle = call.start()
+        note_wait(handle, (), [item.device_out for item in call.items])
+        return handle
 
 
 class _Call:
@@ -241,6 +241,8 @@ class _Call:
     def start(self) -> Handle:
         with count_call(self.group, self.members, self.fault_tolerant) as self.purpose:
             channel, call, decision, request, lost = self._agree()
+            if is_copied(decision.device_type, self.options.needs_cpu):
+                self.items, decision = copy_to_host(self.items, channel, decision)
             everything = frozenset(item.name for item in self.items if self.options.max_error is not None)
             specs = self._tensors(decision)
             if is_lossless(self.options.compression) and any(math.prod(spec.shape) for spec in specs):
@@ -265,7 +267,7 @@ class _Call:
         except Exception as error:  # for example out of memory; the other ranks wait for this one
             raise channel.fail(decision.generation, error) from error
         limit, verify = self.timeout_seconds, self.options.verify
-        finish = functools.partial(self._finish, decision, dst, targets)
+        finish = functools.partial(finish_call, self.items, decision, dst, targets)
         try:
             mover = Mover.agreed(AgreedPlan(plan, program, runner, channel, call, decision), limit, verify)
         except Exception as error:
@@ -306,7 +308,7 @@ class _Call:
         """The handle of a transfer that lost ranks before it began, so that recovery has to move all data."""
         plan = self._make_plan(decision, raw)
         src, dst, targets = call_arrays(self.items, plan, decision, self.group.rank, {})
-        finish = functools.partial(self._finish, decision, dst, targets)
+        finish = functools.partial(finish_call, self.items, decision, dst, targets)
         handle = Handle(channel, decision.generation, finish)
         handle.watch.stop(RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time"))
         handle = FaultTolerantHandle(handle, self._recovery(channel, plan, src, dst, lost), finish)
@@ -388,8 +390,3 @@ class _Call:
             if item.name in raw:
                 coded[at] = replace(tensors[at], dtype=on_wire[at])
         return plan(coded)
-
-    def _finish(self, decision: Decision, dst: Sequence[Any], targets: Sequence[torch.Tensor | None]) -> Any:
-        """Complete the destination shards ``targets`` from what ``dst`` received; returns this rank's result."""
-        finish_received(dst, targets)
-        return wrap_results(self.items, targets, decision)

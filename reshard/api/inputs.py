@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.api.dtensors import check_same_layout, is_device_mesh, is_dtensor, mesh_of
@@ -19,6 +19,7 @@ from reshard.coordination import (
 )
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import compare_names
+from reshard.runtime.cuda.host_copies import to_device, to_host
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
@@ -43,6 +44,17 @@ class Item:
     dst_placements: Any
     names: list[str]  # names of all tensors, in the order of this rank's arguments
     spec_error: ReshardError | None  # a spec does not fit its mesh; raised on all ranks in the agreement
+    device: Any = None  # of the result, if the transfer runs on host copies of the arrays
+    device_out: Any = None  # the ``out`` of which ``out`` is a host copy
+
+    def on_host(self, device: Any) -> Item:
+        """The item with host copies of its arrays, whose result belongs on ``device``."""
+        copies = {name: to_host(getattr(self, name)) for name in ("tensor", "base", "out")}
+        return replace(self, **copies, device=device, device_out=self.out)
+
+    def on_device(self, array: Any) -> Any:
+        """A destination shard, copied to where it belongs if the transfer ran on host copies."""
+        return array if self.device is None or array is None else to_device(array, self.device, self.device_out)
 
     def wrap(self, array: Any, shape: Sequence[int]) -> Any:
         """A destination shard as a DTensor if the destination is a DeviceMesh; else unchanged."""

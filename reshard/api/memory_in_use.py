@@ -10,11 +10,12 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.api.tensor_checks import Place
+from reshard.api.tensor_checks import DEVICE_TYPES, Place
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
+from reshard.runtime.cuda.coding import DeviceDecodedTarget
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,14 +41,15 @@ call_in_child(_uses.clear)
 call_in_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may have held it during fork
 
 
-def note_use(owner: object, ended: threading.Event, src: Sequence[Any], dst: Sequence[Any]) -> None:
-    """Note what a transfer that starts now reads and writes, until ``ended`` is set.
+def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst: Sequence[Any]) -> None:
+    """Note what a transfer that starts now reads and writes, until it is over.
 
     Args:
         owner: transfers of the same owner run in the order in which they are started.
+        is_over: holds no array.
         src, dst: arrays, or the objects that cast or code arrays on the way.
     """
-    _add(_Use(owner, ended.is_set, _places(src), _places(dst)))
+    _add(_Use(owner, is_over, _places(src), _places(dst)))
 
 
 def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
@@ -86,7 +88,7 @@ def check_unused(
         return
     for arrays, what in ((src, "the source"), (dst, "out"), (bases, "the base")):
         for array, name in zip(arrays, names, strict=arrays is not bases):
-            if array is None or array.device.type != "cpu" or not array.numel():
+            if array is None or array.device.type not in DEVICE_TYPES or not array.numel():
                 continue
             place = Place(array)
             for use in uses:
@@ -102,12 +104,12 @@ def _places(arrays: Sequence[Any]) -> list[Place]:
     return [
         Place(array)
         for array in map(_memory_of, arrays)
-        if isinstance(array, torch.Tensor) and array.device.type == "cpu" and array.numel()
+        if isinstance(array, torch.Tensor) and array.device.type in DEVICE_TYPES and array.numel()
     ]
 
 
 def _memory_of(array: Any) -> Any:
     """The caller's array, if this object casts or codes it on the way."""
-    if isinstance(array, EncodedSource | DecodedTarget):
+    if isinstance(array, EncodedSource | DecodedTarget | DeviceDecodedTarget):
         return array.plain
     return array.array if isinstance(array, CastSource) else array

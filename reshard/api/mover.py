@@ -16,7 +16,7 @@ from reshard.api.lossless.repeated import LosslessTransfers, check_lossless_code
 from reshard.api.lossless.transfer import Arrays
 from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.mover_arrays import MoverArrays
-from reshard.api.options import check_coding, check_device_type, check_verify
+from reshard.api.options import check_coding, check_device_type, check_verify, codes_on_cpu
 from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.transfers import Handle, QueuedTransfers, StreamedTransfers
 from reshard.coordination import (
@@ -37,6 +37,7 @@ from reshard.errors import ArgumentError, RankLostError, ReshardError
 from reshard.formatting import format_ranks
 from reshard.plan import Plan, ensure_checked
 from reshard.public_api import not_compiled
+from reshard.runtime.cuda.host_copies import is_copied, to_device, to_host
 from reshard.runtime.cuda.stream import is_capturing, make_runner
 from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -99,6 +100,7 @@ class Mover:
             raise
         channel = find_channel(found, plan.ranks)
         program = runner = failure = None
+        needs_cpu, used = False, device  # type of the device that the transfers run on
         options = {"both_ways": bool(both_ways), "device": device, "verify": bool(verify)}
         options |= {"connection": connection, "compression": compression}
         arguments: list[tuple[str, str]] = []
@@ -107,14 +109,16 @@ class Mover:
             check_device_type(device)
             if is_capturing():
                 raise ArgumentError("a Mover cannot be made during the capture of a CUDA graph: make it before")
-            check_verify(verify, device)
-            check_coding(plan, device)
+            check_verify(verify)
             if compression is not None:
-                check_lossless_codec(compression, plan, device)
+                check_lossless_codec(compression, plan)
+            needs_cpu = verify or compression is not None or any(codes_on_cpu(spec.codec) for spec in plan.tensors)
+            used = "cpu" if is_copied(device, needs_cpu) else device
+            check_coding(plan, used)
             ensure_checked(plan)
             arguments = [*plan_arguments(plan), *((name, str(value)) for name, value in options.items())]
             program = build_program(plan, channel.group.rank)
-            runner = make_runner(plan, program, device)
+            runner = make_runner(plan, program, used)
         except Exception as raised:  # the plan is wrong, or this rank cannot execute it
             failure = describe_error(raised) if isinstance(raised, ReshardError) else ("PlanError", str(raised))
             timeout_seconds = DEFAULT_TIMEOUT_SECONDS
@@ -126,8 +130,10 @@ class Mover:
                 raise RankLostError(f"ranks {format_ranks(decision.lost)} did not join in time", decision.lost)
             assert program is not None
             warn_of_hosts(plan, decision.hostnames)
-            agreed = AgreedPlan(plan, program, runner, channel, call, replace(decision, device_type=device))
+            agreed = AgreedPlan(plan, program, runner, channel, call, replace(decision, device_type=used))
             self._setup(agreed, _make_transfers(agreed, timeout_seconds, verify, False, connection, both_ways))
+            self._arrays = MoverArrays(plan, program, self._group, device)
+            self._is_copied = used != device or is_copied(device, needs_cpu)
         if compression is not None:
             self._lossless = LosslessTransfers(
                 channel, plan, compression, timeout_seconds, verify, functools.partial(self._open_inner, both_ways)
@@ -148,7 +154,8 @@ class Mover:
         self.plan, self._program, self._channel = agreed.plan, agreed.program, agreed.channel
         self._group, self._generation = agreed.channel.group, agreed.decision.generation
         self._transfers: QueuedTransfers | StreamedTransfers = transfers
-        self._arrays = MoverArrays(agreed.plan, agreed.program, self._group, agreed.decision.device_type)
+        self._used_device, self._is_copied = agreed.decision.device_type, False
+        self._arrays = MoverArrays(agreed.plan, agreed.program, self._group, self._used_device)
         self._owner = Owner()
         self._closed = False
 
@@ -196,6 +203,7 @@ class Mover:
     def _start_lossless(self, lossless: LosslessTransfers, tensor: Any, out: Any, base: Any) -> Handle:
         names = [spec.name or "" for spec in self.plan.tensors]
         given: list[Any] = []
+        written: list[torch.Tensor | None] = []
 
         def read() -> tuple[Arrays, Arrays, Arrays, Arrays]:
             src = self._arrays.sources(self.plan.by_tensor(tensor))
@@ -204,16 +212,22 @@ class Mover:
             ]
             given.extend(self.plan.by_tensor(out))
             dst = self._arrays.targets(given)
-            outs = [None if one is None else array for one, array in zip(given, dst, strict=True)]
             check_no_aliasing(src, dst, names)
             check_unused(src, dst, names, bases=bases)
+            written.extend(dst)
+            if self._is_copied:
+                src, bases, dst = (list(map(to_host, arrays)) for arrays in (src, bases, dst))
+            outs = [None if one is None else array for one, array in zip(given, dst, strict=True)]
             by_name = [dict(zip(names, arrays, strict=True)) for arrays in (src, bases, outs, dst)]
             return by_name[0], by_name[1], by_name[2], by_name[3]
 
         def finish(targets: Mapping[str, Any]) -> Any:
-            return self._results(tensor, given, list(targets.values()))
+            self._copy_back(list(targets.values()), written)
+            return self._results(tensor, given, written)
 
-        return lossless.start(read, finish)
+        handle = lossless.start(read, finish)
+        note_wait(handle, (), written if self._is_copied else ())
+        return handle
 
     def _results(self, tensor: Any, outs: Sequence[Any], dst: Sequence[Any]) -> Any:
         """What a transfer returns: arrays, or the DTensors that the caller passed as ``out``."""
@@ -232,10 +246,12 @@ class Mover:
                 raise ArgumentError("base= is for a Mover with compression='delta'; this one has no compression")
             src = self._arrays.sources(self.plan.by_tensor(tensor))
             outs = self.plan.by_tensor(out)
-            dst = self._arrays.targets(outs)
+            results = dst = self._arrays.targets(outs)
             check_no_aliasing(src, dst, names)
             check_unused(src, dst, names, self._transfers.order)
-            tensors, device = self.plan.tensors, self._arrays.device_type
+            tensors, device = self.plan.tensors, self._used_device
+            if self._is_copied:
+                src, dst = list(map(to_host, src)), list(map(to_host, dst))
             src = [wire_source(detach_source(array), spec, device) for array, spec in zip(src, tensors, strict=True)]
             received = [wire_target(array, spec, device) for array, spec in zip(dst, tensors, strict=True)]
             if is_capturing() and any(spec.codec is not None for spec in tensors):
@@ -250,11 +266,18 @@ class Mover:
 
         def finish() -> Any:
             finish_received(received, dst)
-            return self._results(tensor, outs, dst)
+            self._copy_back(dst, results)
+            return self._results(tensor, outs, results)
 
         handle = self._transfers.start(src, received, finish)
-        note_wait(handle, (), unfinished(received, dst))
+        note_wait(handle, (), results if self._is_copied else unfinished(received, dst))
         return handle
+
+    def _copy_back(self, hosts: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor | None]) -> None:
+        """Copy what transfers on host copies received to where it belongs."""
+        for host, result in zip(hosts, results, strict=True):
+            if self._is_copied and host is not None and result is not None:
+                to_device(host, result.device, result)
 
     def start_checked(
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from reshard.api.casts import wire_source, wire_target
+from reshard.api.casts import finish_received, wire_source, wire_target
 from reshard.api.dtensors import check_same_layout, is_dtensor, layout_of
 from reshard.api.inputs import Item
 from reshard.api.tensor_checks import check_array, wait_for_collective
-from reshard.coordination import Decision, Group
+from reshard.coordination import Channel, Decision, Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cuda.stream import current_device
@@ -57,14 +58,30 @@ def call_arrays(
     return src, dst, targets
 
 
+def copy_to_host(items: Sequence[Item], channel: Channel, decision: Decision) -> tuple[list[Item], Decision]:
+    """The items with host copies of their arrays, and the decision for a transfer between CPU tensors."""
+    try:
+        found = [item.on_host(current_device(decision.device_type)) for item in items]
+    except Exception as error:  # for example out of memory; the other ranks wait for this one
+        raise channel.fail(decision.generation, error) from error
+    return found, replace(decision, device_type="cpu")
+
+
+def finish_call(
+    items: Sequence[Item], decision: Decision, dst: Sequence[Any], targets: Sequence[torch.Tensor | None]
+) -> Any:
+    """Complete the destination shards ``targets`` from what ``dst`` received; returns this rank's result."""
+    finish_received(dst, targets)
+    return wrap_results(items, targets, decision)
+
+
 def wrap_results(items: Sequence[Item], targets: Sequence[torch.Tensor | None], decision: Decision) -> Any:
     """What a call returns: the destination shards, as DTensors where the caller uses those."""
-    results = {
-        item.name: item.wrap(array, decision.shapes[item.name])
-        if item.name in decision.dtensors or item.out_dtensor is not None
-        else array
-        for item, array in zip(items, targets, strict=True)
-    }
+    results = {}
+    for item, target in zip(items, targets, strict=True):
+        array = item.on_device(target)
+        is_dtensor = item.name in decision.dtensors or item.out_dtensor is not None
+        results[item.name] = item.wrap(array, decision.shapes[item.name]) if is_dtensor else array
     return results[""] if items[0].name == "" else {name: results[name] for name in items[0].names}
 
 

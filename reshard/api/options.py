@@ -58,17 +58,20 @@ def check_coding(plan: Plan, device: str) -> None:
             check_device_codec(spec.codec, device)
 
 
-def check_verify(verify: Any, device: str) -> None:
-    """Raise ArgumentError unless ``verify`` is a bool and this device type supports it."""
+def check_verify(verify: Any) -> None:
+    """Raise ArgumentError unless ``verify`` is a bool."""
     if not isinstance(verify, bool):
         raise ArgumentError(f"verify is {verify!r}; it must be True or False")
-    if verify and device != "cpu":
-        raise ArgumentError(f"verify=True supports CPU tensors only; these are on {device}")
 
 
-def check_on_loss(on_loss: Any, device: str) -> None:
-    """Raise ArgumentError unless ``on_loss`` is one of :data:`ON_LOSS` and this device type supports it."""
+def check_on_loss(on_loss: Any) -> None:
+    """Raise ArgumentError unless ``on_loss`` is one of :data:`ON_LOSS`."""
     if not isinstance(on_loss, str) or on_loss not in ON_LOSS:
         raise ArgumentError(f"on_loss is {on_loss!r}; it must be one of {', '.join(map(repr, ON_LOSS))}")
-    if on_loss != "raise" and device != "cpu":
-        raise ArgumentError(f"on_loss={on_loss!r} supports CPU tensors only; these are on {device}")
+
+
+def codes_on_cpu(codec: Any) -> bool:
+    """Whether tensors of this codec are coded on the CPU only: a codec of the caller or without loss, or ``"auto"``."""
+    if codec is None or codec == AUTO_CODEC or is_lossless(codec):
+        return codec is not None
+    return isinstance(find_codec(codec), CustomCodec)

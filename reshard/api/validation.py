@@ -10,13 +10,13 @@ from reshard import __version__
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.memory_in_use import check_unused
-from reshard.api.options import check_compression, check_on_loss, check_verify
+from reshard.api.options import check_compression, check_on_loss, check_verify, codes_on_cpu
 from reshard.api.tensor_checks import check_base, check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.codecs import codec_name, find_codec, is_lossless
 from reshard.coordination import Group, Request, TensorRequest, check_inside
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
-from reshard.planner import AUTO_CODEC, Strategy, find_strategy
+from reshard.planner import Strategy, find_strategy
 from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.cuda.coding import check_device_codec
 from reshard.sharding import check_shape
@@ -34,6 +34,12 @@ class Options(NamedTuple):
     compression: Any = None
     max_error: Any = None
     on_error: Any = "raw"
+
+    @property
+    def needs_cpu(self) -> bool:
+        """Whether a valid option is for transfers on the CPU only."""
+        is_plain = not self.verify and self.on_loss == "raise" and self.max_error is None
+        return not is_plain or codes_on_cpu(self.compression)
 
     @property
     def fault_tolerant(self) -> bool:
@@ -115,15 +121,10 @@ def _check_local(
 
 
 def _check_device(device_type: str, options: Options) -> None:
-    check_verify(options.verify, device_type)
-    check_on_loss(options.on_loss, device_type)
-    if options.compression is None or device_type == "cpu":
-        return
-    name = codec_name(options.compression)
-    if options.max_error is not None or name == AUTO_CODEC or is_lossless(name):
-        what = f"codec {name}" if options.max_error is None else "max_error"
-        raise ArgumentError(f"{what} supports CPU tensors only; these are on {device_type}")
-    check_device_codec(find_codec(options.compression), device_type)
+    check_verify(options.verify)
+    check_on_loss(options.on_loss)
+    if options.compression is not None and device_type != "cpu" and not options.needs_cpu:
+        check_device_codec(find_codec(options.compression), device_type)
 
 
 def _check_item(item: Item, rank: int, options: Options) -> tuple[TensorRequest, Item]:

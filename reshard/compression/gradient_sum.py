@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.dtensors import is_dtensor
-from reshard.api.tensor_checks import has_overlapping_elements
+from reshard.api.tensor_checks import DEVICE_TYPES, has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
@@ -129,8 +129,9 @@ class GradientSum:
         error, and no gradient has changed.
 
         Args:
-            gradients: ``{parameter name: gradient}``, fp32, bf16 or fp16 CPU tensors; the same names in the same order
-                on all ranks.
+            gradients: ``{parameter name: gradient}``, fp32, bf16 or fp16 tensors, or DTensors, of which the local
+                shards are summed; the same names in the same order on all ranks. Gradients on a GPU are copied to the
+                host and back.
 
         Raises:
             ArgumentError: a gradient is no tensor, of another dtype or device, sparse, or overlaps itself in memory; or
@@ -141,10 +142,11 @@ class GradientSum:
 
     def sum(self, gradients: Mapping[str, torch.Tensor], found: ArgumentError | None = None) -> None:
         """As a call; ``found`` is what this rank already knows to be wrong, and is raised on all ranks."""
-        failure, given = None, []
+        failure, given, is_mapping = None, [], isinstance(gradients, Mapping)
         try:
             if found is not None:
                 raise found
+            gradients = {name: _local_of(name, each) for name, each in gradients.items()} if is_mapping else gradients
             self.check(gradients)
             given = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
         except ArgumentError as error:
@@ -163,7 +165,7 @@ class GradientSum:
             flat, self._inside, self._across, self.codec, errors=errors, received=received, piece_values=PIECE_VALUES
         )
         for gradient, piece in zip(gradients.values(), pieces, strict=True):
-            if gradient.data_ptr() != piece.data_ptr():
+            if gradient.device.type != "cpu" or gradient.data_ptr() != piece.data_ptr():
                 gradient.copy_(piece.view(gradient.shape))
         if errors is not None:
             self._errors.keep(list(zip(gradients, errors[: sum(sizes)].split(sizes), strict=True)))
@@ -173,11 +175,13 @@ class GradientSum:
         numel = sum(gradient.numel() for gradient in gradients)
         size = padded_size(numel, self._size, self.codec)
         first = gradients[0]
-        if numel == first.numel() == size and first.dtype == torch.float32 and first.is_contiguous():
+        is_plain = first.dtype == torch.float32 and first.is_contiguous() and first.device.type == "cpu"
+        if numel == first.numel() == size and is_plain:
             flat = first.view(-1)
         else:
             flat = self._buffer("values", size)
-            torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat[:numel])
+            values = [gradient.to("cpu").reshape(-1) for gradient in gradients]
+            torch.cat(values, out=flat[:numel])
             flat[numel:] = 0
         return flat.div_(self._size) if self._average else flat
 
@@ -191,14 +195,13 @@ class GradientSum:
     def _check_one(self, name: str, gradient: Any) -> None:
         if not isinstance(gradient, torch.Tensor):
             raise ArgumentError(f"the gradient of {name!r} is {type(gradient).__name__}, not a torch tensor")
-        if is_dtensor(gradient):
-            raise ArgumentError(f"the gradient of {name!r} is a DTensor; pass its to_local()")
         if gradient.is_inference() and not torch.is_inference_mode_enabled():
             raise ArgumentError(
                 f"the gradient of {name!r} was made in inference mode, and cannot change outside of it; pass a clone"
             )
-        if gradient.layout is not torch.strided or gradient.device.type != "cpu":
-            raise ArgumentError(f"the gradient of {name!r} must be a dense tensor on the CPU")
+        if gradient.layout is not torch.strided or gradient.device.type not in DEVICE_TYPES:
+            kinds = " or ".join(DEVICE_TYPES)
+            raise ArgumentError(f"the gradient of {name!r} must be a dense tensor on {kinds}, not on {gradient.device}")
         if dtype_name(gradient.dtype) not in GRADIENT_DTYPES:
             supported = ", ".join(GRADIENT_DTYPES)
             raise ArgumentError(f"the gradient of {name!r} is {dtype_name(gradient.dtype)}; supported are {supported}")
@@ -270,6 +273,15 @@ class GradientSum:
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Restore what :meth:`state_dict` returned on this rank."""
         self._errors.load_state_dict(state)
+
+
+def _local_of(name: str, gradient: Any) -> Any:
+    """The local shard of a DTensor; any other value unchanged."""
+    if not is_dtensor(gradient):
+        return gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        raise ArgumentError(f"the gradient of {name!r} is a DTensor with a pending sum; redistribute it first")
+    return gradient.to_local()
 
 
 def _read_hosts(host_of_rank: Any) -> list[int] | None:

@@ -14,9 +14,9 @@ import xxhash
 from reshard.api.lossless.encoding import decode_bucket, digest_regions, encode_bucket, find_capacities
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import exchange_reports
-from reshard.api.memory_in_use import check_unused
 from reshard.api.mover import Mover
-from reshard.api.tensor_checks import check_array, check_no_aliasing, detach_source, mark_written, wait_for_collective
+from reshard.api.tensor_checks import detach_source, mark_written, wait_for_collective
+from reshard.compression.sync_shards import Shards, SyncShards
 from reshard.coordination import calling, describe_error, find_channel, find_group
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError, VerificationError
@@ -25,8 +25,6 @@ from reshard.planner import plan_tensors
 from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec, check_shape
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
-
-Shards = Mapping[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -114,7 +112,8 @@ class WeightSync:
         """Send a version. All ranks of the layouts must call it.
 
         Args:
-            tensors: this rank's source shards by name; None outside the source, also in place of one shard.
+            tensors: this rank's source shards by name, or DTensors; None outside the source, also in place of one
+                shard. Shards on a GPU are copied to the host, and those of ``out`` back.
             out: this rank's destination shards by name, which must hold the last version; None outside the destination.
                 They change only after all ranks have received their data.
             version: number of the new version, the same on all ranks.
@@ -127,10 +126,12 @@ class WeightSync:
                 their data, all keep the old version.
         """
         with calling(self._group):
-            reports, data = self._offer(tensors, out, version, {} if self.version is None else self._base)
+            given = SyncShards(self._specs, self._group, tensors, out)
+            reports, data = self._offer(given, version, {} if self.version is None else self._base)
             because = _why_full(reports)
             if because and any(report["base"] is not None for report in reports.values()):
-                reports, data = self._offer(tensors, out, version, {})
+                reports, data = self._offer(given, version, {})
+            tensors, out = given.tensors, given.out
             version = int(version)
             entries = _agree_on_buckets(reports, self._buckets)
             try:
@@ -147,6 +148,7 @@ class WeightSync:
                 if out is not None:
                     mark_written(out.values())
                     self._apply(received, out, entries)
+                    given.copy_back()
             except Exception as error:
                 failure = describe_error(error)
             self._report({"failed": failure}, "confirms a version")
@@ -155,12 +157,11 @@ class WeightSync:
         encoded = sum(entry.nbytes for entry in entries.values())
         return SyncReport(version, None if because else base, because, encoded, plain)
 
-    def _offer(
-        self, tensors: Shards | None, out: Shards | None, version: int, base: Shards
-    ) -> tuple[dict[int, Any], dict[str, np.ndarray]]:
+    def _offer(self, given: SyncShards, version: int, base: Shards) -> tuple[dict[int, Any], dict[str, np.ndarray]]:
         """Check the arrays, encode this rank's buckets, and tell all ranks their sizes and digests.
 
         Args:
+            given: the arrays of this rank.
             base: the version to which differences refer; empty: encode the weights in full.
 
         Returns:
@@ -173,8 +174,8 @@ class WeightSync:
             if isinstance(version, bool) or not isinstance(version, Integral):
                 raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
             report["version"] = int(version)
-            self._check(tensors, out)
-            sources = self._sources(tensors)
+            given.read()
+            sources = self._sources(given.tensors)
             for name, bucket in self._buckets.items():
                 if self._group.rank in bucket.holders:
                     encoded = encode_bucket(bucket, sources, base or None)
@@ -184,24 +185,6 @@ class WeightSync:
         except Exception as error:
             report["failed"] = describe_error(error)
         return self._report(report, "offers a version"), data
-
-    def _check(self, tensors: Shards | None, out: Shards | None) -> None:
-        given: list[list[Any]] = []
-        rank = self._group.rank
-        for arrays, side in ((tensors, "src"), (out, "dst")):
-            _check_names(arrays, [spec.name for spec in self._specs], "the source" if side == "src" else "out")
-            found = []
-            for spec in self._specs:
-                shards = spec.src_shards if side == "src" else spec.dst_shards
-                shape = shards.local_shape(rank) if rank in shards.layout.ranks else None
-                array = None if arrays is None or shape is None else arrays.get(spec.name or "")
-                array = wait_for_collective(array) if side == "src" else array
-                role = "the source" if side == "src" else "the destination"
-                found.append(check_array(array, shape, spec.dtype, role, spec.name, rank))
-            given.append(found)
-        names = [spec.name for spec in self._specs]
-        check_no_aliasing(given[0], given[1], names)
-        check_unused(given[0], given[1], names)
 
     def _sources(self, tensors: Shards | None) -> dict[str, torch.Tensor]:
         """The source shards whose bytes this rank encodes: detached, without lazy conjugations or negations."""
@@ -336,15 +319,6 @@ def _wrong_bytes(bucket: Bucket) -> VerificationError:
         f"weights from {describe_ranks(bucket.holders)} arrived with other bytes than were sent; the next transfer "
         "sends the weights in full"
     )
-
-
-def _check_names(arrays: Any, names: Sequence[str | None], what: str) -> None:
-    """Raise ArgumentError unless ``arrays`` is None or a mapping without unknown names."""
-    if arrays is not None and not isinstance(arrays, Mapping):
-        raise ArgumentError(f"{what} must be {{name: shard}} or None, not {type(arrays).__name__}")
-    unknown = [] if arrays is None else [name for name in arrays if name not in names]
-    if unknown:
-        raise ArgumentError(f"{what} has {unknown[0]!r:.60}, which the weights do not have")
 
 
 def _why_full(reports: Mapping[int, Any]) -> str:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import parse_codec
@@ -83,13 +83,17 @@ def _wrong_gradients(rank):
             summed(wrong)
     summed({})
     summed({"a": torch.ones(8, requires_grad=True)})
+    sharded = distribute_tensor(torch.ones(32), init_device_mesh("cpu", (4,)), [Shard(0)])
+    GradientSum(None, host_of_rank=HOSTS, average=False)({"a": sharded})
+    assert sharded.to_local().tolist() == [4.0] * 8
     for wrong, text in (
         (None, "is NoneType, not a torch tensor"),
-        (torch.ones(8).to_sparse(), "must be a dense tensor on the CPU"),
+        (torch.ones(8).to_sparse(), "must be a dense tensor on cpu or cuda"),
         (torch.ones(8, dtype=torch.float64), "is float64; supported are float32, bfloat16, float16"),
         (torch.ones(1).expand(8), "overlapping"),
         (INFERENCE, "made in inference mode"),
-        (distribute_tensor(torch.ones(8), init_device_mesh("cpu", (4,)), [Replicate()]), "is a DTensor"),
+        (DTensor.from_local(torch.ones(8), init_device_mesh("cpu", (4,)), [Partial()]), "a DTensor with a pending sum"),
+        (torch.ones(8, device="meta"), "must be a dense tensor on cpu or cuda, not on meta"),
         (torch.ones(9), "has 9 values, but its kept error has 8"),
     ):
         with pytest.raises(ArgumentError, match=text):

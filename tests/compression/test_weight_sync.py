@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from reshard import Layout, Mesh, Topology
 from reshard.compression import WeightSync
@@ -163,12 +163,16 @@ def _sync_lazy_conjugates(rank):
         weights = torch.complex(torch.arange(8.0), torch.full((8,), float(version)))
         sync({"w": weights[4 * rank : 4 * rank + 4].conj()}, out, version=version)
         assert torch.equal(out["w"], weights.conj()[4 - 4 * rank : 8 - 4 * rank])
-    wrapped = DTensor.from_local(torch.zeros(8, dtype=torch.complex64), init_device_mesh("cpu", (2,)), [Shard(0)])
-    with pytest.raises(ArgumentError, match="rank 0 passes a DTensor that has no storage"):
-        WeightSync(Layout(Mesh.of("2")), other, {"w": (16,)}, "complex64")({"w": wrapped}, out, version=1)
+    mesh = init_device_mesh("cpu", (2,))
+    wrapped = distribute_tensor(weights, mesh, [Shard(0)])
+    sync({"w": wrapped}, out, version=3)
+    assert torch.equal(out["w"], weights[4 - 4 * rank : 8 - 4 * rank])
+    whole = distribute_tensor(weights, mesh, [Replicate()])
+    with pytest.raises(ArgumentError, match=r"rank 0: the source DTensor of 'w' is .* they must match"):
+        sync({"w": whole}, out, version=4)
 
 
-def test_weights_may_be_conjugated_lazily_but_not_wrapped():
+def test_weights_may_be_dtensors_or_conjugated_lazily():
     run_processes(_sync_lazy_conjugates, 2)
 
 

@@ -1,8 +1,9 @@
-"""A rank that dies during transfers on the stand-in for a GPU is named by all others, and no other rank is."""
+"""On the stand-in for a GPU, all ranks name the rank that dies or does not start a transfer, and no other."""
 
 from __future__ import annotations
 
 import os
+import re
 import time
 
 import pytest
@@ -13,6 +14,7 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.runtime.cuda import nccl_exchange
 from reshard.testing.processes import LaunchError, run_processes
+from tests.runtime.test_stream import DST as TO, RANKS, SHAPE, SRC as FROM, _shards as shards
 
 SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S0")
 WITHIN_SECONDS = 5.0
@@ -68,3 +70,28 @@ def test_dead_rank_is_named(lost, width, at_start):
     assert sorted(results) == sorted({0, 1, 2, 3} - {lost})
     for text, seconds in results.values():
         assert text.startswith(f"rank {lost} is gone") and seconds < WITHIN_SECONDS, results
+
+
+def _start_late(rank):
+    """Rank 1 is busy with something else and does not start the second transfer."""
+    source, _ = shards(rank)
+    mover = reshard.Mover(reshard.make_plan(FROM, TO, SHAPE, "float32"))
+    mover(source)
+    dist.barrier()  # all ranks are connected
+    mover._transfers.timeout_seconds = 3.0
+    if rank == 1:
+        time.sleep(6.0)
+    try:
+        mover.start(source).synchronize()
+    except reshard.ReshardError as error:
+        return str(error)
+    time.sleep(4.0)  # this rank exchanges nothing with rank 1; it must not leave before its next heartbeat
+    return "no error"
+
+
+@pytest.mark.usefixtures("device")
+def test_timeout_names_the_rank_that_has_not_started():
+    texts = {text for text in run_processes(_start_late, RANKS) if text != "no error"}  # of ranks without its messages
+    (text,) = texts
+    wanted = r"rank \d: the transfer did not finish in time: it waits for rank 1, which has not started it"
+    assert re.fullmatch(wanted, text)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.api.memory_in_use import check_unused
 from reshard.api.transfers import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections
@@ -27,7 +28,7 @@ from reshard.testing.processes import run_processes
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, run_rank, single_process
 from tests.support import stages_with_replicas as replicas
 from tests.support.nccl.streams import BlockingStream, Mark, ThreadStream, use_streams
-from tests.support.tensors import same_bytes, take_shard, whole_tensor
+from tests.support.tensors import result_or_error, same_bytes, take_shard, whole_tensor
 
 SHAPE = (48, 20)
 SRC, DST = Layout(Mesh.of("2x2"), "S0 R"), Layout(Mesh.of("3", first_rank=3), "R S0")  # rank 3 is in both
@@ -170,28 +171,27 @@ def test_device_that_fails_or_hangs_ends_the_transfer_on_all_ranks(device, kind,
     assert max(took for *_, took in results) < 8
 
 
-def _start_late(rank):
-    """Rank 1 is busy with something else and does not start the second transfer."""
-    source, _ = _shards(rank)
-    mover = reshard.Mover(reshard.make_plan(SRC, DST, SHAPE, "float32"))
-    mover(source)
-    dist.barrier()  # all ranks are connected
-    mover._transfers.timeout_seconds = 3.0
-    if rank == 1:
-        time.sleep(6.0)
-    try:
-        mover.start(source).synchronize()
-    except reshard.ReshardError as error:
-        return str(error)
-    time.sleep(4.0)  # this rank exchanges nothing with rank 1; it must not leave before its next heartbeat
-    return "no error"
+def _use_memory_of_a_transfer(rank):
+    """A second Mover gets arrays of a transfer whose end the caller's stream does not wait for, and then does."""
+    source, wanted = _shards(rank)
+    plan, out = reshard.make_plan(SRC, DST, SHAPE, "float32"), None if wanted is None else torch.zeros_like(wanted)
+    with reshard.Mover(plan) as one, reshard.Mover(plan) as other:
+        one._transfers.on_stream.streams.mark_of = Never
+        handle = one.start(source, out=out)
+        check = lambda: check_unused([None], [out], [None], other._transfers.order)  # noqa: E731
+        text = result_or_error(check)
+        check_unused([source], [None], [None], other._transfers.order)  # both only read it
+        check_unused([None], [out], [None], one._transfers.order)
+        handle.wait()
+        check()
+        handles._unfinished.clear()  # this stream never ends
+    return text
 
 
-def test_timeout_names_the_rank_that_has_not_started(device):
-    texts = {text for text in run_processes(_start_late, RANKS) if text != "no error"}  # of ranks without its messages
-    (text,) = texts
-    wanted = r"rank \d: the transfer did not finish in time: it waits for rank 1, which has not started it"
-    assert re.fullmatch(wanted, text)
+def test_out_of_an_unfinished_transfer_is_not_used_by_another(device):
+    texts = run_processes(_use_memory_of_a_transfer, RANKS)
+    assert texts[:3] == [None] * 3  # these ranks have no out
+    assert all("out lies in memory that an unfinished transfer writes" in text for text in texts[3:])
 
 
 def _drop_result(rank):

@@ -146,10 +146,8 @@ class LosslessTransfers:
         return self._inner
 
 
-def check_lossless_codec(codec: Any, plan: Plan, device: Any) -> None:
+def check_lossless_codec(codec: Any, plan: Plan) -> None:
     """Raise ArgumentError unless a Mover of this plan can send its tensors as buckets of this codec."""
-    if device != "cpu":
-        raise ArgumentError(f"codec {codec} codes CPU tensors only; these are on {device}")
     if codec not in LOSSLESS_CODECS:
         raise ArgumentError(
             f"compression of a Mover is {codec!r}; it must be one of {', '.join(map(repr, LOSSLESS_CODECS))}: pass "

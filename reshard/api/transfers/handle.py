@@ -17,7 +17,7 @@ from reshard.formatting import describe_ranks
 from reshard.public_api import not_compiled
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cuda.nccl_library import NcclError
-from reshard.runtime.cuda.stream import Mark, StreamTransfers
+from reshard.runtime.cuda.stream import Mark, StreamTransfers, is_capturing
 from reshard.timeouts import check_wait_timeout
 
 #: How long process exit waits for transfers in progress.
@@ -241,7 +241,12 @@ class StreamWatch(Watch):
         self.mark: Mark | None = None
         channel.num_started += 1
         self._number = channel.num_started
+        self.is_ordered = False  # the caller's stream waits for the transfer
         self._broken_at: float | None = None  # when the connections were first found broken
+
+    def leaves_memory(self) -> bool:
+        """Whether later transfers may use the memory of this one: it has ended, or the caller's stream waits for it."""
+        return self.is_ordered or is_capturing() or self.poll()
 
     def succeed(self) -> None:
         """See :meth:`Watch.succeed`."""
@@ -353,6 +358,7 @@ class StreamHandle(Handle):
             self._transfers.streams.join()
         else:
             self.watch.mark.wait()
+        self.watch.is_ordered = True
         return self._take_result()
 
     @not_compiled

@@ -78,7 +78,7 @@ class QueuedTransfers:
             weakref.finalize(self, self._jobs.put, None).atexit = False  # ends the thread if nobody calls close
             _running.add(self)
             call_at_exit(_finish_all, priority=20)
-        note_use(self._jobs, watch.done, src, dst)
+        note_use(self._jobs, watch.done.is_set, src, dst)
         self._jobs.put((self, watch, src, dst))
         return handle
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.memory_in_use import note_use
 from reshard.api.transfers.handle import StreamHandle
 from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
@@ -73,6 +74,7 @@ class StreamedTransfers:
             if not isinstance(error, Exception):
                 raise
             raise known from error
+        note_use(self, handle.watch.leaves_memory, src, dst)
         return handle
 
     def close(self) -> None:

@@ -47,16 +47,16 @@ class DeviceDecodedTarget:
         plain: the shard; any dtype and strides.
 
     Attributes:
-        coded: uint8, ``(rows..., elements, bytes of an element)``, on the device of the shard.
+        plain: the shard. coded: uint8, ``(rows..., elements, bytes of an element)``, on the device of the shard.
     """
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
-        self._plain, self._codec, self._num_row_dims = plain, codec, num_row_dims
+        self.plain, self._codec, self._num_row_dims = plain, codec, num_row_dims
         self.coded = _empty_elements(plain, codec, num_row_dims)
 
     def finish(self) -> None:
         """Decode, on the current stream."""
-        plain = self._plain
+        plain = self.plain
         dtype = getattr(torch, decoded_dtype(plain.dtype))
         is_direct = plain.is_contiguous() and plain.dtype == dtype
         target = plain if is_direct else torch.empty(plain.shape, dtype=dtype, device=plain.device)

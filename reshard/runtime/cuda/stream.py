@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import Program
@@ -195,6 +196,15 @@ def current_stream_handle(device: torch.device) -> int:
 def is_capturing() -> bool:
     """Whether a CUDA graph captures the current stream."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture() -> None:
+    """Raise ArgumentError if a CUDA graph captures the current stream."""
+    if is_capturing():
+        raise ArgumentError(
+            "a CUDA graph cannot capture a call of reshard: make a Mover, start it once with the same arrays, and "
+            "capture the next start"
+        )
 
 
 #: Class of the transfer stream, by device type. Transfers on other device types run in threads.
