@@ -82,6 +82,9 @@ def reshard(
     All ranks of the source and the destination must call it, and no other rank. The source is not changed. Autograd
     is not recorded: the result requires no grad.
 
+    CUDA tensors move over NCCL. With ``verify``, ``on_loss``, ``max_error``, or a ``compression`` that only the CPU
+    codes, copies of them in host memory move over Gloo.
+
     To move several tensors in one plan, pass ``{name: shard}`` as ``tensor``, with the same names on every rank and
     None where a rank has no shard. Meshes, specs and ``dst_dtype`` are then one value for all, or ``{name: value}``.
 
