@@ -162,7 +162,9 @@ class Engine:
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
         self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
-        self._state = EngineState(self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards)
+        self._state = EngineState(
+            self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards, self._device
+        )
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
         """Replace collectives of the modules by coded ones. Returns the pipelines with the codecs of their edges."""

@@ -29,7 +29,7 @@ from .data_parallel import (
     reshard_parameters,
 )
 from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
-from .observe import ActionRecord, StepRecord, TransferRecord, find_observer
+from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
@@ -107,6 +107,7 @@ class EngineState:
         stages: ``{stage: its module}`` of this rank. replicas: one for each of these stages under DDP.
         ties: parameters that several stages share.
         num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.
+        device: type of the device of the stages.
     """
 
     rank: int
@@ -115,6 +116,7 @@ class EngineState:
     replicas: tuple[ReplicaSync, ...]
     ties: TiedParameters
     num_loss_shards: LossShards
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -156,9 +158,8 @@ class Iteration:
         self.outputs: list[tuple[int, float, torch.Tensor | None, Mapping[str, float]]] = []
         self.weights: dict[tuple[int, int], float] = {}  # by stage and microbatch, until the backward
         self.has_loss: dict[int, bool] = {}  # by stage
-        self.measured = StepRecord(state.row)
+        self.measured = StepRecord(state.row, state.device)
         self.observe = find_observer(state.rank)
-        self.waited = 0.0
         self.doing: Action | None = None
         self.split = {(action.stage, action.microbatch) for action in self.actions if action.kind is Kind.W}
         self.last_backward = {
@@ -212,6 +213,7 @@ class Iteration:
                 self.state.ties.add_gradients()
             for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
                 record.transfer.synchronize()
+            self.measured.finish()
         finally:
             restore_gradients(stashed)
             for replicas in self.state.replicas:
@@ -226,7 +228,7 @@ class Iteration:
             totals[stage].add(weight, None if stage_loss is None else float(stage_loss), values)
             for name, value in values.items():
                 metrics[name] = metrics.get(name, 0.0) + (weight * value if weight else 0.0)
-        return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.waited)
+        return Step(losses, loss, metrics, totals, time.monotonic() - begun, self.measured.waited_seconds)
 
     def warm_up(self) -> None:
         """On a GPU, run each stage once for each shape of its tensors, before their first transfer."""
@@ -253,7 +255,7 @@ class Iteration:
 
     def move(self, action: Action) -> None:
         """Start this rank's part of a transfer, and wait for the transfer if the action blocks."""
-        begun = time.monotonic()
+        begun = self.measured.clock.now()
         channel, microbatch = action.channel, action.microbatch
         if action.kind.is_send:
             output = self.pending.pop((channel, microbatch))
@@ -274,33 +276,31 @@ class Iteration:
         if action.blocks:
             with self.observe("wait for", channel, microbatch):
                 transfer.wait()
-            self.waited += time.monotonic() - begun
-            self.measured.actions.append(ActionRecord(action, begun, begun, time.monotonic()))
+            self.measured.note(action, begun, begun)
 
     def compute(self, action: Action) -> None:
         """Wait for the inputs of a computation, then run it."""
         stage, microbatch = action.stage, action.microbatch
-        since = time.monotonic()
+        since = self.measured.clock.now()
         if action.kind is Kind.W:
             begun = since
             with self.observe("weight gradients of", stage, microbatch):
                 self.stages[stage].finish(microbatch)
         elif action.kind is Kind.F:
             received = self.collect(stage, microbatch, is_forward=True)
-            begun = time.monotonic()
+            begun = self.measured.clock.now()
             with self.observe("forward of", stage, microbatch):
                 self.forward(stage, microbatch, received)
         else:
             received = self.collect(stage, microbatch, is_forward=False)
-            begun = time.monotonic()
+            begun = self.measured.clock.now()
             weight, scale = self.weights.pop((stage, microbatch), 0.0), self.inputs.scale
             weight = weight / loss_shards_of(stage, self.state.num_loss_shards) if scale is None else weight * scale
             is_last = self.last_backward[stage] == microbatch
             with self.observe("backward of" if action.kind is Kind.B else "input gradients of", stage, microbatch):
                 gradients = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
             self.pass_on(stage, microbatch, gradients, is_forward=False)
-        self.waited += begun - since
-        self.measured.actions.append(ActionRecord(action, since, begun, time.monotonic()))
+        self.measured.note(action, since, begun)
 
     def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensors]) -> None:
         """Run one forward, check its outputs, and pass them on."""
@@ -364,7 +364,7 @@ class Iteration:
 
     def pass_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
         """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same row."""
-        now = time.monotonic()
+        now = self.measured.clock.now()
         for other, tensors in sent.items():
             channel = Channel(stage, other, is_forward)
             versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}

@@ -78,13 +78,78 @@ class TransferRecord:
     transfer: PendingTransfer
 
 
-@dataclass
-class StepRecord:
-    """Measurements of one step on one rank."""
+class HostClock:
+    """Times of actions on the CPU: moments are ``time.monotonic()``."""
 
-    row: int
-    actions: list[ActionRecord] = field(default_factory=list)
-    transfers: list[TransferRecord] = field(default_factory=list)
+    def now(self) -> Any:
+        """The present moment."""
+        return time.monotonic()
+
+    def finish(self) -> None:
+        """End the measurement."""
+
+    def seconds(self, moment: Any) -> float:
+        """A moment as ``time.monotonic()``, after :meth:`finish`."""
+        return float(moment)
+
+
+class StreamClock(HostClock):
+    """Times of actions on the current stream of a GPU: moments are events, since the host runs ahead of the device."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+        self._end = 0.0
+
+    def now(self) -> Any:
+        """See :class:`HostClock`."""
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def finish(self) -> None:
+        """See :class:`HostClock`. Blocks the host until the device has reached this moment."""
+        self._last = self.now()
+        self._last.synchronize()
+        self._end = time.monotonic()
+
+    def seconds(self, moment: Any) -> float:
+        """See :class:`HostClock`."""
+        return self._end - float(moment.elapsed_time(self._last)) / 1e3
+
+
+class StepRecord:
+    """Measurements of one step on one rank.
+
+    Args:
+        row: the row of the rank. device: type of the device that computes.
+
+    Attributes:
+        actions: complete after :meth:`finish`. transfers: ends of transfers.
+        waited_seconds: how long computations waited for transfers, and the row for those that block.
+    """
+
+    def __init__(self, row: int, device: str = "cpu") -> None:
+        self.row, self.clock = row, StreamClock() if device == "cuda" else HostClock()
+        self.actions: list[ActionRecord] = []
+        self.transfers: list[TransferRecord] = []
+        self.waited_seconds = 0.0
+        self._moments: list[tuple[Action, Any, Any, Any]] = []
+
+    def note(self, action: Action, since: Any, start: Any) -> None:
+        """Note an action that ends now: it waited from ``since`` to ``start``, both moments of the clock."""
+        self._moments.append((action, since, start, self.clock.now()))
+
+    def finish(self) -> None:
+        """End the measurement, after the last action."""
+        self.clock.finish()
+        seconds = self.clock.seconds
+        self.actions = [ActionRecord(action, *map(seconds, moments)) for action, *moments in self._moments]
+        for record in self.transfers:
+            computed = record.transfer.computed_at
+            record.transfer.computed_at = None if computed is None else seconds(computed)
+        self.waited_seconds = sum(
+            one.end - one.start if one.action.kind.is_transfer else one.start - one.since for one in self.actions
+        )
 
 
 #: channel, microbatch, whether this end sends; times at which the data was computed, and this end began and ended

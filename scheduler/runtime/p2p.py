@@ -100,13 +100,13 @@ class PendingTransfer:
         tensors: the tensors that :meth:`wait` returns; None for the tensors that the handle returns.
 
     Attributes:
-        computed_at: on the sender, the ``time.monotonic()`` at which it had computed the tensors; None on the receiver.
+        computed_at: on the sender, when it had computed the tensors; None on the receiver.
         versions: in-place version counter of each tensor at that time.
     """
 
     def __init__(self, handle: Handle | None, tensors: Mapping[str, torch.Tensor | None] | None = None) -> None:
         self.handle, self._tensors = handle, tensors
-        self.computed_at: float | None = None
+        self.computed_at: Any = None
         self.versions: dict[str, int] = {}
         self._check: Callable[[], None] | None = None
 

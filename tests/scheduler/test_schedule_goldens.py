@@ -125,7 +125,8 @@ def _gather_on_separate_machines(rank):
     channel.agree(Request(rank), lambda requests: resolve(requests, {}), 20)
     now = time.monotonic()
     time.sleep(0.5 * rank)
-    own = StepRecord(rank, [ActionRecord(Action(Kind.F, rank, 0), now, now, now)])
+    own = StepRecord(rank)
+    own.actions = [ActionRecord(Action(Kind.F, rank, 0), now, now, now)]
     return [span.start for span in observe.gather(own, channel, 20).spans]
 
 
@@ -150,3 +151,36 @@ def test_texts_with_too_many_actions_are_rejected(monkeypatch):
     assert str(parse_schedule(text)) == text
     with pytest.raises(ScheduleError, match="more than 16 actions"):
         parse_schedule(text + " 0F7")
+
+
+class _Event:
+    """An event of a device that runs half a second behind the host."""
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self):
+        self.reached = time.monotonic() + 0.5
+
+    def elapsed_time(self, later):
+        return 1e3 * (later.reached - self.reached)
+
+    def synchronize(self):
+        time.sleep(max(self.reached - time.monotonic(), 0.0))
+
+
+def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch):
+    monkeypatch.setattr(observe.torch.cuda, "Event", _Event)
+    record = StepRecord(0, "cuda")
+    begun = time.monotonic()
+    since = record.clock.now()
+    time.sleep(0.1)
+    start = record.clock.now()
+    time.sleep(0.2)
+    record.note(Action(Kind.F, 0, 0), since, start)
+    record.finish()
+    (action,) = record.actions
+    assert action.since == pytest.approx(begun + 0.5, abs=0.05) and record.waited_seconds == pytest.approx(
+        0.1, abs=0.05
+    )
+    assert action.end - action.start == pytest.approx(0.2, abs=0.05)
