@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -293,3 +294,30 @@ def test_buffer_is_allocated_by_the_first_run_and_released():
     assert runner.allocated_bytes == runner.nbytes
     runner.release()
     assert runner.allocated_bytes == 0
+
+
+class _CountingStreams:
+    """One stream that counts events and waits."""
+
+    def __init__(self):
+        self.calls = []
+
+    def on(self, stream):
+        return contextlib.nullcontext()
+
+    def mark(self):
+        self.calls.append("mark")
+
+    def wait(self, mark):
+        self.calls.append("wait")
+
+
+@pytest.mark.parametrize(("mib", "num_groups"), [(1, 1), (64, 8)])
+def test_a_single_round_needs_no_events(mib, num_groups):
+    src, dst = Layout(Mesh([0])), Layout(Mesh([1]))
+    plan = make_plan(src, dst, (mib * 2**18,), "float32", strategy="send_recv")
+    array, groups, streams = torch.zeros(mib * 2**18), [], _CountingStreams()
+    runner = runner_of(plan, 0, plan.staging_bytes)
+    runner.run([array], [None], lambda recvs, sends: groups.append((len(recvs), len(sends))), streams)
+    assert groups == [(0, 1)] * num_groups
+    assert bool(streams.calls) == (num_groups > 1)

@@ -1,9 +1,9 @@
 """Runs one rank's rounds: packs the sends of a round, posts the round as one group, unpacks its receives.
 
-The host never waits for the device. On CUDA, packing, exchange and unpacking use three streams. The buffer has two
-halves, so that a round is packed while the previous one is under way. All tables are made and copied to the device
-before the first round is posted: a host-to-device copy that is queued after a receive could block the host before it
-posts the operation that the receive waits for.
+The host never waits for the device. On CUDA, packing, exchange and unpacking of several rounds use three streams, and
+the buffer has two halves, so that a round is packed while the previous one is under way. All tables are made and copied
+to the device before the first round is posted: a host-to-device copy that is queued after a receive could block the host
+before it posts the operation that the receive waits for.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ class RoundRunner:
             assert self._copier is not None
             addresses = self._copier.find_addresses(tuple(map(self._address_of, arrays)))
         flats = [self._flat_of(array) for array in arrays]
+        if len(steps) < 2 and not self.program.copies:
+            streams = ONE_STREAM  # nothing can overlap, so events would only cost time
         begun = streams.mark()
         exchanged: list[Any] = []
         unpacked: list[Any] = []
