@@ -2,8 +2,8 @@
 
 The host never waits for the device. On CUDA, packing, exchange and unpacking of several rounds use three streams, and
 the buffer has two halves, so that a round is packed while the previous one is under way. All tables are made and copied
-to the device before the first round is posted: a host-to-device copy that is queued after a receive could block the host
-before it posts the operation that the receive waits for.
+to the device before the first round is posted: a host-to-device copy that is queued after a receive could block the
+host before it posts the operation that the receive waits for.
 """
 
 from __future__ import annotations
