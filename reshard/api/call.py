@@ -32,8 +32,10 @@ from reshard.coordination import (
     find_channel,
     find_group,
     known_groups,
+    leave_interrupted,
     plan_arguments,
     publish_interruption,
+    publishing,
     remaining_ranks,
     report_error,
     resolve_partial,
@@ -53,6 +55,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
 
+@publishing(leave_interrupted)
 @not_compiled
 def reshard(
     tensor: Any = None,
@@ -165,6 +168,7 @@ def reshard(
     ).wait()
 
 
+@publishing(leave_interrupted)
 @not_compiled
 def reshard_async(
     tensor: Any = None,

@@ -29,6 +29,7 @@ from reshard.coordination import (
     find_group,
     plan_arguments,
     publish_interruption,
+    publishing,
     report_error,
     resolve_partial,
     warn_of_hosts,
@@ -41,6 +42,11 @@ from reshard.runtime.cuda.host_copies import is_copied, to_device, to_host
 from reshard.runtime.cuda.stream import is_capturing, make_runner
 from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+
+
+def _fail_interrupted(error: BaseException, mover: Mover, *_: Any, **__: Any) -> None:
+    """End the transfers of a Mover on all ranks: one of them may wait for a transfer that this rank has not started."""
+    mover.fail(error)
 
 
 class Mover:
@@ -164,6 +170,7 @@ class Mover:
         """Bytes allocated beyond the source and destination shards; at most the plan's ``staging_bytes``."""
         return self._transfers.allocated_bytes
 
+    @publishing(_fail_interrupted)
     @not_compiled
     def __call__(
         self, tensor: Any = None, *, out: Any = None, base: Any = None, timeout_seconds: float | None = None
@@ -171,6 +178,7 @@ class Mover:
         """Start a transfer and wait for its result; see :meth:`start` and :meth:`Handle.wait`."""
         return self.start(tensor, out=out, base=base).wait(timeout_seconds)
 
+    @publishing(_fail_interrupted)
     @not_compiled
     def start(self, tensor: Any = None, *, out: Any = None, base: Any = None) -> Handle:
         """Start a transfer.

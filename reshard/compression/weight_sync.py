@@ -17,7 +17,15 @@ from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.mover import Mover
 from reshard.api.tensor_checks import detach_source, mark_written, wait_for_collective
 from reshard.compression.sync_shards import Shards, SyncShards
-from reshard.coordination import calling, describe_error, find_channel, find_group
+from reshard.coordination import (
+    calling,
+    describe_error,
+    find_channel,
+    find_group,
+    leave_interrupted,
+    publish_interruption,
+    publishing,
+)
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError, VerificationError
 from reshard.formatting import describe_ranks
@@ -44,6 +52,10 @@ class SyncReport:
     because: str
     encoded_bytes: int
     plain_bytes: int
+
+
+def _leave_interrupted(error: BaseException, sync: WeightSync, *_: Any, **__: Any) -> None:
+    leave_interrupted(error, group=sync._group)
 
 
 class WeightSync:
@@ -108,6 +120,7 @@ class WeightSync:
         self._digests: dict[str, int] = {}  # of the plain bytes of each bucket, at the last version
         self.version: int | None = None
 
+    @publishing(_leave_interrupted)
     def __call__(self, tensors: Shards | None, out: Shards | None, *, version: int) -> SyncReport:
         """Send a version. All ranks of the layouts must call it.
 
@@ -125,7 +138,7 @@ class WeightSync:
             ReshardError: a rank failed, or its arguments are wrong. If that happened before all ranks had received
                 their data, all keep the old version.
         """
-        with calling(self._group):
+        with publish_interruption(self._group), calling(self._group):
             given = SyncShards(self._specs, self._group, tensors, out)
             reports, data = self._offer(given, version, {} if self.version is None else self._base)
             because = _why_full(reports)

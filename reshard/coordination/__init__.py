@@ -7,9 +7,15 @@ from reshard.coordination.addresses import own_address
 from reshard.coordination.calling_threads import Owner
 from reshard.coordination.communicator import MAX_CACHED, NCCL_ROOT_CAUSE_SECONDS, Channel, find_channel
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
-from reshard.coordination.liveness.call_sequence import calling, publish_interruption, report_error
+from reshard.coordination.liveness.call_sequence import (
+    calling,
+    leave_interrupted,
+    publish_interruption,
+    report_error,
+)
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit, publishing_lost_ranks
+from reshard.coordination.liveness.interruptions import publishing, without_effect
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.status import report_dead
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
@@ -37,9 +43,11 @@ __all__ = [
     "gather_reports",
     "join",
     "known_groups",
+    "leave_interrupted",
     "own_address",
     "plan_arguments",
     "publish_interruption",
+    "publishing",
     "publishing_lost_ranks",
     "rebuild_error",
     "remaining_ranks",
@@ -50,4 +58,5 @@ __all__ = [
     "serve_store",
     "topology_of_names",
     "warn_of_hosts",
+    "without_effect",
 ]

@@ -144,8 +144,9 @@ class Rendezvous:
         """Leave a round in which the other members wait or will wait."""
         mark_out_of_sync(self.group, self.members, why)
         if self.links.spoke is not None:
+            request = replace(request, attempt=self.group.attempts, error=("RemoteError", why))
             with contextlib.suppress(EOFError, DeadlineError):
-                self.links.spoke.withdraw(replace(request, error=("RemoteError", why)).to_json())
+                self.links.spoke.withdraw(add_call_counts(request, self.group, self.members).to_json())
         if self.links.hub is not None:
             self.links.hub.in_round = False
             self.links.hub.answer(Decision(error=("RemoteError", why), out_of_sync=why).__dict__)

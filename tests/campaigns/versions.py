@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -50,13 +51,13 @@ def main() -> int:
     parser.add_argument("torch", nargs="*", default=TORCH, help=f"versions; default: {' '.join(TORCH)}")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environments")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "compatibility", help="of the environments")
-    parser.add_argument("--tests", nargs="*", default=[], help="arguments of pytest; default: the fast tests")
+    parser.add_argument("--tests", default="", help="arguments of pytest, as one text; default: the fast tests")
     options = parser.parse_args()
     results = []
     for torch in options.torch:
         folder = options.folder.absolute() / f"{Path(options.python).name}-torch-{torch}"
         try:
-            versions, result = run_tests(folder, options.python, torch, options.tests)
+            versions, result = run_tests(folder, options.python, torch, shlex.split(options.tests))
         except subprocess.CalledProcessError as error:
             versions, result = f"torch {torch}", f"not installed: {error}"
         results.append(result)

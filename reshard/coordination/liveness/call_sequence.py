@@ -22,9 +22,10 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.coordination.calling_threads import describe_caller
+from reshard.coordination.liveness.interruptions import mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
 from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, name_rank
-from reshard.coordination.process_group import Group
+from reshard.coordination.process_group import Group, find_group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 
@@ -78,6 +79,12 @@ def _refusing_overlap(group: Group, entered: contextlib.AbstractContextManager[N
         yield
 
 
+def leave_interrupted(error: BaseException, *_: Any, group: Any = None, **__: Any) -> None:
+    """Count a call on a group, of the given arguments, that an exception ended before the group knew of it."""
+    found = find_group(group)
+    report_error(found, RemoteError(f"rank {found.rank} left a call: {type(error).__name__}"))
+
+
 @contextlib.contextmanager
 def publish_interruption(group: Group) -> Iterator[None]:
     """Publish that this rank left a call if another exception than ReshardError ends it, such as KeyboardInterrupt.
@@ -92,6 +99,7 @@ def publish_interruption(group: Group) -> Iterator[None]:
     except ReshardError:
         raise
     except BaseException as error:
+        mark_published(error)
         left = RemoteError(f"rank {group.rank} left a call: {type(error).__name__}")
         if (group.attempts, group.status.errors) == (rounds, errors):
             report_error(group, left)

@@ -1,0 +1,62 @@
+"""Exceptions that end a call before the ranks know that this rank has left it, such as KeyboardInterrupt."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+from reshard.errors import ReshardError
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def is_published(error: BaseException) -> bool:
+    """Whether the other ranks know of this error, or need not know of it."""
+    return isinstance(error, ReshardError) or getattr(error, "is_published_by_reshard", False)
+
+
+def mark_published(error: BaseException) -> None:
+    """Let :func:`is_published` return True."""
+    with contextlib.suppress(AttributeError):  # an exception with slots
+        error.is_published_by_reshard = True  # type: ignore[attr-defined]
+
+
+def publishing(publish: Callable[..., None]) -> Callable[[F], F]:
+    """Decorate a public function so that no exception ends it unnoticed by the other ranks.
+
+    Args:
+        publish: called as ``publish(error, *args, **kwargs)``, with the arguments of the call, after an exception that
+            is not published yet. Its own exceptions are ignored.
+    """
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except BaseException as error:
+                if not is_published(error):
+                    mark_published(error)
+                    with contextlib.suppress(Exception):
+                        publish(error, *args, **kwargs)
+                raise
+
+        return cast(F, call)
+
+    return decorate
+
+
+def without_effect(function: F) -> F:
+    """Decorate a function that other ranks do not wait for: an exception that ends it counts as published."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:
+            mark_published(error)
+            raise
+
+    return cast(F, call)
