@@ -15,7 +15,7 @@ from reshard.coordination.liveness.call_sequence import (
 )
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit, publishing_lost_ranks
-from reshard.coordination.liveness.interruptions import publishing, without_effect
+from reshard.coordination.liveness.interruptions import mark_published, publishing, without_effect
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.status import report_dead
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
@@ -44,6 +44,7 @@ __all__ = [
     "join",
     "known_groups",
     "leave_interrupted",
+    "mark_published",
     "own_address",
     "plan_arguments",
     "publish_interruption",

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from ..ir.schedule import Schedule
 from ..runtime.data_parallel import is_fsdp, plain_parameters
-from ..runtime.engine import Engine
+from ..runtime.engine import Engine, ending_calls
 from ..runtime.executor import StageTotals, Step, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..schedules.classic import zb_h1
@@ -126,6 +126,7 @@ class PipelineEngine:
         """Codecs between stages, and the simulated seconds with and without them; empty without a policy for them."""
         return self._programs.choices
 
+    @ending_calls
     def step(
         self, batch: Any = None, *, accumulate: int = 1, local_batch: bool = False, timeline: bool = False
     ) -> StepResult:
@@ -144,8 +145,7 @@ class PipelineEngine:
             ReshardError: a rank failed in the step; the engine cannot be used again.
         """
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
-        parameters = self.parameters()
-        earlier = stash_gradients(parameters)
+        earlier = stash_gradients(parameters := self.parameters())
         try:
             steps, rows = self._run(batch, accumulate, local_batch, scale=scale)
             measured = self._engine.timeline() if timeline else None
@@ -161,6 +161,7 @@ class PipelineEngine:
             self._loss_scale.update(totals.gradients_finite)
         return StepResult(totals.loss, totals.metrics, totals.finite, measured)
 
+    @ending_calls
     def evaluate(self, batch: Any = None, *, local_batch: bool = False) -> StepResult:
         """The mean loss over all rows of a batch, in evaluation mode and without gradients. Arguments: :meth:`step`."""
         modes = [(each, each.training) for module in self.modules.values() for each in module.modules()]
@@ -200,6 +201,7 @@ class PipelineEngine:
 
     # Checkpoints
 
+    @ending_calls
     def save(
         self,
         path: str | Path,
@@ -230,6 +232,7 @@ class PipelineEngine:
         exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
         checkpoint.save(Path(path), state, exchange, keep)
 
+    @ending_calls
     def load(
         self,
         path: str | Path,
@@ -258,9 +261,7 @@ class PipelineEngine:
         if folder is None:
             if missing_ok:
                 return 0
-            raise ArgumentError(
-                f"there is no complete checkpoint at {path}; pass missing_ok=True to start from step 0 without one"
-            )
+            raise ArgumentError(f"there is no complete checkpoint at {path}; pass missing_ok=True to start without one")
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
         self._run_and_agree(lambda: checkpoint.check_objects(state, "load_state_dict"))
         request = self._run_and_agree(lambda: checkpoint.find_entries(Path(folder), state))
@@ -276,8 +277,7 @@ class PipelineEngine:
             result = call()
         except Exception as error:
             failure = error
-        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
-        exchange(error=failure)
+        self._engine.exchange(error=failure, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
         return result
 
     def _training_state(self, optimizer: Any, lr_scheduler: Any, loader: Any, step: int) -> checkpoint.TrainingState:

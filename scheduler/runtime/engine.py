@@ -22,17 +22,19 @@ from reshard.coordination import (
     explain_lost_store,
     find_channel,
     find_group,
+    leave_interrupted,
+    mark_published,
+    publishing,
     publishing_lost_ranks,
     report_error,
 )
-from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.planner import Strategy, plan_tensors
 from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
 from ..graph import Pipeline
-from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..simulation.replay import PipelineTimeline
 from . import torch_compat
@@ -59,13 +61,17 @@ from .engine_arguments import (
 )
 from .executor import EngineState, Iteration, Program, Step, StepInputs
 from .grad_sync import ReplicaSync, wait_for_root_cause
-from .observe import gather, gather_values
+from .observe import gather, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_training, training_of
 
 logger = logging.getLogger(__name__)
 
+#: An exception before or after the actions of a step ends the step on all ranks, too.
+_ending_step = publishing(lambda error, engine, *_, **__: engine.fail(engine._program, error))
+#: The same for methods of an object with an ``_engine``, which also agree with the other ranks outside of steps.
+ending_calls = publishing(lambda error, owner, *_, **__: owner._engine.interrupt(error))
 #: ``{stage: [{name: tensor} of each microbatch]}``
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
 
@@ -162,9 +168,7 @@ class Engine:
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
         self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
-        self._state = EngineState(
-            self._group.rank, self.row, self._stages, replicas, tied, num_loss_shards, self._device
-        )
+        self._state = EngineState(self.rank, self.row, self._stages, replicas, tied, num_loss_shards, self._device)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
         """Replace collectives of the modules by coded ones. Returns the pipelines with the codecs of their edges."""
@@ -231,6 +235,7 @@ class Engine:
             )
         return Program(schedule, tuple(pipelines), tuple(transfers), tuple(used))
 
+    @_ending_step
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
         """Run one iteration: forward and backward of every microbatch, then gradient sums over replicas.
 
@@ -247,6 +252,7 @@ class Engine:
         self.sums.count_step()
         return step
 
+    @_ending_step
     def evaluate(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:
         """Run the forward of every microbatch without gradients. Arguments and errors are those of :meth:`step`.
 
@@ -306,7 +312,9 @@ class Engine:
     def fail(self, program: Program, error: BaseException) -> None:
         """End a step on all ranks with the error of this rank. The engine cannot be used again."""
         self._error = error
-        error = self._add_context(error)
+        mark_published(error)
+        doing = None if self._iteration is None else self._iteration.doing
+        error = name_action(error, doing, self.schedule.name, self._group.rank)
         logger.debug("rank %d ends the step: %s", self._group.rank, error)
         for stage in self._stages.values():
             stage.forget()
@@ -316,21 +324,10 @@ class Engine:
             replicas.fail(error)
         self._state.ties.fail(error)
 
-    def _add_context(self, error: BaseException) -> BaseException:
-        """Add a note to the error that names the failed action. Returns the error to report to other ranks."""
-        doing = None if self._iteration is None else self._iteration.doing
-        if doing is None:
-            return error
-        where = f"in {doing}, microbatch {doing.microbatch} of stage {doing.stage}"
-        error.add_note(f"{where} of the schedule {self.schedule.name!r}")
-        if isinstance(error, ReshardError):
-            return error
-        if doing.kind is Kind.I:
-            error.add_note(
-                "This backward is split into two passes. A module that calls autograd in its forward "
-                "needs whole backwards: auto_schedule(..., can_split=False)"
-            )
-        return RemoteError(f"rank {self._group.rank} {where}: {type(error).__name__}: {error}")
+    def interrupt(self, error: BaseException) -> None:
+        """End a call on all ranks with the error of this rank, whatever they wait for."""
+        self.fail(self._program, error)
+        leave_interrupted(error, group=self._group)
 
     @property
     def rank(self) -> int:

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
+from reshard.errors import RemoteError, ReshardError
 
 from ..ir.actions import Action, Channel, Kind
 from ..simulation.channels import StageTransfer
@@ -56,6 +57,26 @@ def _record(rank: int, what: str, where: int | Channel, microbatch: int | None) 
     with torch.profiler.record_function(f"reshard: {text}"):
         yield
     logger.debug("rank %d ended: %s", rank, text)
+
+
+def name_action(error: BaseException, doing: Action | None, schedule: str, rank: int) -> BaseException:
+    """Add a note to an error that names the action in which it came. Returns the error to report to other ranks.
+
+    Args:
+        doing: the action of this rank; None: unchanged. schedule: name of the schedule.
+    """
+    if doing is None:
+        return error
+    where = f"in {doing}, microbatch {doing.microbatch} of stage {doing.stage}"
+    error.add_note(f"{where} of the schedule {schedule!r}")
+    if isinstance(error, ReshardError):
+        return error
+    if doing.kind is Kind.I:
+        error.add_note(
+            "This backward is split into two passes. A module that calls autograd in its forward needs whole "
+            "backwards: auto_schedule(..., can_split=False)"
+        )
+    return RemoteError(f"rank {rank} {where}: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)

