@@ -14,11 +14,8 @@ from .api.transfers import (
 )
 from .cli.html_report import plan_to_html as plan_to_html
 from .codecs.codec import Codec as Codec
-from .coordination.process_group import (
-    Group as Group,
-    close_group as close_group,
-    join as join,
-)
+from .coordination.liveness.claims import join as join
+from .coordination.process_group import Group as Group, close_group as close_group
 from .coordination.topology_discovery import (
     find_topology as find_topology,
 )

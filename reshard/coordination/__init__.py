@@ -13,13 +13,14 @@ from reshard.coordination.liveness.call_sequence import (
     publish_interruption,
     report_error,
 )
+from reshard.coordination.liveness.claims import join
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit, publishing_lost_ranks
 from reshard.coordination.liveness.interruptions import mark_published, publishing, without_effect
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.status import report_dead
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
-from reshard.coordination.process_group import Group, check_inside, find_group, join, known_groups, serve_store
+from reshard.coordination.process_group import Group, check_inside, find_group, known_groups, serve_store
 from reshard.coordination.topology_discovery import topology_of_names, warn_of_hosts
 
 __all__ = [

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import socket
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol, SupportsIndex
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -112,7 +113,8 @@ class Group:
         self.resources = GroupResources(self.store)
         self.channels = self.resources.channels
         self.lock = threading.RLock()
-        self.claim = self.claim_error = ""  # of a joined group, see reshard.coordination.liveness.claims
+        self.claim_token = secrets.token_hex(8)  # of a joined group, see reshard.coordination.liveness.claims
+        self.is_claimed, self.claim_error = False, ""
         self.attempts = 0  # rounds that this rank has started, on any channel
         self.status = RankStatus()
         self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
@@ -365,30 +367,3 @@ def _describe_fork(what: str, pid: int) -> str:
 
 
 call_in_child(_lock._at_fork_reinit)  # type: ignore[attr-defined]  # another thread may have held it during fork
-
-
-def join(store: Any, rank: int, world_size: int) -> Group:
-    """One group of processes from several jobs, for example a trainer and a server.
-
-    Every process passes the same store (for example ``torch.distributed.TCPStore``) and its own rank. No data is
-    exchanged yet: ranks connect in their first call. A group leaves keys in the store. For another group, for example
-    after a restart, pass a ``PrefixStore`` with another prefix.
-
-    Args:
-        store: a ``torch.distributed`` store that all processes reach.
-        rank: this process's rank in the new group, 0 to ``world_size - 1``.
-        world_size: number of ranks.
-
-    Returns:
-        A group to pass as ``group=``; layouts then use its ranks. Its threads and connections end with
-        ``group.close()``, at the end of a ``with`` block, or when nothing refers to it any more.
-
-    Raises:
-        ArgumentError: the rank is outside the group, or ``store`` is not a store. The first call with the group raises
-            it too, on all ranks, if two processes joined with the same rank.
-    """
-    if not isinstance(store, dist.Store):
-        raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
-    if not (isinstance(rank, SupportsIndex) and isinstance(world_size, SupportsIndex)):
-        raise ArgumentError(f"rank {rank!r} and world_size {world_size!r} must be integers")
-    return Group(dist.PrefixStore("reshard/join", own_client(store)), int(rank), int(world_size))

@@ -159,7 +159,7 @@ class Rendezvous:
         args = replace(args, request=add_call_counts(request, self.group, self.members))
         try:
             with contextlib.suppress(StoreSilentError):  # checked again while waiting
-                if self.rounds == 1 or self.group.claim_error:
+                if self.rounds <= 2 or self.group.claim_error:  # again before the first data moves
                     check_claims(self.group)
             return self._run_as_hub(args) if self.group.rank == self.members[0] else self._run_as_spoke(args)
         except RuntimeError as error:

@@ -11,7 +11,9 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.coordination.store import Store, StoreSilentError
 from reshard.testing import run_processes
+from tests.support.tensors import result_or_error
 
 SRC, DST = Layout(Mesh.of("3"), "S0 R"), Layout(Mesh.of("3"), "R S0")
 
@@ -44,3 +46,49 @@ def test_two_processes_with_one_rank_are_named_on_all_ranks(ranks, twice, on_los
     for rank, (_, seconds, pid, hostname) in zip(ranks, results, strict=True):
         assert (f"process {pid} on host {hostname}" in text) == (rank == twice)
         assert seconds < 5
+
+
+def _join_late(process, port):
+    """Two jobs of two ranks join under one prefix; rank 0 of one and rank 1 of the other call first."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    job, rank = divmod(process, 2)
+    with reshard.join(dist.PrefixStore("jobs", store), rank, 2) as group:
+        store.set(f"joined/{process}", "")
+        store.wait([f"joined/{each}" for each in range(4)])
+        time.sleep(0.0 if job == rank else 1.0)
+        rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
+        return result_or_error(
+            lambda: reshard.reshard(
+                torch.full((2, 4), 1000.0 * job + rank), rows, columns, group=group, timeout_seconds=10
+            ).tolist()
+        )
+
+
+def test_two_jobs_that_join_as_one_group_never_share_data():
+    for text in run_processes(_join_late, 4, init_group=False):
+        assert isinstance(text, str) and "two processes joined" in text
+
+
+def _claim_slowly(rank, port):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    answers = []
+
+    def late(self, key, expected, desired, *rest):
+        answer = plain(self, key, expected, desired, *rest)
+        if key.startswith("claim/") and not answers:
+            answers.append(answer)
+            raise StoreSilentError("the answer is late")
+        return answer
+
+    plain, Store.compare_set = Store.compare_set, late
+    with reshard.join(dist.PrefixStore("slow", store), rank, 2) as group:
+        assert answers
+        rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
+        moved = reshard.reshard(torch.full((2, 4), float(rank)), rows, columns, group=group, timeout_seconds=10)
+        assert moved[:, 0].tolist() == [0.0, 0.0, 1.0, 1.0]
+        store.set(f"done/{rank}", "")
+        store.wait(["done/0", "done/1"])
+
+
+def test_late_answer_to_a_claim_is_not_a_second_process():
+    run_processes(_claim_slowly, 2, init_group=False)

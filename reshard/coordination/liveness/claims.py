@@ -1,19 +1,53 @@
 """Which process is which rank of a joined group. Two processes with one rank are an error on all ranks.
 
-A process claims its rank in the store in its first call, and publishes an error if another process has claimed it.
-The other ranks read that error before their first round with a set of ranks, while they wait in a round, and with each
-heartbeat. A rank that has read it raises it in all later calls.
+A process claims its rank in the store when it joins, or in its first call if the store is slow, and publishes an error
+if another process has claimed it. The other ranks read that error before their first two rounds with a set of ranks,
+while they wait in a round, and with each heartbeat. A rank that has read it raises it in all later calls.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
-import secrets
+from typing import Any, SupportsIndex
 
-from reshard.coordination.process_group import Group
+import torch.distributed as dist
+
+from reshard.coordination.process_group import Group, own_client
+from reshard.coordination.store import StoreSilentError
 from reshard.errors import ArgumentError
 
 _DUPLICATE = "duplicate"
+
+
+def join(store: Any, rank: int, world_size: int) -> Group:
+    """One group of processes from several jobs, for example a trainer and a server.
+
+    Every process passes the same store (for example ``torch.distributed.TCPStore``) and its own rank. No data is
+    exchanged yet: ranks connect in their first call. A group leaves keys in the store. For another group, for example
+    after a restart, pass a ``PrefixStore`` with another prefix.
+
+    Args:
+        store: a ``torch.distributed`` store that all processes reach.
+        rank: this process's rank in the new group, 0 to ``world_size - 1``.
+        world_size: number of ranks.
+
+    Returns:
+        A group to pass as ``group=``; layouts then use its ranks. Its threads and connections end with
+        ``group.close()``, at the end of a ``with`` block, or when nothing refers to it any more.
+
+    Raises:
+        ArgumentError: the rank is outside the group, or ``store`` is not a store. The first call with the group raises
+            it too, on all ranks, if two processes joined with the same rank.
+    """
+    if not isinstance(store, dist.Store):
+        raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
+    if not (isinstance(rank, SupportsIndex) and isinstance(world_size, SupportsIndex)):
+        raise ArgumentError(f"rank {rank!r} and world_size {world_size!r} must be integers")
+    group = Group(dist.PrefixStore("reshard/join", own_client(store)), int(rank), int(world_size))
+    with contextlib.suppress(StoreSilentError, ArgumentError):  # the first call tries again, or raises the error
+        check_claims(group)
+    return group
 
 
 def check_claims(group: Group) -> None:
@@ -25,8 +59,8 @@ def check_claims(group: Group) -> None:
     """
     if group.process_group is not None or group.is_destroyed() or group.size == 1:
         return
-    if not group.claim:
-        claim = json.dumps([group.hostname, group.pid, secrets.token_hex(8)])
+    if not group.is_claimed:
+        claim = json.dumps([group.hostname, group.pid, group.claim_token])  # the same if an answer is late
         holder = group.store.compare_set(f"claim/{group.rank}", "", claim).decode()
         if holder != claim:
             hostname, pid, _ = json.loads(holder)
@@ -36,7 +70,7 @@ def check_claims(group: Group) -> None:
                 f"process {group.pid} on host {group.hostname}; each process needs its own rank, from 0 to "
                 f"{group.size - 1}, and a group that is joined again needs a PrefixStore with another prefix",
             )
-        group.claim = claim
+        group.is_claimed = True
     read_claim_error(group)
     if group.claim_error:
         raise ArgumentError(group.claim_error)
@@ -44,5 +78,5 @@ def check_claims(group: Group) -> None:
 
 def read_claim_error(group: Group) -> None:
     """Set ``group.claim_error`` if two processes have claimed one rank."""
-    if group.claim and not group.claim_error and group.store.check([_DUPLICATE]):
+    if group.is_claimed and not group.claim_error and group.store.check([_DUPLICATE]):
         group.claim_error = group.store.get(_DUPLICATE).decode()
