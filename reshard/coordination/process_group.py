@@ -187,35 +187,36 @@ class Group:
         Raises:
             ArgumentError: another thread is in a call, or this thread is, and did not allow a call inside it.
         """
-        thread_id = threading.get_ident()
-        with self.lock:
-            is_first = self._caller is None
-            if self._caller not in (None, thread_id):
-                raise ArgumentError(
-                    f"rank {self.rank}: two threads call on one {self} at once; ranks match calls by order, and two "
-                    "threads have no common order: give each thread its own group (torch.distributed.new_group or "
-                    "reshard.join)"
-                )
-            if not is_first and not self._may_nest:
-                raise self._describe_interruption()
-            may_nest, self._may_nest = self._may_nest, False
-            self._caller = thread_id
-            current = threading.current_thread()
-            earlier = [thread for thread in self.callers if thread is not current and thread.is_alive()]
-            self.callers_alternate |= current in self.callers[:-1] and bool(earlier)
-            self.callers = [*earlier, current]
-        try:
+        thread_id, is_entered = threading.get_ident(), False
+        try:  # before anything changes: an interrupt may come at any line
+            with self.lock:
+                is_first, may_nest = self._caller is None, self._may_nest
+                if self._caller not in (None, thread_id):
+                    raise ArgumentError(
+                        f"rank {self.rank}: two threads call on one {self} at once; ranks match calls by order, and "
+                        "two threads have no common order: give each thread its own group "
+                        "(torch.distributed.new_group or reshard.join)"
+                    )
+                if not is_first and not may_nest:
+                    raise self._describe_interruption()
+                current = threading.current_thread()
+                earlier = [thread for thread in self.callers if thread is not current and thread.is_alive()]
+                self.callers_alternate |= current in self.callers[:-1] and bool(earlier)
+                self.callers = [*earlier, current]
+                is_entered = True
+                self._caller, self._may_nest = thread_id, False
             yield
         finally:
-            self._may_nest = may_nest
-            if is_first:
-                self._caller = None
+            if is_entered:
+                self._may_nest = may_nest
+                if is_first:
+                    self._caller = None
 
     @contextlib.contextmanager
     def nesting(self) -> Iterator[None]:
         """Allow one call at a time inside the current one, such as that of a Mover."""
-        self._may_nest = True
         try:
+            self._may_nest = True
             yield
         finally:
             self._may_nest = False
@@ -230,8 +231,8 @@ class Group:
         thread_id = threading.get_ident()
         if thread_id in self._in_rounds:
             raise self._describe_interruption()
-        self._in_rounds.add(thread_id)
         try:
+            self._in_rounds.add(thread_id)
             yield
         finally:
             self._in_rounds.discard(thread_id)
