@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.compression import GradientSum, WeightSync
 from tests.gpu.ranks import DEVICE, MARKS, RANKS, run
 from tests.support.random_problems import random_problem
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -106,3 +107,43 @@ def _code(rank):
 
 def test_coded_tensors_equal_those_of_the_cpu():
     run(_code)
+
+
+OPTIONS = [
+    {"verify": True},
+    {"on_loss": "recover"},
+    {"compression": "int8x128", "max_error": 0.1},
+    {"compression": "bf16-lossless"},
+    {"compression": "delta"},
+]
+
+
+def _use_options_of_the_cpu(rank):
+    """Calls, Movers, WeightSync and GradientSum that move CUDA tensors through copies in host memory."""
+    whole = torch.randn(32, 1536, generator=torch.Generator().manual_seed(0)).bfloat16()
+    source, wanted = _on_device(take_shard(SRC, rank, whole)), _on_device(take_shard(DST, rank, whole))
+    for options in OPTIONS:
+        for out in (None, None if wanted is None else torch.zeros_like(wanted)):
+            moved = reshard.reshard(
+                source, SRC, DST, shape=whole.shape, dtype=whole.dtype, out=out, timeout_seconds=30, **options
+            )
+            assert (moved is None) == (wanted is None) and (out is None or moved is out), options
+            near = 0.1 if "max_error" in options else 0.0
+            assert moved is None or torch.allclose(moved.float(), wanted.float(), atol=near), options
+    plan, out = reshard.make_plan(SRC, DST, whole.shape, whole.dtype), None if wanted is None else wanted.clone()
+    for options in ({"verify": True}, {"compression": "bf16-lossless"}):
+        with reshard.Mover(plan, device=DEVICE, **options) as mover:
+            moved = mover(None if source is None else source * 2, out=out)
+            assert moved is out and (out is None or torch.equal(out, wanted * 2)), options
+    sync = WeightSync(SRC, DST, {"w": whole.shape}, whole.dtype)
+    for version in (1, 2):
+        weights = None if source is None else {"w": source * version}
+        sync(weights, None if out is None else {"w": out}, version=version)
+        assert out is None or torch.equal(out, wanted * version)
+    gradients = {"a": torch.full((40, 3), rank + 1.0, device=DEVICE)}
+    GradientSum(None, average=False)(gradients)
+    assert gradients["a"].unique().tolist() == [10.0]
+
+
+def test_options_of_the_cpu_move_tensors_of_a_gpu():
+    run(_use_options_of_the_cpu)
