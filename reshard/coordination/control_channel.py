@@ -245,8 +245,9 @@ class Hub:
         if hello is None:
             return
         self._unverified.remove(peer)
-        well_formed = isinstance(hello, list) and len(hello) == 2
-        if not well_formed or not hmac.compare_digest(str(hello[0]).encode(), self._secret.encode()):
+        well_formed = isinstance(hello, list) and [type(each) for each in hello] == [str, int]
+        given = hello[0].encode(errors="surrogatepass") if well_formed else b""  # a stranger may send any text
+        if not hmac.compare_digest(given, self._secret.encode()):
             peer.close()
         elif hello[1] in self._others and hello[1] not in self._peers:
             self._peers[hello[1]] = peer

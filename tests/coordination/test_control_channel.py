@@ -98,13 +98,25 @@ def test_connections_without_secret_or_known_rank_are_closed(ends):
             connection.sendall(len(body).to_bytes(4, "big") + body)
             closed.append(connection.recv(1))
 
-    threads = [threading.Thread(target=connect, args=(hello,)) for hello in (["wrong", 2], [hub._secret, 7], {"a": 1})]
+    strange = (
+        ["\ud800", 1],
+        [None, 2],
+        [hub._secret, [2]],
+        [hub._secret, {}],
+        [hub._secret, True],
+        [[], []],
+        None,
+        "",
+        1e999,
+    )
+    hellos = (["wrong", 2], [hub._secret, 7], {"a": 1}, *strange)
+    threads = [threading.Thread(target=connect, args=(hello,)) for hello in hellos]
     for thread in threads:
         thread.start()
-    _pump(hub, lambda: len(closed) == 3)
+    _pump(hub, lambda: len(closed) == len(hellos))
     for thread in threads:
         thread.join()
-    assert closed == [b""] * 3 and not hub.is_connected(2) and not hub.is_connected(7)
+    assert closed == [b""] * len(hellos) and not hub.is_connected(2) and not hub.is_connected(7)
 
 
 def test_an_end_that_another_thread_has_closed_reads_nothing(ends):
