@@ -25,6 +25,8 @@ from reshard.errors import RemoteError
 from reshard.forks import close_in_child
 from reshard.formatting import format_ranks
 
+#: Connections without a hello that are kept open beyond one of each member. The oldest are closed.
+MAX_STRANGERS = 64
 _HEADER = struct.Struct("!I")
 MAX_FRAME_BYTES = 2**28
 MAX_HELLO_BYTES = 1024
@@ -78,9 +80,12 @@ class _Peer:
         body = bytes(self._buffer[_HEADER.size : _HEADER.size + size])
         del self._buffer[: _HEADER.size + size]
         try:
-            return json.loads(body)
+            value = json.loads(body)
         except (ValueError, RecursionError) as error:
             raise EOFError(f"a frame is not JSON: {error}") from None
+        if value is None:
+            raise EOFError("a frame is null")
+        return value
 
     def say_goodbye(self, reason: tuple[str, str] | None) -> None:
         """Send a last frame that distinguishes a regular end from a death.
@@ -231,6 +236,8 @@ class Hub:
         try:
             connection, _ = self._listener.accept()
             self._unverified.append(_Peer(connection))
+            if len(self._unverified) > len(self._others) + MAX_STRANGERS:
+                self._unverified.pop(0).close()
         except OSError as error:
             if is_descriptor_shortage(error):
                 raise

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from reshard.coordination.control_channel import Hub, Spoke
+from reshard.coordination.control_channel import MAX_STRANGERS, Hub, Spoke
 from reshard.coordination.links import Links
 from reshard.coordination.store import Store
 
@@ -130,3 +130,15 @@ def test_an_end_that_another_thread_has_closed_reads_nothing(ends):
         spoke.pump(0.0)
     links.hub, links.spoke = None, spoke
     assert links.find_left() is None
+
+
+def test_silent_strangers_do_not_use_up_descriptors(ends):
+    hub, _ = ends
+    address = hub._listener.getsockname()[:2]
+    strangers = []
+    for _ in range(MAX_STRANGERS + 20):
+        strangers.append(socket.create_connection(address, timeout=5))
+        hub.drain()
+    assert len(hub._unverified) <= MAX_STRANGERS + 3 and strangers[0].recv(1) == b""
+    for each in strangers:
+        each.close()
