@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -229,8 +228,7 @@ class PipelineEngine:
         """
         state = self._training_state(optimizer, lr_scheduler, loader, step)
         self._run_and_agree(lambda: checkpoint.check_saved(state, keep))
-        exchange = functools.partial(self._engine.exchange, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
-        checkpoint.save(Path(path), state, exchange, keep)
+        checkpoint.save(Path(path), state, self._exchange_files, keep)
 
     @ending_calls
     def load(
@@ -240,32 +238,30 @@ class PipelineEngine:
         lr_scheduler: Any = None,
         loader: Any = None,
         *,
+        step: int | None = None,
         missing_ok: bool = False,
     ) -> int:
         """Load the newest complete checkpoint at ``path``, saved with any cut into stages. Returns its step.
 
         A folder ``step-XXXXXXXX`` that another program saved by ``torch.distributed.checkpoint`` with the keys "model"
         and "optimizer" is loaded too; its step counts as 0. The random number generators are restored only if the
-        number of ranks is the same as at the save, and error feedback only if the stages are the same too. Other
-        arguments: :meth:`save`.
+        number of ranks is the same as at the save, and error feedback only if the stages are the same too.
 
         Args:
-            missing_ok: return 0 if there is no checkpoint, instead of an error.
+            step: load the checkpoint of this step. missing_ok: return 0 if there is none. Others: see :meth:`save`.
 
         Raises:
-            ArgumentError: there is no checkpoint, or it lacks an entry that this call loads.
+            ArgumentError: there is no checkpoint, it lacks an entry that this call loads, or a file of it is damaged.
         """
-        found = self._run_and_agree(lambda: checkpoint.find_checkpoints(path) if self._is_first else [])
-        gathered = self._engine.exchange(str(found[-1][1]) if found else None)
-        folder = next((value for value in gathered.values() if value is not None), None)
+        folder = checkpoint.choose_checkpoint(path, step, self._rank, self._is_first, self._exchange_files)
+        if folder is None and missing_ok:
+            return 0
         if folder is None:
-            if missing_ok:
-                return 0
             raise ArgumentError(f"there is no complete checkpoint at {path}; pass missing_ok=True to start without one")
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
         self._run_and_agree(lambda: checkpoint.check_objects(state, "load_state_dict"))
-        request = self._run_and_agree(lambda: checkpoint.find_entries(Path(folder), state))
-        counters = self._run_and_agree(lambda: checkpoint.load(Path(folder), request, state))
+        request = self._run_and_agree(lambda: checkpoint.find_entries(folder, state))
+        counters = self._run_and_agree(lambda: checkpoint.load(folder, request, state))
         if self._loss_scale is not None and counters.get("loss_scale") is not None:
             self._loss_scale.load_state_dict(counters["loss_scale"])
         return int(counters.get("step", 0))
@@ -277,8 +273,12 @@ class PipelineEngine:
             result = call()
         except Exception as error:
             failure = error
-        self._engine.exchange(error=failure, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
+        self._exchange_files(None, failure)
         return result
+
+    def _exchange_files(self, value: Any, error: BaseException | None) -> Mapping[int, Any]:
+        """The values of all ranks, which may wait for a rank that reads or writes files."""
+        return self._engine.exchange(value, error, timeout_seconds=checkpoint.CHECKPOINT_TIMEOUT_SECONDS)
 
     def _training_state(self, optimizer: Any, lr_scheduler: Any, loader: Any, step: int) -> checkpoint.TrainingState:
         scale = None if self._loss_scale is None else self._loss_scale.state_dict()

@@ -6,9 +6,10 @@ load them into the whole model in one process. The keys ``engine``, ``lr_schedul
 hold pickled state. All ranks need access to the same file system.
 
 A checkpoint is written to ``step-00000100.unfinished``, which is then renamed. If a rank dies while it saves step 100
-again, the earlier checkpoint of step 100 is still there.
+again, the earlier checkpoint of step 100 is still there. The file ``SHA256SUMS`` has the digests of the other files.
 """
 
+from .choosing import choose_checkpoint
 from .folders import find_checkpoints
 from .loading import find_entries, load
 from .saving import CHECKPOINT_TIMEOUT_SECONDS, check_saved, save
@@ -19,6 +20,7 @@ __all__ = [
     "TrainingState",
     "check_objects",
     "check_saved",
+    "choose_checkpoint",
     "find_checkpoints",
     "find_entries",
     "load",

@@ -6,6 +6,8 @@ import re
 import shutil
 from pathlib import Path
 
+from .digests import DIGESTS_FILE
+
 _UNFINISHED = ".unfinished"
 _FOLDER = re.compile(r"step-(\d{8,})(\.unfinished)?")
 
@@ -16,7 +18,7 @@ def find_checkpoints(path: str | Path) -> list[tuple[int, Path]]:
     # In reverse order, "step-N.unfinished" comes before "step-N", which then replaces it.
     for folder in sorted(Path(path).glob("step-*"), reverse=True):
         match = _FOLDER.fullmatch(folder.name)
-        if match and (folder / ".metadata").exists():  # torch writes this file last
+        if match and _is_complete(folder):
             found[int(match[1])] = folder
     return sorted(found.items())
 
@@ -34,8 +36,8 @@ def unfinished_folder(folder: Path) -> Path:
 def begin(folder: Path) -> None:
     """Make an empty folder for a checkpoint that will be renamed to ``folder``."""
     unfinished = unfinished_folder(folder)
-    if (unfinished / ".metadata").exists() and not (folder / ".metadata").exists():
-        finish(folder)  # it is complete, and may be the only checkpoint
+    if _is_complete(unfinished) and not _is_complete(folder):
+        finish(folder)  # it may be the only checkpoint
     _delete(unfinished)
     unfinished.mkdir(parents=True)
 
@@ -46,10 +48,17 @@ def finish(folder: Path) -> None:
     unfinished_folder(folder).rename(folder)
 
 
+def _is_complete(folder: Path) -> bool:
+    """Whether a checkpoint was completed in this folder. If a file is missing since, it is damaged but complete."""
+    last = [(folder / name).exists() for name in (".metadata", DIGESTS_FILE)]
+    return all(last) if folder.name.endswith(_UNFINISHED) else any(last)
+
+
 def _delete(folder: Path) -> None:
     if folder.exists():
-        # Delete this file first: a folder that has it counts as complete.
-        (folder / ".metadata").unlink(missing_ok=True)
+        # Delete these files first: a folder that has one of them counts as complete.
+        for name in (DIGESTS_FILE, ".metadata"):
+            (folder / name).unlink(missing_ok=True)
         shutil.rmtree(folder)
 
 

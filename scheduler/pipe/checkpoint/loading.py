@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from reshard.errors import ArgumentError
@@ -23,9 +24,12 @@ def find_entries(folder: Path, state: TrainingState) -> Request:
     """Find the entries that this rank reads from the checkpoint.
 
     Raises:
-        ArgumentError: the checkpoint lacks an entry that ``state`` needs, or has it with another shape.
+        ArgumentError: the checkpoint lacks an entry that ``state`` needs, has it with another shape, or is damaged.
     """
-    known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    try:
+        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    except Exception as error:  # pickle raises any kind
+        raise ArgumentError(f"cannot read {folder / '.metadata'}: {type(error).__name__}: {error}") from error
     request = Request(known)
     for name, tensor in state.model():
         request.want([f"model.{each}" for each in state.aliases(name)], tensor)
@@ -53,7 +57,10 @@ def load(folder: Path, request: Request, state: TrainingState) -> dict[str, Any]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         for wanted in (request.wanted, *request.further):
-            dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+            try:
+                dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
+            except (CheckpointException, Exception) as error:  # the first is no Exception
+                raise ArgumentError(f"cannot read the checkpoint {folder}: {error}") from error
     for restore in request.restore:
         restore()
     if state.lr_scheduler is not None:

@@ -15,15 +15,12 @@ import torch.distributed.checkpoint as dcp
 
 from reshard.errors import ArgumentError, DisagreementError
 
+from .digests import digest_of, write_digests
 from .folders import begin, finish, folder_of, prune, unfinished_folder
-from .state import TrainingState, check_objects, rng_state
+from .state import Exchange, TrainingState, check_objects, rng_state
 
 #: Time limit for waiting for a rank that writes or reads. Ranks detect at once that another one died.
 CHECKPOINT_TIMEOUT_SECONDS = 3600.0
-#: ``exchange(value, error)`` returns the values of all ranks, by rank. If a rank passes an error, all ranks raise it.
-Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
-
-
 #: Time limit for the other ranks until a shared file system shows them the folder that the first rank has made.
 FOLDER_TIMEOUT_SECONDS = 5.0
 
@@ -71,11 +68,16 @@ def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> Non
         own = global_plans[[*plans].index(state.rank)]
         writing = writer.write_data(planner.finish_plan(own), planner)
         writing.wait()
-        return writing.value()
+        written = writing.value()
+        files = {each.storage_data.relative_path for each in written}
+        return written, {name: digest_of(unfinished_folder(folder) / name) for name in files}
 
     def complete() -> None:
         if state.is_first:
-            writer.finish(metadata, [*results.values()])
+            writer.finish(metadata, [written for written, _ in results.values()])
+            digests = {name: digest for _, each in results.values() for name, digest in each.items()}
+            unfinished = unfinished_folder(folder)
+            write_digests(unfinished, {**digests, ".metadata": digest_of(unfinished / ".metadata")})
             finish(folder)
             prune(folder.parent, keep)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,9 @@ from reshard.formatting import count_of
 
 from ...runtime.compression import StageSums
 from .plain_parameters import PlainParameter, named_state
+
+#: ``exchange(value, error)`` returns the values of all ranks, by rank. If a rank passes an error, all ranks raise it.
+Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
 
 
 @dataclass(frozen=True)

@@ -236,6 +236,7 @@ def test_complete_folders_are_found_under_either_name(tmp_path):
         (tmp_path / name).mkdir()
         if not name.endswith("3"):
             (tmp_path / name / ".metadata").touch()
+    (tmp_path / "step-00000002.unfinished" / "SHA256SUMS").touch()  # written last
     names = ["step-00000001", "step-00000002.unfinished"]
     assert find_checkpoints(tmp_path) == [(step, tmp_path / name) for step, name in enumerate(names, 1)]
 
