@@ -4,9 +4,9 @@ It needs Python 3.11 or later, torch, NumPy, SciPy, xxhash, pytest, hypothesis, 
 C++ compiler. It uses Triton, CuPy and compute-sanitizer if they are installed. It needs no network, virtual environment
 or pip: it builds the package with its build backend and unpacks it next to copies of the tests.
 
-The check that the pipeline engine does not hang is the first. Each check is a separate process with a time limit, and a
+The check that the pipeline engine does not hang runs first. Each check is a separate process with a time limit, and a
 failure does not stop the others. Some run at the same time; those that measure times run alone, at the end. At its limit
-a check is aborted, so that Python prints where each of its ranks was. All together end after five minutes; checks for
+a check is aborted, so that Python prints where each of its ranks was. The whole run ends within five minutes; checks for
 which no time is left are not run. The page of results is written after each check. ``--only NAME`` runs the checks whose
 names contain NAME. With ``--standin`` the script runs without a GPU, on stand-ins for the device.
 """
@@ -47,7 +47,7 @@ PYTEST = [
     "filterwarnings=",
 ]
 BUILD_SECONDS = 180.0
-#: Limit of the build and all checks together, less the time that ending the last two may take.
+#: Limit of the build and all checks together, less the time to end the checks that still run.
 TOTAL_SECONDS = 280.0
 #: Checks that run at the same time.
 LANES = 3

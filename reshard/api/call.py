@@ -34,8 +34,8 @@ from reshard.coordination import (
     known_groups,
     leave_interrupted,
     plan_arguments,
+    publish_exceptions,
     publish_interruption,
-    publishing,
     remaining_ranks,
     report_error,
     resolve_partial,
@@ -55,7 +55,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
 
-@publishing(leave_interrupted)
+@publish_exceptions(leave_interrupted)
 @not_compiled
 def reshard(
     tensor: Any = None,
@@ -168,7 +168,7 @@ def reshard(
     ).wait()
 
 
-@publishing(leave_interrupted)
+@publish_exceptions(leave_interrupted)
 @not_compiled
 def reshard_async(
     tensor: Any = None,

@@ -28,8 +28,8 @@ from reshard.coordination import (
     find_channel,
     find_group,
     plan_arguments,
+    publish_exceptions,
     publish_interruption,
-    publishing,
     report_error,
     resolve_partial,
     warn_of_hosts,
@@ -170,7 +170,7 @@ class Mover:
         """Bytes allocated beyond the source and destination shards; at most the plan's ``staging_bytes``."""
         return self._transfers.allocated_bytes
 
-    @publishing(_fail_interrupted)
+    @publish_exceptions(_fail_interrupted)
     @not_compiled
     def __call__(
         self, tensor: Any = None, *, out: Any = None, base: Any = None, timeout_seconds: float | None = None
@@ -178,7 +178,7 @@ class Mover:
         """Start a transfer and wait for its result; see :meth:`start` and :meth:`Handle.wait`."""
         return self.start(tensor, out=out, base=base).wait(timeout_seconds)
 
-    @publishing(_fail_interrupted)
+    @publish_exceptions(_fail_interrupted)
     @not_compiled
     def start(self, tensor: Any = None, *, out: Any = None, base: Any = None) -> Handle:
         """Start a transfer.

@@ -35,10 +35,11 @@ class SyncShards:
         self._is_read = False
 
     def read(self) -> None:
-        """Check the arrays, and copy those on a GPU to the host. Does nothing the second time.
+        """Check the arrays, and copy those on a GPU to the host. Later calls do nothing.
 
         Raises:
-            ArgumentError: an array does not fit its shard, or a transfer still uses it.
+            ArgumentError: an array does not fit its shard, a name is unknown, a source and an ``out`` share memory, a
+                DTensor has another layout, or a transfer still uses an array.
         """
         if self._is_read:
             return
@@ -58,7 +59,7 @@ class SyncShards:
         self._is_read = True
 
     def copy_back(self) -> None:
-        """Copy the destination shards to the GPU that they belong on."""
+        """Copy received shards from the host into the arrays on a GPU that were passed as ``out``, if any."""
         for name, result in self._results.items():
             if self.out[name] is not result:
                 to_device(self.out[name], result.device, result)

@@ -23,8 +23,8 @@ from reshard.coordination import (
     find_channel,
     find_group,
     leave_interrupted,
+    publish_exceptions,
     publish_interruption,
-    publishing,
 )
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError, VerificationError
@@ -120,7 +120,7 @@ class WeightSync:
         self._digests: dict[str, int] = {}  # of the plain bytes of each bucket, at the last version
         self.version: int | None = None
 
-    @publishing(_leave_interrupted)
+    @publish_exceptions(_leave_interrupted)
     def __call__(self, tensors: Shards | None, out: Shards | None, *, version: int) -> SyncReport:
         """Send a version. All ranks of the layouts must call it.
 

@@ -16,7 +16,7 @@ from reshard.coordination.liveness.call_sequence import (
 from reshard.coordination.liveness.claims import join
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit, publishing_lost_ranks
-from reshard.coordination.liveness.interruptions import mark_published, publishing, without_effect
+from reshard.coordination.liveness.interruptions import keep_exceptions_local, mark_published, publish_exceptions
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.status import report_dead
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
@@ -43,13 +43,14 @@ __all__ = [
     "find_group",
     "gather_reports",
     "join",
+    "keep_exceptions_local",
     "known_groups",
     "leave_interrupted",
     "mark_published",
     "own_address",
     "plan_arguments",
+    "publish_exceptions",
     "publish_interruption",
-    "publishing",
     "publishing_lost_ranks",
     "rebuild_error",
     "remaining_ranks",
@@ -60,5 +61,4 @@ __all__ = [
     "serve_store",
     "topology_of_names",
     "warn_of_hosts",
-    "without_effect",
 ]

@@ -7,14 +7,16 @@ import os
 import torch
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 
 def share_gpus(rank: int) -> torch.device:
     """Choose a GPU for this rank that other ranks of this machine may use too, to try out a program on few GPUs.
 
-    Call it on every rank before ``init_process_group`` and before any other use of CUDA. To NCCL, each rank is then a
-    different host, and ranks exchange data over sockets of the loopback interface. That shows what is right, not what
-    is fast.
+    Call it on every rank before ``init_process_group`` and before any other use of CUDA. All ranks must be on one
+    machine. It sets NCCL_HOSTID, and NCCL_MULTI_RANK_GPU_ENABLE, NCCL_SOCKET_IFNAME and NCCL_IB_DISABLE unless they are
+    set: to NCCL, each rank is then a different host, and ranks exchange data over sockets of the loopback interface.
+    Use it to test correctness, not speed.
 
     Args:
         rank: rank in the world. GPUs are assigned in turn.
@@ -36,7 +38,8 @@ def share_gpus(rank: int) -> torch.device:
     return device
 
 
-#: NCCL refuses two ranks of a host on one GPU, and a direct path needs one process per GPU.
+#: Allow several ranks per GPU (newer NCCL), and use sockets of the loopback interface. Older NCCL rejects two ranks of
+#: one host on one GPU, so NCCL_HOSTID also makes each rank a host of its own.
 _SETTINGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 
@@ -57,6 +60,7 @@ def count_gpus() -> int:
 def check_num_gpus(num_ranks: int, shares_gpus: bool) -> None:
     """Raise ArgumentError unless this machine has a GPU for every rank, or at least one if ranks may share them."""
     num_gpus = count_gpus()
-    if num_gpus < (1 if shares_gpus else num_ranks):
+    needed = 1 if shares_gpus else num_ranks
+    if num_gpus < needed:
         how = "; with --share-gpus, ranks share them, which is slow" if num_gpus else ""
-        raise ArgumentError(f"--device cuda needs {num_ranks} GPUs on this machine, which has {num_gpus}{how}")
+        raise ArgumentError(f"--device cuda needs {count_of(needed, 'GPU')} on this machine, which has {num_gpus}{how}")

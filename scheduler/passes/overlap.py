@@ -54,7 +54,7 @@ def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     ahead = overlap_transfers(schedule, pipeline)
     recvs_ahead = RECVS_AHEAD
     while True:
-        rows = [_replace_recvs(row, pipeline, recvs_ahead) for row in ahead.rows]
+        rows = [_move_recvs(row, pipeline, recvs_ahead) for row in ahead.rows]
         blocking = replace(
             ahead,
             name=schedule.renamed(", blocking"),
@@ -82,7 +82,7 @@ def defer_recvs(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     ahead = overlap_transfers(schedule, pipeline)
     rows = []
     for row in ahead.rows:
-        late = _replace_recvs(row, pipeline, 0)
+        late = _move_recvs(row, pipeline, 0)
         rows.append(tuple(replace(a, blocks=True) if a.kind in _CONSUMERS else a for a in late))
     return replace(ahead, name=schedule.renamed(", at the consumer"), rows=tuple(rows))
 
@@ -91,7 +91,7 @@ def defer_recvs(schedule: Schedule, pipeline: Pipeline) -> Schedule:
 _CONSUMERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
 
 
-def _replace_recvs(row: Sequence[Action], pipeline: Pipeline, recvs_ahead: int) -> list[Action]:
+def _move_recvs(row: Sequence[Action], pipeline: Pipeline, recvs_ahead: int) -> list[Action]:
     """Move the receives of a row: ``recvs_ahead`` are posted on a channel beyond the one that is needed next.
 
     Rows may then post transfers in different orders.

@@ -24,7 +24,7 @@ from reshard.coordination import (
     find_group,
     leave_interrupted,
     mark_published,
-    publishing,
+    publish_exceptions,
     publishing_lost_ranks,
     report_error,
 )
@@ -61,7 +61,7 @@ from .engine_arguments import (
 )
 from .executor import EngineState, Iteration, Program, Step, StepInputs
 from .grad_sync import ReplicaSync, wait_for_root_cause
-from .observe import gather, gather_values, name_action
+from .observe import gather_timeline, gather_values, name_action
 from .p2p import StageTransfers, plan_channels
 from .stage import StageRun
 from .tied_params import TiedParameter, TiedParameters, check_training, training_of
@@ -69,9 +69,9 @@ from .tied_params import TiedParameter, TiedParameters, check_training, training
 logger = logging.getLogger(__name__)
 
 #: An exception before or after the actions of a step ends the step on all ranks, too.
-_ending_step = publishing(lambda error, engine, *_, **__: engine.fail(engine._program, error))
+_ending_step = publish_exceptions(lambda error, engine, *_, **__: engine.fail(engine._program, error))
 #: The same for methods of an object with an ``_engine``, which also agree with the other ranks outside of steps.
-ending_calls = publishing(lambda error, owner, *_, **__: owner._engine.interrupt(error))
+ending_calls = publish_exceptions(lambda error, owner, *_, **__: owner._engine.interrupt(error))
 #: ``{stage: [{name: tensor} of each microbatch]}``
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
 
@@ -381,7 +381,7 @@ class Engine:
         """
         if self._iteration is None:
             raise ArgumentError("there is no timeline before the first step")
-        return gather(self._iteration.measured, self._channel, self._timeout_seconds)
+        return gather_timeline(self._iteration.measured, self._channel, self._timeout_seconds)
 
     def close(self) -> None:
         """Stop the threads that move tensors."""

@@ -110,7 +110,7 @@ class HostClock:
         """End the measurement."""
 
     def seconds(self, moment: Any) -> float:
-        """A moment as ``time.monotonic()``, after :meth:`finish`."""
+        """A moment in seconds of this host's ``time.monotonic()``. Call :meth:`finish` first."""
         return float(moment)
 
 
@@ -146,7 +146,7 @@ class StepRecord:
 
     Attributes:
         actions: complete after :meth:`finish`. transfers: ends of transfers.
-        waited_seconds: how long computations waited for transfers, and the row for those that block.
+        waited_seconds: seconds that computations waited for their inputs, plus the durations of blocking transfers.
     """
 
     def __init__(self, row: int, device: str = "cpu") -> None:
@@ -179,12 +179,20 @@ _TransferTimes = tuple[Channel, int, bool, float | None, float | None, float | N
 _RankTimes = tuple[int, list[ActionRecord], list[_TransferTimes], str, float]
 
 
-def gather(measured: StepRecord, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
+def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_seconds: float) -> PipelineTimeline:
     """The timeline of a step. Every rank of the channel must call this.
 
     Ranks of one host share a clock. A rendezvous aligns the clocks of different hosts to about a millisecond. The
     actions of a row are those of its first rank. A transfer starts when both ends have begun, and ends when the last
     receiver is done.
+
+    Args:
+        measured: the record of this rank, finished.
+        channel: of all ranks of the pipeline.
+        timeout_seconds: limit of each of two rounds.
+
+    Returns:
+        The timeline, in seconds from the start of the first action.
 
     Raises:
         TransferTimeoutError: a rank does not call.

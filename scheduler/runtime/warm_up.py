@@ -42,10 +42,11 @@ def keep_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 def warm_up(run: StageRun, pipeline: Pipeline, fed: Mapping[str, Any], rank: int, train: bool) -> None:
-    """Run a stage of this rank once, without any effect: on zeros in place of what it receives from other stages.
+    """Run a stage of this rank once, on zeros in place of the tensors that it receives from other stages.
 
-    Gradients, buffers and random number generators are kept, and no hook of a parameter runs. An error is ignored,
-    because the step will raise it.
+    Gradients, buffers and the state of random number generators do not change. Hooks that run after a gradient is
+    accumulated, such as those of DDP, do not run. Hooks of modules and of ``Tensor.register_hook`` do. An ``Exception``
+    is only logged: if it matters, the step raises it again.
 
     Args:
         run: the stage.

@@ -147,7 +147,7 @@ def check_one_order(schedule: Schedule) -> None:
     """Check that all rows of a valid schedule post their transfers in one order.
 
     Such a schedule cannot deadlock, not even if a row that has posted a transfer does nothing more until the transfer
-    is complete. On a GPU, any later call of the host may wait so long.
+    is complete. On a GPU, any later CUDA call of the host may block that long.
 
     Raises:
         ScheduleError: rows post transfers in different orders. The text shows rows that could wait for each other.

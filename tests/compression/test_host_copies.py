@@ -32,7 +32,7 @@ OPTIONS = [
 @pytest.fixture
 def copied(monkeypatch):
     """All transfers whose options need it run on copies."""
-    monkeypatch.setattr(host_copies, "COPIED", {"cpu"})
+    monkeypatch.setattr(host_copies, "COPIED_DEVICE_TYPES", {"cpu"})
 
 
 def _move(rank, options):

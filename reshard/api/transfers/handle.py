@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, call_at_exit, without_effect
+from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, call_at_exit, keep_exceptions_local
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
 from reshard.forks import call_in_child
 from reshard.formatting import describe_ranks
@@ -120,7 +120,7 @@ class Handle:
         """Whether the transfer has ended, so that :meth:`wait` does not block."""
         return self.watch.done.is_set()
 
-    @without_effect
+    @keep_exceptions_local
     @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Block until the transfer has ended and return its result.
@@ -179,7 +179,7 @@ class Handle:
         """Drop the result after :meth:`wait`. Later calls of :meth:`wait` return None."""
         self._result = None
 
-    @without_effect
+    @keep_exceptions_local
     @not_compiled
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Like :meth:`wait`, but also block the CPU until a transfer on a GPU has ended."""
@@ -343,7 +343,7 @@ class StreamHandle(Handle):
         """Whether the device has finished the transfer, or the transfer has failed."""
         return self.watch.poll()
 
-    @without_effect
+    @keep_exceptions_local
     @not_compiled
     def wait(self, timeout_seconds: float | None = None) -> Any:
         """Return the result without blocking the CPU. Later work on the current stream waits for the transfer.
@@ -364,7 +364,7 @@ class StreamHandle(Handle):
         self.watch.is_ordered = True
         return self._take_result()
 
-    @without_effect
+    @keep_exceptions_local
     @not_compiled
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Block until the device has finished the transfer, and return its result. Raises like :meth:`Handle.wait`."""

@@ -18,12 +18,12 @@ def is_published(error: BaseException) -> bool:
 
 
 def mark_published(error: BaseException) -> None:
-    """Let :func:`is_published` return True."""
+    """Mark an error so that :func:`is_published` returns True."""
     with contextlib.suppress(AttributeError):  # an exception with slots
         error.is_published_by_reshard = True  # type: ignore[attr-defined]
 
 
-def publishing(publish: Callable[..., None]) -> Callable[[F], F]:
+def publish_exceptions(publish: Callable[..., None]) -> Callable[[F], F]:
     """Decorate a public function so that no exception ends it unnoticed by the other ranks.
 
     Args:
@@ -48,8 +48,11 @@ def publishing(publish: Callable[..., None]) -> Callable[[F], F]:
     return decorate
 
 
-def without_effect(function: F) -> F:
-    """Decorate a function that other ranks do not wait for: an exception that ends it counts as published."""
+def keep_exceptions_local(function: F) -> F:
+    """Decorate a function whose interruption other ranks need not know of, such as ``wait()``.
+
+    An exception that ends it counts as published, so that an enclosing :func:`publish_exceptions` ignores it.
+    """
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 #: Types of devices whose tensors are copied.
-COPIED = {"cuda"}
+COPIED_DEVICE_TYPES = {"cuda"}
 
 _T = TypeVar("_T", bound="torch.Tensor | None")
 
@@ -22,12 +22,15 @@ def is_copied(device_type: str, needs_cpu: bool) -> bool:
     Args:
         needs_cpu: an option of the transfer is for the CPU only.
     """
-    return needs_cpu and device_type in COPIED
+    return needs_cpu and device_type in COPIED_DEVICE_TYPES
 
 
 def to_host(array: _T) -> _T:
-    """A copy of a tensor in host memory, when all work on the current stream is done; None for None."""
-    if array is None or array.device.type not in COPIED:
+    """A pinned copy of a CUDA tensor in host memory. A CPU tensor is returned as it is, and None for None.
+
+    Blocks the host until the current stream has computed the tensor.
+    """
+    if array is None or array.device.type not in COPIED_DEVICE_TYPES:
         return array
     pinned = array.device.type == "cuda"
     host: Any = torch.empty(array.shape, dtype=array.dtype, device="cpu", pin_memory=pinned)
@@ -37,7 +40,7 @@ def to_host(array: _T) -> _T:
 
 
 def to_device(host: torch.Tensor, device: torch.device, out: torch.Tensor | None) -> torch.Tensor:
-    """The values of a host tensor on a device, in ``out`` if it is given."""
+    """A copy of a host tensor on ``device``, or ``out`` with its values if that is given."""
     if out is None:
         return host.to(device)
     with torch.no_grad():

@@ -157,7 +157,7 @@ def test_no_schedule_hangs_and_all_compute_the_same(monkeypatch, standin, size):
 def recvs_ahead(pipeline, num):
     """Receives two ahead of their consumers, wherever that is."""
     schedule = one_f_one_b(pipeline, num)
-    rows = tuple(tuple(overlap._replace_recvs(row, pipeline, 2)) for row in schedule.rows)
+    rows = tuple(tuple(overlap._move_recvs(row, pipeline, 2)) for row in schedule.rows)
     return reshard.scheduler.Schedule("ahead", rows, schedule.row_of_stage, num)
 
 
