@@ -89,7 +89,14 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
 
     Tied parameters appear under each of their names, as in torch. Names omit the wrappers of torch.compile and of
     activation checkpointing.
+
+    Raises:
+        TransferTimeoutError: a rank did not call it within the time-out of the grid.
+        RemoteError: a rank is lost, or an earlier collective of the grid failed.
     """
+    grid = next((each.reshard_grid for each in model.modules() if hasattr(each, "reshard_grid")), None)
+    if isinstance(grid, Grid):
+        grid.meet("plain_state_dict")
     whole: dict[int, torch.Tensor] = {}
 
     def gather(value: Any) -> torch.Tensor:

@@ -30,8 +30,8 @@ def add_transfers(
     """A schedule with every send right after its producer and every receive ahead of its consumer.
 
     The order of transfers is that in which their producers end, by the costs of the pipeline, in seconds. Receives are
-    posted as early as this order and ``RECVS_AHEAD`` allow. If the costs are right and no links are shared, no transfer
-    starts later than if each channel posted its receives independently of the others.
+    posted as early as this order and ``RECVS_AHEAD`` allow. If the costs are right and no links are shared, a
+    schedule of this package takes as long as if each channel posted its receives independently of the others.
 
     Args:
         name: name of the schedule.

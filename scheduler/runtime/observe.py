@@ -68,7 +68,8 @@ def name_action(error: BaseException, doing: Action | None, schedule: str, rank:
     if doing is None:
         return error
     where = f"in {doing}, microbatch {doing.microbatch} of stage {doing.stage}"
-    error.add_note(f"{where} of the schedule {schedule!r}")
+    with contextlib.suppress(Exception):  # an exception may refuse attributes
+        error.add_note(f"{where} of the schedule {schedule!r}")
     if isinstance(error, ReshardError):
         return error
     if doing.kind is Kind.I:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from reshard.testing import run_processes
 from tests.campaigns import interrupts
 
 
@@ -12,3 +15,23 @@ from tests.campaigns import interrupts
 def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):
     num, wrong = interrupts.run_campaign(kind, every, first=every // 2)
     assert num >= 7 and not wrong
+
+
+def pass_unknown_argument(rank):
+    """Pass an argument that no call has, on both ranks, and call correctly before and after it."""
+    torch.set_num_threads(1)
+    source = torch.arange(24.0).view(4, 6).tensor_split(2)[rank]
+    mover = interrupts.Movers(dist.group.WORLD)
+    with pytest.raises(TypeError, match="error"):
+        mover.mover(source, error=1)
+    movers = [mover.run(source), interrupts.Movers(dist.group.WORLD).run(source)]
+    steps = interrupts.Steps(dist.group.WORLD)
+    for _ in range(2):
+        with pytest.raises(TypeError, match="engine"):
+            steps.engine.step({}, engine=1)
+        movers.append(steps.run(source))
+    return all(each.equal(torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]) for each in movers)
+
+
+def test_an_unknown_argument_ends_no_later_call():
+    assert run_processes(pass_unknown_argument, 2) == [True, True]

@@ -53,6 +53,19 @@ def _move(rank, options):
     assert before is None or torch.equal(before, source)
 
 
+def _move_into_inference_tensor(rank):
+    with torch.inference_mode():
+        wanted = take_shard(DST, rank, WHOLE)
+        out = None if wanted is None else torch.zeros_like(wanted)
+    for compression in ("delta", None):
+        reshard.reshard(take_shard(SRC, rank, WHOLE), SRC, DST, out=out, compression=compression, verify=True)
+        assert out is None or torch.equal(out, wanted)
+
+
+def test_copies_are_written_to_tensors_of_inference_mode(copied):
+    run_processes(_move_into_inference_tensor, 4)
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_calls_move_copies(copied, options):
     run_processes(_move, 4, options)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.parallel import Grid, parallelize, plain_state_dict, relayout, sync_gradients
 from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
@@ -44,6 +44,34 @@ def test_training_is_the_same_over_several_grids(num_grids):
     for is_exact, error in run_processes(check_training, 4, num_grids):
         assert is_exact
         assert error < 1e-10
+
+
+def check_skipped_state(rank):
+    """Rank 3 goes on without ``plain_state_dict``. Returns the error of each call."""
+    torch.set_num_threads(1)
+    model = parallelize(make_gpt(heads=2), Grid.make(2, 2, 1, timeout_seconds=3))
+    tokens, labels = make_batch(4)
+    errors = []
+    for call in (
+        lambda: rank == 3 or plain_state_dict(model),
+        lambda: model(tokens, labels),
+        lambda: plain_state_dict(model),
+    ):
+        try:
+            call()
+        except ReshardError as error:
+            errors.append(str(error))
+    return errors
+
+
+@pytest.mark.integration
+def test_a_rank_that_skips_plain_state_dict_is_named():
+    *others, skipping = run_processes(check_skipped_state, 4)
+    for state, forward, again in others:
+        assert "rank 3" in state
+        assert "an earlier collective of this grid failed" in forward
+        assert "an earlier collective of this grid failed" in again
+    assert len(skipping) == 2
 
 
 def check_misuse(rank):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
+import traceback
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, TypeVar, cast
 
 from reshard.errors import ReshardError
@@ -19,8 +22,13 @@ def is_published(error: BaseException) -> bool:
 
 def mark_published(error: BaseException) -> None:
     """Mark an error so that :func:`is_published` returns True."""
-    with contextlib.suppress(AttributeError):  # an exception with slots
+    with contextlib.suppress(Exception):  # an exception with slots, or with its own __setattr__
         error.is_published_by_reshard = True  # type: ignore[attr-defined]
+
+
+def _passed(error: BaseException, code: CodeType) -> bool:
+    """Whether an exception passed through a function with this code."""
+    return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
 def publish_exceptions(publish: Callable[..., None]) -> Callable[[F], F]:
@@ -28,16 +36,19 @@ def publish_exceptions(publish: Callable[..., None]) -> Callable[[F], F]:
 
     Args:
         publish: called as ``publish(error, *args, **kwargs)``, with the arguments of the call, after an exception that
-            is not published yet. Its own exceptions are ignored.
+            is not published yet. Its own exceptions are ignored. A TypeError because of the arguments is not passed:
+            the call has not begun.
     """
 
     def decorate(function: F) -> F:
+        code = inspect.unwrap(function).__code__
+
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
             except BaseException as error:
-                if not is_published(error):
+                if not is_published(error) and (not isinstance(error, TypeError) or _passed(error, code)):
                     mark_published(error)
                     with contextlib.suppress(Exception):
                         publish(error, *args, **kwargs)

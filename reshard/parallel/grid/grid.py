@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
-from reshard.errors import ArgumentError, MeshError
+from reshard.errors import ArgumentError, MeshError, ReshardError
 from reshard.runtime.device_mesh import end_with, make_device_mesh, new_group
 from reshard.sharding import MAX_RANK, Mesh, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -75,9 +75,9 @@ class Grid:
         }
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
         finder = RootCauseFinder(ranks.flatten().tolist(), device_mesh.shape)
-        failures = Failures(finder.report)
+        self._finder, self._failures = finder, Failures(finder.report)
         for axis in self._axes.values():
-            axis.explain, axis.failures = finder.explain, failures
+            axis.explain, axis.failures = finder.explain, self._failures
         self._split_axes_by_host()
         for name in ("row", "col", "layer"):
             self._axes[name].separate_backwards()
@@ -155,6 +155,22 @@ class Grid:
         codec = self.codec
         self.__dict__.update(other.copy().__dict__)
         self.codec = codec
+
+    def meet(self, called: str) -> None:
+        """Wait until all ranks of the grid call the function of this name, before its first collective.
+
+        Raises:
+            DisagreementError: a rank calls another function that all ranks must call.
+            TransferTimeoutError: a rank did not call it within the time-out of the grid.
+            RemoteError: an earlier collective of this grid failed.
+        """
+        self._failures.check()
+        seconds = DEFAULT_TIMEOUT_SECONDS if self._timeout is None else self._timeout.total_seconds()
+        try:
+            self._finder.meet(called, seconds)
+        except ReshardError as error:
+            self._failures.add(error)
+            raise
 
     @property
     def shape(self) -> tuple[int, int, int]:

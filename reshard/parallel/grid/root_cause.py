@@ -44,6 +44,17 @@ class RootCauseFinder:
         _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
 
+    def meet(self, called: str, timeout_seconds: float) -> None:
+        """Wait until all ranks of the grid call the function of this name.
+
+        Raises:
+            DisagreementError: a rank calls another function.
+            TransferTimeoutError: a rank calls none.
+        """
+        request = Request(dist.get_rank(), [("the function", called)], hostname=self._group.hostname)
+        _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
+        self._generation = decision.generation
+
     def report(self, error: ReshardError) -> ReshardError:
         """Publish an error of this rank, for :meth:`explain` on the others; returns the first one of any rank."""
         return self._channel.fail(self._generation, error)
