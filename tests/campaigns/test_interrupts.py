@@ -22,13 +22,13 @@ def pass_unknown_argument(rank):
     torch.set_num_threads(1)
     source = torch.arange(24.0).view(4, 6).tensor_split(2)[rank]
     mover = interrupts.Movers(dist.group.WORLD)
-    with pytest.raises(TypeError, match="error"):
-        mover.mover(source, error=1)
+    with pytest.raises(TypeError, match="typo"):
+        mover.mover(source, typo=1)
     movers = [mover.run(source), interrupts.Movers(dist.group.WORLD).run(source)]
     steps = interrupts.Steps(dist.group.WORLD)
     for _ in range(2):
-        with pytest.raises(TypeError, match="engine"):
-            steps.engine.step({}, engine=1)
+        with pytest.raises(TypeError, match="typo"):
+            steps.engine.step({}, typo=1)
         movers.append(steps.run(source))
     return all(each.equal(torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]) for each in movers)
 

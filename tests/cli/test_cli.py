@@ -232,7 +232,7 @@ def test_demo_on_gpus_needs_a_gpu_for_each_rank_or_leave_to_share_them(capsys, m
     for num_gpus, options, text in (
         (0, [], "--device cuda needs 4 GPUs on this machine, which has 0\n"),
         (1, [], "--device cuda needs 4 GPUs on this machine, which has 1; with --share-gpus, ranks share them"),
-        (0, ["--share-gpus"], "--device cuda needs 4 GPUs on this machine, which has 0\n"),
+        (0, ["--share-gpus"], "--device cuda needs 1 GPU on this machine, which has 0\n"),
     ):
         monkeypatch.setattr(sharing, "count_gpus", lambda num_gpus=num_gpus: num_gpus)
         assert main(["demo", "--device", "cuda", *options]) == 2

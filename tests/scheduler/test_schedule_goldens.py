@@ -127,7 +127,7 @@ def _gather_on_separate_machines(rank):
     time.sleep(0.5 * rank)
     own = StepRecord(rank)
     own.actions = [ActionRecord(Action(Kind.F, rank, 0), now, now, now)]
-    return [span.start for span in observe.gather(own, channel, 20).spans]
+    return [span.start for span in observe.gather_timeline(own, channel, 20).spans]
 
 
 def test_clocks_of_machines_are_aligned_even_if_one_rank_is_late():
