@@ -310,7 +310,7 @@ class _BatchHooks:
             context = self.grid.batch(rows)
             self._warn_if_idle(rows)
             if self._num_forwards % CHECK_EVERY == 0:
-                self._compare_batches(args, kwargs)
+                self._compare_batches(model, args, kwargs)
             self._num_forwards += 1
             lo, hi = self.grid.local_rows(rows)
             args = tuple(_narrow(each, rows, lo, hi) for each in args)
@@ -327,22 +327,24 @@ class _BatchHooks:
         if self._open:
             self._open.pop().__exit__(None, None, None)
 
-    def _compare_batches(self, args: Any, kwargs: Any) -> None:
-        """Raise DisagreementError, on all ranks alike, if ranks pass different batches.
+    def _compare_batches(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        """Raise DisagreementError, on all ranks alike, if ranks pass different batches, or would drop by other masks.
 
         A floating-point input may hold only the features of its column, so it may differ between columns.
         """
         named = [(f"argument {number}", each) for number, each in enumerate(args)] + sorted(kwargs.items())
         tensors = [(name, each) for name, each in named if isinstance(each, torch.Tensor)]
         device = tensors[0][1].device
+        if any(getattr(each, "draws_masks", False) for each in model.modules()):
+            tensors.append(("the state of torch's CPU generator", torch.get_rng_state()))
         if bool(self._differs(torch.tensor([len(tensors)], device=device), torch.tensor([False], device=device))):
             raise DisagreementError(f"ranks of {self.grid} pass different numbers of tensors to a model")
         is_cut = torch.tensor([each.is_floating_point() for _, each in tensors], device=device)
-        different = self._differs(torch.stack([digest_of(each) for _, each in tensors]), is_cut)
+        different = self._differs(torch.stack([digest_of(each).to(device) for _, each in tensors]), is_cut)
         for index in different.nonzero().flatten().tolist():
             raise DisagreementError(
                 f"ranks of {self.grid} pass different batches to a model: {tensors[index][0]} differs; every rank must "
-                "pass the whole batch"
+                "pass the whole batch, and have the same seed if the model has dropout"
             )
 
     def _differs(self, values: torch.Tensor, may_differ_by_column: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,18 @@ from .layers.norms import RMSNorm
 from .state import FusedLinear, TransposedLinear
 
 
-class GPT2Attention(nn.Module):
+class _Attention(nn.Module):
+    """An attention that drops weights in training, with probability ``dropout``."""
+
+    dropout: float
+
+    @property
+    def draws_masks(self) -> bool:
+        """As of :class:`~reshard.parallel.layers.dropout.Dropout`."""
+        return self.training and self.dropout > 0
+
+
+class GPT2Attention(_Attention):
     """``GPT2Attention``, with three projections for the fused one, so that each column has q, k and v of its heads."""
 
     def __init__(self, module: Any, conversion: Conversion, path: str) -> None:
@@ -46,7 +57,7 @@ class GPT2Attention(nn.Module):
         return self.resid_dropout(self.c_proj(self.heads.join(attended))), None
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(_Attention):
     """``LlamaAttention``, with grouped-query attention and rotary position embeddings."""
 
     def __init__(self, module: Any, conversion: Conversion, path: str) -> None:

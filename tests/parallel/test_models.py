@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -308,3 +309,17 @@ def check_different_batches(rank):
 
 def test_different_batches_are_refused_on_all_ranks():
     run_processes(check_different_batches, 4)
+
+
+def check_different_seeds(rank):
+    torch.manual_seed(3 + (rank == 2))
+    for probability, is_training in ((0.5, True), (0.5, False), (0.0, True)):
+        plain = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Dropout(probability)).train(is_training)
+        model = parallelize(plain, Grid.make(1, 2, 2))
+        is_refused = probability > 0 and is_training
+        with pytest.raises(DisagreementError, match="state of torch's CPU gen") if is_refused else nullcontext():
+            model(torch.ones(4, 8))
+
+
+def test_different_seeds_of_a_model_with_dropout_are_refused_on_all_ranks():
+    run_processes(check_different_seeds, 4)

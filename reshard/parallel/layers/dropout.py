@@ -34,6 +34,11 @@ class Dropout(nn.Module):
         super().__init__()
         self.p, self.grid, self.features = p, grid, features
 
+    @property
+    def draws_masks(self) -> bool:
+        """Whether all ranks of the grid must have the same state of torch's CPU generator in a forward."""
+        return self.training and self.p > 0
+
     @not_compiled
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop elements of ``[batch, ..., features_j]``."""
