@@ -246,6 +246,7 @@ def parallelize(
     if compression is not None:
         grid.set_codec(compression.check_only("tp", "parallelize"))
     conversion, before = Conversion(model, grid, panel), list(model.parameters())
+    modes = {path: each.training for path, each in model.named_modules(remove_duplicate=False)}
     result = conversion.convert(model, "")
     for names in conversion.ties:
         _tie(result, names)
@@ -254,6 +255,9 @@ def parallelize(
             module.keep_inputs = keep_inputs
         if hasattr(module, "declare"):
             module.declare(f"{path}." if path else "")
+        while path not in modes:  # a part of a converted module
+            path = path.rpartition(".")[0]
+        module.training = modes[path]
     kept = set(map(id, result.parameters()))
     mark_replaced([each for each in before if id(each) not in kept], "parallelize")
     watch_optimizers()
@@ -379,10 +383,7 @@ def _sum_under_fsdp(model: nn.Module) -> None:
 
 
 def _rows_of(tensors: Sequence[torch.Tensor]) -> int:
-    """Number of rows of a batch.
-
-    Tensors that all rows share do not count: their first dim is 1, or they have one dim where other tensors have more.
-    """
+    """Number of rows of a batch, without tensors that all rows share: of 1 row, or of 1 dim where others have more."""
     several = [each for each in tensors if each.dim() > 1] or tensors
     return next((len(each) for each in several if len(each) != 1), 1)
 

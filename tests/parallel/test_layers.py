@@ -26,6 +26,19 @@ def make_dropout_model():
     return GPT2LMHeadModel(config).train()
 
 
+def check_modes(rank):
+    model = make_dropout_model()
+    model.eval().transformer.h[1].train()
+    model = parallelize(model, Grid.make(1, 2))
+    for path, module in model.named_modules():
+        assert module.training == path.startswith("transformer.h.1"), path
+
+
+def test_training_and_evaluation_modes_are_kept():
+    pytest.importorskip("transformers")
+    run_processes(check_modes, 2)
+
+
 def check_dropout(rank, grid_shape, has_checkpoints):
     torch.set_num_threads(1)
     model = parallelize(make_dropout_model(), Grid.make(*grid_shape))
