@@ -39,7 +39,7 @@ def share_gpus(rank: int) -> torch.device:
 
 
 #: Allow several ranks per GPU (newer NCCL), and use sockets of the loopback interface. Older NCCL rejects two ranks of
-#: one host on one GPU, so NCCL_HOSTID also makes each rank a host of its own.
+#: one host on one GPU, so NCCL_HOSTID also makes each rank a separate host.
 _SETTINGS = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 
 

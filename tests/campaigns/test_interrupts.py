@@ -24,13 +24,13 @@ def pass_unknown_argument(rank):
     mover = interrupts.Movers(dist.group.WORLD)
     with pytest.raises(TypeError, match="typo"):
         mover.mover(source, typo=1)
-    movers = [mover.run(source), interrupts.Movers(dist.group.WORLD).run(source)]
+    results = [mover.run(source), interrupts.Movers(dist.group.WORLD).run(source)]
     steps = interrupts.Steps(dist.group.WORLD)
     for _ in range(2):
         with pytest.raises(TypeError, match="typo"):
             steps.engine.step({}, typo=1)
-        movers.append(steps.run(source))
-    return all(each.equal(torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]) for each in movers)
+        results.append(steps.run(source))
+    return all(each.equal(torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]) for each in results)
 
 
 def test_an_unknown_argument_ends_no_later_call():
