@@ -15,6 +15,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -221,14 +222,17 @@ def _resources():
 
 
 def _left_since(before):
-    deadline = time.monotonic() + 5.0
+    # Gloo does not wake a wait for a message of which a part was sent, so a thread may stay until the transfer's deadline
+    deadline = time.monotonic() + TIMEOUT_SECONDS + 2.0
     while True:
         gc.collect()  # the traceback of an error of a thread that has just ended holds its connections in a cycle
         now = _resources()
         if all(a <= b for a, b in zip(now, before, strict=True)):
             return ""
         if time.monotonic() > deadline:
-            return f"{now[0] - before[0]} threads and {now[1] - before[1]} descriptors are left"
+            frames = sys._current_frames()
+            stacks = [traceback.format_stack(frames[thread.ident])[-1] for thread in threading.enumerate()[1:]]
+            return f"{now[0] - before[0]} threads and {now[1] - before[1]} descriptors are left: {stacks}"
         time.sleep(0.1)
 
 
