@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -48,7 +49,7 @@ def read_digests(folder: Path) -> dict[str, str]:
         with open_file(file) as stream:
             text = stream.read(_MOST_BYTES)
     except OSError as error:
-        raise ArgumentError(f"cannot read {file}: {error}") from error
+        raise ArgumentError(f"cannot read {file}: {error.strerror}") from error
     lines = [_LINE.fullmatch(each) for each in text.decode(errors="replace").split("\n")[:-1]]
     digests = {line[2]: line[1] for line in lines if line}
     if not text.endswith(b"\n") or len(digests) < len(lines):
@@ -104,7 +105,7 @@ def digest_parts(file: Path, spans: Sequence[tuple[int, int]] = ()) -> tuple[str
                 at = stop
             read(None)
     except OSError as error:
-        raise ArgumentError(f"cannot read {file}, a file of the checkpoint: {error}") from error
+        raise ArgumentError(f"cannot read {file}, a file of the checkpoint: {error.strerror}") from error
     return whole.hexdigest(), [each.hexdigest() for each in parts]
 
 
@@ -115,5 +116,5 @@ def open_file(file: Path) -> BinaryIO:
         OSError: it cannot be opened, or is a device, a pipe or the like, which may never end.
     """
     if not stat.S_ISREG(file.stat().st_mode):
-        raise OSError(f"{file} is not a regular file")
+        raise OSError(errno.EINVAL, "it is not a regular file")
     return file.open("rb")

@@ -56,8 +56,9 @@ def _is_complete(folder: Path) -> bool:
     has_index, has_digests = (
         any((folder / name).exists() for name in names) for names in ((INDEX_FILE, PICKLED_INDEX_FILE), (DIGESTS_FILE,))
     )
-    # The digests are written last. Another program may write none.
-    return has_index and has_digests if folder.name.endswith(_UNFINISHED) else has_index or has_digests
+    if folder.name.endswith(_UNFINISHED):
+        return has_index and has_digests  # which are written last
+    return has_index or has_digests or any(folder.glob("rank-*"))
 
 
 def _delete(folder: Path) -> None:

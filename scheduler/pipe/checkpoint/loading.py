@@ -6,13 +6,15 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 from .pickled import PickledCheckpoint
 from .plain_parameters import JoinedTensor, PlainParameter
-from .state import TrainingState, check_counters, restore_rng
+from .state import TrainingState, check_counters, check_rng, restore_rng
 from .stored import StoredCheckpoint
 
 
@@ -34,7 +36,7 @@ def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: Traini
     for key in (each for each in request.known if each.startswith(f"feedback.{state.rank}.")):
         request.fill([key], torch.empty(checkpoint.tensors[key].shape, dtype=torch.float32, device="cpu"))
     if state.lr_scheduler is not None:
-        request.want(["lr_scheduler"])
+        request.want(["lr_scheduler"], like={})
     if state.loader is not None:
         request.want(state.loader_keys)
     request.read_values()
@@ -57,8 +59,9 @@ def load(request: Request, state: TrainingState) -> dict[str, Any]:
     counters: dict[str, Any] = request.values.get("engine", {})
     errors: dict[str, torch.Tensor] = {}
     if counters and counters["world_size"] == state.counters["world_size"]:
-        if any(key in request.values for key in state.rng_keys):
-            request.restore_from(state.rng_keys, restore_rng)
+        for key in state.rng_keys:
+            if key in request.values:
+                restore_rng(request.values[key])
         prefix = f"feedback.{state.rank}."
         errors = {key.removeprefix(prefix): each for key, each in request.tensors if key.startswith(prefix)}
     if counters:
@@ -83,6 +86,7 @@ class Request:
         self.values: dict[str, Any] = {}
         self.reads: Sequence[Any] = ()
         self.restore: list[Callable[[], None]] = []
+        self._likes: dict[str, Any] = {}
         self._missing: list[str] = []
 
     def fill(self, keys: Sequence[str], tensor: torch.Tensor | JoinedTensor) -> None:
@@ -104,8 +108,11 @@ class Request:
         else:
             self.tensors.append((key, tensor))
 
-    def want(self, keys: Sequence[str]) -> str | None:
+    def want(self, keys: Sequence[str], like: Any = None) -> str | None:
         """Request the value, or the whole tensor, of the first of these keys that the checkpoint has.
+
+        Args:
+            like: a value of the same kind; None: of any kind.
 
         Returns:
             The key; None if the checkpoint lacks all keys. :meth:`read_values` then reports this.
@@ -114,7 +121,7 @@ class Request:
         if key is None:
             self._missing.append(keys[0])
         elif key in self.checkpoint.values:
-            self.values[key] = None
+            self.values[key], self._likes[key] = None, like
         elif key not in self.values:
             entry = self.checkpoint.tensors[key]
             self.values[key] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
@@ -137,12 +144,23 @@ class Request:
         for key in self.values:
             if key in self.checkpoint.values:
                 self.values[key] = self.checkpoint.read_value(key)
-        if "engine" in self.values:
             try:
-                check_counters(self.values["engine"])
+                self._check(key, self.values[key])
             except ValueError as error:
-                raise ArgumentError(f"cannot read engine in the checkpoint {folder}: {error}") from error
+                raise ArgumentError(f"cannot read {key} in {self.checkpoint.place_of(key)}: {error}") from error
         self.reads = self.checkpoint.find_reads(self.tensors)
+
+    def _check(self, key: str, value: Any) -> None:
+        """Raise ValueError if a value is not what is needed. Numbers may be tensors, and tuples lists."""
+        like = self._likes.get(key)
+        if key == "engine":
+            check_counters(value)
+        elif key.startswith("rng."):
+            check_rng(value)
+        elif value is not None and like is not None:
+            kinds = ((bool, int, float, np.generic, torch.Tensor), (list, tuple), str, dict)
+            if any(isinstance(value, kind) != isinstance(like, kind) for kind in kinds):
+                raise ValueError(f"it is {brief(value)}, but a value like {brief(like)} is needed")
 
     def restore_from(self, keys: Sequence[str], restore: Callable[[Any], None]) -> None:
         """Pass the first of these values that was requested to a function.
@@ -155,7 +173,7 @@ class Request:
             restore(self.values[key])
         except Exception as error:
             raise ArgumentError(
-                f"{key} in the checkpoint {self.checkpoint.folder} cannot be loaded: {type(error).__name__}: {error}"
+                f"{key} in {self.checkpoint.place_of(key)} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
 
 
@@ -181,7 +199,8 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
         if id(group) not in done:
             for key in group:
                 if key != "params":
-                    setting = request.want([f"optimizer.param_groups.{alias}.{key}" for alias in aliases])
+                    keys = [f"optimizer.param_groups.{alias}.{key}" for alias in aliases]
+                    setting = request.want(keys, like=group[key])
                     if setting is not None:
                         request.restore.append(functools.partial(_set_from, group, key, request, setting))
         done |= {id(plain.parameters[0]), id(group)}
@@ -191,7 +210,7 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
                 settings = (each for each in request.known if each.startswith("optimizer.param_groups."))
                 setting = next((each for each in settings if each.endswith(f".{key}")), None)
                 if setting is not None:
-                    request.want([setting])
+                    request.want([setting], like=group[key])
                     request.restore.append(functools.partial(_set_from, group, key, request, setting))
 
 

@@ -87,6 +87,10 @@ class PickledCheckpoint:
         self.read([(key, tensor)])
         return tensor
 
+    def place_of(self, _: str) -> Path:
+        """The folder, in which a value may be in any file."""
+        return self.folder
+
     def _read(self, key: str, items: list[ReadItem], target: _Target) -> None:
         try:
             self._reader.read_data(LoadPlan(items), target).wait()  # type: ignore[arg-type]

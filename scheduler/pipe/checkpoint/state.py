@@ -108,12 +108,8 @@ def check_objects(state: TrainingState, method: str) -> None:
         )
 
 
-def check_counters(value: Any) -> dict[str, Any]:
-    """The counters of an engine, as a checkpoint holds them; empty if another program wrote it.
-
-    Raises:
-        ValueError: they are no such counters; the text names the key.
-    """
+def check_counters(value: Any) -> None:
+    """Raise ValueError unless a value is the counters of an engine. The text names the key."""
     if not isinstance(value, dict):
         raise ValueError(f"it is {brief(value)}, not a dict")
     least = {"step": 0, "world_size": 1, "coded_steps": 0}
@@ -131,7 +127,6 @@ def check_counters(value: Any) -> dict[str, Any]:
             raise ValueError(f"its loss scale is {brief(factor)}, not a finite float that is 0 or more")
         if type(steps) is not int or not 0 <= steps < 2**62:
             raise ValueError(f"its finite_steps are {brief(steps)}, not an integer from 0 to 2**62 - 1")
-    return value
 
 
 def rng_state() -> dict[str, Any]:
@@ -140,6 +135,18 @@ def rng_state() -> dict[str, Any]:
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def check_rng(state: Any) -> None:
+    """Raise ValueError unless :func:`restore_rng` can restore these states. No generator of the process changes."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(state["cuda"])
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"it holds no states of random number generators: {type(error).__name__}: {error}") from error
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:

@@ -130,8 +130,8 @@ class StoredCheckpoint:
         Raises:
             ArgumentError: the file is no JSON of values; the text names the file and the key.
         """
-        name = self._index.values[key]
-        file = self.folder / name
+        file = self.place_of(key)
+        name = file.name
         try:
             if name not in self._parsed:
                 parsed = parse_json(file.read_bytes())
@@ -155,6 +155,10 @@ class StoredCheckpoint:
         tensor = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
         self.read(self.find_reads([(key, tensor)]))
         return tensor
+
+    def place_of(self, key: str) -> Path:
+        """The file of a value, or of the index if the key is none of a value."""
+        return self.folder / self._index.values.get(key, INDEX_FILE)
 
     def _by_file(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
         found: dict[str, list[Read]] = {}

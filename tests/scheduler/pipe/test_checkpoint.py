@@ -246,12 +246,21 @@ def test_wrong_use_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
 
 
 def test_complete_folders_are_found_under_either_name(tmp_path):
-    for name in ("step-00000001", "step-00000001.unfinished", "step-00000002.unfinished", "step-00000003"):
-        (tmp_path / name).mkdir()
-        if not name.endswith("3"):
-            (tmp_path / name / ".metadata").touch()
-    (tmp_path / "step-00000002.unfinished" / "SHA256SUMS").touch()  # written last
-    names = ["step-00000001", "step-00000002.unfinished"]
+    files = {
+        "step-00000001": ["index.json"],
+        "step-00000001.unfinished": ["index.json", "rank-00000.json"],
+        "step-00000002.unfinished": ["index.json", "SHA256SUMS"],  # written last
+        "step-00000003.unfinished": [".metadata", "SHA256SUMS"],
+        "step-00000004": ["rank-00000.json"],  # the others were deleted later
+        "step-00000005": [],
+        "step-00000006.unfinished": ["index.json", "rank-00000.json", "SHA256SUMS.unfinished"],
+        "step-00000007.deleted": ["index.json", "SHA256SUMS"],
+    }
+    for folder, names in files.items():
+        (tmp_path / folder).mkdir()
+        for name in names:
+            (tmp_path / folder / name).touch()
+    names = ["step-00000001", "step-00000002.unfinished", "step-00000003.unfinished", "step-00000004"]
     assert find_checkpoints(tmp_path) == [(step, tmp_path / name) for step, name in enumerate(names, 1)]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import pickle
@@ -17,9 +18,9 @@ import torch.distributed.checkpoint as dcp
 
 import reshard.scheduler as rs
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.scheduler.pipe.checkpoint import find_checkpoints
+from reshard.scheduler.pipe.checkpoint import find_checkpoints, writing
 from reshard.scheduler.pipe.checkpoint.state import rng_state
-from reshard.testing import run_processes
+from reshard.testing import LaunchError, run_processes
 
 from .test_checkpoint import CUTS, Loader
 from .test_pipe import Chain, make_batch, make_chain
@@ -154,6 +155,8 @@ EDITS = {
         lambda _, values: values["rng.0"].update(torch={"$x": 1}),
         r"rank-00000.json: rng.0\['torch'\] is {'\$x': 1}",
     ),
+    "rate": (lambda _, values: values.update({"optimizer.param_groups.position.lr": "x"}), r"position.lr.*it is 'x'"),
+    "missing rate": (lambda _, values: values.pop("optimizer.param_groups.position.lr"), "lacks 'optimizer.param"),
     "loader": (lambda _, values: values.update({"loader.0": 5}), "loader.0.*cannot be loaded: TypeError"),
 }
 
@@ -186,7 +189,8 @@ def edit_and_load(rank, folder):
     torch.set_num_threads(1)
     errors = {}
     with rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2, schedule=rs.one_f_one_b) as engine:
-        engine.save(folder, loader=Loader(), step=1)
+        optimizer = torch.optim.SGD(engine.parameters(), 0.1)
+        engine.save(folder, optimizer, loader=Loader(), step=1)
         newest = find_checkpoints(folder)[-1][1]
         files = [newest / name for name in ("index.json", "rank-00000.json")]
         texts = [file.read_text() for file in files]
@@ -197,20 +201,20 @@ def edit_and_load(rank, folder):
                 file.write_text(json.dumps(each))
             sign(newest)
             with pytest.raises(ArgumentError) as caught:
-                engine.load(folder, loader=Loader())
+                engine.load(folder, optimizer, loader=Loader())
             errors[name] = str(caught.value)
         for file, text in zip(files, texts, strict=True):
             file.write_text(text)
         sign(newest)
-        assert engine.load(folder, loader=Loader()) == 1
+        assert engine.load(folder, optimizer, loader=Loader()) == 1
         tensors = newest / "rank-00000-000.safetensors"
         tensors.rename(newest.parent / "elsewhere")
         os.mkfifo(tensors)
-        with pytest.raises(ArgumentError, match=r"000\.safetensors is not a regular file"):
-            engine.load(folder, loader=Loader())
+        with pytest.raises(ArgumentError, match=r"000\.safetensors, .* it is not a regular file"):
+            engine.load(folder, optimizer, loader=Loader())
         tensors.unlink()
         tensors.symlink_to(newest.parent / "elsewhere")
-        assert engine.load(folder, loader=Loader()) == 1
+        assert engine.load(folder, optimizer, loader=Loader()) == 1
     return errors
 
 
@@ -272,3 +276,72 @@ def test_pickled_checkpoints_load_only_if_they_are_trusted(tmp_path):
             errors, ("__0_0.distcp is", "in the checkpoint", ".metadata is", ".metadata"), strict=True
         ):
             assert words in error
+
+
+#: What a save calls to change files.
+CALLS = ((os, "mkdir"), (os, "rename"), (os, "unlink"), (os, "rmdir"), (os, "fsync"), (writing, "save_file"))
+
+
+def save_and_die(rank, folder, number):
+    """Save step 2 again after a change, and die before a call that changes a file: that of this number."""
+    torch.set_num_threads(1)
+    left = [number]
+
+    def dying(call):
+        def run(*args, **kwargs):
+            left[0] -= 1
+            if left[0] < 0:
+                os._exit(7)
+            return call(*args, **kwargs)
+
+        return run
+
+    with rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2, schedule=rs.one_f_one_b) as engine:
+        engine.load(folder)
+        next(iter(engine.parameters())).data.add_(1.0)
+        for module, name in CALLS:
+            setattr(module, name, dying(getattr(module, name)))
+        engine.save(folder, step=2)
+    return left[0]
+
+
+def load_position(rank, folder):
+    """The steps of the checkpoints, and the first parameter of the newest."""
+    torch.set_num_threads(1)
+    with rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2, schedule=rs.one_f_one_b) as engine:
+        engine.load(folder)
+        return [step for step, _ in find_checkpoints(folder)], next(iter(engine.parameters())).flatten()[0].item()
+
+
+@pytest.mark.integration
+def test_a_save_that_dies_at_any_time_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    (tmp_path / "new").mkdir()
+    run_processes(save_twice, 1, str(tmp_path / "new"))
+    _, old = run_processes(load_position, 1, str(tmp_path / "new"))[0]
+    found = []
+    for number in itertools.count():
+        folder = tmp_path / str(number)
+        shutil.copytree(tmp_path / "new", folder)
+        try:
+            run_processes(save_and_die, 1, str(folder), number)
+        except LaunchError as error:
+            assert error.failures[0].text == "ended with exit code 7"
+        else:
+            break
+        steps, value = run_processes(load_position, 1, str(folder))[0]
+        assert steps == [1, 2]
+        found.append(value - old)
+        if number % 4 == 0:  # the next save cleans up
+            run_processes(save_and_die, 1, str(folder), 1000)
+            assert sorted(each.name for each in folder.iterdir()) == ["step-00000001", "step-00000002"]
+    assert number > 10
+    changes = [round(each, 5) for each in found]
+    assert changes == sorted(changes)
+    assert set(changes) == {0.0, 1.0}
+
+
+def save_twice(rank, folder):
+    torch.set_num_threads(1)
+    with rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2, schedule=rs.one_f_one_b) as engine:
+        for step in (1, 2):
+            engine.save(folder, step=step)
