@@ -217,13 +217,15 @@ class PipelineEngine:
 
         Args:
             path: folder on a file system that all ranks share.
-            optimizer: optimizer of :meth:`parameters`. lr_scheduler, loader: objects with a ``state_dict()``.
+            optimizer: optimizer of :meth:`parameters`.
+            lr_scheduler, loader: objects with a ``state_dict()``. It may hold None, bool, int, float, str, bytes, list,
+                tuple, dict, OrderedDict, Counter, tensors and NumPy arrays; tensors come back on the CPU.
             step: number of steps taken, which :meth:`load` returns.
             keep: number of newest checkpoints to keep; older ones are deleted.
 
         Raises:
-            ArgumentError: the folder cannot be made, some ranks see another folder, or an argument is invalid. All
-                ranks raise it.
+            ArgumentError: the folder cannot be made, some ranks see another folder, a state holds something else, or
+                another argument is invalid. All ranks raise it.
             DisagreementError: ranks pass different steps.
         """
         state = self._training_state(optimizer, lr_scheduler, loader, step)
@@ -240,28 +242,35 @@ class PipelineEngine:
         *,
         step: int | None = None,
         missing_ok: bool = False,
+        trust_pickle: bool = False,
     ) -> int:
         """Load the newest complete checkpoint at ``path``, saved with any cut into stages. Returns its step.
 
-        A folder ``step-XXXXXXXX`` that another program saved by ``torch.distributed.checkpoint`` with the keys "model"
-        and "optimizer" is loaded too; its step counts as 0. The random number generators are restored only if the
-        number of ranks is the same as at the save, and error feedback only if the stages are the same too.
+        The random number generators are restored only if the number of ranks is the same as at the save, and error
+        feedback only if the stages are the same too.
 
         Args:
             step: load the checkpoint of this step. missing_ok: return 0 if there is none. Others: see :meth:`save`.
+            trust_pickle: also load a checkpoint in the pickled format of ``torch.distributed.checkpoint``, which can
+                run any code. Earlier versions wrote it. A folder ``step-XXXXXXXX`` with the keys "model" and
+                "optimizer" may also be of another program; its step counts as 0.
 
         Raises:
-            ArgumentError: there is no checkpoint, it lacks an entry that this call loads, or a file of it is damaged.
+            ArgumentError: there is no checkpoint, it lacks an entry that this call loads, a file of it is damaged, or
+                it is pickled and not trusted.
+            DisagreementError: ranks pass a different step or ``trust_pickle``.
         """
-        folder = checkpoint.choose_checkpoint(path, step, self._rank, self._is_first, self._exchange_files)
-        if folder is None and missing_ok:
+        stored = checkpoint.choose_checkpoint(
+            path, step, trust_pickle, self._rank, self._is_first, self._exchange_files
+        )
+        if stored is None and missing_ok:
             return 0
-        if folder is None:
+        if stored is None:
             raise ArgumentError(f"there is no complete checkpoint at {path}; pass missing_ok=True to start without one")
         state = self._training_state(optimizer, lr_scheduler, loader, 0)
         self._run_and_agree(lambda: checkpoint.check_objects(state, "load_state_dict"))
-        request = self._run_and_agree(lambda: checkpoint.find_entries(folder, state))
-        counters = self._run_and_agree(lambda: checkpoint.load(folder, request, state))
+        request = self._run_and_agree(lambda: checkpoint.find_entries(stored, state))
+        counters = self._run_and_agree(lambda: checkpoint.load(request, state))
         if self._loss_scale is not None and counters.get("loss_scale") is not None:
             self._loss_scale.load_state_dict(counters["loss_scale"])
         return int(counters.get("step", 0))

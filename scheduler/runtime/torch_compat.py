@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -50,8 +49,6 @@ __all__ = [
     "is_strided_shard",
     "keep_rng",
     "largest_magnitudes",
-    "local_shape_and_offset",
-    "make_shapeless_subclass",
     "multiply_",
     "reset_reducer",
     "share_parts",
@@ -182,16 +179,6 @@ def fsdp_ranks(module: Any) -> list[int] | None:
 
 
 # Tensors
-
-
-def make_shapeless_subclass(cls: Any, shape: Sequence[int], like: torch.Tensor) -> Any:
-    """A tensor of a subclass with a shape but without elements, of the dtype and on the device of another tensor."""
-    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-
-
-def local_shape_and_offset(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The shape of this rank's shard of a DTensor, and where it begins in the whole tensor."""
-    return compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

@@ -100,6 +100,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--save-every", type=int, default=0, metavar="N", help="also save every N steps")
     add("--dump-tensors", metavar="PATH", help="save tensors of three steps here, for reshard profile-compression")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one, and save at the end")
+    add(
+        "--trust-pickle",
+        action="store_true",
+        help="with --resume: also load a checkpoint of an earlier version, which can run any code",
+    )
 
 
 def run(options: argparse.Namespace) -> int:
@@ -168,6 +173,8 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         if not isinstance(preset.config, GPTConfig):
             raise ArgumentError(f"{options.preset} has no sequence; omit --sequence")
         preset = replace(preset, config=replace(preset.config, sequence=options.sequence))
+    if options.trust_pickle and not options.resume:
+        raise ArgumentError("--trust-pickle is for --resume; omit it, or pass both")
     saves = options.checkpoint or options.resume or options.save_every
     name = options.preset if options.shrink == 1 else f"{options.preset}/{options.shrink}"
     return Job(
@@ -187,6 +194,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         checkpoint=(options.checkpoint or f"{options.preset}.checkpoint") if saves else None,
         save_every=options.save_every,
         resume=options.resume,
+        trust_pickle=options.trust_pickle,
         strategy=strategy,
         dump=options.dump_tensors,
     )

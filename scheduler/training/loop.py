@@ -53,7 +53,7 @@ class Job:
         device: "cpu" or "cuda". log_every: steps between messages and measured times.
         eval_every: steps between evaluations; 0: at the end only. eval_batches: batches of an evaluation.
         checkpoint: folder to save to; None: do not save. save_every: steps between saves; 0: at the end only.
-        resume: continue from the newest checkpoint there, if there is one.
+        resume: continue from the newest checkpoint there, if there is one. trust_pickle: even if it is pickled.
         strategy: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
         dump: folder for tensors of some steps; None: save none.
     """
@@ -75,6 +75,7 @@ class Job:
     checkpoint: str | None = None
     save_every: int = 0
     resume: bool = False
+    trust_pickle: bool = False
     dump: str | None = None
     strategy: Strategy | None = None
 
@@ -118,7 +119,9 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     dump = None if job.dump is None else TensorDump(job.dump, rank, engine, optimizer)
     losses, skipped = [], []
     with engine:
-        start = engine.load(folder, optimizer, rates, loader, missing_ok=True) if job.resume else 0
+        start = 0
+        if job.resume:
+            start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
         with progress:
             if engine.compression:

@@ -6,34 +6,53 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import brief
 
-from .digests import check_files
-from .folders import find_checkpoints
+from .digests import DIGESTS_FILE, read_digests
+from .folders import PICKLED_INDEX_FILE, find_checkpoints
+from .index import INDEX_FILE
+from .pickled import PickledCheckpoint
 from .state import Exchange
+from .stored import StoredCheckpoint
 
 
-def choose_checkpoint(path: str | Path, step: int | None, rank: int, is_first: bool, exchange: Exchange) -> Path | None:
-    """The folder of the checkpoint of ``step``, or of the newest one; None if ``path`` has no checkpoint.
+def choose_checkpoint(
+    path: str | Path, step: int | None, trust_pickle: bool, rank: int, is_first: bool, exchange: Exchange
+) -> StoredCheckpoint | PickledCheckpoint | None:
+    """The checkpoint of ``step``, or the newest one; None if ``path`` has no checkpoint.
 
-    Each file is read once, by one of the ranks, and compared with its digest. All ranks call this.
+    All ranks read the index. Each other file is read once, by one of the ranks, and compared with its digests. All
+    ranks call this.
+
+    Args:
+        trust_pickle: whether a checkpoint may be unpickled.
 
     Raises:
-        ArgumentError: there are checkpoints but not of this step, or a file is missing or damaged.
-        DisagreementError: ranks pass different steps.
+        ArgumentError: there are checkpoints but not of this step, a file is missing or damaged, or a checkpoint that is
+            not trusted needs pickle.
+        DisagreementError: ranks pass different arguments.
     """
     value: Any = None
     failure: Exception | None = None
     try:
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
             raise ArgumentError(f"step is {step!r}; it must be an integer, or None for the newest checkpoint")
-        value = [step, [[each, str(folder)] for each, folder in find_checkpoints(path)] if is_first else []]
+        if not isinstance(trust_pickle, bool):
+            raise ArgumentError(f"trust_pickle is {brief(trust_pickle)}; it must be True or False")
+        found = [[each, str(folder)] for each, folder in find_checkpoints(path)] if is_first else []
+        value = [step, trust_pickle, found]
     except (ArgumentError, OSError) as error:
         failure = error
     gathered = sorted(exchange(value, failure).items())
-    for each, (other, _) in gathered:
+    first, (step, trust_pickle, _) = gathered[0]
+    for each, (other, trusts, _) in gathered:
         if other != step:
-            raise DisagreementError(f"ranks {rank} and {each} load steps {step} and {other}; all must load the same")
-    folders = {number: Path(folder) for _, (_, found) in gathered for number, folder in found}
+            raise DisagreementError(f"ranks {first} and {each} load steps {step} and {other}; all must load the same")
+        if trusts != trust_pickle:
+            raise DisagreementError(
+                f"ranks {first} and {each} pass trust_pickle={trust_pickle} and {trusts}; all must pass the same"
+            )
+    folders = {number: Path(folder) for _, (_, _, found) in gathered for number, folder in found}
     chosen = max(folders, default=None) if step is None else step
     if chosen is None or not folders:
         return None
@@ -41,11 +60,40 @@ def choose_checkpoint(path: str | Path, step: int | None, rank: int, is_first: b
         raise ArgumentError(f"{path} has no complete checkpoint of step {step}; it has steps {[*folders]}")
     ranks = [each for each, _ in gathered]
     damage: Exception | None = None
+    checkpoint = None
     try:
-        check_files(folders[chosen], ranks.index(rank), len(ranks))
+        checkpoint = _open(folders[chosen], trust_pickle)
+        checkpoint.check_files(ranks.index(rank), len(ranks))
+    except _PickleError as error:
+        damage = ArgumentError(str(error))
     except ArgumentError as error:
         earlier = [each for each in folders if each < chosen]
         offer = f"to load the one before it, pass step={earlier[-1]}" if earlier else "there is none before it"
         damage = ArgumentError(f"{error}; {offer}")
     exchange(None, damage)
-    return folders[chosen]
+    return checkpoint
+
+
+class _PickleError(Exception):
+    """A checkpoint needs pickle."""
+
+
+def _open(folder: Path, trust_pickle: bool) -> StoredCheckpoint | PickledCheckpoint:
+    """Read the index of a checkpoint, in either format, after its digest.
+
+    Raises:
+        ArgumentError: it is damaged. _PickleError: it needs pickle, which ``trust_pickle`` does not allow.
+    """
+    digests = read_digests(folder)
+    names = digests or [each for each in (INDEX_FILE, PICKLED_INDEX_FILE) if (folder / each).exists()]
+    if INDEX_FILE not in names and PICKLED_INDEX_FILE in names:
+        if trust_pickle:
+            return PickledCheckpoint(folder, digests)
+        raise _PickleError(
+            f"{folder} is a checkpoint in the pickled format of torch.distributed.checkpoint, which earlier versions "
+            "also wrote; reading it can run any code. If you trust whoever wrote it, pass trust_pickle=True "
+            "(reshard train: --trust-pickle)"
+        )
+    if not digests:
+        raise ArgumentError(f"{folder / DIGESTS_FILE}, which has the digests of the other files, is missing")
+    return StoredCheckpoint(folder, digests)

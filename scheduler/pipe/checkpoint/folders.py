@@ -7,8 +7,11 @@ import shutil
 from pathlib import Path
 
 from .digests import DIGESTS_FILE
+from .index import INDEX_FILE
 
-_UNFINISHED = ".unfinished"
+#: The index of a checkpoint in the pickled format of ``torch.distributed.checkpoint``.
+PICKLED_INDEX_FILE = ".metadata"
+_UNFINISHED, _DELETED = ".unfinished", ".deleted"
 _FOLDER = re.compile(r"step-(\d{8,})(\.unfinished)?")
 
 
@@ -50,15 +53,27 @@ def finish(folder: Path) -> None:
 
 def _is_complete(folder: Path) -> bool:
     """Whether a checkpoint was completed in this folder. If a file is missing since, it is damaged but complete."""
-    last = [(folder / name).exists() for name in (".metadata", DIGESTS_FILE)]
-    return all(last) if folder.name.endswith(_UNFINISHED) else any(last)
+    has_index, has_digests = (
+        any((folder / name).exists() for name in names) for names in ((INDEX_FILE, PICKLED_INDEX_FILE), (DIGESTS_FILE,))
+    )
+    if folder.name.endswith(_UNFINISHED):
+        return has_index and has_digests  # which are written last
+    return has_index or has_digests or any(folder.glob("rank-*"))
 
 
 def _delete(folder: Path) -> None:
+    """Delete a folder. If this process dies meanwhile, the rest of the folder counts as no checkpoint."""
+    deleted = folder.with_name(folder.name + _DELETED)
+    _remove(deleted)
     if folder.exists():
-        # Delete these files first: a folder that has one of them counts as complete.
-        for name in (DIGESTS_FILE, ".metadata"):
-            (folder / name).unlink(missing_ok=True)
+        folder.rename(deleted)
+        _remove(deleted)
+
+
+def _remove(folder: Path) -> None:
+    if folder.is_symlink():
+        folder.unlink()
+    elif folder.exists():
         shutil.rmtree(folder)
 
 
@@ -69,3 +84,6 @@ def prune(path: Path, keep: int) -> None:
         match = _FOLDER.fullmatch(folder.name)
         if match and kept and int(match[1]) not in kept and int(match[1]) < kept[-1]:
             _delete(folder)
+    for folder in path.glob(f"step-*{_DELETED}"):
+        if _FOLDER.fullmatch(folder.name.removesuffix(_DELETED)):
+            _remove(folder)

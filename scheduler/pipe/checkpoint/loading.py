@@ -3,79 +3,69 @@
 from __future__ import annotations
 
 import functools
-import pickle
-import warnings
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
-from .plain_parameters import PlainParameter
-from .state import TrainingState, restore_rng
+from .pickled import PickledCheckpoint
+from .plain_parameters import JoinedTensor, PlainParameter
+from .state import TrainingState, check_counters, check_rng, restore_rng
+from .stored import StoredCheckpoint
 
 
-def find_entries(folder: Path, state: TrainingState) -> Request:
-    """Find the entries that this rank reads from the checkpoint.
+def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: TrainingState) -> Request:
+    """Find the entries that this rank reads from the checkpoint, and read those that are not tensors.
 
     Raises:
         ArgumentError: the checkpoint lacks an entry that ``state`` needs, has it with another shape, or is damaged.
     """
-    try:
-        known = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-    except Exception as error:  # pickle raises any kind
-        raise ArgumentError(f"cannot read {folder / '.metadata'}: {type(error).__name__}: {error}") from error
-    request = Request(known)
+    request = Request(checkpoint)
     for name, tensor in state.model():
-        request.want([f"model.{each}" for each in state.aliases(name)], tensor)
+        request.fill([f"model.{each}" for each in state.aliases(name)], tensor)
     if state.optimizer is not None:
         _want_optimizer(request, state)
-    for keys in (["engine"], [f"rng.{state.rank}", "rng.0"]):  # absent if another program wrote the checkpoint
-        if any(key in known for key in keys):
-            request.want(keys)
-    for key in (each for each in known if each.startswith(f"feedback.{state.rank}.")):
-        request.want([key], torch.empty(known[key].size, dtype=torch.float32, device="cpu"))
+    if "engine" in request.known:  # absent if another program wrote the checkpoint
+        request.want(["engine"])
+        if any(key in request.known for key in state.rng_keys):
+            request.want(state.rng_keys)
+    for key in (each for each in request.known if each.startswith(f"feedback.{state.rank}.")):
+        request.fill([key], torch.empty(checkpoint.tensors[key].shape, dtype=torch.float32, device="cpu"))
     if state.lr_scheduler is not None:
-        request.want(["lr_scheduler"])
+        request.want(["lr_scheduler"], like={})
     if state.loader is not None:
-        request.want([f"loader.{state.rank}", "loader.0"])
-    request.check(folder)
+        request.want(state.loader_keys)
+    request.read_values()
     return request
 
 
-def load(folder: Path, request: Request, state: TrainingState) -> dict[str, Any]:
+def load(request: Request, state: TrainingState) -> dict[str, Any]:
     """Read this rank's entries into its modules, optimizer, scheduler and loader. No rank communicates.
 
     Returns:
         The counters of the engine that saved the checkpoint; empty if another program saved it.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        for wanted in (request.wanted, *request.further):
-            try:
-                dcp.load(wanted, storage_reader=dcp.FileSystemReader(folder), no_dist=True)
-            except (CheckpointException, Exception) as error:  # the first is no Exception
-                raise ArgumentError(f"cannot read the checkpoint {folder}: {error}") from error
+    request.checkpoint.read(request.reads)
     for restore in request.restore:
         restore()
     if state.lr_scheduler is not None:
-        state.lr_scheduler.load_state_dict(pickle.loads(request.wanted["lr_scheduler"]))
+        request.restore_from(["lr_scheduler"], state.lr_scheduler.load_state_dict)
     if state.loader is not None:
-        state.loader.load_state_dict(pickle.loads(request.first(f"loader.{state.rank}", "loader.0")))
-    if "engine" not in request.wanted:
-        return {}
-    counters: dict[str, Any] = pickle.loads(request.wanted["engine"])
+        request.restore_from(state.loader_keys, state.loader.load_state_dict)
+    counters: dict[str, Any] = request.values.get("engine", {})
     errors: dict[str, torch.Tensor] = {}
-    if counters["world_size"] == state.counters["world_size"]:
-        restore_rng(pickle.loads(request.first(f"rng.{state.rank}", "rng.0")))
+    if counters and counters["world_size"] == state.counters["world_size"]:
+        for key in state.rng_keys:
+            if key in request.values:
+                restore_rng(request.values[key])
         prefix = f"feedback.{state.rank}."
-        errors = {key.removeprefix(prefix): each for key, each in request.wanted.items() if key.startswith(prefix)}
-    state.sums.load_state_dict({"steps": counters.get("coded_steps", 0), "errors": errors})
+        errors = {key.removeprefix(prefix): each for key, each in request.tensors if key.startswith(prefix)}
+    if counters:
+        state.sums.load_state_dict({"steps": counters.get("coded_steps", 0), "errors": errors})
     return counters
 
 
@@ -83,59 +73,108 @@ class Request:
     """The entries that one rank reads from a checkpoint.
 
     Attributes:
-        known: ``{key: metadata}`` of all entries of the checkpoint.
-        wanted: before loading, ``{key: tensor to fill, or None}``; after loading, ``{key: value}``.
-        further: second and further tensors to fill from a key of ``wanted``, such as tied parameters.
-        restore: functions to call after loading.
+        known: keys of all entries of the checkpoint.
+        tensors: ``(key, tensor to fill)``. A key may occur twice, such as that of a tied parameter.
+        values: ``{key: value or whole tensor}`` of the entries that the caller restores.
+        reads: what fills the tensors. restore: functions to call after that.
     """
 
-    def __init__(self, known: Mapping[str, Any]) -> None:
-        self.known = known
-        self.wanted: dict[str, Any] = {}
-        self.further: list[dict[str, Any]] = []
+    def __init__(self, checkpoint: StoredCheckpoint | PickledCheckpoint) -> None:
+        self.checkpoint = checkpoint
+        self.known = {**dict.fromkeys(checkpoint.tensors), **dict.fromkeys(checkpoint.values)}
+        self.tensors: list[tuple[str, Any]] = []
+        self.values: dict[str, Any] = {}
+        self.reads: Sequence[Any] = ()
         self.restore: list[Callable[[], None]] = []
+        self._likes: dict[str, Any] = {}
         self._missing: list[str] = []
 
-    def want(self, keys: Sequence[str], tensor: torch.Tensor | None = None) -> str | None:
+    def fill(self, keys: Sequence[str], tensor: torch.Tensor | JoinedTensor) -> None:
         """Request the first of these keys that the checkpoint has, to fill ``tensor``.
 
+        If the checkpoint lacks all keys, or has another shape or kind of dtype, :meth:`read_values` reports this.
+        """
+        key = next((each for each in keys if each in self.known), None)
+        stored = self.checkpoint.tensors.get(key or "")
+        shape, dtype = list(tensor.shape), tensor.dtype
+        if key is None:
+            self._missing.append(keys[0])
+        elif stored is None:
+            self._missing.append(f"{key} of shape {shape} (it has another kind of value)")
+        elif list(stored.shape) != shape:
+            self._missing.append(f"{key} of shape {shape} (it has {list(stored.shape)})")
+        elif stored.dtype != dtype and not (stored.dtype.is_floating_point and dtype.is_floating_point):
+            self._missing.append(f"{key} of {dtype} (it has {stored.dtype})")
+        else:
+            self.tensors.append((key, tensor))
+
+    def want(self, keys: Sequence[str], like: Any = None) -> str | None:
+        """Request the value, or the whole tensor, of the first of these keys that the checkpoint has.
+
+        Args:
+            like: a value of the same kind; None: of any kind.
+
         Returns:
-            The key; None if the checkpoint lacks all keys, or has another shape. :meth:`check` then reports this.
+            The key; None if the checkpoint lacks all keys. :meth:`read_values` then reports this.
         """
         key = next((each for each in keys if each in self.known), None)
         if key is None:
             self._missing.append(keys[0])
-            return None
-        if tensor is not None:
-            stored = self.known[key]
-            if not isinstance(stored, TensorStorageMetadata) or tuple(stored.size) != tuple(tensor.shape):
-                found = list(stored.size) if isinstance(stored, TensorStorageMetadata) else "another kind of value"
-                self._missing.append(f"{key} of shape {list(tensor.shape)} (it has {found})")
-                return None
-        if key in self.wanted and tensor is not None:  # tied parameters, of which the checkpoint has one
-            if self.wanted[key] is not tensor:
-                if all(key in each for each in self.further):
-                    self.further.append({})
-                next(each for each in self.further if key not in each)[key] = tensor
-            return key
-        stored = self.known[key]
-        if tensor is None and isinstance(stored, TensorStorageMetadata):  # such as a learning rate
-            tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        self.wanted[key] = tensor
+        elif key in self.checkpoint.values:
+            self.values[key], self._likes[key] = None, like
+        elif key not in self.values:
+            entry = self.checkpoint.tensors[key]
+            self.values[key] = torch.empty(entry.shape, dtype=entry.dtype, device="cpu")
+            self.tensors.append((key, self.values[key]))
         return key
 
-    def first(self, *keys: str) -> Any:
-        """The value of the first of these keys that was requested."""
-        return next(self.wanted[key] for key in keys if key in self.wanted)
+    def read_values(self) -> None:
+        """Read the requested values, and find what to read of the tensors.
 
-    def check(self, folder: Path) -> None:
-        """Raise ArgumentError if the checkpoint lacks a requested entry, or has it with another shape."""
+        Raises:
+            ArgumentError: the checkpoint lacks an entry, has it with another shape or kind of dtype, or is damaged.
+        """
+        folder = self.checkpoint.folder
         if self._missing:
             others = f" and {len(self._missing) - 3} more" if len(self._missing) > 3 else ""
             raise ArgumentError(
                 f"the checkpoint {folder} has no {', '.join(self._missing[:3])}{others}; it has {len(self.known)} "
                 f"entries, such as {', '.join(sorted(self.known)[:3])}"
             )
+        for key in self.values:
+            if key in self.checkpoint.values:
+                self.values[key] = self.checkpoint.read_value(key)
+            try:
+                self._check(key, self.values[key])
+            except ValueError as error:
+                raise ArgumentError(f"cannot read {key} in {self.checkpoint.place_of(key)}: {error}") from error
+        self.reads = self.checkpoint.find_reads(self.tensors)
+
+    def _check(self, key: str, value: Any) -> None:
+        """Raise ValueError if a value is not what is needed. Numbers may be tensors, and tuples lists."""
+        like = self._likes.get(key)
+        if key == "engine":
+            check_counters(value)
+        elif key.startswith("rng."):
+            check_rng(value)
+        elif value is not None and like is not None:
+            kinds = ((bool, int, float, np.generic, torch.Tensor), (list, tuple), str, dict)
+            if any(isinstance(value, kind) != isinstance(like, kind) for kind in kinds):
+                raise ValueError(f"it is {brief(value)}, but a value like {brief(like)} is needed")
+
+    def restore_from(self, keys: Sequence[str], restore: Callable[[Any], None]) -> None:
+        """Pass the first of these values that was requested to a function.
+
+        Raises:
+            ArgumentError: the function raises an error.
+        """
+        key = next(each for each in keys if each in self.values)
+        try:
+            restore(self.values[key])
+        except Exception as error:
+            raise ArgumentError(
+                f"{key} in {self.checkpoint.place_of(key)} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
 
 
 def _want_optimizer(request: Request, state: TrainingState) -> None:
@@ -160,7 +199,8 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
         if id(group) not in done:
             for key in group:
                 if key != "params":
-                    setting = request.want([f"optimizer.param_groups.{alias}.{key}" for alias in aliases])
+                    keys = [f"optimizer.param_groups.{alias}.{key}" for alias in aliases]
+                    setting = request.want(keys, like=group[key])
                     if setting is not None:
                         request.restore.append(functools.partial(_set_from, group, key, request, setting))
         done |= {id(plain.parameters[0]), id(group)}
@@ -170,7 +210,7 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
                 settings = (each for each in request.known if each.startswith("optimizer.param_groups."))
                 setting = next((each for each in settings if each.endswith(f".{key}")), None)
                 if setting is not None:
-                    request.want([setting])
+                    request.want([setting], like=group[key])
                     request.restore.append(functools.partial(_set_from, group, key, request, setting))
 
 
@@ -178,31 +218,22 @@ def _want_state(
     request: Request, values: Sequence[dict[str, Any]], plain: PlainParameter, key: str, stored: str
 ) -> None:
     """Request one entry of a parameter's optimizer state. If it has the parameter's shape, it is sharded alike."""
-    metadata = request.known[stored]
-    if not isinstance(metadata, TensorStorageMetadata):
-        request.want([stored])
-        for each in values:
-            request.restore.append(functools.partial(_set_from, each, key, request, stored))
-    elif tuple(metadata.size) == tuple(plain.join(plain.parameters).shape):
-        dtype = metadata.properties.dtype
-        made = [torch.zeros_like(each, dtype=dtype, requires_grad=False) for each in plain.parameters]
+    entry = request.checkpoint.tensors.get(stored)
+    if entry is not None and entry.shape == tuple(plain.join(plain.parameters).shape):
+        made = [torch.zeros_like(each, dtype=entry.dtype, requires_grad=False) for each in plain.parameters]
         for each, tensor in zip(values, made, strict=True):
             request.restore.append(functools.partial(_set, each, key, tensor))
-        request.want([stored], plain.join(made))
-    else:
-        scalar = torch.zeros(metadata.size, dtype=metadata.properties.dtype)
-        request.want([stored], scalar)
-        for each in values:
-            request.restore.append(functools.partial(_set_copy, each, key, scalar))
+        request.fill([stored], plain.join(made))
+        return
+    request.want([stored])
+    for each in values:
+        request.restore.append(functools.partial(_set_from, each, key, request, stored))
 
 
 def _set(values: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
     values[key] = tensor
 
 
-def _set_copy(values: dict[str, Any], key: str, tensor: torch.Tensor) -> None:
-    values[key] = tensor.clone()
-
-
 def _set_from(values: dict[str, Any], key: str, request: Request, stored: str) -> None:
-    values[key] = request.wanted[stored]
+    value = request.values[stored]
+    values[key] = value.clone() if isinstance(value, torch.Tensor) else value

@@ -5,18 +5,20 @@ On a grid of :mod:`reshard.parallel`, several DTensors, or a transposed one, may
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from reshard.errors import ArgumentError
 from reshard.formatting import unwrapped_name
 from reshard.parallel.state import find_plain_forms
+from reshard.sharding import Layout, Mesh
 
-from ...runtime import torch_compat
 from ...runtime.data_parallel import without_ddp
 
 
@@ -34,11 +36,11 @@ class PlainParameter:
     parameters: tuple[torch.nn.Parameter, ...]
     is_transposed: bool = False
 
-    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor | JoinedTensor:
         """Tensors in the shapes of ``parameters`` as one tensor in the shape of the whole model, without a copy."""
         if len(tensors) == 1 and not self.is_transposed:
             return tensors[0]
-        return JoinedTensor(tensors, self.is_transposed)
+        return JoinedTensor(tuple(tensors), self.is_transposed)
 
 
 def named_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[str, torch.Tensor]]:
@@ -59,51 +61,55 @@ def named_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[str
     return found, buffers
 
 
-class JoinedTensor(torch.Tensor):
-    """DTensors that are concatenated along dim 0 and may be transposed. Only ``torch.distributed.checkpoint`` uses it.
+@dataclass(frozen=True)
+class JoinedTensor:
+    """DTensors that are concatenated along dim 0 and may be transposed, as one tensor without a copy."""
 
-    It has the methods with which torch saves and loads a tensor of several shards.
+    tensors: tuple[Any, ...]
+    is_transposed: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor."""
+        shape = (sum(each.shape[0] for each in self.tensors), *self.tensors[0].shape[1:])
+        return shape[::-1] if self.is_transposed else shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of all parts."""
+        dtype: torch.dtype = self.tensors[0].dtype
+        return dtype
+
+
+def find_pieces(tensor: torch.Tensor | JoinedTensor) -> list[tuple[tuple[int, ...], torch.Tensor]]:
+    """What this rank holds of a tensor: ``(offsets, local tensor)`` of each box, where a local tensor is a view.
+
+    A DTensor without elements on this rank has no box. A plain tensor is one box.
     """
-
-    _chunks: list[tuple[ChunkStorageMetadata, torch.Tensor]]
-
-    @staticmethod
-    def __new__(cls, tensors: Sequence[Any], is_transposed: bool) -> JoinedTensor:
-        """Join DTensors without copying their shards."""
-        first = tensors[0]
-        shape = [sum(each.shape[0] for each in tensors), *first.shape[1:]]
-        made = torch_compat.make_shapeless_subclass(cls, shape[::-1] if is_transposed else shape, first)
-        made._chunks, start = [], 0
-        for each in tensors:
-            sizes, (first_row, *others) = torch_compat.local_shape_and_offset(each)
-            offsets = (first_row + start, *others)
-            local = each.detach().to_local()
-            if is_transposed:
-                sizes, offsets, local = sizes[::-1], offsets[::-1], local.t()
-            if local.numel():
-                made._chunks.append((ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), local))
+    if isinstance(tensor, JoinedTensor):
+        found, start = [], 0
+        for each in tensor.tensors:
+            for (first, *others), local in find_pieces(each):
+                offsets = (first + start, *others)
+                found.append((offsets[::-1], local.t()) if tensor.is_transposed else (offsets, local))
             start += each.shape[0]
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise NotImplementedError(f"{cls.__name__} is only saved and loaded; it does not compute {func}")
-
-    def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
-        """One item to write per shard of this rank."""
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(local), self.size()),
-            )
-            for chunk, local in self._chunks
-        ]
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Offset and size of each shard of this rank."""
-        return [chunk for chunk, _ in self._chunks]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        """The tensor of the shard at the offset of ``index``."""
-        return next(local for chunk, local in self._chunks if chunk.offsets == index.offset)
+        return found
+    if not isinstance(tensor, DTensor):
+        return [((0,) * tensor.dim(), tensor.detach())]
+    local, layout = tensor.detach().to_local(), Layout(Mesh.from_device_mesh(tensor.device_mesh), tensor.placements)
+    shape = layout.local_shape(tensor.shape, dist.get_rank())
+    if shape != tuple(local.shape):
+        raise ArgumentError(
+            f"a DTensor of shape {list(tensor.shape)} on {layout} has {list(local.shape)} here, and not {list(shape)}"
+        )
+    boxes = layout.regions(tensor.shape, dist.get_rank())
+    starts: list[dict[int, int]] = []  # of each dim: {start in the whole tensor: start in the local tensor}
+    for dim in range(tensor.dim()):
+        intervals = dict.fromkeys(box[dim] for box in boxes)
+        ends = itertools.accumulate(stop - start for start, stop in intervals)
+        starts.append({start: end - (stop - start) for (start, stop), end in zip(intervals, ends, strict=True)})
+    found = []
+    for box in boxes:
+        inside = [slice(at[start], at[start] + stop - start) for at, (start, stop) in zip(starts, box, strict=True)]
+        found.append((tuple(start for start, _ in box), local[tuple(inside)]))
+    return found

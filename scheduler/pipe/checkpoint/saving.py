@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import pickle
+import json
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import brief
 
-from .digests import digest_of, write_digests
+from .digests import digest_parts, write_digests, write_synced
 from .folders import begin, finish, folder_of, prune, unfinished_folder
+from .index import INDEX_FILE
 from .state import Exchange, TrainingState, check_objects, rng_state
+from .writing import Entries, plan_writes, write_entries
 
 #: Time limit for waiting for a rank that writes or reads. Ranks detect at once that another one died.
 CHECKPOINT_TIMEOUT_SECONDS = 3600.0
@@ -28,8 +30,8 @@ FOLDER_TIMEOUT_SECONDS = 5.0
 def check_saved(state: TrainingState, keep: Any) -> None:
     """Raise ArgumentError unless this rank can save these objects, and the step and ``keep`` are valid."""
     step = state.counters["step"]
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
-        raise ArgumentError(f"step is {step!r}; it must be the number of steps taken, an integer that is 0 or more")
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**62:
+        raise ArgumentError(f"step is {step!r}; it must be the number of steps taken, an integer from 0 to 2**62 - 1")
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
         raise ArgumentError(f"keep is {keep!r}; it must be a positive integer")
     check_objects(state, "state_dict")
@@ -38,54 +40,51 @@ def check_saved(state: TrainingState, keep: Any) -> None:
 def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:
     """Write a checkpoint in a folder at ``path``, and delete old ones. All ranks call this.
 
-    The function runs the steps of ``torch.distributed.checkpoint.save``. But ranks communicate by ``exchange``, which
-    ends on all ranks if one fails or dies.
+    Each rank writes its shards, and the first of the ranks with a value or the least loaded of those with a replica
+    writes that. The first rank writes the index and the digests.
+
+    Raises:
+        ArgumentError: a value cannot be saved, before any file is written; or a file cannot be written.
+        DisagreementError: ranks save different steps, or different shapes or dtypes of a tensor.
     """
     _check_alike(exchange([state.counters["step"], _has_optimizer(state)], None))
     folder = folder_of(path, state.counters["step"])
-    writer = dcp.FileSystemWriter(unfinished_folder(folder))
-    planner = dcp.DefaultSavePlanner()
+    unfinished = unfinished_folder(folder)
 
     def share(step: Callable[[], Any]) -> dict[int, Any]:
         """Run a step on this rank, and return the results by rank. An error on one rank is raised on all."""
         value: str | None = None
         failure: Exception | None = None
         try:
-            value = base64.b85encode(zlib.compress(pickle.dumps(step()))).decode()
+            value = base64.b85encode(zlib.compress(json.dumps(step()).encode())).decode()
         except OSError as error:
             failure = ArgumentError(f"cannot write the checkpoint {folder}: {error}")
-        except Exception as error:  # for example, the state of a loader cannot be pickled
+        except Exception as error:  # for example, of the loader
             failure = error
         gathered = exchange(value, failure)
-        return {rank: pickle.loads(zlib.decompress(base64.b85decode(each))) for rank, each in sorted(gathered.items())}
+        return {rank: json.loads(zlib.decompress(base64.b85decode(each))) for rank, each in sorted(gathered.items())}
 
-    def plan() -> Any:
-        planner.set_up_planner(_saved_entries(state), writer.storage_meta(), state.is_first)
-        writer.set_up_storage_writer(state.is_first)
-        return writer.prepare_local_plan(planner.create_local_plan())
+    entries = Entries()
+
+    def collect() -> Any:
+        _collect(state, entries)
+        return entries.outline()
 
     def write() -> Any:
-        own = global_plans[[*plans].index(state.rank)]
-        writing = writer.write_data(planner.finish_plan(own), planner)
-        writing.wait()
-        written = writing.value()
-        files = {each.storage_data.relative_path for each in written}
-        return written, {name: digest_of(unfinished_folder(folder) / name) for name in files}
+        return write_entries(unfinished, state.rank, entries, plan.pieces[state.rank], plan.values[state.rank])
 
     def complete() -> None:
         if state.is_first:
-            writer.finish(metadata, [written for written, _ in results.values()])
-            digests = {name: digest for _, each in results.values() for name, digest in each.items()}
-            unfinished = unfinished_folder(folder)
-            write_digests(unfinished, {**digests, ".metadata": digest_of(unfinished / ".metadata")})
+            index = plan.make_index({rank: shards for rank, (_, shards) in results.items()})
+            write_synced(unfinished / INDEX_FILE, index.to_json())
+            digests = {name: digest for files, _ in results.values() for name, digest in files.items()}
+            write_digests(unfinished, {**digests, INDEX_FILE: digest_parts(unfinished / INDEX_FILE)[0]})
             finish(folder)
             prune(folder.parent, keep)
 
+    plan = plan_writes(share(collect))
     share(lambda: begin(folder) if state.is_first else None)
-    share(lambda: _check_shared(unfinished_folder(folder)))
-    plans = share(plan)
-    global_plans, metadata = planner.create_global_plan([*plans.values()])
-    global_plans = writer.prepare_global_plan(global_plans)
+    share(lambda: _check_shared(unfinished))
     results = share(write)
     share(complete)
 
@@ -123,28 +122,38 @@ def _check_shared(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def _saved_entries(state: TrainingState) -> dict[str, Any]:
-    """The entries that this rank saves, by key."""
-    saved: dict[str, Any] = {"model": dict(state.model(for_save=True)), "engine": pickle.dumps(state.counters)}
-    saved[f"rng.{state.rank}"] = pickle.dumps(rng_state())
-    saved |= {f"feedback.{state.rank}.{name}": error for name, error in state.sums.state_dict()["errors"].items()}
+def _collect(state: TrainingState, entries: Entries) -> None:
+    """Add what this rank saves."""
+    for name, tensor in state.model(for_save=True):
+        entries.add(f"model.{name}", tensor)
+    entries.add_value("engine", state.counters)
+    entries.add_value(state.rng_keys[0], rng_state())
+    for name, error in state.sums.state_dict()["errors"].items():
+        entries.add(f"feedback.{state.rank}.{name}", error)
     if state.optimizer is not None:
-        saved["optimizer"] = _optimizer_state(state)
+        _collect_optimizer(state, entries)
     if state.lr_scheduler is not None:
-        saved["lr_scheduler"] = pickle.dumps(state.lr_scheduler.state_dict())
+        entries.add_value("lr_scheduler", state.lr_scheduler.state_dict())
     if state.loader is not None:
-        saved[f"loader.{state.rank}"] = pickle.dumps(state.loader.state_dict())
-    return saved
+        entries.add_value(state.loader_keys[0], state.loader.state_dict())
 
 
-def _optimizer_state(state: TrainingState) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _collect_optimizer(state: TrainingState, entries: Entries) -> None:
     for plain, group in state.optimized_parameters(for_save=True):
         values = [state.optimizer.state.get(each, {}) for each in plain.parameters]
         for key, value in values[0].items():
-            has_shape = isinstance(value, torch.Tensor) and value.shape == plain.parameters[0].shape
-            flat[f"state.{plain.name}.{key}"] = plain.join([each[key] for each in values]) if has_shape else value
+            name = _join(f"optimizer.state.{plain.name}", key)
+            if not isinstance(value, torch.Tensor):
+                entries.add_value(name, value)
+            else:
+                has_shape = value.shape == plain.parameters[0].shape
+                entries.add(name, plain.join([each[key] for each in values]) if has_shape else value)
         for key, value in group.items():
             if key != "params":
-                flat[f"param_groups.{plain.name}.{key}"] = value
-    return flat
+                entries.add_value(_join(f"optimizer.param_groups.{plain.name}", key), value)
+
+
+def _join(prefix: str, key: Any) -> str:
+    if type(key) is not str or "." in key:
+        raise ArgumentError(f"{prefix} has the key {brief(key)}; a checkpoint needs strings without dots")
+    return f"{prefix}.{key}"

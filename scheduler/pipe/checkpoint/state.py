@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +12,10 @@ import numpy as np
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.formatting import count_of
+from reshard.formatting import brief, compare_names, count_of
 
 from ...runtime.compression import StageSums
-from .plain_parameters import PlainParameter, named_state
+from .plain_parameters import JoinedTensor, PlainParameter, named_state
 
 #: ``exchange(value, error)`` returns the values of all ranks, by rank. If a rank passes an error, all ranks raise it.
 Exchange = Callable[[Any, BaseException | None], Mapping[int, Any]]
@@ -42,9 +43,19 @@ class TrainingState:
     counters: dict[str, Any]
     sums: StageSums
 
-    def model(self, for_save: bool = False) -> list[tuple[str, torch.Tensor]]:
+    @property
+    def rng_keys(self) -> tuple[str, str]:
+        """Keys of the random number generators of this rank, and of those to load if there are none."""
+        return f"rng.{self.rank}", "rng.0"
+
+    @property
+    def loader_keys(self) -> tuple[str, str]:
+        """Keys of the loader of this rank, and of the one to load if there is none."""
+        return f"loader.{self.rank}", "loader.0"
+
+    def model(self, for_save: bool = False) -> list[tuple[str, torch.Tensor | JoinedTensor]]:
         """Parameters and persistent buffers, with their names in the whole model."""
-        found: list[tuple[str, torch.Tensor]] = []
+        found: list[tuple[str, torch.Tensor | JoinedTensor]] = []
         for stage, module in self.modules.items():
             parameters, buffers = named_state(module)
             found += [
@@ -97,12 +108,45 @@ def check_objects(state: TrainingState, method: str) -> None:
         )
 
 
+def check_counters(value: Any) -> None:
+    """Raise ValueError unless a value is the counters of an engine. The text names the key."""
+    if not isinstance(value, dict):
+        raise ValueError(f"it is {brief(value)}, not a dict")
+    least = {"step": 0, "world_size": 1, "coded_steps": 0}
+    if set(value) - {"coded_steps"} != {"step", "world_size", "loss_scale"}:  # earlier versions lack the first
+        raise ValueError(f"it {compare_names(value, {*least, 'loss_scale'})}")
+    for key in set(least) & set(value):
+        if type(value[key]) is not int or not least[key] <= value[key] < 2**62:
+            raise ValueError(f"its {key} is {brief(value[key])}, not an integer from {least[key]} to 2**62 - 1")
+    scale = value["loss_scale"]
+    if scale is not None:
+        if not isinstance(scale, dict) or set(scale) != {"value", "finite_steps"}:
+            raise ValueError(f"its loss_scale is {brief(scale)}, not a dict of value and finite_steps")
+        factor, steps = scale["value"], scale["finite_steps"]
+        if type(factor) is not float or not 0 <= factor < math.inf:
+            raise ValueError(f"its loss scale is {brief(factor)}, not a finite float that is 0 or more")
+        if type(steps) is not int or not 0 <= steps < 2**62:
+            raise ValueError(f"its finite_steps are {brief(steps)}, not an integer from 0 to 2**62 - 1")
+
+
 def rng_state() -> dict[str, Any]:
     """States of the random number generators of torch, Python and NumPy."""
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()
     return state
+
+
+def check_rng(state: Any) -> None:
+    """Raise ValueError unless :func:`restore_rng` can restore these states. No generator of the process changes."""
+    try:
+        torch.Generator().set_state(state["torch"])
+        random.Random().setstate(state["python"])
+        np.random.RandomState().set_state(state["numpy"])
+        if "cuda" in state and torch.cuda.is_available():
+            torch.Generator("cuda").set_state(state["cuda"])
+    except (KeyError, IndexError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise ValueError(f"it holds no states of random number generators: {type(error).__name__}: {error}") from error
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -50,7 +51,8 @@ def test_a_child_of_the_model_may_be_called_module(tmp_path):
             assert loss == pytest.approx(model(torch.ones(4, 3)).item(), rel=1e-6)
             assert names == [name for name, _ in model.named_parameters()]
         state = {"model": {name: torch.zeros_like(value) for name, value in model.state_dict().items()}}
-        dcp.load(state, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+        reader = HuggingFaceStorageReader(str(tmp_path / "step-00000001"))
+        dcp.load(state, storage_reader=reader, no_dist=True)
         assert all(torch.equal(state["model"][name], value) for name, value in model.state_dict().items())
 
 

@@ -1,0 +1,206 @@
+"""``index.json``: the tensors of a checkpoint, with file, place and digest of each shard, and the files of values."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.formatting import brief, compare_names, count_of
+from reshard.sharding import find_overlaps
+
+from .dtypes import CODES, DTYPES
+from .values import parse_json
+
+INDEX_FILE = "index.json"
+_FORMAT, _VERSION = "reshard checkpoint", 1
+_TENSORS = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")
+_VALUES = re.compile(r"rank-\d{5,}\.json")
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+_MOST, _MOST_DIMS = 2**62, 64
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A box of a tensor in a file.
+
+    Attributes:
+        file: name of the safetensors file; there, the shard has the key of the tensor.
+        offsets, shape: where the box begins in the tensor, and its sizes.
+        start, stop: its bytes in the file.
+        digest: XXH3 of 128 bits of these bytes, in hexadecimal.
+    """
+
+    file: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+    digest: str
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor of a checkpoint.
+
+    Attributes:
+        dtype, shape: of the whole tensor.
+        shards: boxes that together are the whole tensor, none of them twice.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True)
+class Index:
+    """What a checkpoint holds.
+
+    Attributes:
+        tensors: by key. values: ``{key: name of the JSON file}``.
+    """
+
+    tensors: Mapping[str, Entry]
+    values: Mapping[str, str]
+
+    @property
+    def files(self) -> set[str]:
+        """Names of the files."""
+        return {*self.shards, *self.values.values()}
+
+    @functools.cached_property
+    def shards(self) -> dict[str, list[tuple[str, Shard]]]:
+        """Keys and shards in each safetensors file, in the order of their bytes."""
+        found: dict[str, list[tuple[str, Shard]]] = {}
+        for key, entry in self.tensors.items():
+            for each in entry.shards:
+                found.setdefault(each.file, []).append((key, each))
+        return {file: sorted(pairs, key=lambda pair: (pair[1].start, pair[1].stop)) for file, pairs in found.items()}
+
+    def to_json(self) -> str:
+        """The text of the file."""
+        tensors = {
+            key: {
+                "dtype": CODES[entry.dtype],
+                "shape": entry.shape,
+                "shards": [
+                    {
+                        "file": each.file,
+                        "offsets": each.offsets,
+                        "shape": each.shape,
+                        "bytes": [each.start, each.stop],
+                        "xxh3_128": each.digest,
+                    }
+                    for each in entry.shards
+                ],
+            }
+            for key, entry in self.tensors.items()
+        }
+        whole = {"format": _FORMAT, "version": _VERSION, "tensors": tensors, "values": dict(self.values)}
+        return json.dumps(whole, indent=1)
+
+
+def parse_index(text: bytes) -> Index:
+    """Read and check the text of an index.
+
+    Raises:
+        ValueError: it is not the JSON of an index; the text names the key.
+    """
+    whole = _check_keys(parse_json(text), {"format", "version", "tensors", "values"}, "it")
+    if whole["format"] != _FORMAT or type(whole["version"]) is not int:
+        raise ValueError(
+            f"its format is {brief(whole['format'])} {brief(whole['version'])}, not {_FORMAT!r} {_VERSION}"
+        )
+    if whole["version"] != _VERSION:
+        raise ValueError(f"its version is {brief(whole['version'])}; this package reads version {_VERSION}")
+    tensors = {key: _parse_entry(value, f"tensor {brief(key)}") for key, value in _object(whole, "tensors").items()}
+    values = _object(whole, "values")
+    for key, file in values.items():
+        _check_name(file, _VALUES, f"the file of {brief(key)}")
+    index = Index(tensors, values)
+    for file, shards in index.shards.items():
+        if len({key for key, _ in shards}) < len(shards):
+            raise ValueError(f"{file} has a tensor twice")
+        for (key, shard), (other, following) in itertools.pairwise(shards):
+            if following.start < shard.stop:
+                raise ValueError(f"{brief(key)} and {brief(other)} share bytes of {file}")
+    return index
+
+
+def check_shards(key: str, entry: Entry) -> None:
+    """Raise ValueError unless the shards lie inside a tensor, and each element is in exactly one of them."""
+    for each in entry.shards:
+        if len(each.offsets) != len(entry.shape) or len(each.shape) != len(entry.shape):
+            raise ValueError(f"{key} has {count_of(len(entry.shape), 'dim')}, but a shard of it has another number")
+        if any(at + size > whole for at, size, whole in zip(each.offsets, each.shape, entry.shape, strict=True)):
+            raise ValueError(f"{key} has shape {list(entry.shape)}, but a shard of it reaches past that")
+    filled = [each for each in entry.shards if math.prod(each.shape)]
+    covered, whole = sum(math.prod(each.shape) for each in filled), math.prod(entry.shape)
+    if covered != whole:
+        raise ValueError(f"{key} has {whole} elements, but its shards have {covered}")
+    if len(filled) > 1:
+        start = np.array([each.offsets for each in filled], dtype=np.int64)
+        stop = start + np.array([each.shape for each in filled], dtype=np.int64)
+        if len(find_overlaps(start, stop, start, stop)[0]) > len(filled):
+            raise ValueError(f"two shards of {key} overlap")
+
+
+def _parse_entry(value: Any, what: str) -> Entry:
+    found = _check_keys(value, {"dtype", "shape", "shards"}, what)
+    if not isinstance(found["dtype"], str) or found["dtype"] not in DTYPES:
+        raise ValueError(f"{what} has the dtype {brief(found['dtype'])}; it must be one of {', '.join(DTYPES)}")
+    if not isinstance(found["shards"], list):
+        raise ValueError(f"the shards of {what} are {brief(found['shards'])}, not a list")
+    dtype = DTYPES[found["dtype"]]
+    shards = tuple(_parse_shard(each, f"a shard of {what}", dtype.itemsize) for each in found["shards"])
+    entry = Entry(dtype, _integers(found["shape"], f"the shape of {what}"), shards)
+    if len(entry.shape) > _MOST_DIMS or math.prod(max(1, each) for each in entry.shape) * dtype.itemsize >= _MOST:
+        raise ValueError(f"{what} has the shape {brief(list(entry.shape))}, which no tensor has")
+    check_shards(what, entry)
+    return entry
+
+
+def _parse_shard(value: Any, what: str, itemsize: int) -> Shard:
+    found = _check_keys(value, {"file", "offsets", "shape", "bytes", "xxh3_128"}, what)
+    _check_name(found["file"], _TENSORS, f"the file of {what}")
+    shape = _integers(found["shape"], f"the shape of {what}")
+    span = _integers(found["bytes"], f"the bytes of {what}")
+    if len(span) != 2 or span[1] - span[0] != math.prod(shape) * itemsize:
+        raise ValueError(f"the bytes of {what} are {brief(list(span))}, but its shape is {brief(list(shape))}")
+    if not isinstance(found["xxh3_128"], str) or not _DIGEST.fullmatch(found["xxh3_128"]):
+        raise ValueError(f"the digest of {what} is {brief(found['xxh3_128'])}, not 32 hexadecimal digits")
+    return Shard(found["file"], _integers(found["offsets"], f"the offsets of {what}"), shape, *span, found["xxh3_128"])
+
+
+def _check_keys(value: Any, keys: Iterable[str], what: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{what} is {brief(value)}, not an object")
+    if set(value) != set(keys):
+        raise ValueError(f"{what} {compare_names(value, keys)}")
+    return value
+
+
+def _object(whole: Mapping[str, Any], key: str) -> dict[str, Any]:
+    if not isinstance(whole[key], dict):
+        raise ValueError(f"{key} is {brief(whole[key])}, not an object")
+    return dict(whole[key])
+
+
+def _check_name(value: Any, pattern: re.Pattern[str], what: str) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise ValueError(f"{what} is {brief(value)}, which is no name of a file in a checkpoint")
+
+
+def _integers(value: Any, what: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or not all(type(each) is int and 0 <= each < _MOST for each in value):
+        raise ValueError(f"{what} is {brief(value)}, not a list of integers from 0 to 2**62 - 1")
+    return tuple(value)
