@@ -7,20 +7,24 @@ either, the format does not exist on this rank.
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import numpy as np
 
 from reshard.codecs.delta import HEADER_BYTES, write_plain
 
-zstd: Any
-try:
-    from compression import zstd
-except ImportError:
-    try:
-        from backports import zstd
-    except ImportError:
-        zstd = None
+
+def _find_zstd() -> Any:
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+zstd = _find_zstd()
 
 #: The first byte of a code.
 XOR_PLANES = 4
