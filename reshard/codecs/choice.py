@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reshard.codecs.delta import HEADER_BYTES
+from reshard.codecs.exponents import encode_exponents
 from reshard.codecs.formats import FORMATS
 
 #: Shares of changed words at which rates are measured; between and beyond them, the time of a byte is linear.
@@ -16,14 +17,16 @@ SHARES = (0.02, 0.5)
 FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
 #: Formats whose time depends on the number of words, not on that of bytes; rates are those of words of 2 bytes.
 PER_WORD = frozenset(("delta", "bitmap"))
-#: Formats whose size follows from the shares of a sample; that of others is measured by encoding the sample.
+#: Formats whose size follows from the shares of a sample.
 SIZED_BY_SHARES = frozenset(("raw", "delta", "bitmap"))
 #: Tensors of fewer bytes travel as ``delta``: their time hardly counts.
 SMALL_BYTES = 2**16
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.97
-#: A sample has this many runs of so many words, at equal distances.
-RUNS, RUN_WORDS = 16, 2048
+#: A sample has at most so many words, and at most this part of the tensor.
+SAMPLE_WORDS, SAMPLE_PART = 4096, 1 / 16
+#: Bits that zstd takes for a change beyond the entropy of the bytes if few words changed, fitted to updates of a GPT.
+BITS_PER_RARE_CHANGE = 10
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,7 @@ class Sample:
 
     Attributes:
         changed: share of the words that changed. fits: share of those whose difference fits a signed byte.
-        sizes: coded bytes per plain byte of the formats outside :data:`SIZED_BY_SHARES`.
+        sizes: coded bytes per plain byte of the formats outside :data:`SIZED_BY_SHARES`, as far as they are known.
     """
 
     changed: float
@@ -108,24 +111,30 @@ def take_sample(words: np.ndarray, base: np.ndarray | None, width: int, formats:
         words, base: flat uint8 of equal size. Without a base, all words count as changed.
         width: bytes of a word. formats: those whose size is wanted.
     """
-    new = _take_runs(words.view(f"u{width}"))
-    old = None if base is None else _take_runs(base.view(f"u{width}"))
+    numel = len(words) // width
+    step = int(numel / max(min(SAMPLE_PART * numel, SAMPLE_WORDS), 1)) | 1  # odd, so that it meets all columns
+    new = words.view(f"u{width}")[::step].copy()
     changed = fits = 1.0
-    if old is not None:
-        steps = (new - old)[new != old].view(f"i{width}")
-        changed = len(steps) / max(len(new), 1)
-        fits = float(((steps >= -128) & (steps < 128)).mean()) if len(steps) else 1.0
     sizes = {}
-    out = np.empty(new.nbytes + HEADER_BYTES, dtype=np.uint8)
-    for name in formats if len(new) and changed else ():
-        if name not in SIZED_BY_SHARES and (old is not None or not FORMATS[name].has_base):
-            plain, earlier = new.view(np.uint8), (new if old is None else old).view(np.uint8)
-            sizes[name] = FORMATS[name].encode(plain, earlier, out, width) / new.nbytes
-    return Sample(changed, fits, sizes)
+    if base is not None and numel:
+        old = base.view(f"u{width}")[::step]
+        steps = (new - old)[new != old].view(f"i{width}")
+        changed = len(steps) / len(new)
+        fits = float(((steps >= -128) & (steps < 128)).mean()) if len(steps) else 1.0
+        if "xor-zstd" in formats:
+            bits = BITS_PER_RARE_CHANGE * changed * (1 - changed) ** 8
+            sizes["xor-zstd"] = (bits + _entropy_bits(new ^ old)) / (8 * width)
+    if "bf16-lossless" in formats and numel:
+        out = np.empty(new.nbytes + HEADER_BYTES, dtype=np.uint8)
+        sizes["bf16-lossless"] = encode_exponents(new.view(np.uint8), out) / new.nbytes
+    return Sample(changed if numel else 0.0, fits, sizes)
 
 
-def _take_runs(words: np.ndarray) -> np.ndarray:
-    if len(words) <= RUNS * RUN_WORDS:
-        return words
-    starts = np.linspace(0, len(words) - RUN_WORDS, RUNS).astype(np.int64)
-    return np.concatenate([words[start : start + RUN_WORDS] for start in starts])
+def _entropy_bits(words: np.ndarray) -> float:
+    """The entropy of the bytes of words, place by place, in bits per word."""
+    bits = 0.0
+    for place in range(words.itemsize):
+        counts = np.bincount((words >> (8 * place)) & 255)
+        shares = counts[counts > 0] / len(words)
+        bits -= float((shares * np.log2(shares)).sum())
+    return bits

@@ -28,23 +28,10 @@ class SyncFormats:
 
     Args:
         compression: :data:`AUTO`, or the name of the format of all tensors. buckets: see :func:`find_buckets`.
-        dtypes: of the tensors. planned_seconds: predicted time of the plain bytes; None if no topology is known.
-
-    Raises:
-        ArgumentError: there is no such format, or it does not code a dtype.
+        planned_seconds: predicted time of the plain bytes; None if no topology is known.
     """
 
-    def __init__(
-        self, compression: str, buckets: Mapping[str, Bucket], dtypes: Mapping[str, str], planned_seconds: float | None
-    ) -> None:
-        if compression != AUTO and compression not in FORMATS:
-            raise ArgumentError(
-                f"compression of a WeightSync is {compression!r:.40}; it must be one of {AUTO!r}, "
-                f"{', '.join(map(repr, FORMATS))}"
-            )
-        for name, dtype in dtypes.items() if compression in FORMATS else ():
-            if FORMATS[compression].dtype not in ("", dtype):
-                raise ArgumentError(f"tensor {name!r}: {compression} codes {FORMATS[compression].dtype}, not {dtype}")
+    def __init__(self, compression: str, buckets: Mapping[str, Bucket], planned_seconds: float | None) -> None:
         self._compression, self._formats = compression, dict.fromkeys(FORMATS, "")
         self._plain = sum(bucket.nbytes for bucket in buckets.values())
         self._is_timed = compression == AUTO and any(bucket.nbytes >= SMALL_BYTES for bucket in buckets.values())
@@ -77,7 +64,7 @@ class SyncFormats:
         """
         first = min(reports)
         for rank, report in sorted(reports.items()):
-            if report["compression"] != self._compression or reports[first]["compression"] != self._compression:
+            if report["compression"] != reports[first]["compression"]:
                 raise DisagreementError(
                     f"rank {first} passes compression {reports[first]['compression']!r}, "
                     f"rank {rank} {report['compression']!r}"
@@ -137,6 +124,20 @@ class SyncFormats:
         encoders, decoders = (self._plain / max(most, 1) for most in self._sides)
         rates = Rates(link, self._rates, encoders, decoders)
         return choose_format(len(words) // width, width, take_sample(words, base, width, allowed), rates, allowed)
+
+
+def check_compression(compression: Any, dtypes: Mapping[str, str]) -> None:
+    """Raise ArgumentError unless ``compression`` is :data:`AUTO` or a format that codes the dtypes of all tensors."""
+    if compression == AUTO:
+        return
+    if not isinstance(compression, str) or compression not in FORMATS:
+        raise ArgumentError(
+            f"compression of a WeightSync is {compression!r:.40}; it must be one of {AUTO!r}, "
+            f"{', '.join(map(repr, FORMATS))}"
+        )
+    for name, dtype in dtypes.items():
+        if FORMATS[compression].dtype not in ("", dtype):
+            raise ArgumentError(f"tensor {name!r}: {compression} codes {FORMATS[compression].dtype}, not {dtype}")
 
 
 def _ranks(side: str, buckets: Mapping[str, Bucket]) -> set[int]:

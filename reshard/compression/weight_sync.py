@@ -17,7 +17,7 @@ from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.mover import Mover
 from reshard.api.tensor_checks import detach_source, mark_written, wait_for_collective
 from reshard.codecs.formats import FORMATS
-from reshard.compression.sync_formats import AUTO, SyncFormats
+from reshard.compression.sync_formats import AUTO, SyncFormats, check_compression
 from reshard.compression.sync_shards import Shards, SyncShards
 from reshard.coordination import (
     calling,
@@ -116,6 +116,7 @@ class WeightSync:
             )
             for name in sorted(shape)
         ]
+        check_compression(compression, {spec.name or "": spec.dtype for spec in self._specs})
         self._group, self._topology, self._timeout_seconds = find_group(group), topology, timeout_seconds
         ranks = {rank for spec in self._specs for side in (spec.src, spec.dst) for rank in side.ranks}
         self._channel = find_channel(self._group, tuple(sorted(ranks)))
@@ -127,8 +128,7 @@ class WeightSync:
         self._received: dict[str, Any] = {}
         self._buffers: dict[str, np.ndarray] = {}  # of encoded buckets
         self._has_sent = False  # whether the Mover has moved buckets before
-        dtypes = {spec.name or "": spec.dtype for spec in self._specs}
-        self._formats = SyncFormats(compression, self._buckets, dtypes, self._predict_seconds(topology))
+        self._formats = SyncFormats(compression, self._buckets, self._predict_seconds(topology))
         self._digests: dict[str, int] = {}  # of the plain bytes of each bucket, at the last version
         self.version: int | None = None
 
