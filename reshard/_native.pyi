@@ -19,6 +19,12 @@ def encode_delta(width: int, words: Any, base: Any, out: Any) -> int:
 def apply_delta(width: int, data: Any, words: Any) -> bool:
     """Apply changes in place; return whether they are well formed."""
 
+def encode_bitmap(width: int, words: Any, base: Any, out: Any) -> int:
+    """Write a bitmap of the changes and a byte for each; return their size, or -1 if they do not fit."""
+
+def apply_bitmap(width: int, data: Any, words: Any) -> bool:
+    """Apply what encode_bitmap wrote in place; return whether it is well formed."""
+
 def encode_exponents(words: Any, out: Any) -> int:
     """Encode bf16 values without loss; return the size of their code, or -1 if it does not fit."""
 

@@ -11,6 +11,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #ifdef __SSE2__
 #include <emmintrin.h>
@@ -21,12 +22,28 @@
 namespace codecs {
 
 constexpr uint8_t SKIP = 255, WHOLE = 255;
+// From this many changes in 64 bytes on, the encoder codes all words of them at once.
+constexpr int MANY_CHANGES = 4;
+// The decoder looks ahead if a stream has less than one byte for so many bytes of words.
+constexpr size_t FEW_CHANGES = 16;
+
+// A number of floating-point values of a format, as narrow as possible.
+template <class Word> using Steps = std::conditional_t<sizeof(Word) == 4, int64_t, int32_t>;
 
 // The position of a word among all floating-point values of its format, whose sign is its highest bit.
-template <class Word> RESHARD_INLINE int64_t position(Word word) {
+template <class Word> RESHARD_INLINE Steps<Word> position(Word word) {
     constexpr Word sign = static_cast<Word>(Word{1} << (8 * sizeof(Word) - 1));
-    const auto magnitude = static_cast<int64_t>(static_cast<Word>(word & static_cast<Word>(~sign)));
-    return word & sign ? -magnitude : magnitude;
+    const auto magnitude = static_cast<Steps<Word>>(word & static_cast<Word>(~sign));
+    const Steps<Word> negative = -static_cast<Steps<Word>>(word >> (8 * sizeof(Word) - 1)); // all bits, or none
+    return (magnitude ^ negative) - negative;
+}
+
+// The code of the difference of two words, or WHOLE; without branches, as signs are hard to predict.
+template <class Word> RESHARD_INLINE uint8_t code_of(Word word, Word base) {
+    const Steps<Word> to = position(word), steps = to - position(base), negative = steps < 0 ? -1 : 0;
+    const Steps<Word> code = 2 * ((steps ^ negative) - negative) - 2 - negative;
+    const bool is_minus_zero = (to == 0) & (word != 0); // has the position of 0
+    return is_minus_zero | (code < 0) | (code >= WHOLE) ? WHOLE : static_cast<uint8_t>(code);
 }
 
 // Writes entries one by one.
@@ -35,22 +52,17 @@ template <class Word> struct DeltaWriter {
     size_t next = 0; // the word after the last changed one
 
     // Returns false if the entry does not fit.
-    RESHARD_INLINE bool add(size_t at, Word word, Word base) {
+    RESHARD_INLINE bool add(size_t at, Word word, uint8_t code) {
         size_t gap = at - next;
         if (gap / 255 + 2 + sizeof(Word) + 1 > static_cast<size_t>(end - out))
             return false;
         for (; gap >= 255; gap -= 255)
             *out++ = SKIP;
         *out++ = static_cast<uint8_t>(gap);
-        const int64_t steps = position(word) - position(base);
-        const int64_t code = steps > 0 ? 2 * steps - 2 : -2 * steps - 1;
-        const bool is_minus_zero = position(word) == 0 && word != 0; // has the position of 0
-        if (steps == 0 || is_minus_zero || code >= WHOLE) {
-            *out++ = WHOLE;
+        *out++ = code;
+        if (code == WHOLE) {
             std::memcpy(out, &word, sizeof(Word));
             out += sizeof(Word);
-        } else {
-            *out++ = static_cast<uint8_t>(code);
         }
         next = at + 1;
         return true;
@@ -95,23 +107,29 @@ RESHARD_INLINE int64_t encode_delta(const Word *words, const Word *base, size_t 
     for (; at + per_block <= count; at += per_block) {
         prefetch_ahead(words + at, 64);
         prefetch_ahead(base + at, 64);
-        for (uint64_t changed = find_changes(words + at, base + at); changed; changed &= changed - 1) {
-            const size_t i = at + static_cast<size_t>(std::countr_zero(changed));
-            if (!writer.add(i, words[i], base[i]))
+        uint64_t changed = find_changes(words + at, base + at);
+        uint8_t codes[per_block];
+        const bool is_dense = std::popcount(changed) >= MANY_CHANGES;
+        if (is_dense)
+            for (size_t i = 0; i < per_block; ++i)
+                codes[i] = code_of(words[at + i], base[at + i]);
+        for (; changed; changed &= changed - 1) {
+            const auto i = static_cast<size_t>(std::countr_zero(changed));
+            if (!writer.add(at + i, words[at + i], is_dense ? codes[i] : code_of(words[at + i], base[at + i])))
                 return -1;
         }
     }
     for (; at < count; ++at)
-        if (words[at] != base[at] && !writer.add(at, words[at], base[at]))
+        if (words[at] != base[at] && !writer.add(at, words[at], code_of(words[at], base[at])))
             return -1;
     return writer.out - out;
 }
 
 // The word `steps` values after `word`.
-template <class Word> RESHARD_INLINE Word move_by(Word word, int64_t steps) {
-    const int64_t to = position(word) + steps;
-    constexpr auto sign = static_cast<int64_t>(uint64_t{1} << (8 * sizeof(Word) - 1));
-    return static_cast<Word>(to < 0 ? sign - to : to);
+template <class Word> RESHARD_INLINE Word move_by(Word word, Steps<Word> steps) {
+    const Steps<Word> to = position(word) + steps, negative = to < 0 ? -1 : 0;
+    constexpr auto sign = static_cast<Steps<Word>>(uint64_t{1} << (8 * sizeof(Word) - 1));
+    return static_cast<Word>(((to ^ negative) - negative) | (sign & negative));
 }
 
 // Reads a stream some entries ahead of its application, and prefetches the words that change. The changed words of a
@@ -145,11 +163,13 @@ template <class Word>
 RESHARD_INLINE bool apply_delta(const uint8_t *data, size_t nbytes, Word *words, size_t count) {
     const uint8_t *const end = data + nbytes;
     Prefetcher<Word> prefetcher{data, end, words, count};
-    for (int i = 0; i < Prefetcher<Word>::ENTRIES; ++i)
+    const bool is_sparse = nbytes < count * sizeof(Word) / FEW_CHANGES;
+    for (int i = 0; is_sparse && i < Prefetcher<Word>::ENTRIES; ++i)
         prefetcher.next();
     size_t at = 0;
     while (data < end) {
-        prefetcher.next();
+        if (is_sparse)
+            prefetcher.next();
         const uint8_t gap = *data++;
         at += gap;
         if (gap == SKIP)
@@ -163,8 +183,8 @@ RESHARD_INLINE bool apply_delta(const uint8_t *data, size_t nbytes, Word *words,
             std::memcpy(words + at, data, sizeof(Word));
             data += sizeof(Word);
         } else {
-            const int64_t steps = code & 1 ? -(static_cast<int64_t>(code) + 1) / 2 : static_cast<int64_t>(code) / 2 + 1;
-            words[at] = move_by(words[at], steps);
+            const Steps<Word> negative = -(code & 1), distance = code / 2 + 1;
+            words[at] = move_by(words[at], (distance ^ negative) - negative);
         }
         ++at;
     }

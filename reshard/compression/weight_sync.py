@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -16,6 +16,8 @@ from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.mover import Mover
 from reshard.api.tensor_checks import detach_source, mark_written, wait_for_collective
+from reshard.codecs.formats import FORMATS
+from reshard.compression.sync_formats import AUTO, SyncFormats, check_compression
 from reshard.compression.sync_shards import Shards, SyncShards
 from reshard.coordination import (
     calling,
@@ -29,7 +31,7 @@ from reshard.coordination import (
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError, VerificationError
 from reshard.formatting import describe_ranks
-from reshard.planner import plan_tensors
+from reshard.planner import plan_tensors, predict
 from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec, check_shape
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
@@ -43,6 +45,7 @@ class SyncReport:
         version: what all ranks hold now.
         base: the version to which the differences refer; None if the weights were sent in full.
         because: why the weights were sent in full; "" otherwise.
+        formats: ``{format: plain bytes of the regions that travelled in it}``.
         encoded_bytes: size of all buckets as they travel, each counted once.
         plain_bytes: size of the weights in these buckets.
     """
@@ -52,6 +55,7 @@ class SyncReport:
     because: str
     encoded_bytes: int
     plain_bytes: int
+    formats: Mapping[str, int] = field(default_factory=dict)
 
 
 def _leave_interrupted(error: BaseException, sync: WeightSync, *_: Any, **__: Any) -> None:
@@ -71,13 +75,16 @@ class WeightSync:
         shape, dtype: ``{name: global shape}``, and one dtype for all tensors or ``{name: dtype}``.
         group: the process group (default: the world) or the result of :func:`reshard.join`.
         topology: hosts and links of the ranks; default: one host.
+        compression: ``"auto"`` chooses a format for each tensor and version by the predicted time of encoding, transfer
+            and decoding. Or the format of all tensors: ``"delta"`` for few changes, ``"bitmap"`` for many,
+            ``"xor-zstd"`` for the least bytes, ``"bf16-lossless"``, ``"raw"``.
         timeout_seconds: limit of each agreement, and of the transfer.
 
     Attributes:
         version: the version that this rank holds; None if it holds none that all ranks confirmed.
 
     Raises:
-        LayoutError, ArgumentError: the layouts or shapes are wrong.
+        LayoutError, ArgumentError: the layouts or shapes are wrong, or the compression does not fit the dtypes.
     """
 
     def __init__(
@@ -89,6 +96,7 @@ class WeightSync:
         *,
         group: Any = None,
         topology: Topology | None = None,
+        compression: str = AUTO,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
         def of(value: Any, name: str, what: str) -> Any:
@@ -108,6 +116,7 @@ class WeightSync:
             )
             for name in sorted(shape)
         ]
+        check_compression(compression, {spec.name or "": spec.dtype for spec in self._specs})
         self._group, self._topology, self._timeout_seconds = find_group(group), topology, timeout_seconds
         ranks = {rank for spec in self._specs for side in (spec.src, spec.dst) for rank in side.ranks}
         self._channel = find_channel(self._group, tuple(sorted(ranks)))
@@ -117,6 +126,9 @@ class WeightSync:
         self._capacity: dict[str, int] = {}
         self._sent: dict[str, Any] = {}
         self._received: dict[str, Any] = {}
+        self._buffers: dict[str, np.ndarray] = {}  # of encoded buckets
+        self._has_sent = False  # whether the Mover has moved buckets before
+        self._formats = SyncFormats(compression, self._buckets, self._predict_seconds(topology))
         self._digests: dict[str, int] = {}  # of the plain bytes of each bucket, at the last version
         self.version: int | None = None
 
@@ -140,9 +152,10 @@ class WeightSync:
         """
         with publish_interruption(self._group), calling(self._group):
             given = SyncShards(self._specs, self._group, tensors, out)
-            reports, data = self._offer(given, version, {} if self.version is None else self._base)
+            reports, data = self._offer(given, version, None if self.version is None else self._base)
             because = _why_full(reports)
-            if because and any(report["base"] is not None for report in reports.values()):
+            self._formats.agree({rank: report["formats"] for rank, report in reports.items()})
+            if because:
                 reports, data = self._offer(given, version, {})
             tensors, out = given.tensors, given.out
             version = int(version)
@@ -168,14 +181,39 @@ class WeightSync:
             self.version, self._digests = version, {name: entry.digest for name, entry in entries.items()}
         plain = sum(bucket.nbytes for bucket in self._buckets.values())
         encoded = sum(entry.nbytes for entry in entries.values())
-        return SyncReport(version, None if because else base, because, encoded, plain)
+        formats: dict[str, int] = {}
+        for entry in entries.values():
+            for name, nbytes in entry.formats.items():
+                formats[name] = formats.get(name, 0) + nbytes
+        return SyncReport(version, None if because else base, because, encoded, plain, formats)
 
-    def _offer(self, given: SyncShards, version: int, base: Shards) -> tuple[dict[int, Any], dict[str, np.ndarray]]:
+    def _predict_seconds(self, topology: Topology | None) -> float | None:
+        """The predicted time of the plain bytes of all buckets; None without a topology."""
+        if topology is None or not self._buckets:
+            return None
+        return predict(plan_tensors(self._bucket_specs({}), topology=topology)).seconds
+
+    def _bucket_specs(self, sizes: Mapping[str, int]) -> list[TensorSpec]:
+        """The buckets as tensors of a plan, of these sizes or of their plain ones."""
+        return [
+            TensorSpec(
+                (sizes.get(name, max(bucket.nbytes, 1)),),
+                "uint8",
+                Layout(Mesh(bucket.holders)),
+                Layout(Mesh(bucket.receivers)),
+                name,
+            )
+            for name, bucket in self._buckets.items()
+        ]
+
+    def _offer(
+        self, given: SyncShards, version: int, base: Shards | None
+    ) -> tuple[dict[int, Any], dict[str, np.ndarray]]:
         """Check the arrays, encode this rank's buckets, and tell all ranks their sizes and digests.
 
         Args:
             given: the arrays of this rank.
-            base: the version to which differences refer; empty: encode the weights in full.
+            base: the version to which differences refer; empty: encode the weights in full; None: encode nothing.
 
         Returns:
             The reports of all ranks, and the encoded buckets of this rank.
@@ -184,17 +222,20 @@ class WeightSync:
         report: dict[str, Any] = {"failed": None, "version": None, "base": self.version, "buckets": {}}
         report["capacity"] = self._capacity if self._mover is not None else {}
         try:
+            report["formats"] = self._formats.report()
             if isinstance(version, bool) or not isinstance(version, Integral):
                 raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
             report["version"] = int(version)
             given.read()
             sources = self._sources(given.tensors)
             for name, bucket in self._buckets.items():
-                if self._group.rank in bucket.holders:
-                    encoded = encode_bucket(bucket, sources, base or None)
-                    data[name] = encoded.data
+                if self._group.rank in bucket.holders and base is not None:
+                    encoded = encode_bucket(
+                        bucket, sources, base or None, self._formats, buffer=self._buffers.get(name)
+                    )
+                    self._buffers[name], data[name] = encoded.buffer, encoded.data
                     sent = xxhash.xxh3_64(encoded.data.data).intdigest() if base else None
-                    report["buckets"][name] = encoded.nbytes, encoded.digest, sent
+                    report["buckets"][name] = encoded.nbytes, encoded.digest, sent, encoded.formats
         except Exception as error:
             report["failed"] = describe_error(error)
         return self._report(report, "offers a version"), data
@@ -218,16 +259,19 @@ class WeightSync:
         Args:
             base: this rank's destination shards if the buckets are differences to what they hold.
         """
-        failure = None
+        failure, seconds, is_first = None, 0.0, False
         sizes = {name: entry.nbytes for name, entry in entries.items()}
         try:
             if any(self._group.rank in (*each.holders, *each.receivers) for each in self._buckets.values()):
                 mover = self._find_mover(sizes)
+                is_first, self._has_sent = not self._has_sent, True
                 for name, bucket in data.items():
                     self._sent[name][: len(bucket)] = torch.from_numpy(bucket)
                 handle = mover.start({name: self._sent.get(name) for name in sizes}, out=self._received)
-                lost = self._find_lost(base)
+                lost = self._find_lost(base, entries)
                 handle.wait()
+                watch = handle.watch
+                seconds = (watch.ended_at or 0.0) - (watch.begun_at or 0.0)
                 if base is not None:
                     self._check_received(entries)
                 if lost is not None:
@@ -239,10 +283,14 @@ class WeightSync:
         except Exception as error:
             failure = describe_error(error)
         try:
-            self._report({"failed": failure}, "confirms the data", "no out has changed")
+            report = {"failed": failure, "seconds": seconds, "is_first": is_first}
+            reports = self._report(report, "confirms the data", "no out has changed").values()
         except Exception:
             self._mover = None  # its connections may be broken
             raise
+        longest = max(report["seconds"] for report in reports)
+        moved = sum(self._capacity.values()) if self._capacity else 0
+        self._formats.add_transfer(moved, longest, any(report["is_first"] for report in reports))
         return self._received
 
     def _find_mover(self, sizes: Mapping[str, int]) -> Mover:
@@ -251,12 +299,8 @@ class WeightSync:
         if self._mover is not None and capacity == self._capacity:
             return self._mover
         self._close_mover()
-        self._capacity = capacity
-        specs = [
-            TensorSpec((size,), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name)
-            for (name, size), bucket in zip(self._capacity.items(), self._buckets.values(), strict=True)
-        ]
-        plan = plan_tensors(specs, topology=self._topology)
+        self._capacity, self._has_sent = capacity, False
+        plan = plan_tensors(self._bucket_specs(capacity), topology=self._topology)
         with self._group.nesting():
             self._mover = Mover(plan, self._group, timeout_seconds=self._timeout_seconds)
         rank = self._group.rank
@@ -288,10 +332,11 @@ class WeightSync:
             else:
                 self._base[name] = tensor.clone()
 
-    def _find_lost(self, out: Shards | None) -> str | None:
-        """The first bucket whose last version this rank's destination shards do not hold; None if they hold all."""
+    def _find_lost(self, out: Shards | None, entries: Mapping[str, _Entry]) -> str | None:
+        """The first bucket with differences to a version that this rank's destination shards do not hold, or None."""
         for name, bucket in self._buckets.items():
-            needed = out is not None and self._group.rank in bucket.receivers
+            has_base = any(FORMATS[each].has_base for each in entries[name].formats)
+            needed = out is not None and self._group.rank in bucket.receivers and has_base
             if needed and digest_regions(bucket, out or {}, "dst") != self._digests[name]:
                 return name
         return None
@@ -320,11 +365,13 @@ class _Entry(NamedTuple):
         nbytes: size of the encoded bucket.
         digest: digest of the plain bytes that it encodes.
         sent_digest: digest of the encoded bucket if it holds differences; None if it holds the weights in full.
+        formats: see :class:`EncodedBucket`.
     """
 
     nbytes: int
     digest: int
     sent_digest: int | None
+    formats: Mapping[str, int]
 
 
 def _wrong_bytes(bucket: Bucket) -> VerificationError:

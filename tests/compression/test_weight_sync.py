@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from reshard import Layout, Mesh, Topology
+from reshard.codecs.formats import known_formats
 from reshard.compression import WeightSync
 from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
@@ -190,3 +191,79 @@ def _send_unchanged_weights(rank):
 def test_versions_without_changes_are_sent_without_a_new_plan():
     for sizes in run_processes(_send_unchanged_weights, 2):
         assert max(sizes) < 64
+
+
+def _sync_in_each_format(rank):
+    src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=1), "R S0")  # rank 1 is in both
+    shapes, kinds = {"w": (512, 256), "scale": (300,)}, {"w": torch.bfloat16, "scale": torch.float32}
+    generator, reports = torch.Generator().manual_seed(0), {}
+    names = [
+        name for name in ("auto", "raw", "delta", "bitmap", "xor-zstd") if name in known_formats() or name == "auto"
+    ]
+    syncs = {
+        name: WeightSync(src, {"w": dst, "scale": Layout(Mesh.of("2", first_rank=1))}, shapes, kinds, compression=name)
+        for name in names
+    }
+    outs = {
+        name: {"w": torch.zeros(512, 128, dtype=torch.bfloat16), "scale": torch.zeros(300)} if rank else None
+        for name in names
+    }
+    whole = {name: torch.randn(shape, generator=generator).to(kinds[name]) for name, shape in shapes.items()}
+    for version in range(4):
+        for each in whole.values():  # three words of four change
+            words = each.view(torch.int16)
+            words += ((torch.rand(words.shape, generator=generator) < 0.75) * 3).short()
+        whole["w"][0, :2] = torch.tensor([float("nan"), -0.0])
+        tensors = {
+            name: each.tensor_split(2, dim=0)[rank].clone() if rank < 2 else None for name, each in whole.items()
+        }
+        for name, sync in syncs.items():
+            reports[name] = sync(tensors if rank < 2 else None, outs[name], version=version)
+            half = slice(128 * (rank - 1), 128 * rank)
+            assert not rank or same_bytes(outs[name]["w"], whole["w"][:, half]), (name, version)
+            assert not rank or same_bytes(outs[name]["scale"], whole["scale"]), (name, version)
+    return {name: (report.formats, report.plain_bytes / report.encoded_bytes) for name, report in reports.items()}
+
+
+def test_every_format_and_the_choice_among_them_arrive_bit_for_bit():
+    first, *others = run_processes(_sync_in_each_format, 3)
+    assert all(each == first for each in others)  # all ranks choose alike
+    for name in set(first) - {"auto"}:
+        assert set(first[name][0]) == {name}
+    assert first["bitmap"][1] > 1.6 and first["delta"][1] > 1.2 and 0.99 < first["raw"][1] <= 1
+
+
+def _sync_without_zstd(rank):
+    layout, other = Layout(Mesh.of("2"), "S0"), Layout(Mesh([1, 0], {"x": 2}), "S0")
+    shape, kind = {"w": (2**17,)}, "bfloat16"
+    with pytest.MonkeyPatch.context() as patched:
+        if rank == 1:
+            known = {name: version for name, version in known_formats().items() if name != "xor-zstd"}
+            patched.setattr("reshard.compression.sync_formats.known_formats", lambda: known)
+        # a slow link and a fast codec: xor-zstd is the best format that this rank knows
+        rates = dict.fromkeys(known_formats(), ((1e12, 1e12), (1e12, 1e12)))
+        patched.setattr("reshard.compression.sync_formats.measure_format_rates", lambda: rates)
+        topology = Topology.uniform((0, 1), 1e3)
+        sync = WeightSync(layout, other, shape, kind, topology=topology)
+        weights, out = torch.randn(2**16).bfloat16(), {"w": torch.zeros(2**16, dtype=torch.bfloat16)}
+        for version in range(3):
+            weights.view(torch.int16)[::2] += 1
+            report = sync({"w": weights}, out, version=version)
+        with pytest.raises(ArgumentError, match=r"'xor-zstd' needs the same zstd on all ranks: rank 1 cannot import"):
+            WeightSync(layout, other, shape, kind, compression="xor-zstd")({"w": weights}, out, version=0)
+        with pytest.raises(DisagreementError, match="rank 0 passes compression 'raw', rank 1 'delta'"):
+            WeightSync(layout, other, shape, kind, compression=("raw", "delta")[rank])({"w": weights}, out, version=0)
+    return set(report.formats)
+
+
+def test_a_format_that_a_rank_lacks_is_never_chosen():
+    assert run_processes(_sync_without_zstd, 2) == [{"bitmap"}] * 2
+
+
+@pytest.mark.parametrize(
+    ("compression", "text"),
+    [("zip", r"compression of a WeightSync is 'zip'.*'auto', 'raw'"), ("bf16-lossless", "tensor 'w': .*not float32")],
+)
+def test_wrong_compressions_are_named(compression, text):
+    with pytest.raises(ReshardError, match=text):
+        WeightSync(SRC["w"], DST["w"], {"w": (4, 4)}, "float32", compression=compression)

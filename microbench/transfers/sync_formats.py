@@ -1,0 +1,193 @@
+"""Time the formats of a WeightSync on real updates: ``python -m microbench.transfers.sync_formats``.
+
+Seven runs continue the training of a small GPT in bf16 with fp32 masters, by AdamW or SGD at different learning rates.
+They change from about 1 % to nearly all of the bf16 weights a step. On emulated hosts, four trainer ranks send each
+version to four replicas, once in each format, once by ``compression="auto"``, and once with a plain Mover. All send the
+same version in turns. Replicas compare each result bit for bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import reshard
+from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.harness.suite import describe_machine, stderr
+from microbench.harness.worker import Stopwatch
+from reshard.cli.progress import print_line, track
+from reshard.codecs.formats import known_formats
+from reshard.compression import WeightSync
+from reshard.scheduler.training.data import TokenLoader, read_tokens
+from reshard.scheduler.training.models import make_model
+from reshard.scheduler.training.presets import GPTConfig
+from reshard.topology import Topology, topology_from_json
+
+CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
+ROWS, WARMUP_STEPS, WARMUP_RATE = 2, 10, 1e-3
+#: Steps of a run before its first version.
+SKIPPED_STEPS = 2
+#: Optimizer and learning rate of each run.
+RUNS = (
+    *(("AdamW", rate) for rate in (3e-7, 3e-6, 1e-5, 5e-5, 2e-4, 1e-3)),
+    ("SGD", 0.01),
+)
+RATES = ("0.1 Gbit/s", "0.4 Gbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s")
+#: The first versions of a run, which change buffers, are not timed.
+UNTIMED = 2
+
+Weights = dict[str, torch.Tensor]
+
+
+def make_runs(num_versions: int) -> list[list[Weights]]:
+    """The bf16 weights of consecutive versions of each run."""
+    torch.manual_seed(0)
+    start = make_model(CONFIG, "cpu")
+    batches = TokenLoader(read_tokens(None), ROWS, CONFIG.sequence, CONFIG.vocabulary)
+    _train(start, torch.optim.AdamW(start.parameters(), WARMUP_RATE), batches, range(WARMUP_STEPS))
+    runs = []
+    for name, rate in track(RUNS, "training runs"):
+        model = make_model(CONFIG, "cpu")
+        model.load_state_dict(start.state_dict())
+        options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(torch.optim, name)(model.parameters(), rate, **options)
+        versions = []
+        for number in range(SKIPPED_STEPS + num_versions):
+            _train(model, optimizer, batches, range(WARMUP_STEPS + number, WARMUP_STEPS + number + 1))
+            versions.append({each: value.detach().bfloat16() for each, value in model.named_parameters()})
+        runs.append(versions[SKIPPED_STEPS:])
+    return runs
+
+
+def _train(masters: Any, optimizer: torch.optim.Optimizer, batches: TokenLoader, steps: range) -> None:
+    """Train fp32 masters by the gradients at their bf16 values, computed in fp32, which CPUs do faster."""
+    for step in steps:
+        rounded = make_model(CONFIG, "cpu")
+        rounded.load_state_dict({name: each.bfloat16().float() for name, each in masters.state_dict().items()})
+        rounded(**batches.batch(step)).backward()
+        for master, each in zip(masters.parameters(), rounded.parameters(), strict=True):
+            master.grad = each.grad
+        optimizer.step()
+
+
+def share_of_changes(old: Weights, new: Weights) -> float:
+    """The share of the bf16 weights that differ."""
+    changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
+    return changed / sum(each.numel() for each in new.values())
+
+
+def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topology) -> None:
+    """Report for each run: by contender, seconds of each timed version on this rank, and formats and bytes of it."""
+    src, dst = reshard.Layout(reshard.Mesh.of(4), "S0"), reshard.Layout(reshard.Mesh.of(4, first_rank=4))
+    runs = torch.load(path, mmap=True)
+    shapes = {name: tuple(each.shape) for name, each in runs[0][0].items()}
+    numel = sum(each.numel() for each in runs[0][0].values()) // 4 * 4
+    plan = reshard.make_plan(src, dst, (numel,), "bfloat16", topology=topology)
+    flat = torch.zeros(numel // 4, dtype=torch.bfloat16) if rank < 4 else None
+    syncs = {
+        name: WeightSync(src, dst, shapes, "bfloat16", topology=topology, compression=name)
+        for name in ("auto", *known_formats())
+    }
+    outs = {
+        name: {each: torch.zeros(shape, dtype=torch.bfloat16) for each, shape in shapes.items()} if rank >= 4 else None
+        for name in syncs
+    }
+    stopwatch, number = Stopwatch(), 0
+    with reshard.Mover(plan) as mover:
+        flat_out = mover.empty_out()
+        for which, versions in enumerate(runs):
+            found: dict[str, list[tuple[float, Any]]] = {name: [] for name in ("Mover", *syncs)}
+            for place, whole in enumerate(versions):
+                number += 1
+                shards = None
+                if rank < 4:
+                    shards = {name: each.tensor_split(4)[rank].clone() for name, each in whole.items()}
+                for name, timed in found.items():
+                    stopwatch.start()
+                    sent: Any = None
+                    if name == "Mover":
+                        mover(flat, out=flat_out)
+                    else:
+                        sent = syncs[name](shards, outs[name], version=number)
+                    seconds = stopwatch.stop().seconds
+                    if place >= UNTIMED:
+                        timed.append((seconds, sent and (sent.formats, sent.encoded_bytes, sent.plain_bytes)))
+                    out = outs.get(name)
+                    assert out is None or all(
+                        torch.equal(out[each].view(torch.int16), whole[each].view(torch.int16)) for each in shapes
+                    )
+            report((which, found))
+
+
+def main() -> int:
+    """Print a row for each rate and run. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m microbench.transfers.sync_formats", description=__doc__)
+    parser.add_argument("--rate", action="append", help=f"rate of each host's link ({', '.join(RATES)})")
+    parser.add_argument("--repeats", type=int, default=5, help="timed versions of each run (5)")
+    options = parser.parse_args()
+    if not 1 <= options.repeats <= 1000:
+        parser.error("--repeats must be 1 to 1000")
+    run = describe_machine([])
+    runs = make_runs(UNTIMED + options.repeats)
+    mib = sum(each.nbytes for each in runs[0][0].values()) / 2**20
+    print_line(f"{mib:.1f} MiB of bf16, {run['machine']}, {run['date']}")
+    shares = [share_of_changes(versions[-2], versions[-1]) for versions in runs]
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "runs.pt")
+        torch.save(runs, path)
+        for rate in options.rate or RATES:
+            try:
+                topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
+                with Cluster(topology) as cluster:
+                    printer = _Printer(rate, shares)
+                    cluster.run(measure, path, topology, timeout_seconds=1800.0, on_report=printer)
+            except (ClusterError, reshard.ReshardError) as error:
+                stderr(f"sync_formats: {error}")
+                return 2
+    return 0
+
+
+class _Printer:
+    """Prints the row of a run when all ranks have reported it."""
+
+    def __init__(self, rate: str, shares: list[float]) -> None:
+        self._rate, self._shares = rate, shares
+        self._found: dict[int, list[Any]] = {}
+
+    def __call__(self, rank: int, value: Any) -> None:
+        which, found = value
+        self._found.setdefault(which, []).append(found)
+        if len(self._found[which]) == 8:
+            name = f"{RUNS[which][0]} {RUNS[which][1]:g}"
+            _print_row(self._rate, name, self._shares[which], self._found[which])
+
+
+def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tuple[float, Any]]]]) -> None:
+    medians, ratios = {}, {}
+    for contender in ranks[0]:
+        turns = [max(times) for times in zip(*([t for t, _ in each[contender]] for each in ranks), strict=True)]
+        medians[contender] = statistics.median(turns)
+        sent = ranks[0][contender][-1][1]
+        ratios[contender] = "" if sent is None else f" 1/{sent[2] / sent[1]:.1f}"
+    fixed = {each: value for each, value in medians.items() if each not in ("Mover", "auto")}
+    best = min(fixed, key=fixed.__getitem__)
+    plain = ranks[0]["auto"][-1][1]
+    chosen = ", ".join(
+        f"{each} {share:.0%}" for each, nbytes in plain[0].items() if (share := nbytes / plain[2]) > 0.02
+    )
+    times = "  ".join(f"{each} {1e3 * value:.1f} ms{ratios[each]}" for each, value in medians.items())
+    print_line(
+        f"{rate:10} {name:11} {share:6.1%}  auto / {best} {medians['auto'] / fixed[best]:.3f}  / raw "
+        f"{medians['auto'] / fixed['raw']:.3f}  ({chosen})  {times}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

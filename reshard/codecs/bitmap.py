@@ -1,0 +1,40 @@
+"""The lossless format ``bitmap``: which words changed since a base, and one byte for each change.
+
+``native/codecs/bitmap.h`` describes the format. It pays where too many words changed for :mod:`reshard.codecs.delta`: a
+word takes one bit if it kept its value and nine if it moved by less than 128 units in the last place.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reshard import _native
+from reshard.codecs.delta import HEADER_BYTES, write_plain
+
+#: The first byte of a code.
+BITMAP = 3
+
+
+def encode_bitmap(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: int) -> int:
+    """Encode what changed since the base, or copy the plain bytes if they are fewer.
+
+    Args:
+        words, base: flat uint8 of equal size. out: flat uint8, with :data:`HEADER_BYTES` more. width: bytes of a word.
+
+    Returns:
+        The number of bytes written.
+    """
+    size = _native.encode_bitmap(width, words, base, out[HEADER_BYTES : HEADER_BYTES + len(words)])
+    if size >= 0:
+        out[0] = BITMAP
+        return size + HEADER_BYTES
+    return write_plain(words, out)
+
+
+def apply_bitmap(data: np.ndarray, words: np.ndarray, width: int) -> bool:
+    """Turn the base into the array that was encoded, in place.
+
+    Returns:
+        Whether ``data``, without its header, encodes an array of this size. If not, some words may have changed.
+    """
+    return bool(_native.apply_bitmap(width, data, words))

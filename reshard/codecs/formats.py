@@ -1,0 +1,74 @@
+"""The lossless formats of a piece of a tensor, and the one function that reads them all.
+
+A piece begins with a byte that names its format. If a format would need more bytes than the plain ones, its encoder
+writes those, after the header of ``raw``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.codecs.bitmap import BITMAP, apply_bitmap, encode_bitmap
+from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, write_plain
+from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_exponents
+from reshard.codecs.xor_planes import XOR_PLANES, apply_planes, encode_planes, zstd_version
+from reshard.errors import ArgumentError
+
+
+@dataclass(frozen=True)
+class Format:
+    """A lossless format.
+
+    Attributes:
+        encode: writes words, given a base, to a buffer with :data:`HEADER_BYTES` more bytes; returns the bytes written.
+            Arguments are flat uint8, and the last one is the number of bytes of a word.
+        has_base: whether the receiver needs the base. dtype: the only dtype that the format codes; "" for any.
+    """
+
+    encode: Callable[[np.ndarray, np.ndarray, np.ndarray, int], int]
+    has_base: bool = True
+    dtype: str = ""
+
+
+FORMATS = {
+    "raw": Format(lambda words, base, out, width: write_plain(words, out), has_base=False),
+    "bf16-lossless": Format(lambda words, base, out, width: encode_exponents(words, out), has_base=False, dtype=DTYPE),
+    "delta": Format(encode_delta),
+    "bitmap": Format(encode_bitmap),
+    "xor-zstd": Format(encode_planes),
+}
+
+
+def known_formats() -> dict[str, str]:
+    """The formats of this rank, each with the version of the library on which its bytes depend.
+
+    Ranks may use a format that they all list with the same version: then all read it, and write the same bytes.
+    """
+    return {name: "" for name in FORMATS if name != "xor-zstd"} | (
+        {"xor-zstd": zstd_version()} if zstd_version() else {}
+    )
+
+
+def decode_piece(data: np.ndarray, words: np.ndarray, width: int) -> None:
+    """Turn the base into the array that a format encoded, in place.
+
+    Args:
+        data: flat uint8, what an encoder wrote. words: flat uint8, the base if the format has one.
+        width: bytes of a word.
+
+    Raises:
+        ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
+    """
+    header = int(data[0]) if len(data) else -1
+    if header == EXPONENTS:
+        decode_exponents(data, words)
+    elif header in (BITMAP, XOR_PLANES):
+        apply = apply_bitmap if header == BITMAP else apply_planes
+        if not apply(data[HEADER_BYTES:], words, width):
+            what = "bitmap" if header == BITMAP else "xor-zstd"
+            raise ArgumentError(f"{len(data)} bytes are no {what} code of an array of {len(words)} bytes")
+    else:
+        apply_delta(data, words, width)

@@ -1,0 +1,79 @@
+"""The lossless format ``xor-zstd``: the bytes of all words XOR their base, place by place, compressed by zstd.
+
+The first bytes of all words come first, then the second ones, and so on. In bf16, nearly all high bytes of the XOR are
+0. Compression is that of Python 3.14's ``compression.zstd`` at level 1, or of its backport ``backports.zstd``. Without
+either, the format does not exist on this rank.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from reshard.codecs.delta import HEADER_BYTES, write_plain
+
+
+def _find_zstd() -> Any:
+    for name in ("compression.zstd", "backports.zstd"):
+        try:
+            return importlib.import_module(name)
+        except ImportError:
+            continue
+    return None
+
+
+zstd = _find_zstd()
+
+#: The first byte of a code.
+XOR_PLANES = 4
+LEVEL = 1
+
+
+def zstd_version() -> str:
+    """The version of zstd, on which the bytes that it writes depend; "" if Python cannot import it."""
+    return "" if zstd is None else str(zstd.zstd_version)
+
+
+def encode_planes(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: int) -> int:
+    """Encode the XOR with the base, or copy the plain bytes if they are fewer.
+
+    Args:
+        words, base: flat uint8 of equal size. out: flat uint8, with :data:`HEADER_BYTES` more. width: bytes of a word.
+
+    Returns:
+        The number of bytes written.
+    """
+    difference = np.bitwise_xor(words, base).view(f"u{width}")
+    planes = np.empty((width, len(difference)), dtype=np.uint8)
+    for place in range(width):
+        np.right_shift(difference, 8 * place, out=planes[place], casting="unsafe")
+    data = zstd.compress(planes.data, LEVEL)
+    if len(data) >= len(words):
+        return write_plain(words, out)
+    out[0] = XOR_PLANES
+    out[HEADER_BYTES : HEADER_BYTES + len(data)] = np.frombuffer(data, dtype=np.uint8)
+    return len(data) + HEADER_BYTES
+
+
+def apply_planes(data: np.ndarray, words: np.ndarray, width: int) -> bool:
+    """Turn the base into the array that was encoded, in place.
+
+    Returns:
+        Whether ``data``, without its header, encodes an array of this size. If not, no word has changed.
+    """
+    if zstd is None:
+        return False
+    decompressor = zstd.ZstdDecompressor()
+    try:
+        planes = decompressor.decompress(data.data, len(words) + 1)
+    except zstd.ZstdError:
+        return False
+    if not decompressor.eof or decompressor.unused_data or len(planes) != len(words):
+        return False
+    difference = np.zeros(len(words) // width, dtype=f"u{width}")
+    for place, plane in enumerate(np.frombuffer(planes, dtype=np.uint8).reshape(width, -1)):
+        difference |= plane.astype(difference.dtype) << (8 * place)
+    words ^= difference.view(np.uint8)
+    return True
