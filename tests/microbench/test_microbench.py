@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import microbench.__main__ as bench
-from microbench.__main__ import main
+import microbench.transfers.hosts as bench
 from microbench.cases.rows import CLUSTERS, read_cluster
 from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
@@ -25,6 +24,7 @@ from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
 from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner.scaling import Case, growth, time_case
+from microbench.transfers.hosts import main
 from reshard.codecs import BlockCodec
 from reshard.topology.files import read_topology, topology_from_json
 from reshard.topology.model import Port
@@ -251,7 +251,7 @@ def test_outputs_are_compared_bit_by_bit():
 def test_rows_run_under_torchrun(tmp_path):
     out = tmp_path / "out.jsonl"
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "microbench",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "microbench", "hosts",
          "--suite", "sweep", "--row", "64 KiB", "--repeats", "2", "--out", str(out)],
         capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
@@ -275,7 +275,17 @@ def test_calibrate_writes_a_topology_file(tmp_path):
     out = tmp_path / "cluster.json"
     given = tmp_path / "given.yaml"
     given.write_text("hosts: [{devices: 2, nics: [10 Gbit/s], count: 2}]\n")
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "microbench"]
+    job = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "-m",
+        "microbench",
+        "hosts",
+    ]
     measure = functools.partial(
         subprocess.run, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2]
     )
