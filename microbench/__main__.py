@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import signal
 import sys
+from collections.abc import Sequence
+
+from microbench.harness.machine import describe_machine, format_machine, stderr
+from microbench.harness.options import OptionError
+from reshard.cli.progress import print_line
+from reshard.errors import ReshardError
 
 #: Name of a case -> its module below ``microbench``, and what it measures.
 CASES = {
@@ -51,9 +59,14 @@ CASES = {
 }
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run a case. Returns its exit status."""
-    words = sys.argv[1:] if arguments is None else arguments
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a case.
+
+    Returns:
+        The exit status of the case: 0 on success, 1 if a result is wrong or misses its goal; 2 if it could not run; 130
+        after Ctrl-C.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="python -m microbench",
         description=__doc__,
@@ -61,13 +74,28 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", choices=CASES, metavar="NAME", help="the case to run; NAME --help has its options")
-    if not words:
-        parser.print_help()
-        return 2
-    name = parser.parse_args(words[:1]).name
+    name = parser.parse_args(words[:1] or ["--help"]).name
     case = importlib.import_module(f"microbench.{CASES[name][0]}")
-    sys.argv = [f"python -m microbench {name}", *words[1:]]
-    return int(case.main() or 0)
+    parser = argparse.ArgumentParser(
+        prog=f"python -m microbench {name}",
+        description=case.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    case.add_options(parser)
+    options = parser.parse_args(words[1:], argparse.Namespace(words=words))
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            print_line(format_machine(describe_machine(words)))
+        return int(case.run(options) or 0)
+    except OptionError as error:
+        parser.error(str(error))
+    except (ReshardError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            stderr(f"{name}: {type(error).__name__}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        stderr(f"{name}: interrupted")
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

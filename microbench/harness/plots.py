@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ MAX_RATIO = 5.0
 _BAR_INCHES = 0.1
 
 
-def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+def new_figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
+    """A figure of inches, and its axes, one below the other."""
     import matplotlib as mpl
 
     mpl.use("svg")
@@ -32,7 +34,8 @@ def _figure(width: float, height: float, rows: int = 1) -> tuple[Any, Any]:
     return plt.subplots(rows, 1, figsize=(width, height), sharex=rows > 1, squeeze=False, layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write the figure as SVG. Its folder is created."""
     from matplotlib import pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +57,7 @@ def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path
     found = {(r["suite"], r["row"], r["contender"]): r for r in records if "refused" not in r and r["bound_seconds"]}
     labels, bars = _place_bars(records, contenders, found)
     height = max([*labels, *bars]) + 1
-    figure, ((axes,),) = _figure(8, 1.6 + _BAR_INCHES * height)
+    figure, ((axes,),) = new_figure(8, 1.6 + _BAR_INCHES * height)
     for contender in contenders:
         places = [(y, found[row]) for y, row in bars.items() if row[2] == contender]
         widths, errors = [], []
@@ -91,7 +94,41 @@ def draw_bars(records: Sequence[dict[str, Any]], contenders: Sequence[str], path
         loc="right",
     )
     figure.legend(loc="outside upper center", ncols=min(3, len(contenders)), fontsize=7, frameon=False)
-    _save(figure, path)
+    save_figure(figure, path)
+
+
+#: The bars of the summary from top to bottom: a contender, and its label.
+SUMMARY = {
+    "auto": "reshard",
+    "send_recv": "each receiver fetches its part",
+    "awex": "awex 0.9",
+    "gloo broadcast": "broadcast of the whole tensor",
+    "full_tensor + broadcast": "DTensor full_tensor, then broadcast",
+}
+
+
+def draw_summary(ratios: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Plot one bar per contender, on a logarithmic axis that starts at the bound: the picture in the README.
+
+    Args:
+        ratios: time over the bound in each row. Contenders that are not in :data:`SUMMARY` are left out.
+        path: SVG file to write. Its folder is created.
+    """
+    shown = [name for name in SUMMARY if name in ratios]
+    figure, ((axes,),) = new_figure(7, 0.8 + 0.4 * len(shown))
+    for y, name in enumerate(shown):
+        mean, worst = math.exp(sum(map(math.log, ratios[name])) / len(ratios[name])), max(ratios[name])
+        colour = "C2" if y == 0 else "C7"
+        axes.barh(y, max(mean - 1, 0.01), 0.55, left=1, color=colour)
+        axes.plot([1, worst], [y + 0.38, y + 0.38], color=colour, lw=2)
+        axes.text(max(mean, 1.03) * 1.03, y, f"{mean:.4g} in {len(ratios[name])} rows, worst {worst:.1f}", va="center")
+    axes.set_xscale("log", base=2)
+    axes.set_xlim(1, 64)
+    axes.xaxis.set_major_formatter("{x:g}x")
+    axes.set_yticks(range(len(shown)), [SUMMARY[name] for name in shown])
+    axes.invert_yaxis()
+    axes.set_title("Transfer time over the network's lower bound: mean of the rows (bar), worst row (line)", fontsize=9)
+    save_figure(figure, path)
 
 
 #: A bar, ``(suite, row, contender)``.
@@ -146,7 +183,7 @@ def draw_links(trace: Trace, path: Path) -> None:
             last[pair] = max(arrived, last.get(pair, 0.0))
     simulated = {row: (float(trace.timeline.start[row]), float(trace.timeline.finish[row])) for row in measured}
     links = _links(messages, topology)
-    figure, axes = _figure(8, 1.5 + 0.32 * len(links), rows=2)
+    figure, axes = new_figure(8, 1.5 + 0.32 * len(links), rows=2)
     figure.suptitle(describe_tensors(trace.plan.tensors), fontsize=9)
     limit = max(trace.seconds, trace.timeline.makespan_seconds)
     for axis, spans, title, end in (
@@ -167,7 +204,7 @@ def draw_links(trace: Trace, path: Path) -> None:
         "time since the start of the transfer, s (a colour is a transfer; ten colours repeat; line: end)"
     )
     figure.supylabel("NIC and direction", fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _links(messages: Any, topology: Topology) -> dict[str, list[int]]:

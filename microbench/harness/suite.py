@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-import importlib.metadata
-import os
-import platform
-import shlex
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,7 +18,6 @@ from microbench.harness.steal_time import TimeBudget
 from microbench.harness.worker import RETRY_SECONDS, Job, Turn, run_jobs
 from microbench.peers.base import are_replicated
 from microbench.peers.registry import PEERS
-from reshard.cli.progress import print_line
 from reshard.cost import find_bound, simulate
 from reshard.plan import Plan, Transfers
 from reshard.planner import AUTO, plan_tensors
@@ -133,31 +125,6 @@ def _are_equal(a: Plan, b: Plan) -> bool:
         np.array_equal(getattr(a.transfers, name), getattr(b.transfers, name))
         for name in Transfers.__dataclass_fields__
     )
-
-
-def describe_machine(arguments: Sequence[str]) -> Record:
-    """The first record of a file: command, date, machine, load and versions."""
-    versions = {"python": platform.python_version()}
-    for package in ("torch", "numpy", "scipy", "reshard", "awex"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "kind": "run",
-        "command": shlex.join(["python", "-m", "microbench", *(Path(word).name for word in arguments)]),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}",
-        "load": round(os.getloadavg()[0], 2),
-        "versions": versions,
-    }
-
-
-def _processor() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.machine()
 
 
 def run_cluster(
@@ -288,8 +255,3 @@ def with_start(links: Topology, plan: Plan, is_shared: bool) -> Topology:
         return links
     part = len(plan.ranks) / (len(links.host_of_rank) // 2 * 2 or 1)
     return replace(links, start_seconds=links.start_seconds * part)
-
-
-def stderr(text: str) -> None:
-    """Print one line to stderr."""
-    print_line(text, sys.stderr)

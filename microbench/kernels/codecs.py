@@ -1,11 +1,11 @@
-"""Time the codecs on one core, and check that they beat their NumPy references.
+"""Rates of the codecs on one core, beside their NumPy references, which the tests folder has.
 
-Run it with ``python -m microbench.kernels.codecs``. It needs the tests folder, which has the references. Rates count
-bytes of plain values. A kernel runs on the calling thread.
+Rates count bytes of plain values. A kernel runs on the calling thread.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import time
@@ -111,7 +111,11 @@ def time_rivals() -> Iterator[tuple[str, float, float, float, float]]:
         )
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add none."""
+
+
+def run(options: argparse.Namespace) -> int:
     """Print a table of rates; returns 1 if a codec misses its target."""
     missed = []
     print("GB/s of plain values      encode  measured  decode     add   NumPy encode")
@@ -137,7 +141,3 @@ def main() -> int:
     for text in missed:
         print(text, file=sys.stderr)
     return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

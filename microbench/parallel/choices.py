@@ -1,4 +1,4 @@
-"""Compare ``choose_grid`` with measured steps: ``python -m microbench.parallel.choices``.
+"""The choice of ``choose_grid`` beside measured steps on all grids.
 
 Each case trains one layer of the GPT of ``reshard train`` on emulated hosts, on every shape of grid that the ranks can
 form, with the rank order that has the lowest price. Links are calibrated. The rate of a rank is that of a step without
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.emulation.cluster import Cluster
+from microbench.harness.options import add_number
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
@@ -159,20 +159,13 @@ def run_case(case: Case, repeats: int) -> float:
     return lost
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", type=int, action="append", choices=range(1, 1 + len(CASES)), help="case to run (all)")
+    add_number(parser, "--repeats", 3, "steps of each grid, of which the median counts")
+
+
+def run(options: argparse.Namespace) -> None:
     """Run all cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="1 2 3 4 5 6 7 8", help="numbers of the cases to run")
-    parser.add_argument("--repeats", type=int, default=3, help="steps of each grid, of which the median counts (3)")
-    args = parser.parse_args()
-    try:
-        lost = [run_case(CASES[int(number) - 1], args.repeats) for number in track(args.cases.split(), "cases")]
-    except ClusterError as error:
-        print(error, file=sys.stderr)
-        return 2
+    numbers = options.case or range(1, 1 + len(CASES))
+    lost = [run_case(CASES[number - 1], options.repeats) for number in track(numbers, "cases")]
     print_line(f"\n{sum(each <= 0.1 for each in lost)} of {len(lost)} choices lose at most 10 %; worst {max(lost):.1%}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Time to plan pairs of layouts with the default strategy: ``python -m microbench.planner.planning_time``.
+"""Time to plan pairs of layouts with the default strategy.
 
 16384 x 16384 bfloat16 moves to the next ranks, on three topologies. Times are CPU times of one warm process. The
 goals are 10 ms up to 64 ranks a side and 0.5 s for 1,024; the exit status is 1 if a pair takes longer.
@@ -9,13 +9,13 @@ from __future__ import annotations
 import argparse
 import gc
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.cli.progress import print_line, show_progress
+from microbench.harness.options import add_number
+from reshard.cli.progress import print_line, track
 from reshard.plan import Plan
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
@@ -85,35 +85,25 @@ def cases(ranks: list[int], networks: list[str]) -> Iterator[Case]:
             yield from (Case(network, count, src, dst) for src, dst in PAIRS)
 
 
-def main() -> int:
-    """Print the time to plan each case, and the cases that take longer than their goal."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.planning_time",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.planning_time --ranks 64 --repeats 7 --hashes /tmp/hashes.txt",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024], help="ranks of each side (64 1024)")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="networks (all)")
-    parser.add_argument("--repeats", type=int, default=7, help="repetitions, of which the median counts (7)")
+    add_number(parser, "--repeats", 7, "repetitions, of which the median counts")
     parser.add_argument("--hashes", type=Path, help="append strategy and hash of each plan to this file")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the time to plan each case; returns 1 if one takes longer than its goal."""
     todo = list(cases(options.ranks, options.networks))
     Case(NETWORKS[0], 16, *PAIRS[0]).time(1)  # loads modules
-    missed = []
-    with show_progress(len(todo), "cases") as advance:
-        for case in todo:
-            seconds, plan = case.time(options.repeats)
-            print_line(f"{case} {1e3 * seconds:9.2f} ms  {plan.num_messages:9,} messages  {plan.strategy}")
-            if options.hashes:
-                with options.hashes.open("a") as file:
-                    file.write(f"{case} {plan.strategy} {plan.plan_hash}\n")
-            if case.goal_seconds is not None and seconds > case.goal_seconds:
-                missed.append(case)
-            del plan
-            advance()
-    print(f"{len(missed)} of {len(todo)} cases take longer than their goal")
+    missed = 0
+    for case in track(todo, "cases"):
+        seconds, plan = case.time(options.repeats)
+        print_line(f"{case} {1e3 * seconds:9.2f} ms  {plan.num_messages:9,} messages  {plan.strategy}")
+        if options.hashes:
+            with options.hashes.open("a") as file:
+                file.write(f"{case} {plan.strategy} {plan.plan_hash}\n")
+        missed += case.goal_seconds is not None and seconds > case.goal_seconds
+        del plan
+    print(f"{missed} of {len(todo)} cases take longer than their goal")
     return int(bool(missed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

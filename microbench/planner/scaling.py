@@ -1,4 +1,4 @@
-"""Planning time and memory by number of ranks: ``python -m microbench.planner.scaling``.
+"""Planning time and memory by number of ranks.
 
 Times are CPU times, because other work on a shared machine lengthens the others. Each case runs in a separate
 process, so that peak memory belongs to the case.
@@ -11,13 +11,13 @@ import math
 import multiprocessing
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from reshard.cli.progress import print_line, show_progress
+from microbench.harness.options import add_number
+from reshard.cli.progress import print_line, track
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import MACHINES, Topology, load_preset
@@ -92,43 +92,24 @@ def growth(ranks: Sequence[int], seconds: Sequence[float]) -> float:
     return above / sum((a - mean_x) ** 2 for a in x)
 
 
-def main() -> int:
-    """Print planning time, messages and peak memory by number of ranks, and the exponent of the growth."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.scaling",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.scaling --most 256 --repeats 5",
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions, of which the median counts (3)")
-    parser.add_argument("--most", type=int, default=_RANKS[-1], help=f"most ranks of a mesh ({_RANKS[-1]})")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--repeats", 3, "repetitions, of which the median counts")
+    add_number(parser, "--most", _RANKS[-1], "most ranks of a mesh", low=_RANKS[0], high=_RANKS[-1])
     parser.add_argument(
         "--preset", default="", choices=["", *MACHINES], help="topology (one NIC of 10 Gbit/s per host)"
     )
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print planning time, messages and peak memory by number of ranks, and the exponent of the growth."""
     devices = MACHINES[options.preset].devices if options.preset else DEVICES
     ranks = [n for n in _RANKS if n <= options.most]
     others = [case for case in OTHERS if not options.preset and max(case.src_ranks, case.dst_ranks) <= options.most]
-    with show_progress(len(PAIRS) * len(ranks) + len(others), "cases") as advance:
-        for src, dst in PAIRS:
-            taken = []
-            for n in ranks:
-                case = Case(n, n, src, dst, devices=devices, preset=options.preset)
-                taken.append(_print_case(case, options.repeats))
-                advance()
-            if len(ranks) > 1:
-                print_line(f"{src} -> {dst}: time ~ ranks^{growth(ranks, taken):.2f}")
-        for case in others:
-            _print_case(case, options.repeats)
-            advance()
-    return 0
-
-
-def _print_case(case: Case, repeats: int) -> float:
-    """Time and print a case; returns its seconds."""
-    seconds, messages, memory = time_case(case, repeats)
-    print_line(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB")
-    return seconds
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    pairs = [Case(n, n, *pair, devices=devices, preset=options.preset) for pair in PAIRS for n in ranks]
+    taken: list[float] = []
+    for case in track([*pairs, *others], "cases"):
+        seconds, messages, memory = time_case(case, options.repeats)
+        taken.append(seconds)
+        print_line(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB")
+        if case in pairs and case.src_ranks == ranks[-1] and len(ranks) > 1:
+            print_line(f"{case.src} -> {case.dst}: time ~ ranks^{growth(ranks, taken[-len(ranks) :]):.2f}")

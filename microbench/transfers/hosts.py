@@ -1,4 +1,4 @@
-"""Benchmark resharding between pairs of layouts on emulated hosts.
+"""Pairs of layouts on emulated hosts.
 
 A row is one transfer on one emulated cluster. The command builds each cluster, runs all contenders of a row in turns,
 and checks every received element. It prints a table with the measured time, its ratio to the lower bound, and the ratio
@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import json
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,6 +19,8 @@ from typing import Any
 from microbench.cases.rows import SUITES, Row, all_rows
 from microbench.emulation.cluster import ClusterError
 from microbench.emulation.namespaces import why_unsupported
+from microbench.harness.machine import describe_machine, stderr
+from microbench.harness.options import OptionError, add_number
 from microbench.harness.report import format_summary, format_table
 from microbench.harness.steal_time import TimeBudget
 from microbench.harness.suite import (
@@ -27,71 +28,17 @@ from microbench.harness.suite import (
     ALSO_BY_DEFAULT,
     DEFAULT_CONTENDERS,
     Planned,
-    describe_machine,
     plan_row,
     run_cluster,
-    stderr,
 )
 from reshard.cli.progress import show_progress
-from reshard.errors import ReshardError
 from reshard.topology import parse_rate
 
 #: On an idle machine a run takes less. The rest is the budget for repeating disturbed turns.
 DEFAULT_MINUTES, FULL_MINUTES = 10, 60
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark.
-
-    Returns:
-        0 on success; 1 if an element was wrong, nothing was measured or the link rates are not valid; 2 if the run
-        could not start; 130 after Ctrl-C.
-    """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _make_parser()
-    options = parser.parse_args(arguments)
-    is_job = "TORCHELASTIC_RUN_ID" in os.environ
-    _check_options(parser, options, is_job)
-    options.rate = "10 Gbit/s" if options.rate is None else options.rate
-    try:
-        parse_rate(options.rate)
-        rows = _select_rows(options, parser)
-        if options.calibrate:
-            from microbench.harness.torchrun import write_topology
-
-            write_topology(options.calibrate, options.topology, options.rate, stderr)
-            return 0
-        if is_job:
-            return _run_on_machines(options, arguments, rows)
-        planned = [
-            plan_row(row, str(number), _contenders(options, row), options.repeats) for number, row in enumerate(rows)
-        ]
-        if options.list:
-            for one in planned:
-                print(f"{one.row.suite:13} {one.row.name:52.52} {one.row.title:48.48} {one.expected_seconds:6.1f} s")
-            print(f"{len(planned)} rows, about {sum(one.expected_seconds for one in planned):.0f} s of transfers")
-            return 0
-        reason = why_unsupported()
-        if reason is not None:
-            stderr(f"microbench: {reason}")
-            return 2
-        return _run(options, arguments, planned)
-    except (ClusterError, ReshardError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            stderr(f"microbench: {type(error).__name__}: {error}")
-        return 2
-    except KeyboardInterrupt:
-        kept = f"; {options.out} has the results of the completed clusters" if options.out and not is_job else ""
-        stderr(f"microbench: interrupted{kept}")
-        return 128 + signal.SIGINT
-
-
-def _make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench hosts",
-        description=__doc__,
-        epilog="example: python -m microbench --suite study --contender auto --contender send_recv --out run.jsonl",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--suite", action="append", help=f"run only this suite; may be repeated: {', '.join([*SUITES, 'random'])}"
     )
@@ -102,15 +49,14 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--contender", action="append", help=f"run only this contender; may be repeated: {', '.join(ALL_CONTENDERS)}"
     )
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each contender, after one warm-up (5)")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"time budget: repeat disturbed turns within it ({DEFAULT_MINUTES}; with --full {FULL_MINUTES})",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random rows (0)")
-    parser.add_argument("--random", type=int, default=8, help="number of random rows in --full and --suite random (8)")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for the first dim of every tensor (1)")
+    add_number(parser, "--repeats", 5, "timed turns of each contender, after one warm-up")
+    add_number(
+        parser, "--minutes", 0.0, f"time budget for repeated turns; 0: {DEFAULT_MINUTES}, with --full {FULL_MINUTES}",
+        low=0, high=10_000,
+    )  # fmt: skip
+    add_number(parser, "--seed", 0, "seed of the random rows", low=0, high=2**32)
+    add_number(parser, "--random", 8, "number of random rows in --full and --suite random", low=0, high=10_000)
+    add_number(parser, "--scale", 1.0, "factor for the first dim of every tensor", low=1e-6, high=64)
     parser.add_argument("--out", type=Path, help="write JSON lines to this file")
     parser.add_argument("--topology", type=Path, help="torchrun only: topology file with the expected link rates")
     parser.add_argument("--rate", help="torchrun without --topology: expected rate of each NIC (10 Gbit/s)")
@@ -118,24 +64,53 @@ def _make_parser() -> argparse.ArgumentParser:
         "--calibrate", type=Path, help="torchrun only: measure the links, write a topology file here, and exit"
     )
     parser.add_argument("--list", action="store_true", help="print the rows and their expected seconds, and exit")
-    return parser
 
 
-def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, is_job: bool) -> None:
-    """Exit with an error if an option is out of range or excludes another one."""
-    if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
-        parser.error("--repeats must be 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
-    if options.minutes is not None and not 0 < options.minutes <= 10_000:
-        parser.error("--minutes must be above 0 and at most 10000")
+def run(options: argparse.Namespace) -> int:
+    """Run the rows.
+
+    Returns:
+        0 on success; 1 if an element was wrong, nothing was measured or the link rates are not valid.
+
+    Raises:
+        OptionError, ClusterError: the run could not start.
+    """
+    is_job = "TORCHELASTIC_RUN_ID" in os.environ
+    _check_options(options, is_job)
+    options.rate = "10 Gbit/s" if options.rate is None else options.rate
+    parse_rate(options.rate)
+    rows = _select_rows(options)
+    if options.calibrate:
+        from microbench.harness.torchrun import write_topology
+
+        write_topology(options.calibrate, options.topology, options.rate, stderr)
+        return 0
+    if is_job:
+        return _run_on_machines(options, rows)
+    planned = [
+        plan_row(row, str(number), _contenders(options, row), options.repeats) for number, row in enumerate(rows)
+    ]
+    if options.list:
+        for one in planned:
+            print(f"{one.row.suite:13} {one.row.name:52.52} {one.row.title:48.48} {one.expected_seconds:6.1f} s")
+        print(f"{len(planned)} rows, about {sum(one.expected_seconds for one in planned):.0f} s of transfers")
+        return 0
+    reason = why_unsupported()
+    if reason is not None:
+        raise ClusterError(reason)
+    return _run(options, planned)
+
+
+def _check_options(options: argparse.Namespace, is_job: bool) -> None:
     if not is_job and (options.topology or options.calibrate):
-        parser.error("--topology and --calibrate need torchrun; each row fixes its emulated cluster")
+        raise OptionError("--topology and --calibrate need torchrun; each row fixes its emulated cluster")
     if not is_job and options.rate is not None:
-        parser.error("--rate needs torchrun; each row fixes the rates of its emulated cluster")
+        raise OptionError("--rate needs torchrun; each row fixes the rates of its emulated cluster")
     if options.topology and options.rate is not None:
-        parser.error("--rate and --topology exclude each other: the topology file gives the rates of the NICs")
+        raise OptionError("--rate and --topology exclude each other: the topology file gives the rates of the NICs")
     for name, file in (("--out", options.out), ("--calibrate", options.calibrate)):
         if file and (file.is_dir() or not file.parent.is_dir()):
-            parser.error(f"{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
+            raise OptionError(f"{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
 
 
 def _contenders(options: argparse.Namespace, row: Row) -> Sequence[str]:
@@ -144,15 +119,15 @@ def _contenders(options: argparse.Namespace, row: Row) -> Sequence[str]:
     return ALL_CONTENDERS if options.full else (*DEFAULT_CONTENDERS, *ALSO_BY_DEFAULT.get(row.suite, ()))
 
 
-def _select_rows(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Row]:
+def _select_rows(options: argparse.Namespace) -> list[Row]:
     rows = all_rows(options.seed, options.random, options.scale)
     known = {row.suite for row in rows} | set(SUITES)
     for suite in options.suite or []:
         if suite not in known:
-            parser.error(f"unknown suite {suite!r}; known suites: {', '.join(sorted(known))}")
+            raise OptionError(f"unknown suite {suite!r}; known suites: {', '.join(sorted(known))}")
     for contender in options.contender or []:
         if contender not in ALL_CONTENDERS:
-            parser.error(f"unknown contender {contender!r}; known contenders: {', '.join(ALL_CONTENDERS)}")
+            raise OptionError(f"unknown contender {contender!r}; known contenders: {', '.join(ALL_CONTENDERS)}")
     named = options.suite or options.row
     rows = [row for row in rows if options.suite is None or row.suite in options.suite]
     rows = [
@@ -162,16 +137,16 @@ def _select_rows(options: argparse.Namespace, parser: argparse.ArgumentParser) -
         rows = [row for row in rows if row.is_default]
     if not rows:
         filters = ", ".join(map(repr, [*(options.suite or []), *(options.row or [])]))
-        parser.error(f"no row matches {filters}; --list --full prints all rows")
+        raise OptionError(f"no row matches {filters}; --list --full prints all rows")
     return rows
 
 
-def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: list[Row]) -> int:
+def _run_on_machines(options: argparse.Namespace, rows: list[Row]) -> int:
     from microbench.harness.torchrun import run_on_machines
 
     contenders = options.contender or (ALL_CONTENDERS if options.full else DEFAULT_CONTENDERS)
     is_first = os.environ.get("RANK") == "0"
-    records: list[dict[str, Any]] = [describe_machine(arguments)]
+    records: list[dict[str, Any]] = [describe_machine(options.words)]
     run_on_machines(rows, contenders, options.repeats, records.append, stderr, options.topology, options.rate)
     if not is_first:
         return 0
@@ -182,7 +157,7 @@ def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: li
     return _status(records)
 
 
-def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planned]) -> int:
+def _run(options: argparse.Namespace, planned: list[Planned]) -> int:
     records: list[dict[str, Any]] = []
     minutes = options.minutes or (FULL_MINUTES if options.full else DEFAULT_MINUTES)
     budget = TimeBudget(60.0 * minutes, sum(one.expected_seconds for one in planned))
@@ -195,10 +170,15 @@ def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planne
 
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(options.out.open("w")) if options.out else None
-        write(describe_machine(arguments))
+        write(describe_machine(options.words))
         advance = stack.enter_context(_progress(budget.expected_seconds))
-        for cluster in dict.fromkeys(one.row.cluster for one in planned):
-            run_cluster(cluster, [one for one in planned if one.row.cluster == cluster], write, advance, budget)
+        try:
+            for cluster in dict.fromkeys(one.row.cluster for one in planned):
+                run_cluster(cluster, [one for one in planned if one.row.cluster == cluster], write, advance, budget)
+        except KeyboardInterrupt:
+            if options.out:
+                stderr(f"{options.out} has the results of the completed clusters")
+            raise
         write({"kind": "end", "took_seconds": round(budget.elapsed_seconds, 1)})
     print(format_table(records))
     print(format_summary(records))
@@ -225,7 +205,3 @@ def _progress(total: float) -> Iterator[Callable[[float, str], None]]:
         return
     with show_progress(total, "s") as advance:
         yield advance
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,18 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import microbench.transfers.hosts as bench
+from microbench.__main__ import CASES, main
 from microbench.cases.rows import CLUSTERS, read_cluster
 from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
 from microbench.harness.plots import _place_bars, draw_bars
-from microbench.harness.report import TRACED, format_markdown, format_suites, format_table, replace_section
+from microbench.harness.report import TRACED, format_markdown, format_suites, format_table
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
 from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner.scaling import Case, growth, time_case
-from microbench.transfers.hosts import main
+from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
 from reshard.topology.files import read_topology, topology_from_json
 from reshard.topology.model import Port
@@ -181,10 +182,6 @@ def test_records_and_tables_have_the_measured_values_of_a_row():
     assert twice[0].startswith("| study | 2 | 2.07 (4.13) | ")
     assert twice[0].endswith(" of 1) |")
     assert twice[1] == "| under 0.1 s, all suites | 1 | 4.00 (4.00) | - |"
-    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
-    assert replace_section(page, "x", "new") == "a\n<!-- x -->\nnew\n<!-- end of x -->\nb\n"
-    with pytest.raises(SystemExit, match="needs the marks"):
-        replace_section("a", "x", "new")
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar")  # matplotlib on NumPy 1.26
@@ -230,13 +227,13 @@ def test_interface_names_are_unique_in_every_cluster():
 
 
 def test_list_prints_rows_and_rejects_unknown_ones(capsys):
-    assert main(["--list"]) == 0
+    assert main(["hosts", "--list"]) == 0
     output = capsys.readouterr().out
     assert "study         R S0 R on 2x4 -> R R S0 on 2x4 " in output
     assert "about" in output
     for wrong in (["--suite", "no"], ["--contender", "no"], ["--row", "no such row"], ["--repeats", "0"]):
         with pytest.raises(SystemExit):
-            main(["--list", *wrong])
+            main(["hosts", "--list", *wrong])
 
 
 def test_outputs_are_compared_bit_by_bit():
@@ -303,7 +300,7 @@ def test_calibrate_writes_a_topology_file(tmp_path):
 
 def test_calibrate_without_torchrun_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["--calibrate", str(tmp_path / "cluster.json")])
+        main(["hosts", "--calibrate", str(tmp_path / "cluster.json")])
     assert "--calibrate need torchrun" in capsys.readouterr().err
 
 
@@ -312,30 +309,33 @@ def test_calibrate_without_torchrun_is_refused(tmp_path, capsys):
     [
         (["--rate", "1 Gbit/s"], "--rate needs torchrun"),
         (["--out", "."], "--out .: is a folder"),
-        (["--minutes", "0"], "--minutes must be above 0"),
+        (["--minutes", "-1"], "argument --minutes: must be 0 to 10000, not -1"),
         (["--row", "nowhere: nothing"], "no row matches 'nowhere: nothing'"),
     ],
 )
 def test_command_line_errors_name_the_argument(capsys, arguments, message):
     with pytest.raises(SystemExit):
-        main(arguments)
+        main(["hosts", *arguments])
     assert message in capsys.readouterr().err
 
 
 def test_row_option_matches_suite_and_name(capsys):
-    assert main(["--list", "--row", "unequal NICs: replicated -> S0", "--contender", "auto"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["hosts", "--list", "--row", "unequal NICs: replicated -> S0", "--contender", "auto"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3  # machine, row and total
 
 
 def test_interrupt_prints_one_line(capsys, monkeypatch, tmp_path):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "run_cluster", interrupted)
-    monkeypatch.setattr(bench, "why_unsupported", lambda: None)
+    monkeypatch.setattr(hosts, "run_cluster", interrupted)
+    monkeypatch.setattr(hosts, "why_unsupported", lambda: None)
     out = tmp_path / "out.jsonl"
-    assert main(["--row", "study: S0 R R on 2x4 -> S0 R R on 2x4", "--contender", "auto", "--out", str(out)]) == 130
-    assert f"interrupted; {out} has the results of the completed clusters" in capsys.readouterr().err
+    assert (
+        main(["hosts", "--row", "study: S0 R R on 2x4 -> S0 R R on 2x4", "--contender", "auto", "--out", str(out)])
+        == 130
+    )
+    assert f"{out} has the results of the completed clusters\nhosts: interrupted" in capsys.readouterr().err
     assert json.loads(out.read_text())["kind"] == "run"
 
 
@@ -351,3 +351,15 @@ def test_zfp_travels_in_elements_of_int8_while_asked_for():
             codec.decode(coded, out)
         errors.append(float((out - plain).float().norm() / plain.float().norm()))
     assert 0.04 < errors[0] < 0.07 and errors[1] < 0.01
+
+
+def test_every_case_starts_and_is_in_the_table_of_the_guide(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.M)) == sorted(CASES)
+    for name in CASES:
+        if name in ("gpu_codecs", "ray_actors"):  # import optional packages
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: python -m microbench {name}" in capsys.readouterr().out
