@@ -199,7 +199,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--into",
         type=Path,
         required=True,
-        help="output path without suffix; writes INTO.md, INTO-bars.svg, INTO-summary.svg and INTO-links.svg",
+        help="output path without suffix; writes INTO.md, INTO-summary.svg and INTO-links.svg",
     )
     parser.add_argument(
         "--trace", help=f"row to run again for INTO-links.svg ({TRACED}, else the first row of the run)"
@@ -226,19 +226,18 @@ def run(options: argparse.Namespace) -> None:
 
 def write_page(records: Sequence[Record], into: Path, trace: str | None) -> None:
     """Write ``into.md`` with summary and tables, and the plots ``into-*.svg``."""
-    from microbench.harness.plots import draw_bars, draw_summary
+    from microbench.harness.plots import draw_summary
     from microbench.harness.suite import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS
 
     ran = [record for record in records if record["kind"] == "row"]
     contenders = list(dict.fromkeys(record["contender"] for record in ran))
     also = [name for names in ALSO_BY_DEFAULT.values() for name in names]
     shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
-    bars, summary = (into.with_name(f"{into.name}-{name}.svg") for name in ("bars", "summary"))
+    summary = into.with_name(into.name + "-summary.svg")
     with show_progress(1 + (trace is not None), "pictures") as advance:
-        draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
         draw_summary(ratios_of_contenders(records), summary)
         advance(text=f"running row {trace}" if trace is not None else "")
-        plots = f"![time / lower bound]({summary.name})\n\n![by row]({bars.name})\n"
+        plots = f"![time / lower bound]({summary.name})\n"
         if trace is not None:
             plots += _draw_trace(trace, into.with_name(into.name + "-links.svg"))
     page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")

@@ -7,6 +7,7 @@ process, so that peak memory belongs to the case.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import multiprocessing
 import resource
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 
 from microbench.harness.options import add_number
 from reshard.cli.progress import print_line, track
+from reshard.plan import Plan
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import MACHINES, Topology, load_preset
@@ -45,6 +47,26 @@ class Case:
         many = f"{self.count} tensors, " if self.count > 1 else ""
         return f"{many}{self.src_ranks} -> {self.dst_ranks} ranks, {self.src} -> {self.dst}"
 
+    def plan(self, repeats: int) -> tuple[float, Plan]:
+        """Median seconds of CPU time to plan, and the plan. Nothing is cached between repetitions."""
+        src = Mesh.of((self.src_ranks // self.devices, self.devices))
+        dst = Mesh.of((self.dst_ranks // self.devices, self.devices), first_rank=self.src_ranks)
+        num_ranks = self.src_ranks + self.dst_ranks
+        taken = []
+        for _ in range(repeats):
+            topology = Topology.uniform([rank // self.devices for rank in range(num_ranks)])
+            if self.preset:
+                topology = load_preset(self.preset, num_ranks)
+            tensors = [
+                TensorSpec(self.shape, "bfloat16", Layout(src, self.src), Layout(dst, self.dst), name)
+                for name in ([f"w{number}" for number in range(self.count)] if self.count > 1 else [None])
+            ]
+            gc.collect()
+            begun = time.process_time()
+            plan = plan_tensors(tensors, topology=topology)
+            taken.append(time.process_time() - begun)
+        return statistics.median(taken), plan
+
 
 #: Additional cases: hosts with four devices, and lists of weights from a training layout to an inference layout.
 OTHERS = (
@@ -59,23 +81,9 @@ OTHERS = (
 
 def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
     """Plan a case ``repeats`` times: median seconds, messages of the plan, and peak MiB of the process."""
-    src = Mesh.of((case.src_ranks // case.devices, case.devices))
-    dst = Mesh.of((case.dst_ranks // case.devices, case.devices), first_rank=case.src_ranks)
-    count = case.src_ranks + case.dst_ranks
-    topology = Topology.uniform([rank // case.devices for rank in range(count)])
-    if case.preset:
-        topology = load_preset(case.preset, count)
-    taken = []
-    for _ in range(repeats + 1):  # the first repetition warms up imports
-        tensors = [
-            TensorSpec(case.shape, "bfloat16", Layout(src, case.src), Layout(dst, case.dst), f"w{number}")
-            for number in range(case.count)
-        ]
-        begun = time.process_time()
-        plan = plan_tensors(tensors, topology=topology)
-        taken.append(time.process_time() - begun)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    return statistics.median(taken[1:]), plan.num_messages, memory
+    case.plan(1)  # loads modules
+    seconds, plan = case.plan(repeats)
+    return seconds, plan.num_messages, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def time_case(case: Case, repeats: int) -> tuple[float, int, int]:

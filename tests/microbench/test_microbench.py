@@ -18,8 +18,8 @@ from microbench.__main__ import CASES, main
 from microbench.cases.rows import CLUSTERS, read_cluster
 from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
-from microbench.harness.plots import _place_bars, draw_bars
-from microbench.harness.report import TRACED, format_markdown, format_suites, format_table
+from microbench.harness.plots import draw_summary
+from microbench.harness.report import TRACED, format_markdown, format_suites, format_table, ratios_of_contenders
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
@@ -78,8 +78,8 @@ def test_measured_rates_replace_described_rates():
     slow = nominal(topology_from_json({"hosts": [{"count": 2, "devices": 1, "nics": ["80 Mbit/s"]}]}))
     assert (slow.send_buffer_bytes, slow.burst_bytes) == (65536, 31340)
     off = deviations(measured, topology)
-    assert {name for name, part in off.items() if part} == {"host 1 NIC 0 out", "pod 1 in"}
-    assert off["host 1 NIC 0 out"] == pytest.approx(-0.2)
+    assert {name for name, part in off.items() if part} == {("egress", 1, 0), ("down", 1, 0)}
+    assert off["egress", 1, 0] == pytest.approx(-0.2)
     assert mean_topology(measured, topology).host(1).nics[0].egress_bytes_per_second == 4.5e7
 
 
@@ -185,31 +185,11 @@ def test_records_and_tables_have_the_measured_values_of_a_row():
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar")  # matplotlib on NumPy 1.26
-def test_bar_plot_names_rows(tmp_path):
+def test_summary_plot_names_contenders_and_their_means(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'reshard[bench]'")
-    draw_bars(_records()[1:], ["broadcast_greedy", "send_recv"], tmp_path / "bars.svg")
-    svg = (tmp_path / "bars.svg").read_text()
-    assert ">R S0 R on 2x4 -&gt; S0 R R on 2x4, 64 MiB<" in svg and ">time / lower bound<" in svg
-
-
-def test_bars_of_equal_layouts_are_told_apart_and_all_bars_have_room():
-    """Labels of two rows that move the same tensor also have the names of the rows. A row without results has a label."""
-    first = {"suite": "shared", "title": "S0 R on 4 -> R R on 4", "bytes": 2**26, "row": "in place"}
-    records = [first, first | {"row": "overlapping"}, first | {"row": "small", "bytes": 2**20}]
-    drawn = {("shared", "in place", "auto"), ("shared", "in place", "awex"), ("shared", "small", "awex")}
-    labels, bars = _place_bars(records, ["auto", "awex"], drawn)
-    moved = "S0 R on 4 -> R R on 4"
-    assert labels == {
-        0.0: ("shared", True),
-        2.5: (f"{moved}, 64 MiB (in place)", False),
-        5.0: (f"{moved}, 64 MiB (overlapping)", False),
-        7.0: (f"{moved}, 1 MiB", False),
-    }
-    assert bars == {
-        2.0: ("shared", "in place", "auto"),
-        3.0: ("shared", "in place", "awex"),
-        7.0: ("shared", "small", "awex"),
-    }
+    draw_summary(ratios_of_contenders(_records()), tmp_path / "summary.svg")
+    svg = (tmp_path / "summary.svg").read_text()
+    assert ">each receiver fetches its part<" in svg and "in 1 rows, worst 4.6<" in svg
 
 
 def test_interface_names_are_unique_in_every_cluster():
@@ -355,7 +335,8 @@ def test_zfp_travels_in_elements_of_int8_while_asked_for():
 
 def test_every_case_starts_and_is_in_the_table_of_the_guide(capsys):
     page = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text()
-    assert sorted(re.findall(r"^\| `(\w+)` \|", page, flags=re.M)) == sorted(CASES)
+    table = page.partition("```bash")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == sorted(CASES)
     for name in CASES:
         if name in ("gpu_codecs", "ray_actors"):  # import optional packages
             continue
