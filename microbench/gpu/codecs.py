@@ -10,6 +10,7 @@ import argparse
 import torch
 
 from microbench.harness.options import add_number
+from microbench.harness.table import Table
 from microbench.kernels.packing import seconds_of
 from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
 
@@ -30,7 +31,8 @@ def run(options: argparse.Namespace) -> None:
     target = torch.empty_like(source)
     copy = 2 * source.numel() / seconds_of(lambda: target.copy_(source), options.repeats)
     print(f"copy_ of 256 MiB: {copy / 1e9:.0f} GB/s read and written")
-    print(f"{'codec':14} {'dtype':9} {'encode GB/s':>11} {'of copy_':>8} {'decode GB/s':>11} {'of copy_':>8}")
+    columns = {"codec": "<14", "dtype": "<9", "encode GB/s": ">.0f", "encode / copy_": ">.2f"}
+    table = Table(columns | {"decode GB/s": ">.0f", "decode / copy_": ">.2f"})
     for name in BLOCK_CODECS:
         codec = parse_codec(name)
         assert isinstance(codec, BlockCodec)
@@ -46,5 +48,5 @@ def run(options: argparse.Namespace) -> None:
                     lambda plain=plain, coded=coded, codec=codec: decode_on_device(codec, coded, plain, 1),
                 )
             ]
-            cells = " ".join(f"{rate / 1e9:11.0f} {rate / copy:8.2f}" for rate in rates)
-            print(f"{name:14} {str(dtype).removeprefix('torch.'):9} {cells}", flush=True)
+            cells = [cell for rate in rates for cell in (rate / 1e9, rate / copy)]
+            table.add(name, str(dtype).removeprefix("torch."), *cells)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import torch
 
+from microbench.harness.table import Table
 from reshard import Mesh
 from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.training.models.gpt import GPT
@@ -90,10 +91,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a row per model and precision."""
-    print(f"{'model':12} {'precision':16} {'engine ms':>10} {'loop ms':>10} {'ratio':>6}")
+    table = Table({"model": "<12", "precision": "<16", "engine ms": ">.2f", "loop ms": ">9.2f", "ratio": ">6.3f"})
     for model in options.model:
         for precision in PRECISIONS:
             ((engine, loop),) = run_processes(measure, 1, options.device, model, precision, timeout_seconds=300.0)
             ratio = statistics.median(a / b for a, b in zip(engine, loop, strict=True))
-            times = f"{1e3 * statistics.median(engine):10.2f} {1e3 * statistics.median(loop):10.2f}"
-            print(f"{model:12} {precision:16} {times} {ratio:6.3f}", flush=True)
+            table.add(model, precision, *(1e3 * statistics.median(seconds) for seconds in (engine, loop)), ratio)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from microbench.harness.machine import stderr
+from microbench.harness.table import Table
 from reshard import Layout, Mesh, Mover, make_plan
 from reshard.testing import run_processes, share_gpus
 
@@ -80,7 +81,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a row per number of receivers, size and method."""
-    print(f"{'receivers':>9} {'MiB':>4} {'method':16} {'median ms':>10} {'ratio':>6} {'host us':>8} {'ratio':>6}")
+    columns = {"receivers": ">", "MiB": ">4", "method": "<16", "median ms": ">.2f", "ratio": ">6.2f"}
+    table = Table(columns | {"host us": ">.0f", "of torch": ">.2f"})
     for num_receivers, mib in itertools.product((1, MOST_RECEIVERS), options.mib):
         stderr(f"{num_receivers} receivers, {mib} MiB")
         by_rank = run_processes(measure, num_receivers + 1, options.device, num_receivers, mib, timeout_seconds=120.0)
@@ -90,8 +92,4 @@ def run(options: argparse.Namespace) -> None:
         }
         base = list(medians.values())[1]
         for method, (seconds, host) in medians.items():
-            print(
-                f"{num_receivers:9} {mib:4} {method:16} {1e3 * seconds:10.2f} {seconds / base[0]:6.2f} "
-                f"{1e6 * host:8.0f} {host / base[1]:6.2f}",
-                flush=True,
-            )
+            table.add(num_receivers, mib, method, 1e3 * seconds, seconds / base[0], 1e6 * host, host / base[1])

@@ -13,7 +13,8 @@ import torch
 
 from microbench.harness.machine import stderr
 from microbench.harness.options import add_number
-from reshard.cli.progress import print_line, track
+from microbench.harness.table import Table
+from reshard.cli.progress import track
 
 TOTAL_BYTES = 2**28
 ROW_BYTES = (64, 128, 256, 512, 1024, 4096, 16384)
@@ -86,10 +87,9 @@ def run(options: argparse.Namespace) -> int:
         stderr("gpu_packing: no CUDA device found; run this on a machine with a GPU")
         return 2
     print(torch.cuda.get_device_name())
-    print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ loop':>12}   (fractions of copy rate)")
+    print("pack, unpack and copy_ loop are fractions of the rate of copy_")
+    table = Table({"row bytes": ">", "copy_ GB/s": ">.0f", "pack": ">6.2f", "unpack": ">.2f", "copy_ loop": ">.2f"})
     for row_bytes in track(ROW_BYTES, "row lengths"):
         plain, packed, unpacked, looped = measure(row_bytes, options.repeats)
-        print_line(
-            f"{row_bytes:10}{plain / 1e9:12.0f}{packed / plain:8.2f}{unpacked / plain:8.2f}{looped / plain:12.2f}"
-        )
+        table.add(row_bytes, plain / 1e9, packed / plain, unpacked / plain, looped / plain)
     return 0

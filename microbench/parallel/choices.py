@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from microbench.emulation.cluster import Cluster
 from microbench.harness.options import add_number
+from microbench.harness.table import Table
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
@@ -153,9 +154,9 @@ def run_case(case: Case, repeats: int) -> float:
         )[0]]  # fmt: skip
     lost = seconds[0] / min(seconds) - 1
     print_line(f"\n{case}; {flops / 1e9:.1f} GFLOP/s a rank; the choice loses {lost:.1%}")
-    print_line(f"{'grid':>12} {'kind':>14} {'predicted, ms':>14} {'measured, ms':>13}")
+    table = Table({"grid": ">12", "kind": ">14", "predicted, ms": ">.0f", "measured, ms": ">.0f"})
     for price, measured in zip(prices, seconds, strict=True):
-        print_line(f"{price!s:>12} {price.kind:>14} {1e3 * price.seconds:>14.0f} {1e3 * measured:>13.0f}")
+        table.add(str(price), price.kind, 1e3 * price.seconds, 1e3 * measured)
     return lost
 
 

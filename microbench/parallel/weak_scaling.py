@@ -12,6 +12,7 @@ import argparse
 import itertools
 
 from microbench.harness.options import add_number
+from microbench.harness.table import Table
 from reshard.cli.progress import print_line, track
 from reshard.parallel import GridPrice, TransformerSizes, choose_grid
 from reshard.topology import Topology
@@ -48,7 +49,9 @@ def run(options: argparse.Namespace) -> None:
     """Print a table of ratios."""
     settings = itertools.product((100, 200), (25, 50, 200), (30, 60, 120))
     print_line(f"[4,4,4] over [8,8,1]; {SEQUENCE} tokens a row; the paper reports 1.45")
-    print_line(f"{'NIC':>10} {'inside':>9} {'TFLOP/s':>8} {'weak scaling':>13} {'same problem':>13}")
+    table = Table(
+        {"NIC, Gbit/s": ">", "inside, GB/s": ">", "TFLOP/s": ">", "weak scaling": ">.2f", "same problem": ">.2f"}
+    )
     for nic, inside, teraflops in track(list(settings), "settings"):
         topology = Topology(
             tuple(rank // 4 for rank in range(64)),
@@ -63,6 +66,4 @@ def run(options: argparse.Namespace) -> None:
             weak.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
             rows, hidden = options.rows * 16, options.hidden * 4
             same.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
-        print_line(
-            f"{nic:>5} Gb/s {inside:>4} GB/s {teraflops:>8} {weak[0] / weak[1]:>13.2f} {same[0] / same[1]:>13.2f}",
-        )
+        table.add(nic, inside, teraflops, weak[0] / weak[1], same[0] / same[1])

@@ -15,6 +15,7 @@ import torch
 
 from microbench.emulation.cluster import Cluster
 from microbench.harness.options import add_number
+from microbench.harness.table import Table
 from microbench.parallel.layers import GridShape, LinearStack, received_per_rank, transformer_linears
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
     print_line(
         f"linears of a transformer layer, {options.tokens} tokens, hidden {options.hidden}, float32, bytes per step"
     )
-    print_line(f"{'grid':>10} {'ranks':>6} {'formula':>12} {'counted':>12} {'worst ratio':>12}")
+    table = Table({"grid": ">10", "ranks": ">", "formula": ">12", "counted": ">12.0f", "worst ratio": ">.4f"})
     worst = 0.0
     for text in track(options.grids.split(), "grids"):
         shape = GridShape.parse(text)
@@ -66,5 +67,5 @@ def run(options: argparse.Namespace) -> int:
         counted = measure(shape, options.tokens, options.hidden, options.steps)
         ratio = max((a / b for a, b in zip(counted, formula, strict=True)), key=lambda each: abs(each - 1))
         worst = max(worst, abs(ratio - 1))
-        print_line(f"{shape!s:>10} {shape.size:>6} {max(formula):>12} {max(counted):>12.0f} {ratio:>12.4f}")
+        table.add(str(shape), shape.size, max(formula), max(counted), ratio)
     return int(worst > TOLERANCE)

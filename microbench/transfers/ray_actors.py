@@ -7,7 +7,6 @@ hosts. The methods run in turns, and every received element is checked.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable
@@ -18,11 +17,10 @@ import torch
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
 from microbench.harness.options import add_number
-from microbench.harness.steal_time import Lap, Laps, RetryBudget, idle_seconds, steal_seconds, steal_share
-from reshard.cli.progress import show_progress
+from microbench.harness.table import Table
+from reshard.cli.progress import track
 from reshard.topology import parse_rate
 
-RETRY_SECONDS = 60.0
 COLLECTIVE = "receivers and sender"
 
 
@@ -82,32 +80,19 @@ def measure(num_receivers: int, mib: int, repeats: int) -> dict[str, dict[str, A
     """Run all methods in turns, from a Ray driver.
 
     Returns:
-        ``{method: {"laps", "first_use_seconds", "wrong"}}``.
+        ``{method: {"seconds": of each turn, first use first, "wrong": number of wrong elements}}``.
     """
     rows = mib * 2**20 // 4096
     # Ray's methods place one actor per host first; each host then has one CPU left for an actor of reshard
     methods = _ray_methods(num_receivers, rows)
     methods["reshard.ray"] = _reshard_method(num_receivers, rows)
-    found: dict[str, dict[str, Any]] = {}
-    retries = RetryBudget(RETRY_SECONDS)
-    with show_progress((repeats + 1) * len(methods), "turns") as advance:
-        for number in range(3 * repeats + 1):
-            for name, (move, count_wrong) in methods.items():
-                if number and not found[name]["laps"].needs_more():
-                    continue
-                begun, idle, stolen = time.monotonic(), idle_seconds(), steal_seconds()
-                move()
-                seconds = time.monotonic() - begun
-                part = steal_share(steal_seconds() - stolen, seconds)
-                busy = 1 - (idle_seconds() - idle) / (seconds * (os.cpu_count() or 1))
-                if number:
-                    found[name]["laps"].done.append(Lap(seconds, busy, part))
-                else:
-                    found[name] = {"laps": Laps(repeats), "first_use_seconds": seconds, "wrong": 0}
-                found[name]["wrong"] += count_wrong()
-                advance(text=name)
-                if part:
-                    retries.wait_until_quiet()
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "wrong": 0} for name in methods}
+    for _ in track(range(repeats + 1), "turns"):
+        for name, (move, count_wrong) in methods.items():
+            begun = time.monotonic()
+            move()
+            found[name]["seconds"].append(time.monotonic() - begun)
+            found[name]["wrong"] += count_wrong()
     return found
 
 
@@ -175,19 +160,6 @@ def _ray_methods(num_receivers: int, rows: int) -> dict[str, Method]:
     return methods
 
 
-def format_methods(found: dict[str, dict[str, Any]], bound: float) -> str:
-    """A text table: median, min and max seconds, and median over the lower bound."""
-    lines = [f"{'method':32}{'median s':>10}{'min':>8}{'max':>8}{'x bound':>9}{'first s':>9}  elements"]
-    for name, one in found.items():
-        seconds = [lap.seconds for lap in one["laps"].kept()]
-        median = statistics.median(seconds)
-        lines.append(
-            f"{name:32}{median:10.4f}{min(seconds):8.3f}{max(seconds):8.3f}{median / bound:9.3f}"
-            f"{one['first_use_seconds']:9.3f}  {str(one['wrong']) + ' WRONG' if one['wrong'] else 'all'}"
-        )
-    return "\n".join(lines)
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     add_number(parser, "--receivers", 3, "receiving hosts, each with one actor", high=16)
     add_number(parser, "--mib", 64, "MiB to move", high=4096)
@@ -201,5 +173,19 @@ def run(options: argparse.Namespace) -> int:
         found = drive(measure, options.receivers, options.mib, options.repeats)
     bound = options.mib * 2**20 / (parse_rate(options.rate) * PAYLOAD_SHARE)
     print(f"1 actor to {options.receivers} hosts, {options.mib} MiB, {options.rate}: bound {bound:.4f} s")
-    print(format_methods(found, bound))
+    table = Table(
+        {
+            "method": "<30",
+            "median s": ">.4f",
+            "min": ">7.3f",
+            "max": ">7.3f",
+            "x bound": ">.3f",
+            "first s": ">.3f",
+            "wrong": ">",
+        }
+    )
+    for name, one in found.items():
+        first, *seconds = one["seconds"]
+        median = statistics.median(seconds)
+        table.add(name, median, min(seconds), max(seconds), median / bound, first, one["wrong"])
     return 1 if any(one["wrong"] for one in found.values()) else 0
