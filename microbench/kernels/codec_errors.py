@@ -57,7 +57,9 @@ def run(options: argparse.Namespace) -> None:
         axes.scatter(bits, relative, label=label, edgecolors="C2", facecolors="none" if index else "C2")
     for name, (bits_of_value, error) in errors[DISTRIBUTIONS[0][0]].items():
         print(f"{name:14} {bits_of_value:6.3f} bits", *(f"{found[name][1]:9.4%}" for found in errors.values()))
-        axes.annotate(name, (bits_of_value, error), (8, -3), textcoords="offset points")
+        is_left = bits_of_value == min(found.values())[0]  # whose label would hit the next point on its right
+        place, side = ((-8, -3), "right") if is_left else ((8, -3), "left")
+        axes.annotate(name, (bits_of_value, error), place, textcoords="offset points", ha=side)
     axes.set_yscale("log")
     axes.set_xlim(2, 20)
     axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g} %")

@@ -9,6 +9,7 @@ less 1. NICs are so slow that communication, and not the CPU that all ranks shar
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from microbench.emulation.cluster import Cluster
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
+from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
@@ -103,31 +105,25 @@ def measure_flops(rank: int, report: Callable[[Any], None], case: Case) -> float
 
 def time_grids(
     rank: int, report: Callable[[Any], None], case: Case, arrangements: list[np.ndarray], repeats: int
-) -> list[list[float]]:
-    """Seconds of each step on each grid, the longest of all ranks. Grids run in turns."""
+) -> Times:
+    """Seconds of each step on each grid on this rank. Grids run in turns."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(VOCABULARY, (2, case.rows, case.sequence), generator=generator)
-    models = []
-    for ranks in arrangements:
+    steps = {}
+    for number, ranks in enumerate(arrangements):
         torch.manual_seed(0)
         model = GPT(case.config)
         model.apply(GPT.initialize)
         mesh = make_device_mesh(torch.tensor(ranks), AXES, "cpu", TIMEOUT_SECONDS)
-        models.append(parallelize(model, Grid(mesh)))
-    seconds: list[list[float]] = [[] for _ in models]
-    for turn in range(repeats + 1):
-        for number, model in enumerate(models):
-            dist.barrier()
-            begun = time.perf_counter()
-            model(tokens, targets).backward()
-            sync_gradients(model, check_every=0)
-            longest = torch.tensor(time.perf_counter() - begun)
-            model.zero_grad()
-            dist.all_reduce(longest, dist.ReduceOp.MAX)
-            if turn:  # the first turn connects
-                seconds[number].append(float(longest))
-    return seconds
+        steps[str(number)] = functools.partial(_step, parallelize(model, Grid(mesh)), tokens, targets)
+    return time_in_turns(steps, repeats)
+
+
+def _step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    model.zero_grad()
+    model(tokens, targets).backward()
+    sync_gradients(model, check_every=0)
 
 
 def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
@@ -149,9 +145,8 @@ def run_case(case: Case, repeats: int) -> float:
         )
         prices = best_of_each_shape(choice.candidates)
         arrangements = [price.ranks(ranks) for price in prices]
-        seconds = [statistics.median(each) for each in cluster.run(
-            time_grids, case, arrangements, repeats, timeout_seconds=900
-        )[0]]  # fmt: skip
+        times = slowest(cluster.run(time_grids, case, arrangements, repeats, timeout_seconds=900))
+        seconds = list(medians_of(times).values())
     lost = seconds[0] / min(seconds) - 1
     print_line(f"\n{case}; {flops / 1e9:.1f} GFLOP/s a rank; the choice loses {lost:.1%}")
     table = Table({"grid": ">12", "kind": ">14", "predicted, ms": ">.0f", "measured, ms": ">.0f"})

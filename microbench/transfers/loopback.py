@@ -1,8 +1,8 @@
 """Transfers between processes over loopback, beside hand-written point-to-point code and torch.
 
 Every contender moves the same tensor between the same processes into preallocated outputs. Contenders run in turns of
-a few calls each (A B C A B C). The first turn is a warm-up, and every element is checked after the last turn. A turn
-lasts from the start of the first rank to the end of the last rank; its time is divided by its calls.
+a few calls each (A B C A B C). The first turn is a warm-up, and every element is checked after it and after the last
+turn. A turn lasts from the common start of all ranks to the end of the last rank; its time is divided by its calls.
 
 The baseline ``point-to-point`` is a good hand-written exchange over the same Gloo calls. The least loaded holder sends
 each region once per receiver. Receives are posted first, and go directly into the output where the region is
@@ -13,9 +13,9 @@ whole messages and with pieces, and the faster form counts.
 from __future__ import annotations
 
 import argparse
+import functools
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,10 +26,9 @@ import torch.distributed as dist
 
 import reshard
 from microbench.harness.options import add_number, select
-from microbench.harness.turns import medians_of
+from microbench.harness.turns import medians_of, slowest, time_in_turns
 from microbench.peers.torch_baselines import FullTensor
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.cli.progress import track
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -198,6 +197,11 @@ class Checkpoint:
             shutil.rmtree(self.folder)
 
 
+def _repeat(contender: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        contender()
+
+
 def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool) -> dict[str, Any]:
     import warnings
 
@@ -217,24 +221,19 @@ def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool)
         spec = TensorSpec(case.shape, "float32", case.src, case.dst)
         contenders["full_tensor + broadcast"] = FullTensor([spec], rank, [source], [out])
         contenders["checkpoint (DCP)"] = Checkpoint(case, rank, source, out)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     wrong: dict[str, int] = dict.fromkeys(contenders, 0)
-    for turn in track(range(repeats + 1), f"turns of {case.name}", show=rank == 0):
-        for name, contender in contenders.items():
-            if out is not None:
-                out.zero_()
-            dist.barrier()
-            begun = time.monotonic()
-            for _ in range(calls):
-                contender()
-            ended = time.monotonic()
-            spans = [None] * dist.get_world_size()
-            dist.all_gather_object(spans, (begun, ended))
-            if turn:
-                took = max(span[1] for span in spans) - min(span[0] for span in spans)  # type: ignore[index]
-                seconds[name].append(took / calls)
-            if turn == repeats and expected is not None:
-                wrong[name] += count_unlike(out, expected)
+
+    def clear(name: str) -> None:
+        if out is not None:
+            out.zero_()
+
+    def check(name: str) -> None:
+        if expected is not None:
+            wrong[name] += count_unlike(out, expected)
+
+    turns = {name: functools.partial(_repeat, contender, calls) for name, contender in contenders.items()}
+    label = f"turns of {case.name}"
+    seconds = time_in_turns(turns, repeats, prepare=clear, check=check, show=rank == 0, label=label)
     for contender in contenders.values():
         if isinstance(contender, Checkpoint):
             contender.close()
@@ -254,20 +253,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the cases and print a table; returns 1 if an element was wrong."""
     print(f"ms per call, medians of {options.repeats} turns of {options.calls} calls (min..max)")
-    failed = 0
+    failed, scale = 0, 1000 / options.calls
     known = {case.name: case for case in cases(options.mib)}
     for case in map(known.__getitem__, select(known, options.case)):
         results = run_processes(
             _run_rank, 8, case, options.repeats, options.calls, not options.quick, timeout_seconds=900.0
         )
-        median = medians_of(results[0]["seconds"])
+        seconds = slowest([result["seconds"] for result in results])
+        median = medians_of(seconds)
         best = min(median["point-to-point, whole"], median["point-to-point, pieces"])
         print(f"{case.name}:")
-        for name, times in results[0]["seconds"].items():
+        for name, times in seconds.items():
             wrong = sum(result["wrong"][name] for result in results)
             failed += wrong > 0
             print(
-                f"  {name:26} {1000 * median[name]:8.1f} ({1000 * min(times):.1f}..{1000 * max(times):.1f})"
+                f"  {name:26} {scale * median[name]:8.1f} ({scale * min(times):.1f}..{scale * max(times):.1f})"
                 f"  {median[name] / best:6.2f} x point-to-point  {'ok' if not wrong else f'{wrong} WRONG'}"
             )
         staging = max(result["staging"] for result in results) / 2**20
