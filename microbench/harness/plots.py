@@ -65,7 +65,11 @@ def draw_summary(ratios: Mapping[str, Sequence[float]], path: Path) -> None:
     axes.xaxis.set_major_formatter("{x:g}x")
     axes.set_yticks(range(len(shown)), [SUMMARY[name] for name in shown])
     axes.invert_yaxis()
-    axes.set_title("Transfer time over the network's lower bound: mean of the rows (bar), worst row (line)", fontsize=8, loc="right")
+    axes.set_title(
+        "Transfer time over the network's lower bound: mean of the rows (bar), worst row (line)",
+        fontsize=8,
+        loc="right",
+    )
     save_figure(figure, path)
 
 
