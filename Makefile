@@ -68,8 +68,8 @@ install-bench: $(VENV)/bench
 
 bench: $(VENV)/bench
 	mkdir -p build
-	$(BIN)/python -m microbench --out build/bench.jsonl; status=$$?; \
-	test $$status -eq 2 || $(BIN)/python -m microbench.harness.report build/bench.jsonl --into build/bench; exit $$status
+	$(BIN)/python -m microbench hosts --out build/bench.jsonl; status=$$?; \
+	test $$status -eq 2 || $(BIN)/python -m microbench report build/bench.jsonl --into build/bench; exit $$status
 
 $(VENV)/bench: $(VENV)/installed
 	$(EDITABLE) '.[bench]'

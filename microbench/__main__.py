@@ -1,230 +1,101 @@
-"""Benchmark resharding between pairs of layouts on emulated hosts.
-
-A row is one transfer on one emulated cluster. The command builds each cluster, runs all contenders of a row in turns,
-and checks every received element. It prints a table with the measured time, its ratio to the lower bound, and the ratio
-of predicted to measured time. Under torchrun the same rows run on the machines of the job.
-"""
+"""Run a benchmark: ``python -m microbench NAME [options]``. Without a name, the command lists all names."""
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
+import importlib
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
-from microbench.cases.rows import SUITES, Row, all_rows
-from microbench.emulation.cluster import ClusterError
-from microbench.emulation.namespaces import why_unsupported
-from microbench.harness.report import format_summary, format_table
-from microbench.harness.steal_time import TimeBudget
-from microbench.harness.suite import (
-    ALL_CONTENDERS,
-    ALSO_BY_DEFAULT,
-    DEFAULT_CONTENDERS,
-    Planned,
-    describe_machine,
-    plan_row,
-    run_cluster,
-    stderr,
-)
-from reshard.cli.progress import show_progress
+from microbench.harness.machine import describe_machine, format_machine, stderr
+from microbench.harness.options import OptionError
+from reshard.cli.progress import print_line
 from reshard.errors import ReshardError
-from reshard.topology import parse_rate
 
-#: On an idle machine a run takes less. The rest is the budget for repeating disturbed turns.
-DEFAULT_MINUTES, FULL_MINUTES = 10, 60
+#: Name of a case -> its module below ``microbench``, and what it measures.
+CASES = {
+    "hosts": (
+        "transfers.hosts",
+        "pairs of layouts on emulated hosts, beside other libraries; under torchrun on machines",
+    ),
+    "report": ("harness.report", "tables and plots of a file that hosts --out wrote"),
+    "loopback": ("transfers.loopback", "transfers over loopback, beside hand-written exchanges and torch"),
+    "overlap": ("transfers.overlap", "a transfer that overlaps a torch computation"),
+    "verification": ("transfers.verification", "the cost of verify=True"),
+    "ray_actors": ("transfers.ray_actors", "one actor to three hosts of a Ray cluster, beside Ray's methods"),
+    "compression": ("transfers.compression", "coded transfers beside raw ones"),
+    "auto_compression": ("transfers.auto_compression", 'compression="auto" beside raw, 0.1 to 10 Gbit/s'),
+    "gradient_sums": ("transfers.gradient_sums", "sums of gradients, beside Gloo's"),
+    "weight_sync": ("transfers.weight_sync", "weights as differences, beside raw ones"),
+    "quality": ("planner.quality", "simulated time over the lower bound, on 1,667 layout pairs"),
+    "auto_quality": ("planner.auto_quality", "the auto strategy beside all strategies that it chooses from"),
+    "planning_time": ("planner.planning_time", "time to plan nine layout pairs on three networks"),
+    "scaling": ("planner.scaling", "planning time and memory by number of ranks"),
+    "check_speed": ("planner.check_speed", "time and memory of check_plan by number of messages"),
+    "strategy_search": (
+        "planner.strategy_search",
+        "methods of the strategy search on random clusters, and their speed",
+    ),
+    "native": ("kernels.native", "native code beside its Python references"),
+    "codecs": ("kernels.codecs", "rates of the codecs on one core"),
+    "codec_errors": ("kernels.codec_errors", "errors of the codecs against bits, as a plot"),
+    "memory": ("strategies.memory", "predicted and counted bytes of training strategies"),
+    "accuracy": ("strategies.accuracy", "predicted and measured steps of strategies"),
+    "all_divisions": ("strategies.all_divisions", "the choice of the search beside all divisions into stages"),
+    "true_profile": ("strategies.true_profile", "gain of overlapped transfers and of a true profile"),
+    "balance": ("strategies.balance", "methods of the strategy search under varying memory"),
+    "compare_schedules": ("training.compare_schedules", "pipeline schedules of GPT and U-Transformer"),
+    "compression_loss": ("training.compression_loss", "loss and speed of training with codecs"),
+    "grid_times": ("parallel.grid_times", "linear layers on grids beside the bound and DTensor"),
+    "wire_bytes": ("parallel.wire_bytes", "bytes on the wire of grids, beside the formulas"),
+    "choices": ("parallel.choices", "the choice of choose_grid beside all grids"),
+    "weak_scaling": ("parallel.weak_scaling", "predicted speed of 2.5-D over 2-D grids on 64 GPUs"),
+    "gpu_transfers": ("gpu.transfers", "Movers beside torch.distributed on a GPU"),
+    "gpu_engine": ("gpu.engine", "the pipeline engine beside a plain loop on a GPU"),
+    "gpu_codecs": ("gpu.codecs", "kernels of the codecs on a GPU, beside copy_"),
+    "gpu_packing": ("kernels.packing", "packing of strided boxes on a GPU, beside copy_"),
+}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark.
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a case.
 
     Returns:
-        0 on success; 1 if an element was wrong, nothing was measured or the link rates are not valid; 2 if the run
-        could not start; 130 after Ctrl-C.
+        The exit status of the case: 0 on success, 1 if a result is wrong or misses its goal; 2 if it could not run; 130
+        after Ctrl-C.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    parser = _make_parser()
-    options = parser.parse_args(arguments)
-    is_job = "TORCHELASTIC_RUN_ID" in os.environ
-    _check_options(parser, options, is_job)
-    options.rate = "10 Gbit/s" if options.rate is None else options.rate
-    try:
-        parse_rate(options.rate)
-        rows = _select_rows(options, parser)
-        if options.calibrate:
-            from microbench.harness.torchrun import write_topology
-
-            write_topology(options.calibrate, options.topology, options.rate, stderr)
-            return 0
-        if is_job:
-            return _run_on_machines(options, arguments, rows)
-        planned = [
-            plan_row(row, str(number), _contenders(options, row), options.repeats) for number, row in enumerate(rows)
-        ]
-        if options.list:
-            for one in planned:
-                print(f"{one.row.suite:13} {one.row.name:52.52} {one.row.title:48.48} {one.expected_seconds:6.1f} s")
-            print(f"{len(planned)} rows, about {sum(one.expected_seconds for one in planned):.0f} s of transfers")
-            return 0
-        reason = why_unsupported()
-        if reason is not None:
-            stderr(f"microbench: {reason}")
-            return 2
-        return _run(options, arguments, planned)
-    except (ClusterError, ReshardError, OSError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            stderr(f"microbench: {type(error).__name__}: {error}")
-        return 2
-    except KeyboardInterrupt:
-        kept = f"; {options.out} has the results of the completed clusters" if options.out and not is_job else ""
-        stderr(f"microbench: interrupted{kept}")
-        return 128 + signal.SIGINT
-
-
-def _make_parser() -> argparse.ArgumentParser:
+    words = list(sys.argv[1:] if arguments is None else arguments)
     parser = argparse.ArgumentParser(
         prog="python -m microbench",
         description=__doc__,
-        epilog="example: python -m microbench --suite study --contender auto --contender send_recv --out run.jsonl",
+        epilog="\n".join(f"{name:18} {text}" for name, (_, text) in CASES.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--suite", action="append", help=f"run only this suite; may be repeated: {', '.join([*SUITES, 'random'])}"
+    parser.add_argument("name", choices=CASES, metavar="NAME", help="the case to run; NAME --help has its options")
+    name = parser.parse_args(words[:1] or ["--help"]).name
+    case = importlib.import_module(f"microbench.{CASES[name][0]}")
+    parser = argparse.ArgumentParser(
+        prog=f"python -m microbench {name}",
+        description=case.__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--row", action="append", help="run only rows with this text in 'suite: name' (see --list); may be repeated"
-    )
-    parser.add_argument("--full", action="store_true", help="run all rows and contenders; takes at most an hour")
-    parser.add_argument(
-        "--contender", action="append", help=f"run only this contender; may be repeated: {', '.join(ALL_CONTENDERS)}"
-    )
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each contender, after one warm-up (5)")
-    parser.add_argument(
-        "--minutes",
-        type=float,
-        help=f"time budget: repeat disturbed turns within it ({DEFAULT_MINUTES}; with --full {FULL_MINUTES})",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random rows (0)")
-    parser.add_argument("--random", type=int, default=8, help="number of random rows in --full and --suite random (8)")
-    parser.add_argument("--scale", type=float, default=1.0, help="factor for the first dim of every tensor (1)")
-    parser.add_argument("--out", type=Path, help="write JSON lines to this file")
-    parser.add_argument("--topology", type=Path, help="torchrun only: topology file with the expected link rates")
-    parser.add_argument("--rate", help="torchrun without --topology: expected rate of each NIC (10 Gbit/s)")
-    parser.add_argument(
-        "--calibrate", type=Path, help="torchrun only: measure the links, write a topology file here, and exit"
-    )
-    parser.add_argument("--list", action="store_true", help="print the rows and their expected seconds, and exit")
-    return parser
-
-
-def _check_options(parser: argparse.ArgumentParser, options: argparse.Namespace, is_job: bool) -> None:
-    """Exit with an error if an option is out of range or excludes another one."""
-    if not 1 <= options.repeats <= 1000 or not 0 <= options.random <= 10_000 or not 1e-6 <= options.scale <= 64:
-        parser.error("--repeats must be 1 to 1000, --random 0 to 10000, --scale 1e-6 to 64")
-    if options.minutes is not None and not 0 < options.minutes <= 10_000:
-        parser.error("--minutes must be above 0 and at most 10000")
-    if not is_job and (options.topology or options.calibrate):
-        parser.error("--topology and --calibrate need torchrun; each row fixes its emulated cluster")
-    if not is_job and options.rate is not None:
-        parser.error("--rate needs torchrun; each row fixes the rates of its emulated cluster")
-    if options.topology and options.rate is not None:
-        parser.error("--rate and --topology exclude each other: the topology file gives the rates of the NICs")
-    for name, file in (("--out", options.out), ("--calibrate", options.calibrate)):
-        if file and (file.is_dir() or not file.parent.is_dir()):
-            parser.error(f"{name} {file}: " + ("is a folder" if file.is_dir() else f"no folder {file.parent}"))
-
-
-def _contenders(options: argparse.Namespace, row: Row) -> Sequence[str]:
-    if options.contender:
-        return list(options.contender)
-    return ALL_CONTENDERS if options.full else (*DEFAULT_CONTENDERS, *ALSO_BY_DEFAULT.get(row.suite, ()))
-
-
-def _select_rows(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Row]:
-    rows = all_rows(options.seed, options.random, options.scale)
-    known = {row.suite for row in rows} | set(SUITES)
-    for suite in options.suite or []:
-        if suite not in known:
-            parser.error(f"unknown suite {suite!r}; known suites: {', '.join(sorted(known))}")
-    for contender in options.contender or []:
-        if contender not in ALL_CONTENDERS:
-            parser.error(f"unknown contender {contender!r}; known contenders: {', '.join(ALL_CONTENDERS)}")
-    named = options.suite or options.row
-    rows = [row for row in rows if options.suite is None or row.suite in options.suite]
-    rows = [
-        row for row in rows if options.row is None or any(part in f"{row.suite}: {row.name}" for part in options.row)
-    ]
-    if not (options.full or named):
-        rows = [row for row in rows if row.is_default]
-    if not rows:
-        filters = ", ".join(map(repr, [*(options.suite or []), *(options.row or [])]))
-        parser.error(f"no row matches {filters}; --list --full prints all rows")
-    return rows
-
-
-def _run_on_machines(options: argparse.Namespace, arguments: list[str], rows: list[Row]) -> int:
-    from microbench.harness.torchrun import run_on_machines
-
-    contenders = options.contender or (ALL_CONTENDERS if options.full else DEFAULT_CONTENDERS)
-    is_first = os.environ.get("RANK") == "0"
-    records: list[dict[str, Any]] = [describe_machine(arguments)]
-    run_on_machines(rows, contenders, options.repeats, records.append, stderr, options.topology, options.rate)
-    if not is_first:
-        return 0
-    if options.out:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
-    print(format_table(records))
-    print(format_summary(records))
-    return _status(records)
-
-
-def _run(options: argparse.Namespace, arguments: list[str], planned: list[Planned]) -> int:
-    records: list[dict[str, Any]] = []
-    minutes = options.minutes or (FULL_MINUTES if options.full else DEFAULT_MINUTES)
-    budget = TimeBudget(60.0 * minutes, sum(one.expected_seconds for one in planned))
-
-    def write(record: dict[str, Any]) -> None:
-        records.append(record)
-        if file is not None:
-            file.write(json.dumps(record) + "\n")
-            file.flush()
-
-    with contextlib.ExitStack() as stack:
-        file = stack.enter_context(options.out.open("w")) if options.out else None
-        write(describe_machine(arguments))
-        advance = stack.enter_context(_progress(budget.expected_seconds))
-        for cluster in dict.fromkeys(one.row.cluster for one in planned):
-            run_cluster(cluster, [one for one in planned if one.row.cluster == cluster], write, advance, budget)
-        write({"kind": "end", "took_seconds": round(budget.elapsed_seconds, 1)})
-    print(format_table(records))
-    print(format_summary(records))
-    return _status(records)
-
-
-def _status(records: list[dict[str, Any]]) -> int:
-    """Exit status: 1 if an element was wrong, the link rates are not valid, or nothing was measured; else 0."""
-    wrong = sum(record.get("wrong", 0) for record in records)
-    valid = all(record["valid"] for record in records if record["kind"] == "cluster")
-    measured = any("seconds" in record for record in records)
-    if not measured:
-        stderr("microbench: nothing was measured")
-    elif not valid:
-        stderr("microbench: NOT VALID: link rates changed during the run, or differ from the expected rates")
-    return 0 if measured and valid and not wrong else 1
-
-
-@contextlib.contextmanager
-def _progress(total: float) -> Iterator[Callable[[float, str], None]]:
-    """A progress bar on a terminal, else one line per step."""
-    if not sys.stderr.isatty():
-        yield lambda seconds, what: stderr(what)
-        return
-    with show_progress(total, "s") as advance:
-        yield advance
+    case.add_options(parser)
+    options = parser.parse_args(words[1:], argparse.Namespace(words=words))
+    try:
+        if os.environ.get("RANK", "0") == "0":
+            print_line(format_machine(describe_machine(words)))
+        return int(case.run(options) or 0)
+    except OptionError as error:
+        parser.error(str(error))
+    except (ReshardError, OSError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            stderr(f"{name}: {type(error).__name__}: {error}")
+        return 2
+    except KeyboardInterrupt:
+        stderr(f"{name}: interrupted")
+        return 128 + signal.SIGINT
 
 
 if __name__ == "__main__":

@@ -113,10 +113,10 @@ CHECKS = [
         "all ranks of a plan in one process, every strategy", tests("gpu/test_transfers.py", "in_one_process"),
         tests("runtime/test_rounds.py"), 90,
     ),
-    Check("times of the engine and a plain loop", ("-m", "microbench.gpu.engine"), (), 90, is_timed=True),
-    Check("times of Movers and torch.distributed", ("-m", "microbench.gpu.transfers"), (), 90, is_timed=True),
-    Check("rates of packing and torch.copy_", ("-m", "microbench.kernels.packing", "--repeats", "10"), (), 40, is_timed=True),
-    Check("rates of the block codecs and torch.copy_", ("-m", "microbench.gpu.codecs"), (), 40, is_timed=True),
+    Check("times of the engine and a plain loop", ("-m", "microbench", "gpu_engine"), (), 90, is_timed=True),
+    Check("times of Movers and torch.distributed", ("-m", "microbench", "gpu_transfers"), (), 90, is_timed=True),
+    Check("rates of packing and torch.copy_", ("-m", "microbench", "gpu_packing", "--repeats", "10"), (), 40, is_timed=True),
+    Check("rates of the block codecs and torch.copy_", ("-m", "microbench", "gpu_codecs"), (), 40, is_timed=True),
 ]  # fmt: skip
 
 

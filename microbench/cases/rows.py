@@ -65,17 +65,12 @@ def read_cluster(name: str) -> Topology:
     return read_topology(path if path.exists() else name)
 
 
-def _row(
-    suite: str,
-    name: str,
-    cluster: str,
-    shape: tuple[int, ...],
-    src: tuple[Mesh, str],
-    dst: tuple[Mesh, str],
-    is_default: bool = True,
-) -> Row:
-    spec = TensorSpec(shape, "float32", Layout(*src), Layout(*dst))
-    return Row(suite, name, cluster, (spec,), is_default)
+def _rows(
+    suite: str, cluster: str, shape: tuple[int, ...], src: Mesh, dst: Mesh, *cases: tuple[str, str, str, bool]
+) -> Iterable[Row]:
+    """Rows of one tensor between two meshes: name, source spec, destination spec, and whether it is a default row."""
+    for name, a, b, is_default in cases:
+        yield Row(suite, name, cluster, (TensorSpec(shape, "float32", Layout(src, a), Layout(dst, b)),), is_default)
 
 
 def study() -> Iterable[Row]:
@@ -92,95 +87,75 @@ def one_to_many() -> Iterable[Row]:
         dst = Mesh.from_array([[4 * (1 + host) + device for device in range(devices)] for host in range(hosts)])
         is_common = grid in ("2x2", "4x2")
         for mib in (32, 1, 16, 64) if is_common else (32, 1):
-            rows = mib * _MIB // 4096
-            name = f"1 to {grid}, {mib} MiB"
-            yield _row(
-                "one to many",
-                name,
-                "five",
-                (rows, 1024),
-                (Mesh.of("1x1"), "R R"),
-                (dst, "R R"),
-                is_common and mib == 32,
-            )
+            case = (f"1 to {grid}, {mib} MiB", "R R", "R R", is_common and mib == 32)
+            yield from _rows("one to many", "five", (mib * _MIB // 4096, 1024), Mesh.of("1x1"), dst, case)
 
 
 def peers() -> Iterable[Row]:
     """64 MiB between 4 hosts of 2 devices, with even and uneven shards: cases that other tools support too."""
-    four, to_four = Mesh.of("4"), Mesh.of("4", first_rank=4)
-    grid = Mesh.of("2x2", first_rank=4)
+    four, to_four, grid = Mesh.of("4"), Mesh.of("4", first_rank=4), Mesh.of("2x2", first_rank=4)
     for rows in (4096, 4099):
-        uneven = "" if rows == 4096 else ", uneven"
-        for name, spec, dst in (
-            ("rows -> columns", "S0 R", (to_four, "R S0")),
-            ("S0 -> R", "S0 R", (to_four, "R R")),
-            ("S0 -> (2,2) [R,S1]", "S0 R", (grid, "R S1")),
-        ):
-            yield _row("peers", name + uneven, "peers", (rows, 4096), (four, spec), dst, is_default=rows == 4096)
+        is_even = rows == 4096
+        for name, dst, spec in (
+            ("rows -> columns", to_four, "R S0"), ("S0 -> R", to_four, "R R"), ("S0 -> (2,2) [R,S1]", grid, "R S1"),
+        ):  # fmt: skip
+            case = (name + ("" if is_even else ", uneven"), "S0 R", spec, is_even)
+            yield from _rows("peers", "peers", (rows, 4096), four, dst, case)
 
 
 def hosts() -> Iterable[Row]:
     """Different numbers of sending and receiving hosts; replicated and sharded sources."""
-    for src_hosts, dst_hosts in ((2, 3), (3, 4), (4, 5)):
-        src = Mesh.of((src_hosts, 2))
-        dst = Mesh.of((dst_hosts, 2), first_rank=2 * src_hosts)
-        rows = 240 * 48  # divisible by every number of hosts used here
-        for spec in ("R R", "S0 R"):
-            yield _row(
-                "hosts", f"{src_hosts} -> {dst_hosts} hosts, {spec}", "nine", (rows, 1024), (src, spec), (dst, "S0 R"),
-                is_default=(src_hosts, spec) in ((2, "R R"), (3, "S0 R")),
-            )  # fmt: skip
+    for a, b in ((2, 3), (3, 4), (4, 5)):
+        cases = [
+            (f"{a} -> {b} hosts, {spec}", spec, "S0 R", (a, spec) in ((2, "R R"), (3, "S0 R")))
+            for spec in ("R R", "S0 R")
+        ]
+        shape = (240 * 48, 1024)  # divisible by every number of hosts used here
+        yield from _rows("hosts", "nine", shape, Mesh.of((a, 2)), Mesh.of((b, 2), first_rank=2 * a), *cases)
 
 
 def shared() -> Iterable[Row]:
     """Source and destination meshes that share ranks or hosts."""
-    mesh = Mesh.of("2x4")
-    yield _row("shared", "in place, rows -> columns", "five", (512, 256, 256), (mesh, "S0 R R"), (mesh, "R S0 R"))
-    yield _row("shared", "in place, S0 -> S1", "five", (256, 256, 256), (mesh, "S0 R R"), (mesh, "S1 R R"), False)
-    later = Mesh.of("2x4", first_rank=4)
-    yield _row(
-        "shared", "overlapping, 2 -> 2 hosts, 1 shared", "five", (256, 256, 256), (mesh, "S0 R R"), (later, "R S0 R")
-    )
-    three = Mesh.of("3x4")
-    yield _row("shared", "growing, 2 -> 3 hosts", "five", (384, 256, 192), (mesh, "S0 R R"), (three, "S0 R R"), False)
+    mesh, later, three = Mesh.of("2x4"), Mesh.of("2x4", first_rank=4), Mesh.of("3x4")
+    for shape, dst, case in (
+        ((512, 256, 256), mesh, ("in place, rows -> columns", "S0 R R", "R S0 R", True)),
+        ((256, 256, 256), mesh, ("in place, S0 -> S1", "S0 R R", "S1 R R", False)),
+        ((256, 256, 256), later, ("overlapping, 2 -> 2 hosts, 1 shared", "S0 R R", "R S0 R", True)),
+        ((384, 256, 192), three, ("growing, 2 -> 3 hosts", "S0 R R", "S0 R R", False)),
+    ):
+        yield from _rows("shared", "five", shape, mesh, dst, case)
 
 
 def unequal() -> Iterable[Row]:
     """Hosts with NICs of 1, 1/2 and 1/4 Gbit/s."""
-    src, dst = Mesh.of("3x2"), Mesh.of("3x2", first_rank=6)
-    for name, a, b, is_default in (
-        ("replicated -> S0", "R R", "S0 R", True),
-        ("S0 -> replicated", "S0 R", "R R", False),
-        ("columns -> rows", "R S0", "S0 R", True),
-        ("S1 -> S0", "S1 R", "S0 R", False),
-    ):
-        yield _row("unequal NICs", name, "unequal", (3072, 2048), (src, a), (dst, b), is_default)
+    yield from _rows(
+        "unequal NICs", "unequal", (3072, 2048), Mesh.of("3x2"), Mesh.of("3x2", first_rank=6),
+        ("replicated -> S0", "R R", "S0 R", True), ("S0 -> replicated", "S0 R", "R R", False),
+        ("columns -> rows", "R S0", "S0 R", True), ("S1 -> S0", "S1 R", "S0 R", False),
+    )  # fmt: skip
 
 
 def two_nics() -> Iterable[Row]:
     """Hosts with two NICs and two devices per NIC."""
-    src, dst = Mesh.of("2x4"), Mesh.of("2x4", first_rank=8)
-    for name, a, b, is_default in (
-        ("replicated -> S0", "R R", "S0 R", True),
-        ("columns -> rows", "R S0", "S0 R", True),
-        ("S01 -> S01 the other way", "R S01", "S01 R", False),
-        ("S0 -> replicated", "S0 R", "R R", False),
-    ):
-        yield _row("two NICs", name, "two_nics", (4096, 4096), (src, a), (dst, b), is_default)
+    yield from _rows(
+        "two NICs", "two_nics", (4096, 4096), Mesh.of("2x4"), Mesh.of("2x4", first_rank=8),
+        ("replicated -> S0", "R R", "S0 R", True), ("columns -> rows", "R S0", "S0 R", True),
+        ("S01 -> S01 the other way", "R S01", "S01 R", False), ("S0 -> replicated", "S0 R", "R R", False),
+    )  # fmt: skip
 
 
 def pods() -> Iterable[Row]:
     """Two pods of four hosts. The uplink of a pod has the rate of one NIC."""
     first, second = Mesh.of("4x2"), Mesh.of("4x2", first_rank=8)
-    one, rest = Mesh.of("1x2"), Mesh.of("7x2", first_rank=2)
-    yield _row("pods", "one host -> all others", "pods", (2048, 2048), (one, "S1 R"), (rest, "R R"), False)
-    yield _row("pods", "S0 -> S0 in the other pod", "pods", (2048, 2048), (first, "S0 R"), (second, "S0 R"), False)
-    yield _row(
-        "pods", "replicated -> replicated in the other pod", "pods", (2048, 1024), (first, "R R"), (second, "R R")
-    )
     both = Mesh.from_array([[0, 1], [8, 9], [2, 3], [10, 11]])
     others = Mesh.from_array([[4, 5], [12, 13], [6, 7], [14, 15]])
-    yield _row("pods", "columns -> rows, both pods", "pods", (4096, 2048), (both, "R S0"), (others, "S0 R"))
+    for shape, src, dst, case in (
+        ((2048, 2048), Mesh.of("1x2"), Mesh.of("7x2", first_rank=2), ("one host -> all others", "S1 R", "R R", False)),
+        ((2048, 2048), first, second, ("S0 -> S0 in the other pod", "S0 R", "S0 R", False)),
+        ((2048, 1024), first, second, ("replicated -> replicated in the other pod", "R R", "R R", True)),
+        ((4096, 2048), both, others, ("columns -> rows, both pods", "R S0", "S0 R", True)),
+    ):
+        yield from _rows("pods", "pods", shape, src, dst, case)
 
 
 def small() -> Iterable[Row]:
@@ -203,7 +178,9 @@ def sweep() -> Iterable[Row]:
     for power in range(10, 29, 2):
         size = 2**power
         name = f"{size // 1024} KiB" if size < _MIB else f"{size // _MIB} MiB"
-        yield _row("sweep", name, "peers", (size // 256, 64), (src, "S1 R"), (dst, "R R"), power in (10, 16, 20, 24))
+        yield from _rows(
+            "sweep", "peers", (size // 256, 64), src, dst, (name, "S1 R", "R R", power in (10, 16, 20, 24))
+        )
 
 
 def random_rows(seed: int, count: int) -> Iterable[Row]:
@@ -221,7 +198,7 @@ def random_rows(seed: int, count: int) -> Iterable[Row]:
                 axes[rng.choice(free)] = "S" + axis
             specs.append(" ".join(axes))
         name = f"seed {seed}.{number}: {specs[0]} on {src_hosts}x4 -> {specs[1]} on {dst_hosts}x4"
-        yield _row("random", name, "five", shape, (src, specs[0]), (dst, specs[1]), is_default=number < 1)
+        yield from _rows("random", "five", shape, src, dst, (name, specs[0], specs[1], number < 1))
 
 
 SUITES = {

@@ -30,6 +30,7 @@ from typing import Any
 from microbench.emulation.links import port_name
 from microbench.emulation.namespaces import why_unsupported
 from microbench.emulation.processes import SET_UP_SECONDS, run_and_exit, run_cluster
+from reshard.errors import ReshardError
 from reshard.testing.processes import GRACE_SECONDS, collect_results
 from reshard.topology import Topology
 
@@ -42,7 +43,7 @@ MAX_CLUSTER_HOSTS = 250
 MIN_RATE, MAX_RATE = 1e3, 1e11
 
 
-class ClusterError(RuntimeError):
+class ClusterError(ReshardError, RuntimeError):
     """The emulated cluster cannot be created, or is closed or gone."""
 
 

@@ -6,11 +6,11 @@ Rates count the bytes that a kernel reads and writes.
 from __future__ import annotations
 
 import argparse
-import sys
 
 import torch
 
-from microbench.harness.suite import describe_machine
+from microbench.harness.options import add_number
+from microbench.harness.table import Table
 from microbench.kernels.packing import seconds_of
 from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
 
@@ -18,19 +18,21 @@ NUM_VALUES = 2**26
 ROW = 4096
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--repeats", 20, "timed calls of each kernel")
+
+
+def run(options: argparse.Namespace) -> None:
     """Print a row per codec and dtype."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.gpu.codecs", description=__doc__)
-    parser.add_argument("--repeats", type=int, default=20, help="timed calls of each kernel")
-    options = parser.parse_args()
     from reshard.runtime.cuda.codec_kernels import decode_on_device, encode_on_device  # imports Triton
 
-    print(describe_machine(sys.argv[1:]) | {"device": torch.cuda.get_device_name()})
+    print(torch.cuda.get_device_name())
     source = torch.empty(2**28, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
     copy = 2 * source.numel() / seconds_of(lambda: target.copy_(source), options.repeats)
     print(f"copy_ of 256 MiB: {copy / 1e9:.0f} GB/s read and written")
-    print(f"{'codec':14} {'dtype':9} {'encode GB/s':>11} {'of copy_':>8} {'decode GB/s':>11} {'of copy_':>8}")
+    columns = {"codec": "<14", "dtype": "<9", "encode GB/s": ">.0f", "encode / copy_": ">.2f"}
+    table = Table(columns | {"decode GB/s": ">.0f", "decode / copy_": ">.2f"})
     for name in BLOCK_CODECS:
         codec = parse_codec(name)
         assert isinstance(codec, BlockCodec)
@@ -46,10 +48,5 @@ def main() -> int:
                     lambda plain=plain, coded=coded, codec=codec: decode_on_device(codec, coded, plain, 1),
                 )
             ]
-            cells = " ".join(f"{rate / 1e9:11.0f} {rate / copy:8.2f}" for rate in rates)
-            print(f"{name:14} {str(dtype).removeprefix('torch.'):9} {cells}", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            cells = [cell for rate in rates for cell in (rate / 1e9, rate / copy)]
+            table.add(name, str(dtype).removeprefix("torch."), *cells)

@@ -1,4 +1,4 @@
-"""Time a step of the pipeline engine with one stage on one GPU against a plain loop that accumulates gradients.
+"""A step of the pipeline engine with one stage on one GPU beside a plain loop that accumulates gradients.
 
 Both run the same model on the same microbatches, in turns. Bar: the engine takes at most 1.05 times as long.
 """
@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 
-from microbench.harness.suite import describe_machine
+from microbench.harness.table import Table
 from reshard import Mesh
 from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.training.models.gpt import GPT
@@ -85,22 +84,16 @@ def measure(rank: int, device: str, model_name: str, precision: str) -> tuple[li
     return seconds
 
 
-def main() -> int:
-    """Print a row per model and precision."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.gpu.engine", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script itself")
     parser.add_argument("--model", choices=MODELS, nargs="*", default=list(MODELS))
-    options = parser.parse_args()
-    print(describe_machine(sys.argv[1:]))
-    print(f"{'model':12} {'precision':16} {'engine ms':>10} {'loop ms':>10} {'ratio':>6}")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a row per model and precision."""
+    table = Table({"model": "<12", "precision": "<16", "engine ms": ">.2f", "loop ms": ">9.2f", "ratio": ">6.3f"})
     for model in options.model:
         for precision in PRECISIONS:
             ((engine, loop),) = run_processes(measure, 1, options.device, model, precision, timeout_seconds=300.0)
             ratio = statistics.median(a / b for a, b in zip(engine, loop, strict=True))
-            times = f"{1e3 * statistics.median(engine):10.2f} {1e3 * statistics.median(loop):10.2f}"
-            print(f"{model:12} {precision:16} {times} {ratio:6.3f}", flush=True)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            table.add(model, precision, *(1e3 * statistics.median(seconds) for seconds in (engine, loop)), ratio)

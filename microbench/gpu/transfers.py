@@ -1,4 +1,4 @@
-"""Time Movers against ``torch.distributed`` between ranks that share GPUs, in turns: the wall time and the host's time.
+"""Movers beside ``torch.distributed`` between ranks that share GPUs, in turns: the wall time and the host's time.
 
 The ranks use sockets, so compare methods and not rates. Bars: the host time of ``start`` and ``wait`` is at most three
 times that of ``dist.send``, and one to three ranks take at most 1.05 times ``dist.broadcast``.
@@ -7,15 +7,16 @@ times that of ``dist.send``, and one to three ranks take at most 1.05 times ``di
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
-from microbench.harness.suite import describe_machine, stderr
+from microbench.harness.machine import stderr
+from microbench.harness.table import Table
 from reshard import Layout, Mesh, Mover, make_plan
 from reshard.testing import run_processes, share_gpus
 
@@ -73,36 +74,22 @@ def _synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def main() -> int:
-    """Print a row per number of receivers, size and method."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.gpu.transfers", description=__doc__)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu tries the script itself")
     parser.add_argument("--mib", type=int, nargs="*", default=SIZES_MIB, help="sizes in MiB")
-    options = parser.parse_args()
-    print(describe_machine(sys.argv[1:]))
-    print(f"{'receivers':>9} {'MiB':>4} {'method':16} {'median ms':>10} {'ratio':>6} {'host us':>8} {'ratio':>6}")
-    for num_receivers in (1, MOST_RECEIVERS):
-        for mib in options.mib:
-            stderr(f"{num_receivers} receivers, {mib} MiB")
-            by_rank = run_processes(
-                measure, num_receivers + 1, options.device, num_receivers, mib, timeout_seconds=120.0
-            )
-            medians = {
-                method: (
-                    max(statistics.median(times[method][0]) for times in by_rank),
-                    max(statistics.median(times[method][1]) for times in by_rank),
-                )
-                for method in by_rank[0]
-            }
-            base = list(medians.values())[1]
-            for method, (seconds, host) in medians.items():
-                print(
-                    f"{num_receivers:9} {mib:4} {method:16} {1e3 * seconds:10.2f} {seconds / base[0]:6.2f} "
-                    f"{1e6 * host:8.0f} {host / base[1]:6.2f}",
-                    flush=True,
-                )
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def run(options: argparse.Namespace) -> None:
+    """Print a row per number of receivers, size and method."""
+    columns = {"receivers": ">", "MiB": ">4", "method": "<16", "median ms": ">.2f", "ratio": ">6.2f"}
+    table = Table(columns | {"host us": ">.0f", "of torch": ">.2f"})
+    for num_receivers, mib in itertools.product((1, MOST_RECEIVERS), options.mib):
+        stderr(f"{num_receivers} receivers, {mib} MiB")
+        by_rank = run_processes(measure, num_receivers + 1, options.device, num_receivers, mib, timeout_seconds=120.0)
+        medians = {
+            method: [max(statistics.median(times[method][part]) for times in by_rank) for part in (0, 1)]
+            for method in by_rank[0]
+        }
+        base = list(medians.values())[1]
+        for method, (seconds, host) in medians.items():
+            table.add(num_receivers, mib, method, 1e3 * seconds, seconds / base[0], 1e6 * host, host / base[1])

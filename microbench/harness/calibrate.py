@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -68,43 +68,37 @@ class PortTest:
 def plan_tests(topology: Topology) -> list[list[PortTest]]:
     """Plan rounds of tests that together saturate every port once. Tests of one round use disjoint ports."""
     rank_of_nic: dict[NicName, int] = {}
-    for rank in range(len(topology.host_of_rank)):
-        rank_of_nic.setdefault((topology.host_of_rank[rank], topology.nic_of_rank[rank]), rank)
+    for rank, nic in enumerate(zip(topology.host_of_rank, topology.nic_of_rank, strict=True)):
+        rank_of_nic.setdefault(nic, rank)
+    rates = _rates_of(topology)
     tests: list[PortTest] = []
     done: set[PortName] = set()
     nics = sorted(rank_of_nic)
     for position, nic in enumerate(nics):
-        port = topology.host(nic[0]).nics[nic[1]]
-        for kind, other_kind, rate in (
-            ("egress", "ingress", port.egress_bytes_per_second),
-            ("ingress", "egress", port.ingress_bytes_per_second),
-        ):
+        for kind, other_kind in (("egress", "ingress"), ("ingress", "egress")):
             if (kind, *nic) in done:
                 continue
+            rate = rates[kind, *nic]
             others = [other for other in nics[position + 1 :] + nics[:position] if other[0] != nic[0]]
             pod = topology.host(nic[0]).pod
             others = [other for other in others if topology.host(other[0]).pod == pod] or others
             if not others:  # a single host has no link to another host
                 continue
-            peers = _split_rate(rate, [(other, _rate(topology, other, other_kind)) for other in others])
+            peers = _split_rate(rate, [(other, rates[other_kind, *other]) for other in others])
             flows = [(rank_of_nic[nic], rank_of_nic[peer], part) for peer, part in peers]
             if kind == "ingress":
                 flows = [(b, a, part) for a, b, part in flows]
             fills = [(kind, *nic)]
-            if (
-                len(peers) == 1
-                and _rate(topology, peers[0][0], other_kind) == rate
-                and (other_kind, *peers[0][0]) not in done
-            ):
+            if len(peers) == 1 and rates[other_kind, *peers[0][0]] == rate and (other_kind, *peers[0][0]) not in done:
                 fills.append((other_kind, *peers[0][0]))
             done.update(fills)
             uses = {(kind, *nic), *((other_kind, *peer) for peer, _ in peers)}
             for end in [nic, *(peer for peer, _ in peers)]:
                 # on an asymmetric NIC another test in the opposite direction would delay the acknowledgements
-                if _rate(topology, end, "egress") != _rate(topology, end, "ingress"):
+                if rates["egress", *end] != rates["ingress", *end]:
                     uses |= {("egress", *end), ("ingress", *end)}
             tests.append(PortTest(tuple(fills), tuple(flows), frozenset(uses)))
-    tests += _uplink_tests(topology, rank_of_nic)
+    tests += _uplink_tests(topology, rank_of_nic, rates)
     rounds: list[list[PortTest]] = []
     for test in tests:
         for current in rounds:
@@ -116,22 +110,24 @@ def plan_tests(topology: Topology) -> list[list[PortTest]]:
     return rounds
 
 
-def _uplink_tests(topology: Topology, rank_of_nic: dict[NicName, int]) -> list[PortTest]:
+def _uplink_tests(
+    topology: Topology, rank_of_nic: dict[NicName, int], rates: Mapping[PortName, float]
+) -> list[PortTest]:
     """Tests that saturate the uplinks of pods, with flows between NICs inside and NICs outside the pod."""
     tests = []
-    for number, pod in enumerate(topology.pods):
+    for number in range(len(topology.pods)):
         inner = [nic for nic in sorted(rank_of_nic) if topology.host(nic[0]).pod == number]
         outer = [nic for nic in sorted(rank_of_nic) if topology.host(nic[0]).pod != number]
         if not inner or not outer:
             continue
-        for kind, rate in (("up", pod.egress_bytes_per_second), ("down", pod.ingress_bytes_per_second)):
+        for kind in ("up", "down"):
             a_kind, b_kind = ("egress", "ingress") if kind == "up" else ("ingress", "egress")
             pairs = list(zip(inner, outer, strict=False))
             flows: list[tuple[int, int, float]] = []
             uses: set[PortName] = {(kind, number, 0)}
-            left = rate
+            left = rates[kind, number, 0]
             for a, b in pairs:
-                part = min(left, _rate(topology, a, a_kind), _rate(topology, b, b_kind))
+                part = min(left, rates[a_kind, *a], rates[b_kind, *b])
                 if part <= 0:
                     break
                 sender, receiver = (a, b) if kind == "up" else (b, a)
@@ -141,11 +137,6 @@ def _uplink_tests(topology: Topology, rank_of_nic: dict[NicName, int]) -> list[P
                 left -= part
             tests.append(PortTest(((kind, number, 0),), tuple(flows), frozenset(uses)))
     return tests
-
-
-def _rate(topology: Topology, nic: NicName, kind: str) -> float:
-    port = topology.host(nic[0]).nics[nic[1]]
-    return port.egress_bytes_per_second if kind == "egress" else port.ingress_bytes_per_second
 
 
 def _split_rate(rate: float, nics: list[tuple[NicName, float]]) -> list[tuple[NicName, float]]:
@@ -312,29 +303,8 @@ def measure_cluster(cluster: Cluster, expected: Topology) -> Topology:
 
 def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
     """``topology`` with the rates and latencies that :func:`measure_links` returned."""
-    rates = found["rates"]
-    hosts = []
-    for number in range(topology.num_hosts):
-        host = topology.host(number)
-        ports = tuple(
-            Port(
-                rates.get(("egress", number, nic), port.egress_bytes_per_second),
-                rates.get(("ingress", number, nic), port.ingress_bytes_per_second),
-            )
-            for nic, port in enumerate(host.nics)
-        )
-        hosts.append(Host(ports, host.pod))
-    pods = tuple(
-        Port(
-            rates.get(("up", number, 0), pod.egress_bytes_per_second),
-            rates.get(("down", number, 0), pod.ingress_bytes_per_second),
-        )
-        for number, pod in enumerate(topology.pods)
-    )
     return replace(
-        topology,
-        hosts=tuple(hosts),
-        pods=pods,
+        _with_rates(topology, found["rates"]),
         inside_bytes_per_second=found["inside"],
         latency_seconds=found["latency"] or 0.0,
         inside_latency_seconds=found["inside_latency"] or 0.0,
@@ -345,29 +315,36 @@ def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
 
 def mean_topology(before: Topology, after: Topology) -> Topology:
     """The mean rates and start-up time of two measurements of the same links; latencies are those of ``before``."""
-
-    def mean(a: Port, b: Port) -> Port:
-        return Port(
-            (a.egress_bytes_per_second + b.egress_bytes_per_second) / 2,
-            (a.ingress_bytes_per_second + b.ingress_bytes_per_second) / 2,
-        )
-
-    hosts = tuple(
-        replace(before.host(h), nics=tuple(map(mean, before.host(h).nics, after.host(h).nics)))
-        for h in range(before.num_hosts)
-    )
-    start = (before.start_seconds + after.start_seconds) / 2
-    return replace(before, hosts=hosts, pods=tuple(map(mean, before.pods, after.pods)), start_seconds=start)
+    again = _rates_of(after)
+    mean = {name: (rate + again[name]) / 2 for name, rate in _rates_of(before).items()}
+    return replace(_with_rates(before, mean), start_seconds=(before.start_seconds + after.start_seconds) / 2)
 
 
-def deviations(a: Topology, b: Topology) -> dict[str, float]:
+def deviations(a: Topology, b: Topology) -> dict[PortName, float]:
     """Relative difference of each port's rate: ``a / b - 1``."""
-    found = {}
-    for number in range(a.num_hosts):
-        for nic, (ours, theirs) in enumerate(zip(a.host(number).nics, b.host(number).nics, strict=True)):
-            found[f"host {number} NIC {nic} out"] = ours.egress_bytes_per_second / theirs.egress_bytes_per_second - 1
-            found[f"host {number} NIC {nic} in"] = ours.ingress_bytes_per_second / theirs.ingress_bytes_per_second - 1
-    for number, (ours, theirs) in enumerate(zip(a.pods, b.pods, strict=True)):
-        found[f"pod {number} out"] = ours.egress_bytes_per_second / theirs.egress_bytes_per_second - 1
-        found[f"pod {number} in"] = ours.ingress_bytes_per_second / theirs.ingress_bytes_per_second - 1
+    rates = _rates_of(b)
+    return {name: rate / rates[name] - 1 for name, rate in _rates_of(a).items()}
+
+
+def _rates_of(topology: Topology) -> dict[PortName, float]:
+    """The rate of each port, in bytes per second."""
+    found: dict[PortName, float] = {}
+    for number in range(topology.num_hosts):
+        for nic, port in enumerate(topology.host(number).nics):
+            found["egress", number, nic] = port.egress_bytes_per_second
+            found["ingress", number, nic] = port.ingress_bytes_per_second
+    for number, pod in enumerate(topology.pods):
+        found["up", number, 0], found["down", number, 0] = pod.egress_bytes_per_second, pod.ingress_bytes_per_second
     return found
+
+
+def _with_rates(topology: Topology, rates: Mapping[PortName, float]) -> Topology:
+    """The topology with other rates of the given ports."""
+    known = {**_rates_of(topology), **rates}
+    hosts = []
+    for number in range(topology.num_hosts):
+        host = topology.host(number)
+        nics = (Port(known["egress", number, nic], known["ingress", number, nic]) for nic in range(len(host.nics)))
+        hosts.append(Host(tuple(nics), host.pod))
+    pods = tuple(Port(known["up", number, 0], known["down", number, 0]) for number in range(len(topology.pods)))
+    return replace(topology, hosts=tuple(hosts), pods=pods)

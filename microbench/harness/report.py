@@ -1,16 +1,16 @@
-"""Write tables, pages and plots from the records of a run: ``python -m microbench.harness.report FILE --into PAGE``."""
+"""Tables, a page and plots from the records that ``hosts --out`` wrote."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-import os
-import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from microbench.harness.machine import format_machine, stderr
+from microbench.harness.options import OptionError
 from reshard.cli.progress import show_progress
 
 Record = dict[str, Any]
@@ -113,10 +113,7 @@ def format_summary(records: Sequence[Record]) -> str:
             f"predicted / measured, {plans} of at least {LONG_SECONDS} s: within 5 % on {near} "
             f"({100 * near / len(off):.0f} %), worst error {100 * off[-1]:.1f} %"
         )
-    by_contender: dict[str, list[float]] = {}
-    for record in rows_of(records):
-        if record["ratio"] and record["bound_seconds"] >= LONG_SECONDS / 2:
-            by_contender.setdefault(record["contender"], []).append(record["ratio"])
+    by_contender = ratios_of_contenders(records)
     if by_contender:
         lines.append(
             f"time / lower bound, geometric mean over the rows that the contender supports and whose bound is at least "
@@ -133,14 +130,24 @@ def format_summary(records: Sequence[Record]) -> str:
     return "\n".join(lines)
 
 
+def ratios_of_contenders(records: Iterable[Record]) -> dict[str, list[float]]:
+    """Time over the bound in each row that is not short, by contender."""
+    found: dict[str, list[float]] = {}
+    for record in rows_of(records):
+        if record["ratio"] and record["bound_seconds"] >= LONG_SECONDS / 2:
+            found.setdefault(record["contender"], []).append(record["ratio"])
+    return found
+
+
 def _mean(ratios: Sequence[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
 def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str:
     """A Markdown table: the bound of each row, and the measured (predicted) ratio to it of each contender."""
+    run_record = next(record for record in records if record["kind"] == "run")
     lines = [
-        f"{describe_run(records)} Cells: median time / lower bound at the measured link rates, in brackets the "
+        f"{format_machine(run_record)} Cells: median time / lower bound at the measured link rates, in brackets the "
         "prediction of the simulator. Contenders ran in turns.",
         "",
         "| | bound, s | " + " | ".join(contenders) + " |",
@@ -155,13 +162,6 @@ def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str
         cells = [_cell(found.get(contender)) for contender in contenders]
         lines.append(f"| {suite}: {row} | {bound:.3g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
-
-
-def describe_run(records: Sequence[Record]) -> str:
-    """One sentence with the command, date, machine, versions and load of a run."""
-    run = next(record for record in records if record["kind"] == "run")
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    return f"`{run['command']}` on {run['date']}: {run['machine']}; {versions}; load {run['load']} at the start."
 
 
 def format_suites(records: Sequence[Record], contenders: Sequence[str]) -> str:
@@ -193,82 +193,66 @@ def _cell(record: Record | None) -> str:
     return text + (f" ({record['predicted_ratio']:.2f})" if "predicted_ratio" in record else "")
 
 
-def replace_section(text: str, name: str, section: str) -> str:
-    """Replace the text between ``<!-- name -->`` and ``<!-- end of name -->`` in a page."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
-    if begin not in text or end not in text:
-        raise SystemExit(f"the page needs the marks {begin.strip()} and {end}")
-    before, _, rest = text.partition(begin)
-    return before + begin + section.strip() + "\n" + end + rest.partition(end)[2]
-
-
-def main() -> int:
-    """Write the page and the plots of a run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.harness.report",
-        description=main.__doc__,
-        epilog="example: python -m microbench.harness.report run.jsonl --into docs/benchmarks/run --no-trace",
-    )
-    parser.add_argument("records", type=Path, help="JSON lines written by python -m microbench --out")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("records", type=Path, help="JSON lines written by python -m microbench hosts --out")
     parser.add_argument(
         "--into",
         type=Path,
         required=True,
-        help="output path without suffix; writes INTO.md, INTO-bars.svg and INTO-links.svg",
+        help="output path without suffix; writes INTO.md, INTO-summary.svg and INTO-links.svg",
     )
-    parser.add_argument("--readme", type=Path, help="also update the benchmark section of this page")
     parser.add_argument(
         "--trace", help=f"row to run again for INTO-links.svg ({TRACED}, else the first row of the run)"
     )
     parser.add_argument("--no-trace", action="store_true", help="skip INTO-links.svg")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Write the page and the plots of a run."""
     try:
         records = [json.loads(line) for line in options.records.read_text().splitlines()]
         names = list(dict.fromkeys(record["row"] for record in records if record["kind"] == "row"))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.error(f"{options.records} has no valid records of a run: {error}")
+        raise OptionError(f"{options.records} has no valid records of a run: {error}") from None
     if not names:
-        parser.error(f"{options.records} has no row")
+        raise OptionError(f"{options.records} has no row")
     if not options.into.parent.is_dir():
-        parser.error(f"--into {options.into}: no folder {options.into.parent}")
+        raise OptionError(f"--into {options.into}: no folder {options.into.parent}")
     trace = options.trace or (TRACED if TRACED in names else names[0])
     if trace not in names:
-        parser.error(f"this run has no row {trace!r}; its rows: {', '.join(names)}")
-    write_pages(records, options.into, options.readme, None if options.no_trace else trace)
-    return 0
+        raise OptionError(f"this run has no row {trace!r}; its rows: {', '.join(names)}")
+    write_page(records, options.into, None if options.no_trace else trace)
 
 
-def write_pages(records: Sequence[Record], into: Path, readme: Path | None, trace: str | None) -> None:
-    """Write ``into.md`` with summary and tables, ``into-*.svg``, and the short table in the section of ``readme``."""
-    from microbench.harness.plots import draw_bars
+def write_page(records: Sequence[Record], into: Path, trace: str | None) -> None:
+    """Write ``into.md`` with summary and tables, and the plots ``into-*.svg``."""
+    from microbench.harness.plots import draw_summary
     from microbench.harness.suite import ALSO_BY_DEFAULT, DEFAULT_CONTENDERS
 
     ran = [record for record in records if record["kind"] == "row"]
     contenders = list(dict.fromkeys(record["contender"] for record in ran))
     also = [name for names in ALSO_BY_DEFAULT.values() for name in names]
     shown = [name for name in (*DEFAULT_CONTENDERS, *also) if name in contenders]
-    bars = into.with_name(into.name + "-bars.svg")
+    summary = into.with_name(into.name + "-summary.svg")
     with show_progress(1 + (trace is not None), "pictures") as advance:
-        draw_bars([record for record in ran if record["bound_seconds"] >= LONG_SECONDS / 2], shown, bars)
+        draw_summary(ratios_of_contenders(records), summary)
         advance(text=f"running row {trace}" if trace is not None else "")
-        plots = f"![time / lower bound]({bars.name})\n"
+        plots = f"![time / lower bound]({summary.name})\n"
         if trace is not None:
             plots += _draw_trace(trace, into.with_name(into.name + "-links.svg"))
     page = into.with_suffix(".md") if into.suffix else into.with_name(into.name + ".md")
-    summary = f"```text\n{format_summary(records)}\n```"
-    table, full = format_markdown(records, contenders), f"```text\n{format_table(records)}\n```"
-    page.write_text(f"# Emulated hosts\n\n{summary}\n\n{plots}\n{table}\n\n## Every measurement\n\n{full}\n")
+    parts = [
+        "# Emulated hosts",
+        f"```text\n{format_summary(records)}\n```",
+        plots,
+        format_suites(records, shown),
+        format_markdown(records, contenders),
+        "## Every measurement",
+        f"```text\n{format_table(records)}\n```",
+    ]
+    page.write_text("\n\n".join(parts) + "\n")
     written = sorted(str(path) for path in into.parent.glob(into.name + "*") if path.suffix in (".md", ".svg"))
-    print(f"wrote {', '.join(written)}", file=sys.stderr)
-    if readme is not None:
-        link = Path(os.path.relpath(page, readme.parent)).as_posix()
-        section = (
-            f"{describe_run(records)} Cells: time / lower bound at the measured link rates, geometric mean of the "
-            "suite's rows; in brackets the worst row, and the number of rows if the contender does not support all. "
-            f"All rows: [full results]({link}).\n\n"
-            f"{format_suites(records, shown)}\n\n{summary}"
-        )
-        readme.write_text(replace_section(readme.read_text(), "benchmark", section))
+    stderr(f"wrote {', '.join(written)}")
 
 
 def _draw_trace(trace: str, links: Path) -> str:
@@ -287,7 +271,3 @@ def _draw_trace(trace: str, links: Path) -> str:
         f"\nLink use of {named} in a separate run. A transfer has one of ten colours:\n\n"
         f"![link use over time]({links.name})\n"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

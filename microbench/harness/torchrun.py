@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from microbench.cases.rows import Row
-from microbench.harness.calibrate import deviations, mean_topology, measure_links, measured_topology
-from microbench.harness.suite import MAX_DEVIATION, Planned, Record, make_records, plan_row
+from microbench.harness.calibrate import measure_links, measured_topology
+from microbench.harness.suite import Planned, Record, compare_links, make_records, plan_row
 from microbench.harness.worker import Job, run_jobs
 from reshard.cli.progress import show_progress
 from reshard.errors import TopologyError
@@ -113,24 +113,10 @@ def run_on_machines(
         run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
     after = _measure(rank, topology)
     if rank == 0:
-        moved = max(map(abs, deviations(after, before).values()), default=0.0)
-        off = max(max(map(abs, deviations(side, topology).values()), default=0.0) for side in (before, after))
-        links = mean_topology(before, after)
-        is_valid = moved <= MAX_DEVIATION and (topology_file is None or off <= MAX_DEVIATION)
-        write(
-            {
-                "kind": "cluster",
-                "cluster": "this job",
-                "topology": topology_to_json(links),
-                "set_up_seconds": 0.0,
-                "latency_seconds": links.latency_seconds,
-                "moved": round(moved, 4),
-                "off": round(off, 4),
-                "valid": is_valid,
-            }
-        )
+        links, record = compare_links("this job", before, after, topology, is_given=topology_file is not None)
+        write(record)
         for one, result in results:
-            for record in make_records(one, result, {}, links, is_shared=False):
-                write(record | {"valid": is_valid})
+            for record_of_row in make_records(one, result, {}, links, is_shared=False):
+                write(record_of_row | {"valid": record["valid"]})
     dist.barrier()
     dist.destroy_process_group()

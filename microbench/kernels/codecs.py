@@ -1,11 +1,11 @@
-"""Time the codecs on one core, and check that they beat their NumPy references.
+"""Rates of the codecs on one core, beside their NumPy references, which the tests folder has.
 
-Run it with ``python -m microbench.kernels.codecs``. It needs the tests folder, which has the references. Rates count
-bytes of plain values. A kernel runs on the calling thread.
+Rates count bytes of plain values. A kernel runs on the calling thread.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import sys
 import time
@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from microbench.harness.table import Table
 from microbench.kernels import zfp
-from reshard.cli.progress import print_line, track
+from reshard.cli.progress import track
 from reshard.codecs import BLOCK_CODECS, LOSSLESS_CODECS, BlockCodec, parse_codec
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta
 from reshard.codecs.exponents import decode_exponents, encode_exponents
@@ -111,33 +112,34 @@ def time_rivals() -> Iterator[tuple[str, float, float, float, float]]:
         )
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add none."""
+
+
+def run(options: argparse.Namespace) -> int:
     """Print a table of rates; returns 1 if a codec misses its target."""
     missed = []
-    print("GB/s of plain values      encode  measured  decode     add   NumPy encode")
+    columns = {"GB/s of plain values": "<24", "encode": ">.1f", "measured": ">.1f", "decode": ">.1f", "add": ">6.1f"}
+    table = Table(columns | {"NumPy encode": ">.2f"})
     for name in track(BLOCK_CODECS, "codecs"):
         codec = parse_codec(name)
         for dtype in (torch.float32, torch.bfloat16):
             encode, measured, decode, add = time_codec(codec, dtype)
-            numpy = f"{time_reference(codec):8.2f}" if dtype is torch.float32 else ""
-            label = f"{name:14} {str(dtype).removeprefix('torch.'):9}"
-            print_line(f"{label} {encode:7.1f} {measured:9.1f} {decode:7.1f} {add:7.1f} {numpy}")
+            numpy = time_reference(codec) if dtype is torch.float32 else None
+            table.add(f"{name:14} {str(dtype).removeprefix('torch.')}", encode, measured, decode, add, numpy)
             least = TARGETS.get(name, (0.0, 0.0)) if dtype is torch.float32 else (0.0, 0.0)
             if encode < least[0] or decode < least[1]:
                 missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {least}")
-    print("GB/s of bf16 values       encode  decode   times smaller")
+    table = Table({"GB/s of bf16 values": "<24", "encode": ">.1f", "decode": ">.1f", "times smaller": ">.2f"})
     for name in LOSSLESS_CODECS:
         encode, decode, ratio = time_lossless(name)
-        print_line(f"{name:24} {encode:7.1f} {decode:7.1f} {ratio:10.2f}")
+        table.add(name, encode, decode, ratio)
         if encode < TARGETS[name][0] or decode < TARGETS[name][1]:
             missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {TARGETS[name]}")
-    print("GB/s of other packages    encode  decode   times smaller   error")
-    for name, encode, decode, ratio, error in time_rivals():
-        print_line(f"{name:24} {encode:7.2f} {decode:7.2f} {ratio:10.2f} {error:12.2%}")
+    columns = {"GB/s of other packages": "<24", "encode": ">.2f", "decode": ">.2f", "times smaller": ">.2f"}
+    table = Table(columns | {"error": ">.2%"})
+    for found in time_rivals():
+        table.add(*found)
     for text in missed:
         print(text, file=sys.stderr)
     return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

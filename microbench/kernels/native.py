@@ -1,13 +1,10 @@
-"""Time native code against its Python reference, and the computation of unit tasks.
-
-Run it with ``python -m microbench.kernels.native``. It needs the tests folder, which has the Python references.
-"""
+"""Native code beside its Python references, which the tests folder has, and the computation of unit tasks."""
 
 from __future__ import annotations
 
+import argparse
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Callable
 
@@ -81,8 +78,12 @@ def geometry() -> None:
         )
 
 
-if __name__ == "__main__":
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add none."""
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run all parts."""
     copies()
     simulator()
     geometry()
-    sys.exit(0)

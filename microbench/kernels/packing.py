@@ -1,4 +1,4 @@
-"""Time packing of strided boxes on a GPU: one kernel launch for many boxes against one ``copy_`` per box.
+"""Packing of strided boxes on a GPU: one kernel launch for many boxes beside one ``copy_`` per box.
 
 Each box is a block of columns of a matrix. With longer rows, packing should approach the rate of a contiguous copy.
 """
@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 from collections.abc import Callable
 
 import torch
 
-from microbench.harness.suite import describe_machine, stderr
-from reshard.cli.progress import print_line, track
+from microbench.harness.machine import stderr
+from microbench.harness.options import add_number
+from microbench.harness.table import Table
+from reshard.cli.progress import track
 
 TOTAL_BYTES = 2**28
 ROW_BYTES = (64, 128, 256, 512, 1024, 4096, 16384)
@@ -76,27 +77,19 @@ def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
     return TOTAL_BYTES / plain, TOTAL_BYTES / packed, TOTAL_BYTES / unpacked, TOTAL_BYTES / looped
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--repeats", 20, "repetitions of each measurement")
+
+
+def run(options: argparse.Namespace) -> int:
     """Print a table with one line per row length of the boxes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.kernels.packing",
-        description=__doc__,
-        epilog="example: python -m microbench.kernels.packing --repeats 10",
-    )
-    parser.add_argument("--repeats", type=int, default=20, help="repetitions of each measurement (20)")
-    options = parser.parse_args()
     if not torch.cuda.is_available():
-        stderr("packing: no CUDA device found; run this on a machine with a GPU")
+        stderr("gpu_packing: no CUDA device found; run this on a machine with a GPU")
         return 2
-    print(describe_machine(sys.argv[1:]) | {"device": torch.cuda.get_device_name()})
-    print(f"{'row bytes':>10}{'copy GB/s':>12}{'pack':>8}{'unpack':>8}{'copy_ loop':>12}   (fractions of copy rate)")
+    print(torch.cuda.get_device_name())
+    print("pack, unpack and copy_ loop are fractions of the rate of copy_")
+    table = Table({"row bytes": ">", "copy_ GB/s": ">.0f", "pack": ">6.2f", "unpack": ">.2f", "copy_ loop": ">.2f"})
     for row_bytes in track(ROW_BYTES, "row lengths"):
         plain, packed, unpacked, looped = measure(row_bytes, options.repeats)
-        print_line(
-            f"{row_bytes:10}{plain / 1e9:12.0f}{packed / plain:8.2f}{unpacked / plain:8.2f}{looped / plain:12.2f}"
-        )
+        table.add(row_bytes, plain / 1e9, packed / plain, unpacked / plain, looped / plain)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

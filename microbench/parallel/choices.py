@@ -1,4 +1,4 @@
-"""Compare ``choose_grid`` with measured steps: ``python -m microbench.parallel.choices``.
+"""The choice of ``choose_grid`` beside measured steps on all grids.
 
 Each case trains one layer of the GPT of ``reshard train`` on emulated hosts, on every shape of grid that the ranks can
 form, with the rank order that has the lowest price. Links are calibrated. The rate of a rank is that of a step without
@@ -9,8 +9,8 @@ less 1. NICs are so slow that communication, and not the CPU that all ranks shar
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,7 +20,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.emulation.cluster import Cluster
+from microbench.harness.options import add_number
+from microbench.harness.table import Table
+from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
@@ -102,31 +105,25 @@ def measure_flops(rank: int, report: Callable[[Any], None], case: Case) -> float
 
 def time_grids(
     rank: int, report: Callable[[Any], None], case: Case, arrangements: list[np.ndarray], repeats: int
-) -> list[list[float]]:
-    """Seconds of each step on each grid, the longest of all ranks. Grids run in turns."""
+) -> Times:
+    """Seconds of each step on each grid on this rank. Grids run in turns."""
     torch.set_num_threads(1)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(VOCABULARY, (2, case.rows, case.sequence), generator=generator)
-    models = []
-    for ranks in arrangements:
+    steps = {}
+    for number, ranks in enumerate(arrangements):
         torch.manual_seed(0)
         model = GPT(case.config)
         model.apply(GPT.initialize)
         mesh = make_device_mesh(torch.tensor(ranks), AXES, "cpu", TIMEOUT_SECONDS)
-        models.append(parallelize(model, Grid(mesh)))
-    seconds: list[list[float]] = [[] for _ in models]
-    for turn in range(repeats + 1):
-        for number, model in enumerate(models):
-            dist.barrier()
-            begun = time.perf_counter()
-            model(tokens, targets).backward()
-            sync_gradients(model, check_every=0)
-            longest = torch.tensor(time.perf_counter() - begun)
-            model.zero_grad()
-            dist.all_reduce(longest, dist.ReduceOp.MAX)
-            if turn:  # the first turn connects
-                seconds[number].append(float(longest))
-    return seconds
+        steps[str(number)] = functools.partial(_step, parallelize(model, Grid(mesh)), tokens, targets)
+    return time_in_turns(steps, repeats)
+
+
+def _step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
+    model.zero_grad()
+    model(tokens, targets).backward()
+    sync_gradients(model, check_every=0)
 
 
 def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
@@ -148,31 +145,23 @@ def run_case(case: Case, repeats: int) -> float:
         )
         prices = best_of_each_shape(choice.candidates)
         arrangements = [price.ranks(ranks) for price in prices]
-        seconds = [statistics.median(each) for each in cluster.run(
-            time_grids, case, arrangements, repeats, timeout_seconds=900
-        )[0]]  # fmt: skip
+        times = slowest(cluster.run(time_grids, case, arrangements, repeats, timeout_seconds=900))
+        seconds = list(medians_of(times).values())
     lost = seconds[0] / min(seconds) - 1
     print_line(f"\n{case}; {flops / 1e9:.1f} GFLOP/s a rank; the choice loses {lost:.1%}")
-    print_line(f"{'grid':>12} {'kind':>14} {'predicted, ms':>14} {'measured, ms':>13}")
+    table = Table({"grid": ">12", "kind": ">14", "predicted, ms": ">.0f", "measured, ms": ">.0f"})
     for price, measured in zip(prices, seconds, strict=True):
-        print_line(f"{price!s:>12} {price.kind:>14} {1e3 * price.seconds:>14.0f} {1e3 * measured:>13.0f}")
+        table.add(str(price), price.kind, 1e3 * price.seconds, 1e3 * measured)
     return lost
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--case", type=int, action="append", choices=range(1, 1 + len(CASES)), help="case to run (all)")
+    add_number(parser, "--repeats", 3, "steps of each grid, of which the median counts")
+
+
+def run(options: argparse.Namespace) -> None:
     """Run all cases."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default="1 2 3 4 5 6 7 8", help="numbers of the cases to run")
-    parser.add_argument("--repeats", type=int, default=3, help="steps of each grid, of which the median counts (3)")
-    args = parser.parse_args()
-    try:
-        lost = [run_case(CASES[int(number) - 1], args.repeats) for number in track(args.cases.split(), "cases")]
-    except ClusterError as error:
-        print(error, file=sys.stderr)
-        return 2
+    numbers = options.case or range(1, 1 + len(CASES))
+    lost = [run_case(CASES[number - 1], options.repeats) for number in track(numbers, "cases")]
     print_line(f"\n{sum(each <= 0.1 for each in lost)} of {len(lost)} choices lose at most 10 %; worst {max(lost):.1%}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Time the linear layers of a transformer layer on grids: ``python -m microbench.parallel.grid_times``.
+"""Times of the linear layers of a transformer layer on grids.
 
 All grids run on the same emulated hosts, in turns. The bound is the longest time that a NIC, or a rank inside
 its host, needs at its calibrated rate for what must pass it at least: each element enters a host once. Inside a host,
@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,7 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.emulation.cluster import Cluster
+from microbench.harness.options import OptionError, add_number
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
@@ -173,40 +173,37 @@ def _without_arithmetic(step: Callable[[], None]) -> Callable[[], None]:
     return run
 
 
-def main() -> int:
-    """Print a table of medians, bounds and ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grids", default=GRIDS, help="rows,cols,depth:axes of each grid, separated by spaces")
     parser.add_argument("--sizes", default="4096,256 1024,512", help="tokens,hidden of each shape")
-    parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--rate", type=float, default=400, help="Mbit/s of each host's NIC")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--no-dtensor", action="store_true")
+    add_number(parser, "--hosts", 4, "emulated hosts", high=64)
+    add_number(parser, "--rate", 400.0, "Mbit/s of each host's NIC", high=1e5)
+    add_number(parser, "--repeats", 5, "steps of each variant, of which the median counts")
+    parser.add_argument("--no-dtensor", action="store_true", help="skip torch's own product")
     parser.add_argument("--keep-inputs", action="store_true", help="keep what forwards gather for the backward")
-    args = parser.parse_args()
-    settings = [Setting.parse(text) for text in args.grids.split()]
-    num_ranks = {setting.shape.size for setting in settings}
-    if len(num_ranks) > 1 or num_ranks.copy().pop() % args.hosts:
-        parser.error(f"the grids have {sorted(num_ranks)} ranks; all must have the same, a multiple of the hosts")
-    per_host = num_ranks.pop() // args.hosts
-    topology = Topology.uniform([number // per_host for number in range(args.hosts * per_host)], args.rate * 125e3)
-    try:
-        with Cluster(topology) as cluster:
-            links = measure_grid_links(cluster, topology)
-            inside = links.inside_bytes_per_second or 0.0
-            print_line(
-                f"{args.hosts} hosts of {per_host} ranks, {args.rate:g} Mbit/s; inside {inside / 1e6:.0f} MB/s a rank"
-            )
-            for text in track(args.sizes.split(), "sizes"):
-                tokens, hidden = map(int, text.split(","))
-                how = tokens, hidden, args.repeats, not args.no_dtensor, args.keep_inputs
-                results = cluster.run(time_settings, settings, *how, timeout_seconds=900)
-                bounds = [bound_seconds(each, links, tokens, hidden, args.keep_inputs) for each in settings]
-                _print_table(settings, results[0], bounds, tokens, hidden)
-    except ClusterError as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a table of medians, bounds and ratios."""
+    settings = [Setting.parse(text) for text in options.grids.split()]
+    sizes = {setting.shape.size for setting in settings}
+    if len(sizes) > 1 or max(sizes) % options.hosts:
+        raise OptionError(f"the grids have {sorted(sizes)} ranks; all must have the same, a multiple of the hosts")
+    num_ranks = max(sizes)
+    per_host = num_ranks // options.hosts
+    topology = Topology.uniform([rank // per_host for rank in range(num_ranks)], options.rate * 125e3)
+    with Cluster(topology) as cluster:
+        links = measure_grid_links(cluster, topology)
+        inside = (links.inside_bytes_per_second or 0.0) / 1e6
+        print_line(
+            f"{options.hosts} hosts of {per_host} ranks, {options.rate:g} Mbit/s; inside {inside:.0f} MB/s a rank"
+        )
+        for text in track(options.sizes.split(), "sizes"):
+            tokens, hidden = map(int, text.split(","))
+            how = tokens, hidden, options.repeats, not options.no_dtensor, options.keep_inputs
+            results = cluster.run(time_settings, settings, *how, timeout_seconds=900)
+            bounds = [bound_seconds(each, links, tokens, hidden, options.keep_inputs) for each in settings]
+            _print_table(settings, results[0], bounds, tokens, hidden)
 
 
 def _print_table(
@@ -242,7 +239,3 @@ def _median(values: Iterable[float]) -> float | None:
 
 def _size(setting: Setting, axis: str) -> int:
     return {"depth": setting.shape.depth, "row": setting.shape.rows, "col": setting.shape.cols}[axis]
-
-
-if __name__ == "__main__":
-    sys.exit(main())

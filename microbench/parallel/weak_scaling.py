@@ -1,4 +1,4 @@
-"""Predicted speed of [4,4,4] over [8,8,1] on 64 GPUs: ``python -m microbench.parallel.weak_scaling``.
+"""Predicted speed of [4,4,4] over [8,8,1] on 64 GPUs.
 
 Shapes are [rows, cols, depth]. The SUMMA2.5-LM paper reports 1.45 under weak scaling: the batch grows with depth x
 rows, and the hidden size with rows. The two grids then run different problems, so their speeds are compared as
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import sys
 
+from microbench.harness.options import add_number
+from microbench.harness.table import Table
 from reshard.cli.progress import print_line, track
 from reshard.parallel import GridPrice, TransformerSizes, choose_grid
 from reshard.topology import Topology
@@ -39,15 +40,18 @@ def speed(found: GridPrice, rows: int, hidden: int) -> float:
     return 3 * 24 * hidden**2 * rows * SEQUENCE / 64 / found.seconds
 
 
-def main() -> int:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--rows", ROWS, "batch rows per unit of depth x rows")
+    add_number(parser, "--hidden", HIDDEN, "hidden features per row of the grid", high=10**5)
+
+
+def run(options: argparse.Namespace) -> None:
     """Print a table of ratios."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=ROWS, help="batch rows per unit of depth x rows")
-    parser.add_argument("--hidden", type=int, default=HIDDEN, help="hidden features per row of the grid")
-    args = parser.parse_args()
     settings = itertools.product((100, 200), (25, 50, 200), (30, 60, 120))
     print_line(f"[4,4,4] over [8,8,1]; {SEQUENCE} tokens a row; the paper reports 1.45")
-    print_line(f"{'NIC':>10} {'inside':>9} {'TFLOP/s':>8} {'weak scaling':>13} {'same problem':>13}")
+    table = Table(
+        {"NIC, Gbit/s": ">", "inside, GB/s": ">", "TFLOP/s": ">", "weak scaling": ">.2f", "same problem": ">.2f"}
+    )
     for nic, inside, teraflops in track(list(settings), "settings"):
         topology = Topology(
             tuple(rank // 4 for rank in range(64)),
@@ -58,15 +62,8 @@ def main() -> int:
         )
         weak, same = [], []
         for shape in ((4, 4, 4), (8, 8, 1)):
-            rows, hidden = args.rows * shape[0] * shape[2], args.hidden * shape[0]
+            rows, hidden = options.rows * shape[0] * shape[2], options.hidden * shape[0]
             weak.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
-            rows, hidden = args.rows * 16, args.hidden * 4
+            rows, hidden = options.rows * 16, options.hidden * 4
             same.append(speed(price(shape, rows, hidden, topology, teraflops * 1e12), rows, hidden))
-        print_line(
-            f"{nic:>5} Gb/s {inside:>4} GB/s {teraflops:>8} {weak[0] / weak[1]:>13.2f} {same[0] / same[1]:>13.2f}",
-        )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        table.add(nic, inside, teraflops, weak[0] / weak[1], same[0] / same[1])

@@ -1,4 +1,4 @@
-"""Bytes that each rank receives on the wire, against the formulas: ``python -m microbench.parallel.wire_bytes``.
+"""Bytes that each rank receives on the wire, against the formulas.
 
 Each rank has a separate network namespace, whose counters see all that it receives: payload, headers, and the
 acknowledgements of what it sends. Two runs with different numbers of steps are subtracted, so that connecting does not
@@ -8,13 +8,14 @@ count.
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.emulation.cluster import Cluster
+from microbench.harness.options import add_number
+from microbench.harness.table import Table
 from microbench.parallel.layers import GridShape, LinearStack, received_per_rank, transformer_linears
 from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid
@@ -45,32 +46,26 @@ def measure(shape: GridShape, tokens: int, hidden: int, steps: int) -> list[floa
     return [(many - one) / steps for one, many in zip(*counts, strict=True)]
 
 
-def main() -> int:
-    """Print a table. The exit code is 1 if a rank is off by more than the tolerance."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grids", default=GRIDS, help="rows,cols,depth of each grid, separated by spaces")
-    parser.add_argument("--tokens", type=int, default=2048)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=8, help="steps whose bytes are counted (8)")
-    args = parser.parse_args()
-    sizes = transformer_linears(args.hidden)
-    print_line(f"linears of a transformer layer, {args.tokens} tokens, hidden {args.hidden}, float32, bytes per step")
-    print_line(f"{'grid':>10} {'ranks':>6} {'formula':>12} {'counted':>12} {'worst ratio':>12}")
+    add_number(parser, "--tokens", 2048, "tokens of a step", high=10**6)
+    add_number(parser, "--hidden", 256, "hidden size", high=10**5)
+    add_number(parser, "--steps", 8, "steps whose bytes are counted")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print a table. The exit code is 1 if a rank is off by more than the tolerance."""
+    sizes = transformer_linears(options.hidden)
+    print_line(
+        f"linears of a transformer layer, {options.tokens} tokens, hidden {options.hidden}, float32, bytes per step"
+    )
+    table = Table({"grid": ">10", "ranks": ">", "formula": ">12", "counted": ">12.0f", "worst ratio": ">.4f"})
     worst = 0.0
-    for text in track(args.grids.split(), "grids"):
+    for text in track(options.grids.split(), "grids"):
         shape = GridShape.parse(text)
-        formula = [4 * each for each in received_per_rank(shape, sizes, args.tokens)]
-        try:
-            counted = measure(shape, args.tokens, args.hidden, args.steps)
-        except ClusterError as error:
-            print(error, file=sys.stderr)
-            return 2
-        ratios = [a / b for a, b in zip(counted, formula, strict=True)]
-        ratio = max(ratios, key=lambda each: abs(each - 1))
+        formula = [4 * each for each in received_per_rank(shape, sizes, options.tokens)]
+        counted = measure(shape, options.tokens, options.hidden, options.steps)
+        ratio = max((a / b for a, b in zip(counted, formula, strict=True)), key=lambda each: abs(each - 1))
         worst = max(worst, abs(ratio - 1))
-        print_line(f"{shape!s:>10} {shape.size:>6} {max(formula):>12} {max(counted):>12.0f} {ratio:>12.4f}")
+        table.add(str(shape), shape.size, max(formula), max(counted), ratio)
     return int(worst > TOLERANCE)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Compare the choice of the ``auto`` strategy with its alternatives: ``python -m microbench.planner.auto_quality``.
+"""The choice of the ``auto`` strategy beside all strategies that it chooses from.
 
 For random layout pairs on random topologies, it plans and simulates every strategy that ``auto`` chooses from, and
 compares the best makespan with that of ``auto``. Simulation is skipped if the load of the busiest port already exceeds
@@ -13,13 +13,13 @@ import math
 import multiprocessing
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from microbench.harness.options import add_number
 from reshard.cli.progress import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
@@ -194,7 +194,9 @@ def _measure(task: tuple[int, int, int, bool]) -> dict[str, Any]:
     return {"number": number, **measure(*random_pair(seed, number, most_ranks), rivals)}
 
 
-def run(seed: int, numbers: list[int], most_ranks: int, jobs: int, rivals: bool = True) -> Iterator[dict[str, Any]]:
+def measure_pairs(
+    seed: int, numbers: list[int], most_ranks: int, jobs: int, rivals: bool = True
+) -> Iterator[dict[str, Any]]:
     """Measure every pair; results come in any order."""
     tasks = [(seed, number, most_ranks, rivals) for number in numbers]
     if jobs == 1:
@@ -210,36 +212,29 @@ def ratio_of(found: dict[str, Any]) -> float:
     return float(found[AUTO][0] / best) if best else 1.0
 
 
-def main() -> int:
-    """Compare auto with the strategies it chooses from; the exit status is 1 if one is faster by more than 1 %."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.auto_quality",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.auto_quality --pairs 100 --seed 7 --jobs 4",
-    )
-    parser.add_argument("--pairs", type=int, default=500, help="number of random pairs (500)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the pairs (0)")
-    parser.add_argument(
-        "--most-ranks", type=int, default=MAX_RANKS, help=f"most ranks of both meshes together ({MAX_RANKS})"
-    )
-    parser.add_argument("--jobs", type=int, default=1, help="worker processes (1)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--pairs", 500, "number of random pairs", high=10**6)
+    add_number(parser, "--seed", 0, "seed of the pairs", low=0, high=2**32)
+    add_number(parser, "--most-ranks", MAX_RANKS, "most ranks of both meshes together", low=2, high=2**16)
+    add_number(parser, "--jobs", 1, "worker processes")
     parser.add_argument("--only", type=int, action="append", help="run only the pair of this number; may be repeated")
     parser.add_argument("--no-rivals", action="store_true", help="only time the planning of auto")
-    parser.add_argument("--worst", type=int, default=10, help="number of worst pairs to print (10)")
+    add_number(parser, "--worst", 10, "number of worst pairs to print", low=0)
     parser.add_argument("--out", type=Path, help="append JSON lines to this file")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> int:
+    """Compare auto with the strategies it chooses from; the exit status is 1 if one is faster by more than 1 %."""
     numbers = options.only or list(range(options.pairs))
     rows = []
-    begun = time.perf_counter()
-    results = run(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals)
+    results = measure_pairs(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals)
     for found in track(results, "pairs", len(numbers)):
         rows.append(found)
         if options.out:
             with options.out.open("a") as file:
                 file.write(json.dumps(found) + "\n")
-    print(f"{len(rows)} pairs of seed {options.seed}, in {time.perf_counter() - begun:.0f} s")
     planned = [found[AUTO][2] for found in rows]
-    print(f"auto planned in {sum(planned):.2f} s, median {1e3 * statistics.median(planned):.1f} ms")
+    print(f"auto planned {len(rows)} pairs in {sum(planned):.2f} s, median {1e3 * statistics.median(planned):.1f} ms")
     return 0 if options.no_rivals else report(rows, options.worst)
 
 
@@ -268,7 +263,3 @@ def report(rows: list[dict[str, Any]], worst: int) -> int:
             f"{1e6 * found[best][0]:.1f} us; {found['network']}, {found['title']}"
         )
     return int(lost > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Time :func:`reshard.check_plan` by number of messages: ``python -m microbench.planner.check_speed``.
+"""Time and memory of :func:`reshard.check_plan` by number of messages.
 
 The benchmark prints the lowest CPU time of several repetitions. Each measurement runs in a separate process, so that
 its peak memory is its own. ``--reference`` times the tests' reference checker, which replays messages one by one.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from microbench.harness.options import add_number, select
 from reshard.cli.progress import print_line, track
 from reshard.errors import PlanError
 from reshard.plan import Plan, Transfers, check_plan
@@ -183,29 +184,20 @@ def check_case(name: str, messages: int, repeats: int, reference: str) -> tuple[
     return seconds, plan.num_messages, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024, outcome
 
 
-def main() -> int:
-    """Print CPU seconds and peak memory of check_plan for plans of several kinds and sizes."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.check_speed",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.check_speed --messages 10000 100000 --case multicast",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--messages", type=int, nargs="+", default=[50_000], help="approximate numbers of messages (50000)"
     )
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions; the fastest one is printed (3)")
+    add_number(parser, "--repeats", 3, "repetitions; the fastest one is printed")
     parser.add_argument("--case", action="append", help="run only cases whose name contains this text; may be repeated")
     parser.add_argument("--reference", action="store_true", help="time tests/support/reference_check.py instead")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print CPU seconds and peak memory of check_plan for plans of several kinds and sizes."""
     reference = str(Path(__file__).parents[2]) if options.reference else ""
-    names = [name for name in CASES if not options.case or any(part in name for part in options.case)]
-    for name, messages in track(list(itertools.product(names, options.messages)), "plans"):
+    for name, messages in track(list(itertools.product(select(CASES, options.case), options.messages)), "plans"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
             found = pool.submit(check_case, name, messages, options.repeats, reference).result()
         seconds, count, memory, outcome = found
         print_line(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {outcome[:120]}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

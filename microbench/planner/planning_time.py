@@ -1,4 +1,4 @@
-"""Time to plan pairs of layouts with the default strategy: ``python -m microbench.planner.planning_time``.
+"""Time to plan pairs of layouts with the default strategy.
 
 16384 x 16384 bfloat16 moves to the next ranks, on three topologies. Times are CPU times of one warm process. The
 goals are 10 ms up to 64 ranks a side and 0.5 s for 1,024; the exit status is 1 if a pair takes longer.
@@ -7,19 +7,14 @@ goals are 10 ms up to 64 ranks a side and 0.5 s for 1,024; the exit status is 1 
 from __future__ import annotations
 
 import argparse
-import gc
-import statistics
-import sys
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+import itertools
+import math
 from pathlib import Path
 
-from reshard.cli.progress import print_line, show_progress
-from reshard.plan import Plan
-from reshard.planner import plan_tensors
-from reshard.sharding import Layout, Mesh, TensorSpec
-from reshard.topology import MACHINES, Topology, load_preset
+from microbench.harness.options import add_number
+from microbench.planner.scaling import DEVICES, Case
+from reshard.cli.progress import print_line, track
+from reshard.topology import MACHINES
 
 SHAPE = (16384, 16384)
 PAIRS = (
@@ -33,87 +28,37 @@ PAIRS = (
     ("S0 S1", "S1 S0"),
     ("S0 R", "S1 R"),
 )
-#: One NIC of 10 Gbit/s for each host of eight ranks.
-ONE_NIC = "one NIC"
-NETWORKS = ("dgx_h100", ONE_NIC, "p3.8xlarge")
+#: Presets of topologies, by name; "" is one NIC of 10 Gbit/s for each host of eight ranks.
+NETWORKS = {"dgx_h100": "dgx_h100", "one NIC": "", "p3.8xlarge": "p3.8xlarge"}
 
 
-@dataclass(frozen=True)
-class Case:
-    """One pair of layouts between ``ranks`` and the next ``ranks``, on a network."""
-
-    network: str
-    ranks: int
-    src: str
-    dst: str
-
-    def __str__(self) -> str:
-        return f"{self.network:10} {self.ranks:5} ranks  {self.src:6} to {self.dst:6}"
-
-    @property
-    def goal_seconds(self) -> float | None:
-        """The time that planning should take at most; None if no goal is set for this many ranks."""
-        return 0.010 if self.ranks <= 64 else 0.5 if self.ranks == 1024 else None
-
-    def inputs(self) -> tuple[TensorSpec, Topology]:
-        """A tensor without cached values, and its topology."""
-        devices = 8 if self.network == ONE_NIC else MACHINES[self.network].devices
-        grid, count = (self.ranks // devices, devices), 2 * self.ranks
-        src, dst = Layout(Mesh.of(grid), self.src), Layout(Mesh.of(grid, first_rank=self.ranks), self.dst)
-        if self.network == ONE_NIC:
-            topology = Topology.uniform([rank // devices for rank in range(count)])
-        else:
-            topology = load_preset(self.network, count)
-        return TensorSpec(SHAPE, "bfloat16", src, dst), topology
-
-    def time(self, repeats: int) -> tuple[float, Plan]:
-        """Median seconds of CPU time to plan, and the plan."""
-        taken = []
-        for _ in range(repeats):
-            spec, topology = self.inputs()
-            gc.collect()
-            begun = time.process_time()
-            plan = plan_tensors([spec], topology=topology)
-            taken.append(time.process_time() - begun)
-        return statistics.median(taken), plan
-
-
-def cases(ranks: list[int], networks: list[str]) -> Iterator[Case]:
-    """All cases of these numbers of ranks and networks."""
-    for count in ranks:
-        for network in networks:
-            yield from (Case(network, count, src, dst) for src, dst in PAIRS)
-
-
-def main() -> int:
-    """Print the time to plan each case, and the cases that take longer than their goal."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.planning_time",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.planning_time --ranks 64 --repeats 7 --hashes /tmp/hashes.txt",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 1024], help="ranks of each side (64 1024)")
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=NETWORKS, help="networks (all)")
-    parser.add_argument("--repeats", type=int, default=7, help="repetitions, of which the median counts (7)")
+    add_number(parser, "--repeats", 7, "repetitions, of which the median counts")
     parser.add_argument("--hashes", type=Path, help="append strategy and hash of each plan to this file")
-    options = parser.parse_args()
-    todo = list(cases(options.ranks, options.networks))
-    Case(NETWORKS[0], 16, *PAIRS[0]).time(1)  # loads modules
-    missed = []
-    with show_progress(len(todo), "cases") as advance:
-        for case in todo:
-            seconds, plan = case.time(options.repeats)
-            print_line(f"{case} {1e3 * seconds:9.2f} ms  {plan.num_messages:9,} messages  {plan.strategy}")
-            if options.hashes:
-                with options.hashes.open("a") as file:
-                    file.write(f"{case} {plan.strategy} {plan.plan_hash}\n")
-            if case.goal_seconds is not None and seconds > case.goal_seconds:
-                missed.append(case)
-            del plan
-            advance()
-    print(f"{len(missed)} of {len(todo)} cases take longer than their goal")
+
+
+def goal_seconds(ranks: int) -> float:
+    """The time that planning for this many ranks a side should take at most; infinity if no goal is set."""
+    return 0.010 if ranks <= 64 else 0.5 if ranks == 1024 else math.inf
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the time to plan each case; returns 1 if one takes longer than its goal."""
+    todo = list(itertools.product(options.ranks, options.networks, PAIRS))
+    missed = 0
+    Case(16, 16, *PAIRS[0]).plan(1)  # loads modules
+    for ranks, network, (src, dst) in track(todo, "cases"):
+        preset = NETWORKS[network]
+        devices = MACHINES[preset].devices if preset else DEVICES
+        seconds, plan = Case(ranks, ranks, src, dst, SHAPE, devices=devices, preset=preset).plan(options.repeats)
+        title = f"{network:10} {ranks:5} ranks  {src:6} to {dst:6}"
+        print_line(f"{title} {1e3 * seconds:9.2f} ms  {plan.num_messages:9,} messages  {plan.strategy}")
+        if options.hashes:
+            with options.hashes.open("a") as file:
+                file.write(f"{title} {plan.strategy} {plan.plan_hash}\n")
+        missed += seconds > goal_seconds(ranks)
+        del plan
+    print(f"{missed} of {len(todo)} cases take longer than their goal")
     return int(bool(missed))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

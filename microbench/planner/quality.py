@@ -1,4 +1,4 @@
-"""Ratio of simulated makespan to lower bound, on many layout pairs: ``python -m microbench.planner.quality``.
+"""Simulated makespan over the lower bound, on many layout pairs.
 
 It plans and simulates; no tensor is moved.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from microbench.harness.options import add_number
 from reshard.cli.progress import track
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
@@ -196,21 +196,18 @@ SETS: dict[str, tuple[Callable[[int, int], Iterator[Pair]], int]] = {
 }
 
 
-def main() -> int:
-    """Print the mean and worst ratio of simulated makespan to lower bound, for each set of pairs and strategy."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.quality",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.quality --set listed --strategy auto --strategy send_recv",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--set", action="append", choices=list(SETS), help="run only this set; may be repeated")
     parser.add_argument("--strategy", action="append", help="strategy to measure (auto); may be repeated")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random sets (0)")
+    add_number(parser, "--seed", 0, "seed of the random sets", low=0, high=2**32)
     parser.add_argument(
         "--count", type=int, help="pairs per random set (default: by set); listed and one holder are fixed"
     )
-    parser.add_argument("--worst", type=int, default=0, help="number of worst pairs to print (0)")
-    options = parser.parse_args()
+    add_number(parser, "--worst", 0, "number of worst pairs to print", low=0)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print the mean and worst ratio of simulated makespan to lower bound, for each set of pairs and strategy."""
     strategies = options.strategy or ["auto"]
     for name in options.set or SETS:
         make, count = SETS[name]
@@ -233,8 +230,3 @@ def main() -> int:
             )
             for ratio, title in sorted(found, reverse=True)[: options.worst]:
                 print(f"    {ratio:.4f}  {title}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Planning time and memory by number of ranks: ``python -m microbench.planner.scaling``.
+"""Planning time and memory by number of ranks.
 
 Times are CPU times, because other work on a shared machine lengthens the others. Each case runs in a separate
 process, so that peak memory belongs to the case.
@@ -7,17 +7,19 @@ process, so that peak memory belongs to the case.
 from __future__ import annotations
 
 import argparse
+import gc
 import math
 import multiprocessing
 import resource
 import statistics
-import sys
 import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
-from reshard.cli.progress import print_line, show_progress
+from microbench.harness.options import add_number
+from reshard.cli.progress import print_line, track
+from reshard.plan import Plan
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import MACHINES, Topology, load_preset
@@ -45,6 +47,26 @@ class Case:
         many = f"{self.count} tensors, " if self.count > 1 else ""
         return f"{many}{self.src_ranks} -> {self.dst_ranks} ranks, {self.src} -> {self.dst}"
 
+    def plan(self, repeats: int) -> tuple[float, Plan]:
+        """Median seconds of CPU time to plan, and the plan. Nothing is cached between repetitions."""
+        src = Mesh.of((self.src_ranks // self.devices, self.devices))
+        dst = Mesh.of((self.dst_ranks // self.devices, self.devices), first_rank=self.src_ranks)
+        num_ranks = self.src_ranks + self.dst_ranks
+        taken = []
+        for _ in range(repeats):
+            topology = Topology.uniform([rank // self.devices for rank in range(num_ranks)])
+            if self.preset:
+                topology = load_preset(self.preset, num_ranks)
+            tensors = [
+                TensorSpec(self.shape, "bfloat16", Layout(src, self.src), Layout(dst, self.dst), name)
+                for name in ([f"w{number}" for number in range(self.count)] if self.count > 1 else [None])
+            ]
+            gc.collect()
+            begun = time.process_time()
+            plan = plan_tensors(tensors, topology=topology)
+            taken.append(time.process_time() - begun)
+        return statistics.median(taken), plan
+
 
 #: Additional cases: hosts with four devices, and lists of weights from a training layout to an inference layout.
 OTHERS = (
@@ -59,23 +81,9 @@ OTHERS = (
 
 def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
     """Plan a case ``repeats`` times: median seconds, messages of the plan, and peak MiB of the process."""
-    src = Mesh.of((case.src_ranks // case.devices, case.devices))
-    dst = Mesh.of((case.dst_ranks // case.devices, case.devices), first_rank=case.src_ranks)
-    count = case.src_ranks + case.dst_ranks
-    topology = Topology.uniform([rank // case.devices for rank in range(count)])
-    if case.preset:
-        topology = load_preset(case.preset, count)
-    taken = []
-    for _ in range(repeats + 1):  # the first repetition warms up imports
-        tensors = [
-            TensorSpec(case.shape, "bfloat16", Layout(src, case.src), Layout(dst, case.dst), f"w{number}")
-            for number in range(case.count)
-        ]
-        begun = time.process_time()
-        plan = plan_tensors(tensors, topology=topology)
-        taken.append(time.process_time() - begun)
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-    return statistics.median(taken[1:]), plan.num_messages, memory
+    case.plan(1)  # loads modules
+    seconds, plan = case.plan(repeats)
+    return seconds, plan.num_messages, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
 def time_case(case: Case, repeats: int) -> tuple[float, int, int]:
@@ -92,43 +100,24 @@ def growth(ranks: Sequence[int], seconds: Sequence[float]) -> float:
     return above / sum((a - mean_x) ** 2 for a in x)
 
 
-def main() -> int:
-    """Print planning time, messages and peak memory by number of ranks, and the exponent of the growth."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.scaling",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.scaling --most 256 --repeats 5",
-    )
-    parser.add_argument("--repeats", type=int, default=3, help="repetitions, of which the median counts (3)")
-    parser.add_argument("--most", type=int, default=_RANKS[-1], help=f"most ranks of a mesh ({_RANKS[-1]})")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--repeats", 3, "repetitions, of which the median counts")
+    add_number(parser, "--most", _RANKS[-1], "most ranks of a mesh", low=_RANKS[0], high=_RANKS[-1])
     parser.add_argument(
         "--preset", default="", choices=["", *MACHINES], help="topology (one NIC of 10 Gbit/s per host)"
     )
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print planning time, messages and peak memory by number of ranks, and the exponent of the growth."""
     devices = MACHINES[options.preset].devices if options.preset else DEVICES
     ranks = [n for n in _RANKS if n <= options.most]
     others = [case for case in OTHERS if not options.preset and max(case.src_ranks, case.dst_ranks) <= options.most]
-    with show_progress(len(PAIRS) * len(ranks) + len(others), "cases") as advance:
-        for src, dst in PAIRS:
-            taken = []
-            for n in ranks:
-                case = Case(n, n, src, dst, devices=devices, preset=options.preset)
-                taken.append(_print_case(case, options.repeats))
-                advance()
-            if len(ranks) > 1:
-                print_line(f"{src} -> {dst}: time ~ ranks^{growth(ranks, taken):.2f}")
-        for case in others:
-            _print_case(case, options.repeats)
-            advance()
-    return 0
-
-
-def _print_case(case: Case, repeats: int) -> float:
-    """Time and print a case; returns its seconds."""
-    seconds, messages, memory = time_case(case, repeats)
-    print_line(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB")
-    return seconds
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    pairs = [Case(n, n, *pair, devices=devices, preset=options.preset) for pair in PAIRS for n in ranks]
+    taken: list[float] = []
+    for case in track([*pairs, *others], "cases"):
+        seconds, messages, memory = time_case(case, options.repeats)
+        taken.append(seconds)
+        print_line(f"{case!s:60} {1e3 * seconds:8.1f} ms  {messages:9,} messages  {memory:5} MiB")
+        if case in pairs and case.src_ranks == ranks[-1] and len(ranks) > 1:
+            print_line(f"{case.src} -> {case.dst}: time ~ ranks^{growth(ranks, taken[-len(ranks) :]):.2f}")

@@ -1,4 +1,4 @@
-"""Compare methods of the strategy search, and time it: ``python -m microbench.planner.strategy_search``.
+"""Methods of the strategy search beside each other, and their speed.
 
 All seconds are simulated with estimated times of layers. ``clusters`` compares methods on random clusters; ``families``
 on models where edges matter and where they do not; ``speed`` times the recurrence and the whole search.
@@ -14,6 +14,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from microbench.harness.options import OptionError, add_number
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
@@ -177,15 +178,19 @@ def speed() -> None:
         print_line(f"  auto: {took:.1f} more CPU s; {best.seconds:.4g} s, {best.candidate.text}")
 
 
-def main() -> None:
-    """Run the parts that are named."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", default=["families", "speed", "clusters"])
-    parser.add_argument("--clusters", type=int, default=20, help="number of random clusters (default: 20)")
-    parser.add_argument("--seconds", type=float, default=3600.0, help="seconds after which no cluster starts (3600)")
+PARTS = ("families", "speed", "clusters")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("parts", nargs="*", help=f"what to run ({', '.join(PARTS)})")
+    add_number(parser, "--clusters", 20, "number of random clusters", high=10**6)
+    add_number(parser, "--seconds", 3600.0, "seconds after which no cluster starts", low=0, high=1e6)
     parser.add_argument("--results", type=Path, help="file of random clusters that are finished, read and appended to")
-    options = parser.parse_args()
-    for part in options.parts:
+
+
+def run(options: argparse.Namespace) -> None:
+    """Run the parts that are named."""
+    for part in options.parts or PARTS:
         if part == "clusters":
             random_clusters(options.clusters, options.seconds, options.results)
         elif part == "families":
@@ -193,8 +198,4 @@ def main() -> None:
         elif part == "speed":
             speed()
         else:
-            parser.error(f"no part {part!r}; choose families, speed and clusters")
-
-
-if __name__ == "__main__":
-    main()
+            raise OptionError(f"no part {part!r}; choose among {', '.join(PARTS)}")

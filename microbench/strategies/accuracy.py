@@ -1,4 +1,4 @@
-"""Predicted against measured steps of strategies on emulated hosts: ``python -m microbench.strategies.accuracy``.
+"""Predicted against measured steps of strategies on emulated hosts.
 
 Devices sleep for the seconds of their stages, and the tensors of the edges cross rate-limited links. The first strategy
 of each model corrects its profile, as ``tune`` does. All others are predicted before they run. Sums of gradients are
@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from microbench.emulation.cluster import Cluster as EmulatedCluster
 from microbench.emulation.links import nominal
+from microbench.harness.options import select
 from microbench.harness.steal_time import merge_laps
+from microbench.harness.turns import equal_hosts
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from microbench.training.worker import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import Pipeline, PipelineTimeline
+from reshard.scheduler import Pipeline, PipelineTimeline, Schedule
 from reshard.scheduler.autoparallel import (
     ClassTimes,
     Cluster,
@@ -35,7 +37,7 @@ from reshard.scheduler.autoparallel import (
 from reshard.scheduler.autoparallel.problem import Stages
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.sharding import Mesh
-from reshard.topology import Topology, topology_from_json
+from reshard.topology import Topology
 
 ROWS, MICROBATCHES, REPEATS = 16, 8, 3
 #: Stages of all models, which have 8 layers. The first ones correct the profile.
@@ -106,14 +108,28 @@ def make_pipeline(problem: Problem, stages: Stages) -> Pipeline:
 
 
 def measure(
-    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, plain: Topology, repeats: int = REPEATS
+    cluster: EmulatedCluster,
+    problem: Problem,
+    stages: Stages,
+    schedules: Mapping[str, Schedule],
+    topology: Topology,
+    repeats: int = REPEATS,
+) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
+    """Seconds of the kept steps under each schedule, in turns, and the timeline of the least disturbed step of each."""
+    methods = tuple(Method(name, schedule, None) for name, schedule in schedules.items())
+    training = Training(make_pipeline(problem, stages), methods, topology, None, repeats)
+    results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
+    laps = {name: merge_laps([result["laps"][name] for result in results]) for name in schedules}
+    return {name: [lap.seconds for lap in each.kept()] for name, each in laps.items()}, results[0]["timelines"]
+
+
+def measure_strategy(
+    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, topology: Topology, repeats: int = REPEATS
 ) -> tuple[list[float], PipelineTimeline]:
     """Seconds of the kept steps of a strategy, and the timeline of the least disturbed one."""
-    method = Method("strategy", strategy.schedule, None)
-    training = Training(make_pipeline(problem, strategy.stages), (method,), plain, None, repeats)
-    results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
-    laps = merge_laps([result["laps"]["strategy"] for result in results])
-    return [lap.seconds for lap in laps.kept()], results[0]["timelines"]["strategy"]
+    schedules = {"strategy": strategy.schedule}
+    seconds, timelines = measure(cluster, problem, strategy.stages, schedules, topology, repeats)
+    return seconds["strategy"], timelines["strategy"]
 
 
 def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[list[tuple[str, float, float]], float]:
@@ -127,7 +143,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
         problem = true
         for number, text in track(enumerate(cases), "strategies", len(cases)):
             _, strategy = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
-            seconds, timeline = measure(cluster, true, strategy, plain)
+            seconds, timeline = measure_strategy(cluster, true, strategy, plain)
             if number == 0:
                 problem = replace(problem, profile=correct_profile(true, strategy, [timeline]))
                 print_line(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms")
@@ -139,7 +155,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
                 f"{strategy.seconds / rows[-1][2]:.3f}",
             )
         chosen = choose_strategy(problem)
-        taken = statistics.median(measure(cluster, true, chosen, plain)[0])
+        taken = statistics.median(measure_strategy(cluster, true, chosen, plain)[0])
         best = min(rows, key=lambda row: row[2])
         print_line(
             f"{model.name}: the choice, predicted {chosen.seconds:.3f} s, takes {taken:.3f} s; the best of the others "
@@ -148,17 +164,19 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
     return rows, taken
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each NIC (1 Gbit/s)")
+    parser.add_argument("--model", action="append", help="run only models with this text; may be repeated")
+
+
+def run(options: argparse.Namespace) -> None:
     """Print every strategy, the part that is predicted within 5 and 10 %, and the rank correlation."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each NIC (default: 1 Gbit/s)")
-    options = parser.parse_args()
     from scipy.stats import spearmanr
 
-    shaped = topology_from_json({"hosts": [{"devices": 2, "nics": [options.rate]}] * 2})
+    models = {model.name: model for model in MODELS}
     every, correlations = [], []
-    for model in MODELS:
-        rows, _ = run_model(model, shaped, CASES)
+    for name in select(models, options.model):
+        rows, _ = run_model(models[name], equal_hosts(options.rate, 2, 2), CASES)
         every += rows
         correlations.append(float(spearmanr([row[1] for row in rows], [row[2] for row in rows])[0]))
     ratios = [predicted / measured for _, predicted, measured in every]
@@ -167,7 +185,3 @@ def main() -> None:
         f"{len(ratios)} strategies: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
         f"{max(ratios):.3f}; rank correlation of each model {', '.join(f'{each:.3f}' for each in correlations)}"
     )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""The choice of the search against all divisions, measured: ``python -m microbench.strategies.all_divisions``.
+"""The choice of the search beside all divisions into stages, measured.
 
 Six cases: three models of five layers on two clusters of four devices. One step of an even division corrects the
 profile, as ``tune`` does, and the search chooses. Then every division of the layers and devices into at least two
@@ -18,14 +18,19 @@ import itertools
 import statistics
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from microbench.emulation.cluster import Cluster as EmulatedCluster
 from microbench.emulation.links import nominal
-from microbench.harness.steal_time import merge_laps
-from microbench.strategies.accuracy import MICROBATCHES, ROWS, Model, make_pipeline, measure
+from microbench.strategies.accuracy import (
+    MICROBATCHES,
+    REPEATS,
+    ROWS,
+    Model,
+    make_pipeline,
+    measure,
+    measure_strategy,
+)
 from microbench.strategies.by_hand import make_by_hand, parse_stages
-from microbench.training.worker import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import block_transfers, one_f_one_b
 from reshard.scheduler.autoparallel import Choice, Cluster, Problem, StagePlan, Strategy, choose_strategy
@@ -43,8 +48,8 @@ CLUSTERS = {
     f"two hosts, {rate}": {"hosts": [{"devices": 2, "nics": [rate]}] * 2} for rate in ("1 Gbit/s", "500 Mbit/s")
 }
 FIRST = "3:2, 2:2"
-#: Steps of each division, and of the divisions that run again; number of the latter, without the choice.
-REPEATS, FINAL_REPEATS, NUM_FINAL = 3, 7, 2
+#: Steps of the divisions that run again, and their number, without the choice.
+FINAL_REPEATS, NUM_FINAL = 7, 2
 
 
 def divisions(problem: Problem) -> Iterator[Stages]:
@@ -67,16 +72,6 @@ def divisions(problem: Problem) -> Iterator[Stages]:
             )
 
 
-def run_as_alpa(cluster: EmulatedCluster, problem: Problem, strategy: Strategy) -> float:
-    """Median seconds of a step under 1F1B whose transfers block the compute stream."""
-    pipeline = make_pipeline(problem, strategy.stages)
-    schedule = block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)
-    training = Training(pipeline, (Method("alpa", schedule, None),), problem.cluster.topology, None, REPEATS)
-    results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
-    laps = merge_laps([result["laps"]["alpa"] for result in results])
-    return statistics.median(lap.seconds for lap in laps.kept())
-
-
 def describe(strategy: Strategy) -> str:
     """Layers and ranks of all stages, and the schedule."""
     stages = ", ".join(f"{stage.num_layers}:{stage.num_ranks}" for stage in strategy.stages)
@@ -92,21 +87,22 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
     title = f"{model.name}, {kind}"
     with EmulatedCluster(shaped) as cluster:
 
-        def run(strategy: Strategy, repeats: int) -> tuple[float, Any]:
-            seconds, timeline = measure(cluster, true, strategy, plain, repeats)
-            return statistics.median(seconds), timeline
+        def seconds_of(strategy: Strategy, repeats: int) -> float:
+            return statistics.median(measure_strategy(cluster, true, strategy, plain, repeats)[0])
 
         _, first = make_by_hand(true, devices, parse_stages(FIRST), MICROBATCHES)
-        profile = correct_profile(true, first, [run(first, REPEATS)[1]])
+        profile = correct_profile(true, first, [measure_strategy(cluster, true, first, plain)[1]])
         problem = replace(true, profile=profile)
         chosen, alpa = choose_strategy(problem), choose_strategy(problem, "alpa")
         found: list[tuple[float, Strategy]] = []
         for stages in track([*divisions(problem)], title):
             _, strategy = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
-            found.append((run(strategy, REPEATS)[0], strategy))
+            found.append((seconds_of(strategy, REPEATS), strategy))
         found.sort(key=lambda each: each[0])
-        slow = run_as_alpa(cluster, true, alpa)
-        final = [(run(each, FINAL_REPEATS)[0], each) for each in (chosen, *(s for _, s in found[:NUM_FINAL]))]
+        pipeline = make_pipeline(true, alpa.stages)  # blocking transfers stop the compute stream
+        schedules = {"alpa": block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)}
+        slow = statistics.median(measure(cluster, true, alpa.stages, schedules, plain)[0]["alpa"])
+        final = [(seconds_of(each, FINAL_REPEATS), each) for each in (chosen, *(s for _, s in found[:NUM_FINAL]))]
     took, (best, strategy) = final[0][0], min(final, key=lambda each: each[0])
     print_line(
         f"{title}: {len(found)} divisions, {found[0][0]:.3f} to {found[-1][0]:.3f} s; choice {describe(chosen)} "
@@ -116,20 +112,15 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
     return took / best - 1, slow / took
 
 
-def main() -> None:
-    """Print a line for each case, the largest loss, and the gains over Alpa's choice."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--case", type=int, choices=range(1, 7), help="run one case only (default: all six)")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a line for each case, the largest loss, and the gains over Alpa's choice."""
     cases = [(model, kind) for kind in CLUSTERS for model in MODELS]
-    if options.case is not None:
-        cases = [cases[options.case - 1]]
-    results = [run_case(*case) for case in cases]
+    results = [run_case(*case) for case in (cases if options.case is None else cases[options.case - 1 :][:1])]
     print_line(
         f"largest loss of the choice {max(loss for loss, _ in results):.1%}; over alpa with blocking 1F1B: "
         f"{', '.join(f'{gain:.2f}' for _, gain in results)}"
     )
-
-
-if __name__ == "__main__":
-    main()

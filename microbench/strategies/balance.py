@@ -1,4 +1,4 @@
-"""Compare search methods under several memory limits: ``python -m microbench.strategies.balance``. All is simulated.
+"""Search methods under several memory limits. All is simulated.
 
 Four models, with the shapes of BERT-Large, T5-Large, ViT-Huge and Swin-Large, on two hosts of four devices with 100
 Gbit/s, and four limits of memory each. At the smallest limit only some methods find a strategy that fits. The table
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import replace
 
+from microbench.harness.options import add_number
 from microbench.planner.strategy_search import FLOPS, GBIT, make_topology
 from reshard.cli.progress import print_line, track
 from reshard.errors import ArgumentError
@@ -82,12 +83,13 @@ def describe(problem: Problem, method: str) -> str:
     return f"{problem.rows / found.seconds:.1f} ({time:.2f}, {memory:.2f})"
 
 
-def main() -> None:
-    """Print a line of the table for each model and limit."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limits", help="gigabytes of a device, of all models, such as 0.5,1,2 (default: by model)")
-    parser.add_argument("--rows", type=int, default=64, help="rows of a step (default: 64)")
-    options = parser.parse_args()
+    add_number(parser, "--rows", 64, "rows of a step", high=10**5)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a line of the table for each model and limit."""
     given = [float(each) for each in options.limits.split(",")] if options.limits else None
     topology = make_topology([100 * GBIT] * 2, 4)
     counts = tuple(count for count in COUNTS if options.rows % count == 0)
@@ -100,7 +102,3 @@ def main() -> None:
             problem = Problem(graph, cluster, profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts)
             cells = " | ".join(describe(problem, method) for method in METHODS)
             print_line(f"| {name} | {limit:g} | {cells} |")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Predicted against counted bytes of tensors: ``python -m microbench.strategies.memory``.
+"""Predicted against counted bytes of tensors.
 
 Trains strategies on local processes, and counts the storages that each rank keeps: parameters, gradients, states of the
 optimizer, activations, gathered parameters and receives.
@@ -44,13 +44,18 @@ CASES = {
 }
 
 
-def main() -> None:
+PRESETS = {"GPT": GPT, "tied GPT": TIED_GPT, "U-Transformer": U_TRANSFORMER}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", action="append", choices=list(CASES), help="model to train; may be repeated (all)")
+
+
+def run(options: argparse.Namespace) -> None:
     """Print predicted and counted megabytes of the fullest rank of each strategy."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
     ratios = []
-    for name, preset in (("GPT", GPT), ("tied GPT", TIED_GPT), ("U-Transformer", U_TRANSFORMER)):
-        job = Job("memory", preset, 2, "")
+    for name in options.model or CASES:
+        job = Job("memory", PRESETS[name], 2, "")
         problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
         for text, count in track(CASES[name], "strategies"):
             stages = parse_stages(text)
@@ -67,7 +72,3 @@ def main() -> None:
             )
     within = sum(0.95 <= ratio <= 1.05 for ratio in ratios)
     print_line(f"{within} of {len(ratios)} ranks within 5 %, least {min(ratios):.3f}, most {max(ratios):.3f}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""What the placement of transfers and a true profile gain: ``python -m microbench.strategies.true_profile``.
+"""What the placement of transfers and a true profile gain.
 
 A GPT with the proportions of GPT-2 XL (48 layers of width 1600, 1,024 tokens, a head for 50,257 tokens) on two emulated
 hosts of two devices. Devices sleep for the seconds of their layers; tensors cross rate-limited links. The model is that
@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import statistics
 from dataclasses import replace
-from typing import Any
 
 from microbench.emulation.cluster import Cluster as EmulatedCluster
 from microbench.emulation.links import nominal
-from microbench.harness.steal_time import merge_laps
-from microbench.strategies.accuracy import make_pipeline
+from microbench.harness.options import add_number
+from microbench.harness.turns import equal_hosts
+from microbench.strategies.accuracy import make_pipeline, measure
 from microbench.strategies.by_hand import make_by_hand, parse_stages
-from microbench.training.worker import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import PipelineTimeline, block_transfers, one_f_one_b
 from reshard.scheduler.autoparallel import (
@@ -40,7 +39,7 @@ from reshard.scheduler.autoparallel import (
     choose_strategy,
 )
 from reshard.scheduler.autoparallel.tuning import correct_profile
-from reshard.topology import Topology, parse_rate, topology_from_json
+from reshard.topology import Topology, parse_rate
 
 ROWS, LAYERS = 8, 48
 WIDTH, TOKENS, VOCABULARY = 1600, 1024, 50257
@@ -87,35 +86,32 @@ def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
     return replace(timeline, spans=tuple(spans))
 
 
-def measure(
+def measure_ways(
     cluster: EmulatedCluster, problem: Problem, strategy: Strategy, topology: Topology, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
     """Seconds of the steps in each way, and a timeline of each; the ways run in turns."""
     pipeline = make_pipeline(problem, strategy.stages)
     plain = one_f_one_b(pipeline, ROWS)
     schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: strategy.schedule}
-    methods = tuple(Method(name, schedule, None) for name, schedule in schedules.items())
-    training = Training(pipeline, methods, topology, None, repeats)
-    results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
-    laps = {name: merge_laps([result["laps"][name] for result in results]) for name in schedules}
-    return {name: [lap.seconds for lap in each.kept()] for name, each in laps.items()}, results[0]["timelines"]
+    return measure(cluster, problem, strategy.stages, schedules, topology, repeats)
 
 
-def main() -> None:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each emulated NIC (1 Gbit/s)")
+    parser.add_argument("--link", default="10 Gbit/s", help="rate of each modelled NIC (10 Gbit/s)")
+    add_number(parser, "--scale", 4.0, "factor of all modelled times", low=1e-3)
+    add_number(parser, "--repeats", 5, "steps of each choice and schedule")
+
+
+def run(options: argparse.Namespace) -> None:
     """Print the seconds of a step for each choice and way, and the gains over ``alpa`` on the wrong profile."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="1 Gbit/s", help="rate of each emulated NIC (default: 1 Gbit/s)")
-    parser.add_argument("--link", default="10 Gbit/s", help="rate of each modelled NIC (default: 10 Gbit/s)")
-    parser.add_argument("--scale", type=float, default=4.0, help="factor of all modelled times (default: 4)")
-    parser.add_argument("--repeats", type=int, default=5, help="steps of each choice and schedule (default: 5)")
-    options = parser.parse_args()
-    shaped = topology_from_json({"hosts": [{"devices": 2, "nics": [options.rate]}] * 2})
+    shaped = equal_hosts(options.rate, 2, 2)
     plain = nominal(shaped)
     true = make_problem(plain, parse_rate(options.rate) / parse_rate(options.link), options.scale)
     measured: dict[str, dict[str, float]] = {}
     with EmulatedCluster(shaped) as cluster:
         _, first = make_by_hand(true, true.cluster, parse_stages(FIRST), ROWS)
-        seconds, timelines = measure(cluster, true, first, plain, options.repeats)
+        seconds, timelines = measure_ways(cluster, true, first, plain, options.repeats)
         problems = {
             "wrong": replace(true, profile=correct_profile(true, first, [merge_waits(timelines[BLOCKING])])),
             "true": replace(true, profile=correct_profile(true, first, [timelines[OVERLAPPED]])),
@@ -130,7 +126,7 @@ def main() -> None:
         for name, strategy in track(choices.items(), "choices", len(choices)):
             key = str(strategy.stages), strategy.schedule_text
             if key not in done:
-                done[key] = measure(cluster, true, strategy, plain, options.repeats)[0]
+                done[key] = measure_ways(cluster, true, strategy, plain, options.repeats)[0]
             measured[name] = {way: statistics.median(each) for way, each in done[key].items()}
             layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in strategy.stages)
             cells = ", ".join(
@@ -142,7 +138,3 @@ def main() -> None:
     for name, found in measured.items():
         gains = ", ".join(f"{way} {100 * (base / each - 1):+.1f} %" for way, each in found.items())
         print_line(f"{name:22} over the wrong profile, alpa, {BLOCKING}: {gains}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""Compare pipeline schedules on emulated hosts: ``python -m microbench.training.compare_schedules gpt``.
+"""Pipeline schedules of GPT and U-Transformer beside each other on emulated hosts.
 
 The models are small. Layouts, stage graphs and communication-to-compute ratios are those of the 2023 study, with 64
 microbatches. Settings with real computation have two stages of one device each. Settings with timed computation have
@@ -11,18 +11,18 @@ import argparse
 import json
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import reshard
-from microbench.emulation.cluster import Cluster, ClusterError
+from microbench.emulation.cluster import Cluster
 from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
+from microbench.harness.machine import describe_machine, stderr
+from microbench.harness.options import add_number, select
 from microbench.harness.steal_time import merge_laps
-from microbench.harness.suite import MAX_DEVIATION, describe_machine, stderr
+from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
 from microbench.training.workload import Workload
@@ -321,40 +321,26 @@ def write_traces(folder: Path, name: str, timelines: dict[str, tuple[Any, Any]])
             (folder / file).write_text(to_chrome_trace(timeline))
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the settings of a model and print a table for each."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.training.compare_schedules",
-        description=__doc__,
-        epilog="example: python -m microbench.training.compare_schedules gpt --setting 'timed 2' --trace build/traces",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", choices=sorted(RATIOS), help="model to train")
     parser.add_argument("--setting", action="append", help="timed 2, timed 4 or real 2; may be repeated (default: all)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed iterations of each method (default: 5)")
+    add_number(parser, "--repeats", 5, "timed iterations of each method")
     parser.add_argument("--out", type=Path, help="write JSON lines to this file")
     parser.add_argument("--trace", type=Path, help="write measured and predicted Chrome traces to this folder")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the settings of a model and print a table for each; returns 1 if link rates changed."""
     known = settings(options.model)
-    wanted = options.setting or list(known)
-    if not set(wanted) <= set(known) or not 1 <= options.repeats <= 1000:
-        parser.error(f"--setting must be one of {', '.join(known)}; --repeats must be 1 to 1000")
-    records: list[dict[str, Any]] = [describe_machine(sys.argv[1:])]
-    try:
-        for name in track(wanted, "settings"):
-            record = run_setting(known[name], options.repeats, stderr)
-            record["setting"] = name
-            timelines = record.pop("timelines")
-            if options.trace:
-                write_traces(options.trace, f"{options.model} {name}", timelines)
-            records.append(record)
-            print_line(format_setting(record) + "\n")
-    except (ClusterError, reshard.ReshardError) as error:
-        stderr(f"compare_schedules: {error}")
-        return 2
+    records: list[dict[str, Any]] = [describe_machine(options.words)]
+    for name in track(select(known, options.setting), "settings"):
+        record = run_setting(known[name], options.repeats, stderr)
+        record["setting"] = name
+        timelines = record.pop("timelines")
+        if options.trace:
+            write_traces(options.trace, f"{options.model} {name}", timelines)
+        records.append(record)
+        print_line(format_setting(record) + "\n")
     if options.out:
         options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
     return 0 if all(record.get("valid", True) for record in records) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Loss and speed of training with compression: ``python -m microbench.training.compression_loss loss`` or ``speed``.
+"""Loss and speed of training with compression.
 
 The GPT of ``reshard train`` trains on the text that Python ships, with four pipeline stages, the last of two replicas.
 All contenders of a seed begin with the same parameters and train on the same batches.
@@ -24,24 +24,22 @@ import argparse
 import contextlib
 import importlib.util
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
-from microbench.emulation.cluster import Cluster, ClusterError
-from microbench.harness.suite import describe_machine, stderr
+from microbench.harness.machine import stderr
+from microbench.harness.options import add_number
+from microbench.harness.turns import equal_hosts, run_on_hosts
 from microbench.kernels.zfp import zfp_as_int8
 from reshard.cli.progress import print_line, track
-from reshard.errors import ReshardError
 from reshard.scheduler.pipe.engine import PipelineEngine
 from reshard.scheduler.training.command import add_arguments, make_job
 from reshard.scheduler.training.loop import Job, train
 from reshard.scheduler.training.presets import find_preset
 from reshard.testing.processes import run_processes
-from reshard.topology import topology_from_json
 
 STAGES, NUM_RANKS = "1x1,1x1,1x1,2x1", 5
 ROWS, MICROBATCHES, SEQUENCE = 16, 4, 64
@@ -137,10 +135,8 @@ def measure_speeds(names: list[str], rate: str, steps: int, turns: int) -> dict[
     seconds: dict[str, list[float]] = {name: [] for name in links}
     for _ in track(range(turns), "turns"):
         for name, link in links.items():
-            topology = topology_from_json({"hosts": [{"count": NUM_RANKS, "devices": 1, "nics": [link]}]})
-            with Cluster(topology) as cluster:
-                job = _make_job(name, steps, 0, 1)
-                runs = cluster.run(run_reporting_job, job, name.startswith("ZFP"), timeout_seconds=3600.0)
+            how = _make_job(name, steps, 0, 1), name.startswith("ZFP")
+            runs = run_on_hosts(equal_hosts(link, NUM_RANKS, 1), run_reporting_job, *how, timeout_seconds=3600.0)
             seconds[name].append(max(run.seconds for run in runs))
     return seconds
 
@@ -157,41 +153,25 @@ def show_speeds(seconds: Mapping[str, list[float]]) -> None:
     print_line(f"communication takes {1 - fast / base:.0%} of a step without codecs")
 
 
-def main() -> int:
-    """Print a row per contender."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.training.compression_loss",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="example: python -m microbench.training.compression_loss loss --seeds 3",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("measure", choices=("loss", "speed"))
     parser.add_argument("--steps", type=int, help="steps of a run (loss: 400, speed: 10)")
-    parser.add_argument("--seeds", type=int, default=3, help="loss: runs of each contender (3)")
+    add_number(parser, "--seeds", 3, "loss: runs of each contender")
     parser.add_argument("--learning-rate", type=float, help="loss: peak learning rate (0.003, that of the preset)")
-    parser.add_argument("--turns", type=int, default=5, help="speed: runs of each contender (5)")
+    add_number(parser, "--turns", 5, "speed: runs of each contender")
     parser.add_argument("--rate", default="0.2 Gbit/s", help="speed: rate of each host's link (0.2 Gbit/s)")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a row per contender."""
     is_loss = options.measure == "loss"
     steps = options.steps or (400 if is_loss else 10)
-    if steps < 1 or options.seeds < 1 or options.turns < 1:
-        parser.error("--steps, --seeds and --turns must be positive")
     names = list(CONTENDERS)
     if importlib.util.find_spec("zfpy") is None:
         stderr("compression_loss: zfpy is not installed, so the rows of ZFP are missing")
         names = [name for name in names if not name.startswith("ZFP")]
-    run = describe_machine([])
-    print_line(f"{STAGES}, {steps} steps, {run['machine']}, load {run['load']}, {run['date']}")
-    try:
-        if is_loss:
-            show_losses(measure_losses([RAW, AGAIN, *names[1:]], steps, options.seeds, options.learning_rate))
-        else:
-            show_speeds(measure_speeds(names, options.rate, steps, options.turns))
-    except (ClusterError, ReshardError) as error:
-        stderr(f"compression_loss: {error}")
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    print_line(f"{STAGES}, {steps} steps")
+    if is_loss:
+        show_losses(measure_losses([RAW, AGAIN, *names[1:]], steps, options.seeds, options.learning_rate))
+    else:
+        show_speeds(measure_speeds(names, options.rate, steps, options.turns))

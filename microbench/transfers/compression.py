@@ -1,4 +1,4 @@
-"""Time coded transfers beside raw ones on emulated hosts: ``python -m microbench.transfers.compression``.
+"""Coded transfers beside raw ones on emulated hosts.
 
 Four hosts with two ranks each move 64 MiB of fp32 from two hosts to the other two. The contenders of a case run in
 turns. Every receiver checks that it holds, bit for bit, what the codec makes of the values. A row prints the median
@@ -9,26 +9,34 @@ prediction counts coding at the rates of the slowest rank, all ranks measuring a
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import math
 import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import reshard
-from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.emulation.links import PAYLOAD_SHARE
-from microbench.harness.suite import describe_machine, stderr
-from microbench.harness.worker import Stopwatch
+from microbench.harness.options import add_number, add_rates
+from microbench.harness.turns import (
+    Times,
+    equal_hosts,
+    format_seconds,
+    medians_of,
+    run_on_hosts,
+    slowest,
+    time_in_turns,
+)
 from reshard.cli.progress import track
 from reshard.codecs import parse_codec
 from reshard.cost import find_bound
 from reshard.plan import Plan
 from reshard.planner import predict
 from reshard.sharding import cut_shards
-from reshard.topology import CodecRate, Topology, topology_from_json
+from reshard.topology import CodecRate, Topology
 
 #: Name, then mesh and spec of the source and of the destination.
 CASES = (
@@ -37,6 +45,15 @@ CASES = (
     ("replicas", "2x2", "R S1", "2x2", "S0 R"),
 )
 COLUMNS = 4096
+RATES = ("0.4 Gbit/s", "1 Gbit/s")
+CODECS = ("int8x128", "int4x128")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--mib", 64, "MiB of the tensor", high=4096)
+    add_rates(parser, RATES)
+    parser.add_argument("--codec", action="append", help=f"codec ({', '.join(CODECS)}); may be repeated")
+    add_number(parser, "--repeats", 5, "timed turns of each contender")
 
 
 def case_layouts(number: int, mib: int) -> tuple[reshard.Layout, reshard.Layout, tuple[int, int]]:
@@ -53,54 +70,34 @@ def payload_topology(topology: Topology) -> Topology:
     return reshard.Topology.uniform(topology.host_of_rank, rate)
 
 
-def _plans(mib: int, codecs: tuple[str, ...], topology: Topology) -> list[dict[str, Plan]]:
-    options = {"raw": None, **{name: name for name in codecs}}
-    plans = []
-    for number in range(len(CASES)):
-        src, dst, shape = case_layouts(number, mib)
-        plans.append(
-            {
-                name: reshard.make_plan(src, dst, shape, "float32", topology=topology, compression=codec)
-                for name, codec in options.items()
-            }
-        )
-    return plans
+def time_movers(rank: int, plans: dict[str, Plan], repeats: int, is_checked: bool = True) -> Times:
+    """Seconds of each turn of a Mover of each plan on this rank.
+
+    Args:
+        is_checked: whether each result is compared with what the codec of that name makes of the values.
+    """
+    spec = next(iter(plans.values())).tensors[0]
+    whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
+    source = _cut_shard(spec.src, rank, whole)
+    with contextlib.ExitStack() as stack:
+        movers = {name: stack.enter_context(reshard.Mover(plan)) for name, plan in plans.items()}
+        out = next(iter(movers.values())).empty_out()
+
+        def check(name: str) -> None:
+            if out is not None and is_checked:
+                wanted = _cut_shard(spec.dst, rank, whole if name == "raw" else _round_trip(whole, name))
+                assert wanted is not None and torch.equal(out, wanted), name
+
+        methods = {name: functools.partial(mover, source, out=out) for name, mover in movers.items()}
+        return time_in_turns(methods, repeats, check=check)
 
 
-def cut_shard(layout: Any, rank: int, whole: torch.Tensor) -> torch.Tensor | None:
+def _cut_shard(layout: Any, rank: int, whole: torch.Tensor) -> torch.Tensor | None:
     """A rank's shard of a whole tensor; the layouts here give each rank one box."""
     if rank not in layout.ranks:
         return None
     ((box, _),) = cut_shards(layout, tuple(whole.shape)).boxes_of(rank)
     return whole[tuple(slice(lo, hi) for lo, hi in box)].contiguous()
-
-
-def measure(
-    rank: int, report: Callable[[Any], None], plans: list[dict[str, Plan]], repeats: int
-) -> tuple[list[dict[str, list[float]]], tuple[CodecRate, ...]]:
-    """Seconds of each turn on this rank, by case and contender; and the rates of the codecs on the slowest rank."""
-    stopwatch, results = Stopwatch(), []
-    rates = reshard.find_topology(codecs=[name for name in plans[0] if name != "raw"]).codec_rates
-    for case in track(plans, "cases", show=rank == 0):
-        spec = case["raw"].tensors[0]
-        whole = torch.randn(spec.shape, generator=torch.Generator().manual_seed(0))
-        source, seconds = cut_shard(spec.src, rank, whole), {name: [] for name in case}  # type: ignore[var-annotated]
-        movers = {name: reshard.Mover(plan) for name, plan in case.items()}
-        out = next(iter(movers.values())).empty_out()
-        for turn in range(repeats + 1):
-            for name, mover in movers.items():
-                stopwatch.start()
-                mover(source, out=out)
-                took = stopwatch.stop().seconds
-                if turn:
-                    seconds[name].append(took)
-                elif out is not None:
-                    wanted = whole if name == "raw" else _round_trip(whole, name)
-                    assert torch.equal(out, cut_shard(spec.dst, rank, wanted)), name  # type: ignore[arg-type]
-        for mover in movers.values():
-            mover.close()
-        results.append(seconds)
-    return results, rates
 
 
 def _round_trip(whole: torch.Tensor, name: str) -> torch.Tensor:
@@ -111,63 +108,46 @@ def _round_trip(whole: torch.Tensor, name: str) -> torch.Tensor:
     return decoded
 
 
-def main() -> int:
+def measure(
+    rank: int, report: Callable[[Any], None], plans: list[dict[str, Plan]], repeats: int
+) -> tuple[list[Times], tuple[CodecRate, ...]]:
+    """Seconds of each turn on this rank, by case and contender; and the rates of the codecs on the slowest rank."""
+    rates = reshard.find_topology(codecs=[name for name in plans[0] if name != "raw"]).codec_rates
+    return [time_movers(rank, case, repeats) for case in track(plans, "cases", show=rank == 0)], rates
+
+
+def run(options: argparse.Namespace) -> None:
     """Print a row per rate, case and contender, and geometric means per rate and codec."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.transfers.compression",
-        description=__doc__,
-        epilog="example: python -m microbench.transfers.compression --rate '0.4 Gbit/s' --rate '1 Gbit/s'",
-    )
-    parser.add_argument("--mib", type=int, default=64, help="MiB of the tensor (64)")
-    parser.add_argument("--rate", action="append", help="rate of each host's link (0.4 and 1 Gbit/s); may be repeated")
-    parser.add_argument("--codec", action="append", help="codec (int8x128 and int4x128); may be repeated")
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each contender (5)")
-    options = parser.parse_args()
-    if not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
-        parser.error("--mib must be 1 to 4096, --repeats 1 to 1000")
-    codecs = tuple(options.codec or ("int8x128", "int4x128"))
-    run = describe_machine([])
-    print(f"{options.mib} MiB, 4 hosts x 2 ranks, {run['machine']}, torch {torch.__version__}, {run['date']}")
-    for rate in options.rate or ["0.4 Gbit/s", "1 Gbit/s"]:
-        try:
-            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
-            plans = _plans(options.mib, codecs, payload_topology(topology))
-            with Cluster(topology) as cluster:
-                results = cluster.run(measure, plans, options.repeats, timeout_seconds=900.0)
-        except (ClusterError, reshard.ReshardError) as error:
-            stderr(f"compression: {error}")
-            return 2
-        _print_rate(rate, plans, [seconds for seconds, _ in results], results[0][1])
-    return 0
+    for rate in options.rate or RATES:
+        topology = equal_hosts(rate)
+        plans = []
+        for number in range(len(CASES)):
+            src, dst, shape = case_layouts(number, options.mib)
+            make = functools.partial(reshard.make_plan, src, dst, shape, "float32", topology=payload_topology(topology))
+            codecs = options.codec or CODECS
+            plans.append({"raw": make()} | {name: make(compression=name) for name in codecs})
+        results = run_on_hosts(topology, measure, plans, options.repeats)
+        _print_rate(rate, plans, [times for times, _ in results], results[0][1])
 
 
 def _print_rate(
-    rate: str,
-    plans: list[dict[str, Plan]],
-    results: list[list[dict[str, list[float]]]],
-    codec_rates: tuple[CodecRate, ...],
+    rate: str, plans: list[dict[str, Plan]], results: list[list[Times]], codec_rates: tuple[CodecRate, ...]
 ) -> None:
     rate_of = {each.codec: each for each in codec_rates}
     ratios: dict[str, list[tuple[float, float, float]]] = {}
     for number, (case, *_) in enumerate(CASES):
-        raw = 0.0
+        times = slowest([ranks[number] for ranks in results])
+        median = medians_of(times)
         for name, plan in plans[number].items():
-            turns = [max(times) for times in zip(*(ranks[number][name] for ranks in results), strict=True)]
-            seconds, bound = statistics.median(turns), find_bound(plan).seconds
-            raw = seconds if name == "raw" else raw
-            predicted = predict(plan, rate_of.get(name)).seconds
-            ratios.setdefault(name, []).append((raw / seconds, seconds / bound, seconds / predicted))
-            print(
-                f"{rate:11} {case:16} {name:9} {seconds:.4f} s ({min(turns):.4f}..{max(turns):.4f})  "
-                f"{raw / seconds:5.2f}x raw  {seconds / bound:.3f} of bound  {seconds / predicted:.3f} of prediction"
-            )
-    for name, pairs in ratios.items():
-        columns = zip(*pairs, strict=True)
-        speed, over, off = (math.exp(statistics.fmean(map(math.log, column))) for column in columns)
-        print(
-            f"{rate:11} {'geometric mean':16} {name:9} {speed:.2f}x raw, {over:.3f} of bound, {off:.3f} of prediction"
-        )
+            bound, predicted = find_bound(plan).seconds, predict(plan, rate_of.get(name)).seconds
+            found = median["raw"] / median[name], median[name] / bound, median[name] / predicted
+            ratios.setdefault(name, []).append(found)
+            print(f"{rate:11} {case:16} {name:9} {format_seconds(times[name])}  {_format(found)}")
+    for name, triples in ratios.items():
+        mean = [math.exp(statistics.fmean(map(math.log, column))) for column in zip(*triples, strict=True)]
+        print(f"{rate:11} {'geometric mean':16} {name:9} {_format(mean)}")
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def _format(ratios: Any) -> str:
+    speed, over, off = ratios
+    return f"{speed:5.2f}x raw  {over:.3f} of bound  {off:.3f} of prediction"

@@ -1,4 +1,4 @@
-"""Time sums of gradients on emulated hosts: ``python -m microbench.transfers.gradient_sums``.
+"""Sums of gradients on emulated hosts, beside Gloo's.
 
 Four hosts with two ranks each average 16 MiB of fp32 gradients. The contenders run in turns: Gloo's all-reduce in fp32
 and in bf16, and :class:`reshard.compression.GradientSum` without a codec and with several. A row prints the median
@@ -9,32 +9,39 @@ link), and the relative error. The bits of all ranks are compared.
 from __future__ import annotations
 
 import argparse
-import statistics
-import sys
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from microbench.emulation.cluster import Cluster, ClusterError
 from microbench.emulation.links import PAYLOAD_SHARE
-from microbench.harness.suite import describe_machine, stderr
-from microbench.harness.worker import Stopwatch
-from reshard.cli.progress import track
+from microbench.harness.options import add_number
+from microbench.harness.turns import (
+    Times,
+    equal_hosts,
+    format_seconds,
+    medians_of,
+    run_on_hosts,
+    slowest,
+    time_in_turns,
+)
 from reshard.codecs import parse_codec
 from reshard.compression import GradientSum
-from reshard.errors import ReshardError
-from reshard.topology import topology_from_json
 
 HOSTS, RANKS_PER_HOST = 4, 2
 GLOO = {"Gloo fp32": torch.float32, "Gloo bf16": torch.bfloat16}
 OURS = {"by hosts, raw": None, "int8x128": "int8x128", "int4x128": "int4x128", "int4x128-bf16": "int4x128-bf16"}
 
 
-def measure(
-    rank: int, report: Callable[[Any], None], mib: int, repeats: int
-) -> tuple[dict[str, list[float]], dict[str, float]]:
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--mib", 16, "MiB of gradients per rank", high=1024)
+    parser.add_argument("--rate", default="0.4 Gbit/s", help="rate of each host's link (0.4 Gbit/s)")
+    add_number(parser, "--repeats", 7, "timed turns of each contender")
+
+
+def measure(rank: int, report: Callable[[Any], None], mib: int, repeats: int) -> tuple[Times, dict[str, float]]:
     """Seconds of each turn on this rank, and the relative error of each contender."""
     numel, world = mib * 2**20 // 4, dist.get_world_size()
     hosts = [other // RANKS_PER_HOST for other in range(world)]
@@ -43,71 +50,40 @@ def measure(
         gradient = torch.randn(numel, generator=torch.Generator().manual_seed(other))
         wanted += gradient / world
         own = gradient if other == rank else own
-    sums = {name: GradientSum(codec, host_of_rank=hosts) for name, codec in OURS.items()}
     buffers = {name: torch.empty(numel, dtype=GLOO.get(name, torch.float32)) for name in (*GLOO, *OURS)}
-    stopwatch = Stopwatch()
-    seconds: dict[str, list[float]] = {name: [] for name in buffers}
     errors = {}
-    for turn in track(range(repeats + 1), "turns", show=rank == 0):
-        for name, buffer in buffers.items():
-            buffer.copy_(own)
-            stopwatch.start()
-            if name in sums:
-                sums[name]({"gradients": buffer})
-            else:
-                dist.all_reduce(buffer)
-                buffer.div_(world)
-            took = stopwatch.stop().seconds
-            if turn:
-                seconds[name].append(took)
-                continue
-            errors[name] = float((buffer.float() - wanted).norm() / wanted.norm())
-            first = buffer.clone()
-            dist.broadcast(first, 0)
-            assert torch.equal(first, buffer), f"{name}: rank {rank} has other bits than rank 0"
-    return seconds, errors
+
+    def average(buffer: torch.Tensor) -> None:
+        dist.all_reduce(buffer)
+        buffer.div_(world)
+
+    def check(name: str) -> None:
+        buffer = buffers[name]
+        errors[name] = float((buffer.float() - wanted).norm() / wanted.norm())
+        first = buffer.clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, buffer), f"{name}: rank {rank} has other bits than rank 0"
+
+    methods: dict[str, Callable[[], object]] = {name: functools.partial(average, buffers[name]) for name in GLOO}
+    for name, codec in OURS.items():
+        methods[name] = functools.partial(GradientSum(codec, host_of_rank=hosts), {"gradients": buffers[name]})
+    times = time_in_turns(methods, repeats, prepare=lambda name: buffers[name].copy_(own), check=check, show=rank == 0)
+    return times, errors
 
 
-def main() -> int:
+def run(options: argparse.Namespace) -> None:
     """Print a row per contender."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.transfers.gradient_sums",
-        description=__doc__,
-        epilog="example: python -m microbench.transfers.gradient_sums --rate '1 Gbit/s'",
-    )
-    parser.add_argument("--mib", type=int, default=16, help="MiB of gradients per rank (16)")
-    parser.add_argument("--rate", default="0.4 Gbit/s", help="rate of each host's link (0.4 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=7, help="timed turns of each contender (7)")
-    options = parser.parse_args()
-    if not 1 <= options.mib <= 1024 or not 1 <= options.repeats <= 1000:
-        parser.error("--mib must be 1 to 1024, --repeats 1 to 1000")
-    try:
-        topology = topology_from_json({"hosts": [{"count": HOSTS, "devices": RANKS_PER_HOST, "nics": [options.rate]}]})
-        with Cluster(topology) as cluster:
-            results = cluster.run(measure, options.mib, options.repeats, timeout_seconds=900.0)
-    except (ClusterError, ReshardError) as error:
-        stderr(f"gradient_sums: {error}")
-        return 2
-    run = describe_machine([])
-    print(
-        f"{options.mib} MiB, {HOSTS} hosts x {RANKS_PER_HOST} ranks at {options.rate}, {run['machine']}, {run['date']}"
-    )
+    topology = equal_hosts(options.rate, HOSTS, RANKS_PER_HOST)
+    results = run_on_hosts(topology, measure, options.mib, options.repeats)
+    times = slowest([times for times, _ in results])
+    median = medians_of(times)
     rate = topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
-    base = 0.0
-    for name in results[0][0]:
-        turns = [max(times) for times in zip(*(seconds[name] for seconds, _ in results), strict=True)]
-        median = statistics.median(turns)
-        base = base or median
+    for name, seconds in times.items():
         values, nbytes = (
             parse_codec(OURS[name]).element if OURS.get(name) else (1, GLOO.get(name, torch.float32).itemsize)
         )
         bound = 2 * (HOSTS - 1) / HOSTS * options.mib * 2**20 / 4 / values * nbytes / rate
         print(
-            f"{name:14} {median:.4f} s ({min(turns):.4f}..{max(turns):.4f})  {base / median:5.2f}x  "
-            f"{median / bound:.3f} of bound  error {results[0][1][name]:.2g}"
+            f"{name:14} {format_seconds(seconds)}  {median['Gloo fp32'] / median[name]:5.2f}x  "
+            f"{median[name] / bound:.3f} of bound  error {results[0][1][name]:.2g}"
         )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,8 @@
-"""Compare reshard with hand-written point-to-point code and with torch, between processes over loopback.
-
-    python -m microbench.transfers.loopback --mib 64 --case uneven
+"""Transfers between processes over loopback, beside hand-written point-to-point code and torch.
 
 Every contender moves the same tensor between the same processes into preallocated outputs. Contenders run in turns of
-a few calls each (A B C A B C). The first turn is a warm-up, and every element is checked after the last turn. A turn
-lasts from the start of the first rank to the end of the last rank; its time is divided by its calls.
+a few calls each (A B C A B C). The first turn is a warm-up, and every element is checked after it and after the last
+turn. A turn lasts from the common start of all ranks to the end of the last rank; its time is divided by its calls.
 
 The baseline ``point-to-point`` is a good hand-written exchange over the same Gloo calls. The least loaded holder sends
 each region once per receiver. Receives are posted first, and go directly into the output where the region is
@@ -15,14 +13,9 @@ whole messages and with pieces, and the faster form counts.
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
+import functools
 import shutil
-import statistics
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +25,10 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from microbench.harness.options import add_number, select
+from microbench.harness.turns import medians_of, slowest, time_in_turns
 from microbench.peers.torch_baselines import FullTensor
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.cli.progress import track
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -203,6 +197,11 @@ class Checkpoint:
             shutil.rmtree(self.folder)
 
 
+def _repeat(contender: Callable[[], Any], calls: int) -> None:
+    for _ in range(calls):
+        contender()
+
+
 def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool) -> dict[str, Any]:
     import warnings
 
@@ -222,24 +221,19 @@ def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool)
         spec = TensorSpec(case.shape, "float32", case.src, case.dst)
         contenders["full_tensor + broadcast"] = FullTensor([spec], rank, [source], [out])
         contenders["checkpoint (DCP)"] = Checkpoint(case, rank, source, out)
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     wrong: dict[str, int] = dict.fromkeys(contenders, 0)
-    for turn in track(range(repeats + 1), f"turns of {case.name}", show=rank == 0):
-        for name, contender in contenders.items():
-            if out is not None:
-                out.zero_()
-            dist.barrier()
-            begun = time.monotonic()
-            for _ in range(calls):
-                contender()
-            ended = time.monotonic()
-            spans = [None] * dist.get_world_size()
-            dist.all_gather_object(spans, (begun, ended))
-            if turn:
-                took = max(span[1] for span in spans) - min(span[0] for span in spans)  # type: ignore[index]
-                seconds[name].append(took / calls)
-            if turn == repeats and expected is not None:
-                wrong[name] += count_unlike(out, expected)
+
+    def clear(name: str) -> None:
+        if out is not None:
+            out.zero_()
+
+    def check(name: str) -> None:
+        if expected is not None:
+            wrong[name] += count_unlike(out, expected)
+
+    turns = {name: functools.partial(_repeat, contender, calls) for name, contender in contenders.items()}
+    label = f"turns of {case.name}"
+    seconds = time_in_turns(turns, repeats, prepare=clear, check=check, show=rank == 0, label=label)
     for contender in contenders.values():
         if isinstance(contender, Checkpoint):
             contender.close()
@@ -248,46 +242,34 @@ def _run_rank(rank: int, case: Case, repeats: int, calls: int, everything: bool)
     return {"seconds": seconds, "wrong": wrong, "staging": mover.staging_allocated_bytes if mover else 0}
 
 
-def main() -> int:
-    """Run the cases and print a table; returns 1 if an element was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=9, help="timed turns of each contender (9)")
-    parser.add_argument("--calls", type=int, default=4, help="calls of a contender in one turn (4)")
-    parser.add_argument("--mib", type=int, default=64, help="MiB of the tensor (64)")
-    parser.add_argument("--case", help="run only cases with this text in the name")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--repeats", 9, "timed turns of each contender")
+    add_number(parser, "--calls", 4, "calls of a contender in one turn")
+    add_number(parser, "--mib", 64, "MiB of the tensor", high=4096)
+    parser.add_argument("--case", action="append", help="run only cases with this text in the name; may be repeated")
     parser.add_argument("--quick", action="store_true", help="skip the contenders of torch")
-    parser.add_argument("--json", help="append one JSON line per case to this file")
-    options = parser.parse_args()
-    print(
-        f"{options.mib} MiB float32, {os.cpu_count()} cores, load {os.getloadavg()[0]:.2f}, "
-        f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"medians of {options.repeats} turns of {options.calls} calls, ms per call (min..max)"
-    )
-    failed = 0
-    for case in cases(options.mib):
-        if options.case and options.case not in case.name:
-            continue
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the cases and print a table; returns 1 if an element was wrong."""
+    print(f"ms per call, medians of {options.repeats} turns of {options.calls} calls (min..max)")
+    failed, scale = 0, 1000 / options.calls
+    known = {case.name: case for case in cases(options.mib)}
+    for case in map(known.__getitem__, select(known, options.case)):
         results = run_processes(
             _run_rank, 8, case, options.repeats, options.calls, not options.quick, timeout_seconds=900.0
         )
-        seconds = results[0]["seconds"]
-        medians = {name: statistics.median(times) for name, times in seconds.items()}
-        best = min(medians["point-to-point, whole"], medians["point-to-point, pieces"])
+        seconds = slowest([result["seconds"] for result in results])
+        median = medians_of(seconds)
+        best = min(median["point-to-point, whole"], median["point-to-point, pieces"])
         print(f"{case.name}:")
         for name, times in seconds.items():
             wrong = sum(result["wrong"][name] for result in results)
             failed += wrong > 0
             print(
-                f"  {name:26} {1000 * medians[name]:8.1f} ({1000 * min(times):.1f}..{1000 * max(times):.1f})"
-                f"  {medians[name] / best:6.2f} x point-to-point  {'ok' if not wrong else f'{wrong} WRONG'}"
+                f"  {name:26} {scale * median[name]:8.1f} ({scale * min(times):.1f}..{scale * max(times):.1f})"
+                f"  {median[name] / best:6.2f} x point-to-point  {'ok' if not wrong else f'{wrong} WRONG'}"
             )
-        print(f"  staging buffers: at most {max(result['staging'] for result in results) / 2**20:.1f} MiB per rank")
-        sys.stdout.flush()
-        if options.json:
-            with Path(options.json).open("a") as file:
-                file.write(json.dumps({"case": case.name, "seconds": seconds}) + "\n")
+        staging = max(result["staging"] for result in results) / 2**20
+        print(f"  staging buffers: at most {staging:.1f} MiB per rank", flush=True)
     return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Send a tensor from one Ray actor to actors on three hosts: ``python -m microbench.transfers.ray_actors``.
+"""A tensor from one Ray actor to actors on three hosts.
 
 It compares ``reshard.ray`` with Ray's object store, collectives and direct transport, on a Ray cluster of emulated
 hosts. The methods run in turns, and every received element is checked.
@@ -7,27 +7,20 @@ hosts. The methods run in turns, and every received element is checked.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import reshard
-from microbench.emulation.cluster import ClusterError
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.emulation.ray import ray_cluster
-from microbench.harness.steal_time import Lap, Laps, RetryBudget, idle_seconds, steal_seconds, steal_share
-from microbench.harness.suite import describe_machine, stderr
-from reshard.cli.progress import show_progress
+from microbench.harness.options import add_number
+from microbench.harness.table import Table
+from reshard.cli.progress import track
 from reshard.topology import parse_rate
 
-RETRY_SECONDS = 60.0
 COLLECTIVE = "receivers and sender"
 
 
@@ -87,32 +80,19 @@ def measure(num_receivers: int, mib: int, repeats: int) -> dict[str, dict[str, A
     """Run all methods in turns, from a Ray driver.
 
     Returns:
-        ``{method: {"laps", "first_use_seconds", "wrong"}}``.
+        ``{method: {"seconds": of each turn, first use first, "wrong": number of wrong elements}}``.
     """
     rows = mib * 2**20 // 4096
     # Ray's methods place one actor per host first; each host then has one CPU left for an actor of reshard
     methods = _ray_methods(num_receivers, rows)
     methods["reshard.ray"] = _reshard_method(num_receivers, rows)
-    found: dict[str, dict[str, Any]] = {}
-    retries = RetryBudget(RETRY_SECONDS)
-    with show_progress((repeats + 1) * len(methods), "turns") as advance:
-        for number in range(3 * repeats + 1):
-            for name, (move, count_wrong) in methods.items():
-                if number and not found[name]["laps"].needs_more():
-                    continue
-                begun, idle, stolen = time.monotonic(), idle_seconds(), steal_seconds()
-                move()
-                seconds = time.monotonic() - begun
-                part = steal_share(steal_seconds() - stolen, seconds)
-                busy = 1 - (idle_seconds() - idle) / (seconds * (os.cpu_count() or 1))
-                if number:
-                    found[name]["laps"].done.append(Lap(seconds, busy, part))
-                else:
-                    found[name] = {"laps": Laps(repeats), "first_use_seconds": seconds, "wrong": 0}
-                found[name]["wrong"] += count_wrong()
-                advance(text=name)
-                if part:
-                    retries.wait_until_quiet()
+    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "wrong": 0} for name in methods}
+    for _ in track(range(repeats + 1), "turns"):
+        for name, (move, count_wrong) in methods.items():
+            begun = time.monotonic()
+            move()
+            found[name]["seconds"].append(time.monotonic() - begun)
+            found[name]["wrong"] += count_wrong()
     return found
 
 
@@ -180,58 +160,32 @@ def _ray_methods(num_receivers: int, rows: int) -> dict[str, Method]:
     return methods
 
 
-def format_methods(found: dict[str, dict[str, Any]], bound: float) -> str:
-    """A text table: median, min and max seconds, and median over the lower bound."""
-    lines = [f"{'method':32}{'median s':>10}{'min':>8}{'max':>8}{'x bound':>9}{'first s':>9}  elements"]
-    for name, one in found.items():
-        seconds = [lap.seconds for lap in one["laps"].kept()]
-        median = statistics.median(seconds)
-        lines.append(
-            f"{name:32}{median:10.4f}{min(seconds):8.3f}{max(seconds):8.3f}{median / bound:9.3f}"
-            f"{one['first_use_seconds']:9.3f}  {str(one['wrong']) + ' WRONG' if one['wrong'] else 'all'}"
-        )
-    return "\n".join(lines)
-
-
-def main() -> int:
-    """Print the table; returns 1 if an element was wrong."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.transfers.ray_actors",
-        description=__doc__,
-        epilog="example: python -m microbench.transfers.ray_actors --receivers 2 --mib 16",
-    )
-    parser.add_argument("--receivers", type=int, default=3, help="receiving hosts, each with one actor (3)")
-    parser.add_argument("--mib", type=int, default=64, help="MiB to move (64)")
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--receivers", 3, "receiving hosts, each with one actor", high=16)
+    add_number(parser, "--mib", 64, "MiB to move", high=4096)
     parser.add_argument("--rate", default="1 Gbit/s", help="rate of each host's link (1 Gbit/s)")
-    parser.add_argument("--repeats", type=int, default=5, help="timed turns of each method (5)")
-    parser.add_argument("--out", type=Path, help="write JSON lines to this file")
-    options = parser.parse_args()
-    if not 1 <= options.receivers <= 16 or not 1 <= options.mib <= 4096 or not 1 <= options.repeats <= 1000:
-        parser.error("--receivers must be 1 to 16, --mib 1 to 4096, --repeats 1 to 1000")
-    try:
-        with ray_cluster(options.receivers + 1, options.rate, num_cpus=2) as drive:
-            found = drive(measure, options.receivers, options.mib, options.repeats)
-    except (ClusterError, reshard.ReshardError) as error:
-        stderr(f"ray_actors: {error}")
-        return 2
+    add_number(parser, "--repeats", 5, "timed turns of each method")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the table; returns 1 if an element was wrong."""
+    with ray_cluster(options.receivers + 1, options.rate, num_cpus=2) as drive:
+        found = drive(measure, options.receivers, options.mib, options.repeats)
     bound = options.mib * 2**20 / (parse_rate(options.rate) * PAYLOAD_SHARE)
     print(f"1 actor to {options.receivers} hosts, {options.mib} MiB, {options.rate}: bound {bound:.4f} s")
-    print(format_methods(found, bound))
-    if options.out:
-        records = [describe_machine(sys.argv[1:])]
-        records += [
-            {
-                "kind": "way",
-                "way": name,
-                "bound_seconds": bound,
-                "seconds": [lap.seconds for lap in one["laps"].kept()],
-                "wrong": one["wrong"],
-            }
-            for name, one in found.items()
-        ]
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = Table(
+        {
+            "method": "<30",
+            "median s": ">.4f",
+            "min": ">7.3f",
+            "max": ">7.3f",
+            "x bound": ">.3f",
+            "first s": ">.3f",
+            "wrong": ">",
+        }
+    )
+    for name, one in found.items():
+        first, *seconds = one["seconds"]
+        median = statistics.median(seconds)
+        table.add(name, median, min(seconds), max(seconds), median / bound, first, one["wrong"])
     return 1 if any(one["wrong"] for one in found.values()) else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Time weights sent as differences and sent whole, on emulated hosts: ``python -m microbench.transfers.weight_sync``.
+"""Weights sent as differences beside whole ones, on emulated hosts.
 
 Four trainer ranks on two hosts each hold a quarter of 64 MiB of bf16 weights. Four replicas on two other hosts each
 need all weights. Between versions, a share of the weights changes by one or two units in the last place. A
@@ -11,29 +11,28 @@ from __future__ import annotations
 
 import argparse
 import functools
-import statistics
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 import reshard
-from microbench.emulation.cluster import Cluster, ClusterError
-from microbench.harness.suite import describe_machine, stderr
+from microbench.harness.options import add_number, add_rates
+from microbench.harness.turns import Times, equal_hosts, format_seconds, medians_of, run_on_hosts, slowest
 from microbench.harness.worker import Stopwatch
 from reshard.cli.progress import print_line, track
 from reshard.compression import WeightSync
-from reshard.topology import Topology, topology_from_json
+from reshard.topology import Topology
 
 COLUMNS = 4096
+RATES = ("0.4 Gbit/s", "1 Gbit/s")
 #: Methods in the order in which each version is sent, and their labels.
 LABELS = {"raw": "raw", "sync": "WeightSync", "delta": 'compression="delta"', "bf16-lossless": '="bf16-lossless"'}
 
 
 def measure(
     rank: int, report: Callable[[Any], None], mib: int, share: float, repeats: int, topology: Topology
-) -> dict[str, list[float]]:
+) -> Times:
     """Measure all methods on this rank, once per version.
 
     Args:
@@ -81,44 +80,19 @@ def measure(
     return seconds
 
 
-def main() -> int:
-    """Measure at each link rate, and print a row for each method. Returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.transfers.weight_sync",
-        description=__doc__,
-        epilog="example: python -m microbench.transfers.weight_sync --share 0.04",
-    )
-    parser.add_argument("--mib", type=int, default=64, help="MiB of weights (64)")
-    parser.add_argument("--share", type=float, default=0.01, help="share of the weights that change (0.01)")
-    parser.add_argument("--rate", action="append", help="rate of each host's link (0.4 and 1 Gbit/s); may be repeated")
-    parser.add_argument("--repeats", type=int, default=7, help="timed turns (7)")
-    options = parser.parse_args()
-    if not 1 <= options.mib <= 1024 or not 1 <= options.repeats <= 1000 or not 0 <= options.share <= 1:
-        parser.error("--mib must be 1 to 1024, --repeats 1 to 1000, --share 0 to 1")
-    run = describe_machine([])
-    print_line(f"{options.mib} MiB of bf16, {options.share:.1%} changed, {run['machine']}, {run['date']}")
-    for rate in track(options.rate or ["0.4 Gbit/s", "1 Gbit/s"], "rates"):
-        try:
-            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
-            with Cluster(topology) as cluster:
-                arguments = options.mib, options.share, options.repeats, topology
-                results = cluster.run(measure, *arguments, timeout_seconds=900.0)
-        except (ClusterError, reshard.ReshardError) as error:
-            stderr(f"weight_sync: {error}")
-            return 2
-        turns = {
-            name: [max(times) for times in zip(*(one[name] for one in results), strict=True)] for name in results[0]
-        }
-        raw, ratio = statistics.median(turns["raw"]), statistics.median(turns["ratio"])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--mib", 64, "MiB of weights", high=1024)
+    add_number(parser, "--share", 0.01, "share of the weights that change", low=0, high=1)
+    add_rates(parser, RATES)
+    add_number(parser, "--repeats", 7, "timed turns")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure at each link rate, and print a row for each method."""
+    for rate in track(options.rate or RATES, "rates"):
+        topology = equal_hosts(rate)
+        times = slowest(run_on_hosts(topology, measure, options.mib, options.share, options.repeats, topology))
+        median = medians_of(times)
         for name, label in LABELS.items():
-            median = statistics.median(turns[name])
-            print_line(
-                f"{rate:11} {label:21} {median:.4f} s ({min(turns[name]):.4f}..{max(turns[name]):.4f})  "
-                f"{raw / median:5.1f}x raw"
-            )
-        print_line(f"{rate:11} the differences are 1/{ratio:.0f} of the weights")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            print_line(f"{rate:11} {label:21} {format_seconds(times[name])}  {median['raw'] / median[name]:5.1f}x raw")
+        print_line(f"{rate:11} the differences are 1/{median['ratio']:.0f} of the weights")

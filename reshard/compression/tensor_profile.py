@@ -24,7 +24,7 @@ from reshard.errors import ArgumentError
 #: Kinds of tensors in a dump. ``weights_before`` are the weights before the optimizer's step.
 KINDS = ("gradients", "activations", "activation_gradients", "weights", "weights_before", "optimizer")
 #: Largest relative L2 error that training tolerated, by kind: gradients at 4 bits, the others at 8
-#: (docs/compression.md).
+#: (docs/compression-method.md).
 MAX_ERROR = {"gradients": 0.11, "activations": 0.015, "activation_gradients": 0.015, "weights": 0.012}
 #: A codec with at least this fraction of the best compression ratio counts as equally small.
 SAME_SIZE = 0.9

@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="dp x tp of each stage, or rows x cols x depth of a grid: 1x2,2x2,2x2x1 (default: those of the preset)",
     )
     add("--layers", help="layers of each stage, for example 4,4,4 (default: that of the preset, or equal shares)")
-    add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/pipeline.md")
+    add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/training-presets.md")
     add("--steps", type=int, default=100, help="number of the last step (default: 100)")
     add("--batch", type=int, help="rows of a batch (default: that of the preset)")
     add("--microbatches", type=int, help="microbatches of a step (default: that of the preset)")

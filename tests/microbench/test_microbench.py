@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,18 +14,18 @@ from pathlib import Path
 import pytest
 import torch
 
-import microbench.__main__ as bench
-from microbench.__main__ import main
+from microbench.__main__ import CASES, main
 from microbench.cases.rows import CLUSTERS, read_cluster
 from microbench.emulation.links import cluster_link_commands, etc_hosts, host_link_commands, nominal
 from microbench.harness.calibrate import deviations, mean_topology, measured_topology, plan_tests
-from microbench.harness.plots import _place_bars, draw_bars
-from microbench.harness.report import TRACED, format_markdown, format_suites, format_table, replace_section
+from microbench.harness.plots import draw_summary
+from microbench.harness.report import TRACED, format_markdown, format_suites, format_table, ratios_of_contenders
 from microbench.harness.steal_time import Lap, Laps, RetryBudget, TimeBudget
 from microbench.harness.suite import make_records, plan_row
 from microbench.harness.worker import _merge
 from microbench.kernels.zfp import zfp_as_int8
 from microbench.planner.scaling import Case, growth, time_case
+from microbench.transfers import hosts
 from reshard.codecs import BlockCodec
 from reshard.topology.files import read_topology, topology_from_json
 from reshard.topology.model import Port
@@ -77,8 +78,8 @@ def test_measured_rates_replace_described_rates():
     slow = nominal(topology_from_json({"hosts": [{"count": 2, "devices": 1, "nics": ["80 Mbit/s"]}]}))
     assert (slow.send_buffer_bytes, slow.burst_bytes) == (65536, 31340)
     off = deviations(measured, topology)
-    assert {name for name, part in off.items() if part} == {"host 1 NIC 0 out", "pod 1 in"}
-    assert off["host 1 NIC 0 out"] == pytest.approx(-0.2)
+    assert {name for name, part in off.items() if part} == {("egress", 1, 0), ("down", 1, 0)}
+    assert off["egress", 1, 0] == pytest.approx(-0.2)
     assert mean_topology(measured, topology).host(1).nics[0].egress_bytes_per_second == 4.5e7
 
 
@@ -181,38 +182,14 @@ def test_records_and_tables_have_the_measured_values_of_a_row():
     assert twice[0].startswith("| study | 2 | 2.07 (4.13) | ")
     assert twice[0].endswith(" of 1) |")
     assert twice[1] == "| under 0.1 s, all suites | 1 | 4.00 (4.00) | - |"
-    page = "a\n<!-- x -->\nold\n<!-- end of x -->\nb\n"
-    assert replace_section(page, "x", "new") == "a\n<!-- x -->\nnew\n<!-- end of x -->\nb\n"
-    with pytest.raises(SystemExit, match="needs the marks"):
-        replace_section("a", "x", "new")
 
 
 @pytest.mark.filterwarnings("ignore:Conversion of an array with ndim > 0 to a scalar")  # matplotlib on NumPy 1.26
-def test_bar_plot_names_rows(tmp_path):
+def test_summary_plot_names_contenders_and_their_means(tmp_path):
     pytest.importorskip("matplotlib", reason="matplotlib is not installed: pip install 'reshard[bench]'")
-    draw_bars(_records()[1:], ["broadcast_greedy", "send_recv"], tmp_path / "bars.svg")
-    svg = (tmp_path / "bars.svg").read_text()
-    assert ">R S0 R on 2x4 -&gt; S0 R R on 2x4, 64 MiB<" in svg and ">time / lower bound<" in svg
-
-
-def test_bars_of_equal_layouts_are_told_apart_and_all_bars_have_room():
-    """Labels of two rows that move the same tensor also have the names of the rows. A row without results has a label."""
-    first = {"suite": "shared", "title": "S0 R on 4 -> R R on 4", "bytes": 2**26, "row": "in place"}
-    records = [first, first | {"row": "overlapping"}, first | {"row": "small", "bytes": 2**20}]
-    drawn = {("shared", "in place", "auto"), ("shared", "in place", "awex"), ("shared", "small", "awex")}
-    labels, bars = _place_bars(records, ["auto", "awex"], drawn)
-    moved = "S0 R on 4 -> R R on 4"
-    assert labels == {
-        0.0: ("shared", True),
-        2.5: (f"{moved}, 64 MiB (in place)", False),
-        5.0: (f"{moved}, 64 MiB (overlapping)", False),
-        7.0: (f"{moved}, 1 MiB", False),
-    }
-    assert bars == {
-        2.0: ("shared", "in place", "auto"),
-        3.0: ("shared", "in place", "awex"),
-        7.0: ("shared", "small", "awex"),
-    }
+    draw_summary(ratios_of_contenders(_records()), tmp_path / "summary.svg")
+    svg = (tmp_path / "summary.svg").read_text()
+    assert ">each receiver fetches its part<" in svg and "in 1 rows, worst 4.6<" in svg
 
 
 def test_interface_names_are_unique_in_every_cluster():
@@ -230,13 +207,13 @@ def test_interface_names_are_unique_in_every_cluster():
 
 
 def test_list_prints_rows_and_rejects_unknown_ones(capsys):
-    assert main(["--list"]) == 0
+    assert main(["hosts", "--list"]) == 0
     output = capsys.readouterr().out
     assert "study         R S0 R on 2x4 -> R R S0 on 2x4 " in output
     assert "about" in output
     for wrong in (["--suite", "no"], ["--contender", "no"], ["--row", "no such row"], ["--repeats", "0"]):
         with pytest.raises(SystemExit):
-            main(["--list", *wrong])
+            main(["hosts", "--list", *wrong])
 
 
 def test_outputs_are_compared_bit_by_bit():
@@ -251,7 +228,7 @@ def test_outputs_are_compared_bit_by_bit():
 def test_rows_run_under_torchrun(tmp_path):
     out = tmp_path / "out.jsonl"
     run = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "microbench",
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8", "-m", "microbench", "hosts",
          "--suite", "sweep", "--row", "64 KiB", "--repeats", "2", "--out", str(out)],
         capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2],
     )  # fmt: skip
@@ -275,7 +252,17 @@ def test_calibrate_writes_a_topology_file(tmp_path):
     out = tmp_path / "cluster.json"
     given = tmp_path / "given.yaml"
     given.write_text("hosts: [{devices: 2, nics: [10 Gbit/s], count: 2}]\n")
-    job = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "-m", "microbench"]
+    job = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        "-m",
+        "microbench",
+        "hosts",
+    ]
     measure = functools.partial(
         subprocess.run, capture_output=True, text=True, timeout=120, check=False, cwd=Path(__file__).parents[2]
     )
@@ -293,7 +280,7 @@ def test_calibrate_writes_a_topology_file(tmp_path):
 
 def test_calibrate_without_torchrun_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
-        main(["--calibrate", str(tmp_path / "cluster.json")])
+        main(["hosts", "--calibrate", str(tmp_path / "cluster.json")])
     assert "--calibrate need torchrun" in capsys.readouterr().err
 
 
@@ -302,30 +289,33 @@ def test_calibrate_without_torchrun_is_refused(tmp_path, capsys):
     [
         (["--rate", "1 Gbit/s"], "--rate needs torchrun"),
         (["--out", "."], "--out .: is a folder"),
-        (["--minutes", "0"], "--minutes must be above 0"),
+        (["--minutes", "-1"], "argument --minutes: must be 0 to 10000, not -1"),
         (["--row", "nowhere: nothing"], "no row matches 'nowhere: nothing'"),
     ],
 )
 def test_command_line_errors_name_the_argument(capsys, arguments, message):
     with pytest.raises(SystemExit):
-        main(arguments)
+        main(["hosts", *arguments])
     assert message in capsys.readouterr().err
 
 
 def test_row_option_matches_suite_and_name(capsys):
-    assert main(["--list", "--row", "unequal NICs: replicated -> S0", "--contender", "auto"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2
+    assert main(["hosts", "--list", "--row", "unequal NICs: replicated -> S0", "--contender", "auto"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3  # machine, row and total
 
 
 def test_interrupt_prints_one_line(capsys, monkeypatch, tmp_path):
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "run_cluster", interrupted)
-    monkeypatch.setattr(bench, "why_unsupported", lambda: None)
+    monkeypatch.setattr(hosts, "run_cluster", interrupted)
+    monkeypatch.setattr(hosts, "why_unsupported", lambda: None)
     out = tmp_path / "out.jsonl"
-    assert main(["--row", "study: S0 R R on 2x4 -> S0 R R on 2x4", "--contender", "auto", "--out", str(out)]) == 130
-    assert f"interrupted; {out} has the results of the completed clusters" in capsys.readouterr().err
+    assert (
+        main(["hosts", "--row", "study: S0 R R on 2x4 -> S0 R R on 2x4", "--contender", "auto", "--out", str(out)])
+        == 130
+    )
+    assert f"{out} has the results of the completed clusters\nhosts: interrupted" in capsys.readouterr().err
     assert json.loads(out.read_text())["kind"] == "run"
 
 
@@ -341,3 +331,16 @@ def test_zfp_travels_in_elements_of_int8_while_asked_for():
             codec.decode(coded, out)
         errors.append(float((out - plain).float().norm() / plain.float().norm()))
     assert 0.04 < errors[0] < 0.07 and errors[1] < 0.01
+
+
+def test_every_case_starts_and_is_in_the_table_of_the_guide(capsys):
+    page = (Path(__file__).parents[2] / "docs" / "benchmarking.md").read_text()
+    table = page.partition("```bash")[0]
+    assert sorted(re.findall(r"^\| `(\w+)` \|", table, flags=re.M)) == sorted(CASES)
+    for name in CASES:
+        if name in ("gpu_codecs", "ray_actors"):  # import optional packages
+            continue
+        with pytest.raises(SystemExit) as ended:
+            main([name, "--help"])
+        assert ended.value.code == 0
+        assert f"usage: python -m microbench {name}" in capsys.readouterr().out
