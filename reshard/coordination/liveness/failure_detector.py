@@ -28,8 +28,7 @@ def check_rank_status(
 ) -> None:
     """Raise if the status of ``rank`` shows that it will not come to the call that this rank waits in.
 
-    That holds if it waits for this rank in a call with other members, calls without this rank, has left this call, or
-    has excluded this rank.
+    That holds if it waits for this rank in a call with other members, calls without this rank, or has left this call.
 
     Args:
         members: ranks of the call that this rank waits in. rank: the awaited rank. status: its published status.
@@ -37,12 +36,12 @@ def check_rank_status(
     Raises:
         DisagreementError, RoundEndedError.
     """
-    check_published_membership(group, members, rank, status)
+    check_published_membership(members, status)
     own_rank, waiting = group.rank, status.waiting
     if fault_tolerant and waiting:
         if set(waiting["members"]) > set(members):
             waiting = None  # it has not learned yet which ranks are lost
-        elif own_rank in waiting["members"] and set(members) - set(waiting["members"]) <= set(status.lost):
+        elif own_rank in waiting["members"] and set(members) - set(waiting["members"]) <= group.lost:
             lost = set(members) - set(waiting["members"])
             if lost:
                 raise MembersLostError(lost)

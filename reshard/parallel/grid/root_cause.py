@@ -8,11 +8,14 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from reshard.coordination import Monitor, Request, explain_lost_store, find_channel, find_group, resolve
-from reshard.coordination.liveness.status import SILENT_SECONDS, HeartbeatReader
+from reshard.coordination.liveness.presence import has_ended
+from reshard.coordination.liveness.status import HeartbeatReader
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
+#: After a collective has failed, a rank that sends no heartbeat for this long counts as stopped.
+SILENT_SECONDS = 4.0
 #: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
 ROOT_CAUSE_SECONDS = SILENT_SECONDS + 2.0
@@ -62,23 +65,26 @@ class RootCauseFinder:
     def explain(self, error: RuntimeError) -> ReshardError:
         """The error to raise after a failed collective: the error of another rank, or one that names the lost ranks.
 
-        A killed rank loses its connection to the first rank of the grid, and sends no more heartbeats. A rank that has
-        ended after its own error, or that has stopped, sends no more heartbeats.
+        The port of a rank that has ended, killed or after its own error, refuses connections. A rank that is stopped
+        sends no more heartbeats.
         """
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
         heartbeats = HeartbeatReader(self._group.store)
+        others = [rank for rank in self._channel.members if rank != self._group.rank]
         while time.monotonic() < deadline:
             try:
                 reported = self._channel.reported_error(self._generation)
-                silent = [rank for rank in self._channel.members if heartbeats.is_silent(rank)]
+                ended = [] if reported else [rank for rank in others if has_ended(self._group, rank)]
+                silent = [rank for rank in others if heartbeats.read(rank)[1] > SILENT_SECONDS]
             except RuntimeError as lost:
                 return explain_lost_store(self._group, lost)
             if reported is not None:
                 return reported
-            if silent:
-                verb = "is" if len(silent) == 1 else "are"
-                text = f"{describe_ranks(silent)} {verb} gone or stopped: no heartbeat for {SILENT_SECONDS:g} s"
-                return self._channel.fail(self._generation, RemoteError(f"{text}; a collective of a grid failed"))
+            if ended or silent:
+                verb = "is" if len(ended or silent) == 1 else "are"
+                why = f"stopped: no heartbeat for {SILENT_SECONDS:g} s" if not ended else "gone: the process has ended"
+                text = f"{describe_ranks(ended or silent)} {verb} {why}; a collective of a grid failed"
+                return self._channel.fail(self._generation, RemoteError(text))
             time.sleep(CHECK_INTERVAL_SECONDS)
         members = describe_ranks(self._channel.members)
         return self._channel.fail(
