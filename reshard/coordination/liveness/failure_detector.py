@@ -12,6 +12,7 @@ from reshard.coordination.liveness.call_sequence import (
     check_skipped,
     describe_unknown_members,
     has_left,
+    is_behind,
 )
 from reshard.coordination.liveness.membership import MembersLostError, OutOfSyncError, check_published_membership
 from reshard.coordination.messages import Decision, RankStatus, describe_error, name_rank, rebuild_error
@@ -45,6 +46,13 @@ def check_rank_status(
             lost = set(members) - set(waiting["members"])
             if lost:
                 raise MembersLostError(lost)
+    if has_left(group, rank, status):
+        name, text = status.error or ("RemoteError", "a rank left the call")
+        if status.are_members_unknown:
+            raise OutOfSyncError(members, describe_unknown_members(rank, text))
+        raise CallLeftError((name, name_rank(rank, text)), members)
+    if is_behind(group, rank, status):
+        return  # it will notice that this rank has left the call that it waits in
     if waiting and waiting["members"] != list(members) and own_rank in waiting["members"]:
         other = group.channels.get(tuple(waiting["members"]))
         if other is None or other.rendezvous.answered.get(rank, -1) < waiting["attempt"]:
@@ -57,11 +65,6 @@ def check_rank_status(
             group.store.set(f"error/{rank}/{waiting['attempt']}", json.dumps(describe_error(error)))
             raise error
     check_skipped(group, members, rank, status)
-    if has_left(group, rank, status):
-        name, text = status.error or ("RemoteError", "a rank left the call")
-        if status.are_members_unknown:
-            raise OutOfSyncError(members, describe_unknown_members(rank, text))
-        raise CallLeftError((name, name_rank(rank, text)), members)
 
 
 def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[str] | None) -> Decision:
