@@ -178,7 +178,7 @@ class Rendezvous:
                 return Decision(lost=lost, generation=args.request.generation)
             return self._run_as_hub(args) if self.group.rank == self.members[0] else self._run_as_spoke(args)
         except StoreSilentError as error:
-            text = f"rank {self.group.rank}: {error}; the call ends after {args.timeout_seconds:g} s"
+            text = f"rank {self.group.rank}: {error}, and the call ends after {args.timeout_seconds:g} s"
             mark_out_of_sync(self.group, self.members, text)
             raise TransferTimeoutError(text) from error
         except RuntimeError as error:
@@ -318,7 +318,8 @@ class Rendezvous:
                 except RemoteError as error:
                     if fault_tolerant:
                         raise EOFError(str(error)) from None
-                    self._check_absent(hub, fault_tolerant)  # the hub may have published why it left
+                    with contextlib.suppress(StoreSilentError):
+                        self._check_absent(hub, fault_tolerant)  # the hub may have published why it left
                     raise
                 self.links.close_at_exit()
             spoke = self.links.spoke
@@ -343,6 +344,8 @@ class Rendezvous:
             if fault_tolerant:
                 decision = self._continue_without(hub, args)
             else:
+                if self.links.spoke is None:
+                    self._store.check(["hub"])  # raises StoreSilentError if the store is at fault
                 decision = self._decide_missing([hub], args.timeout_seconds)
             if decision.attempts:  # the first member has decided
                 return decision

@@ -151,9 +151,10 @@ class Store:
         found: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
         return found
 
-    def check(self, keys: Sequence[str], seconds: float = STORE_SECONDS) -> bool:
+    def check(self, keys: Sequence[str], seconds: float | None = None) -> bool:
         """Whether all keys exist."""
-        return bool(self._worker.call(lambda raw: raw.check([self._prefix + key for key in keys]), seconds))
+        limit = STORE_SECONDS if seconds is None else seconds
+        return bool(self._worker.call(lambda raw: raw.check([self._prefix + key for key in keys]), limit))
 
     def has_key(self, key: str) -> bool:
         """Whether a key is known to exist; False if the store does not answer."""

@@ -71,7 +71,7 @@ def _stop_before_answering(rank, _, store):
     with reshard.join(dist.TCPStore("127.0.0.1", store.ports[rank], is_master=False), rank, 4) as group:
         results = [_call(group, rank, 0, 20.0)]
         if rank == 3:
-            time.sleep(7.0)
+            time.sleep(12.0)
         if rank == 0:
             plain = Hub.answer
 
@@ -82,7 +82,7 @@ def _stop_before_answering(rank, _, store):
                 return plain(self, decision)
 
             Hub.answer = answer
-        results += [_call(group, rank, step, 1.5) for step in (1, 2)]
+        results += [_call(group, rank, step, 4.0) for step in (1, 2)]
         return results, sorted(group.lost)
 
 
@@ -188,3 +188,20 @@ def test_dead_rank_without_connections_is_named_within_five_seconds(on_loss):
             assert (result, lost) == (None if rank < 2 else [1.0], [3])
         else:
             assert "rank 3 is gone: its process has ended" in result
+
+
+def _stop_store_in_first_call(rank, _, store, timeout_seconds):
+    with reshard.join(dist.TCPStore("127.0.0.1", store.ports[rank], is_master=False), rank, 4) as group:
+        if rank == 0:
+            store.pause(store.pid, 4.0)
+        time.sleep(0.5)
+        return _call(group, rank, 1, timeout_seconds, "raise")
+
+
+@pytest.mark.integration
+def test_silent_store_delays_a_call_and_is_named_after_the_timeout():
+    with PausableStore(4) as store:
+        assert run_processes(_stop_store_in_first_call, 4, store, 20.0, init_group=False) == [None, None, [1.0], [1.0]]
+    with PausableStore(4) as store:
+        for text in run_processes(_stop_store_in_first_call, 4, store, 1.0, init_group=False):
+            assert text.startswith("TransferTimeoutError") and "the store did not answer" in text
