@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from reshard.coordination.control_channel import SEND_SECONDS, DeadlineError, Hub, Spoke
+from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.decide import missing_error
 from reshard.coordination.descriptors import check_descriptors, is_descriptor_shortage, out_of_descriptors
 from reshard.coordination.links import Links
@@ -323,7 +323,7 @@ class Rendezvous:
                     raise
                 self.links.close_at_exit()
             spoke = self.links.spoke
-            spoke.send_request(request.to_json(), max(answer_deadline - time.monotonic(), SEND_SECONDS))
+            spoke.send_request(request.to_json(), max(answer_deadline - time.monotonic(), answer_seconds))
             is_sent = True
             try:
                 self._wait(args, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], args.deadline)
@@ -377,16 +377,19 @@ class Rendezvous:
         """Pump until ``is_done()``; periodically publish this rank's status and check that of the absent ranks.
 
         After a pause of this process, or of the store in a fault-tolerant call, the wait lasts ``RESUME_SECONDS`` more
-        at least, because this rank may have missed that the others came.
+        at least, because this rank may have missed that the others came. An overloaded machine looks like a paused
+        process, so ``LOST_SECONDS`` of waiting after the deadline are enough.
 
         Raises:
             DeadlineError: the deadline passed. EOFError: the first member is dead, in a fault-tolerant call.
             ReshardError, RoundEndedError: the absent ranks will not come.
         """
         start = last_check = time.monotonic()
+        late_seconds = 0.0  # of waiting after the deadline, without pauses
         while not is_done():
             now, spoke = time.monotonic(), self.links.spoke
-            if now >= deadline and not self.group.has_just_resumed() and (spoke is None or not spoke.is_deferred):
+            has_reason = self.group.has_just_resumed() or (spoke is not None and spoke.is_deferred)
+            if now >= deadline and (late_seconds > LOST_SECONDS or not has_reason):
                 pump(0.0)
                 if is_done():
                     return
@@ -402,7 +405,8 @@ class Rendezvous:
                     if args.fault_tolerant:
                         deadline = max(deadline, time.monotonic() + RESUME_SECONDS)
             step = max(0.0005, 0.1 * (now - start)) if pump is time.sleep else 1.0
-            seconds = min(CHECK_SECONDS, max(deadline - now, 0.01), step)
+            seconds = min(CHECK_SECONDS, step, deadline - now if now < deadline else CHECK_SECONDS)
+            late_seconds += seconds if now >= deadline else 0.0
             begun_at = time.monotonic()
             pump(seconds)
             self.group.note_wait(seconds, begun_at)
