@@ -27,10 +27,10 @@ from reshard.coordination import (
     describe_error,
     find_channel,
     find_group,
+    leave_call,
     plan_arguments,
     publish_exceptions,
     publish_interruption,
-    report_error,
     resolve_partial,
     warn_of_hosts,
 )
@@ -102,7 +102,7 @@ class Mover:
                 raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
             check_inside(found, plan.ranks)
         except ReshardError as error:
-            report_error(found, error)
+            leave_call(found, error, lambda: plan.ranks)
             raise
         channel = find_channel(found, plan.ranks)
         program = runner = failure = None
