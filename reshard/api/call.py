@@ -12,7 +12,7 @@ import torch
 
 from reshard.api.agreed_plan import AgreedPlan, encode_measured
 from reshard.api.casts import unfinished, wire_dtype
-from reshard.api.inputs import Item, read_items, report_bad_arguments
+from reshard.api.inputs import Item, find_members, leave_call_of_arguments, read_items, report_bad_arguments
 from reshard.api.lossless.call import LosslessCall
 from reshard.api.memory_in_use import note_wait
 from reshard.api.mover import Mover
@@ -32,12 +32,11 @@ from reshard.coordination import (
     find_channel,
     find_group,
     known_groups,
-    leave_interrupted,
+    leave_call,
     plan_arguments,
     publish_exceptions,
     publish_interruption,
     remaining_ranks,
-    report_error,
     resolve_partial,
     topology_of_names,
 )
@@ -55,7 +54,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
 
-@publish_exceptions(leave_interrupted)
+@publish_exceptions(leave_call_of_arguments)
 @not_compiled
 def reshard(
     tensor: Any = None,
@@ -168,7 +167,7 @@ def reshard(
     ).wait()
 
 
-@publish_exceptions(leave_interrupted)
+@publish_exceptions(leave_call_of_arguments)
 @not_compiled
 def reshard_async(
     tensor: Any = None,
@@ -204,10 +203,10 @@ def reshard_async(
         found = find_group(group)
     except ReshardError as error:
         for each in known_groups(group):  # their other ranks may wait for this one
-            report_error(each, error)
+            leave_call(each, error, functools.partial(find_members, tensor, src_mesh, dst_mesh, each))
         raise
     options = Options(strategy, topology, staging_bytes, verify, on_loss, compression, max_error, on_error)
-    with publish_interruption(found), calling(found):
+    with publish_interruption(found, lambda: find_members(tensor, src_mesh, dst_mesh, found)), calling(found):
         try:
             refuse_capture()
             items = read_items(

@@ -13,6 +13,8 @@ from reshard.coordination import (
     count_call,
     describe_error,
     find_channel,
+    find_group,
+    leave_interrupted,
     remaining_ranks,
     report_error,
     resolve,
@@ -120,7 +122,7 @@ def report_bad_arguments(
         ReshardError: the error that all ranks of the round raise. Without a round the function returns.
     """
     try:
-        members = _find_members(tensor, src_mesh, dst_mesh, group)
+        members = find_members(tensor, src_mesh, dst_mesh, group)
     except Exception:  # the meshes themselves are wrong
         report_error(group, error)
         return
@@ -138,7 +140,17 @@ def report_bad_arguments(
             inside = remaining_ranks(group, inside)
 
 
-def _find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tuple[int, ...]:
+def leave_call_of_arguments(error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Count and publish a call of these arguments that an exception ended before its group knew of it."""
+    group = find_group(kwargs.get("group"))
+    names = ("tensor", "src_mesh", "dst_mesh")
+    given = dict.fromkeys(names) | dict(zip(names, args, strict=False))
+    given |= {name: kwargs[name] for name in names if name in kwargs}
+    tensor, src_mesh, dst_mesh = given.values()
+    leave_interrupted(error, group, lambda: find_members(tensor, src_mesh, dst_mesh, group))
+
+
+def find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tuple[int, ...]:
     """The ranks of the source and destination meshes, ignoring all other arguments."""
     if src_mesh is None:
         tensors = tensor.values() if isinstance(tensor, Mapping) else [tensor]

@@ -27,10 +27,10 @@ from reshard.coordination import (
     describe_error,
     find_channel,
     find_group,
+    leave_call,
     plan_arguments,
     publish_exceptions,
     publish_interruption,
-    report_error,
     resolve_partial,
     warn_of_hosts,
 )
@@ -44,9 +44,9 @@ from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 
-def _fail_interrupted(error: BaseException, mover: Mover, *_: Any, **__: Any) -> None:
+def _fail_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     """End the transfers of a Mover on all ranks: one of them may wait for a transfer that this rank has not started."""
-    mover.fail(error)
+    args[0].fail(error)
 
 
 class Mover:
@@ -102,7 +102,7 @@ class Mover:
                 raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
             check_inside(found, plan.ranks)
         except ReshardError as error:
-            report_error(found, error)
+            leave_call(found, error, lambda: plan.ranks)
             raise
         channel = find_channel(found, plan.ranks)
         program = runner = failure = None
@@ -129,7 +129,7 @@ class Mover:
             failure = describe_error(raised) if isinstance(raised, ReshardError) else ("PlanError", str(raised))
             timeout_seconds = DEFAULT_TIMEOUT_SECONDS
         request = Request(channel.group.rank, arguments, hostname=channel.group.hostname, error=failure)
-        with publish_interruption(found), calling(found):
+        with publish_interruption(found, lambda: plan.ranks), calling(found):
             decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)
             call, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
             if decision.lost:

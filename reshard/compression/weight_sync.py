@@ -58,8 +58,9 @@ class SyncReport:
     formats: Mapping[str, int] = field(default_factory=dict)
 
 
-def _leave_interrupted(error: BaseException, sync: WeightSync, *_: Any, **__: Any) -> None:
-    leave_interrupted(error, group=sync._group)
+def _leave_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, Any]) -> None:
+    sync: WeightSync = args[0]
+    leave_interrupted(error, sync._group, lambda: sync._channel.members)
 
 
 class WeightSync:
@@ -150,7 +151,7 @@ class WeightSync:
             ReshardError: a rank failed, or its arguments are wrong. If that happened before all ranks had received
                 their data, all keep the old version.
         """
-        with publish_interruption(self._group), calling(self._group):
+        with publish_interruption(self._group, lambda: self._channel.members), calling(self._group):
             given = SyncShards(self._specs, self._group, tensors, out)
             reports, data = self._offer(given, version, None if self.version is None else self._base)
             because = _why_full(reports)

@@ -9,6 +9,7 @@ from reshard.coordination.communicator import MAX_CACHED, NCCL_ROOT_CAUSE_SECOND
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.liveness.call_sequence import (
     calling,
+    leave_call,
     leave_interrupted,
     publish_interruption,
     report_error,
@@ -45,6 +46,7 @@ __all__ = [
     "join",
     "keep_exceptions_local",
     "known_groups",
+    "leave_call",
     "leave_interrupted",
     "mark_published",
     "own_address",

@@ -194,6 +194,15 @@ class Hub:
         while self.pump(0.0):
             pass
 
+    def defer(self) -> None:
+        """Tell the ranks with a pending request that the answer may take as long as the store."""
+        for rank, (number, _) in self.pending.items():
+            if rank in self._peers:
+                try:
+                    self._peers[rank].send({"number": number, "deferred": True})
+                except OSError as error:
+                    self._disconnect(rank, str(error))
+
     def answer(self, decision: Any) -> None:
         """Answer all pending requests; a request that arrives later belongs to the next round."""
         for rank, (number, _) in self.pending.items():
@@ -304,6 +313,7 @@ class Spoke:
         self._peer = peer
         self.number = -1  # number of the last request
         self.answer: Any = None
+        self.is_deferred = False  # whether the hub has all it needs to answer the last request, but the store
         self.has_left = False  # whether the hub said goodbye
         self.reason: Sequence[str] | None = None  # error that it gave
 
@@ -345,7 +355,7 @@ class Spoke:
             EOFError: the hub closed the connection.
             DeadlineError: the request was not sent completely within ``seconds``.
         """
-        self.number, self.answer = self.number + 1, None
+        self.number, self.answer, self.is_deferred = self.number + 1, None, False
         self._send({"number": self.number, "request": request, "leaves": False}, seconds)
 
     def report_timeout(self) -> None:
@@ -383,7 +393,8 @@ class Spoke:
                 self.has_left |= "bye" in frame
                 self.reason = frame.get("bye") or self.reason
                 if frame.get("number") == self.number:
-                    self.answer = frame["decision"]
+                    self.is_deferred = "deferred" in frame
+                    self.answer = frame.get("decision")
 
     def is_lost(self) -> bool:
         """Whether the hub closed the connection without a goodbye."""

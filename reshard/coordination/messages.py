@@ -158,7 +158,6 @@ class RankStatus:
         given: ``{member as text: number}`` of calls with each member that the rank abandoned; not part of ``errors``.
         error: class and text of the last error.
         are_members_unknown: whether the members of the calls in ``errors`` are unknown.
-        lost: ranks that this rank counts as lost.
         out_of_sync: ``{set of ranks: why its calls can no longer be matched}``.
     """
 
@@ -168,7 +167,6 @@ class RankStatus:
     given: dict[str, int] = field(default_factory=dict)
     error: tuple[str, str] | None = None
     are_members_unknown: bool = False
-    lost: list[int] = field(default_factory=list)
     out_of_sync: dict[str, str] = field(default_factory=dict)
 
     def to_json(self) -> str:

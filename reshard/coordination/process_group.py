@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import socket
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
@@ -23,6 +25,10 @@ from reshard.runtime.torch_compat import is_alive, store_of
 
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
+#: A wait that ends later than asked by this much shows that the process was stopped, or the machine is overloaded.
+PAUSE_SECONDS = 1.0
+#: After a pause, how long this rank blames no other rank for an absence that it may have missed the end of.
+RESUME_SECONDS = 3.0
 
 _lock = threading.RLock()  # like all locks that callers take: a signal handler may interrupt its holder
 _groups: weakref.WeakKeyDictionary[Any, Group] = weakref.WeakKeyDictionary()
@@ -116,11 +122,14 @@ class Group:
         self.claim_token = secrets.token_hex(8)  # of a joined group, see reshard.coordination.liveness.claims
         self.is_claimed, self.claim_error = False, ""
         self.attempts = 0  # rounds that this rank has started, on any channel
-        self.status = RankStatus()
+        self.status, self.is_status_published = RankStatus(), True
         self.acknowledged: dict[str, int] = {}  # skipped calls, see reshard.coordination.liveness.call_sequence
         self.calls: dict[tuple[int, ...], int] = {}  # number of calls of this rank, by members
         self.abandoned_call = False  # whether this rank ends its call because another rank has left it
-        self.excluded_by: set[int] = set()  # ranks that continue without this rank
+        self.lost: set[int] = set()  # excluded ranks, see reshard.coordination.liveness.survivors
+        self.num_verdicts = 0  # that this rank has adopted
+        self.excluded_by: int | None = None  # the rank that excluded this one
+        self.resumed_at = -math.inf  # when this process was last found to have been stopped
         self.last_members: tuple[int, ...] = ()  # members of the last round
         self._caller: int | None = None  # the thread that is in a call
         self._may_nest = False  # whether the next call may begin inside the current one
@@ -236,6 +245,20 @@ class Group:
             yield
         finally:
             self._in_rounds.discard(thread_id)
+
+    def note_wait(self, asked_seconds: float, begun_at: float) -> None:
+        """Note a wait that has just ended. If it ended late, this process was stopped.
+
+        Args:
+            asked_seconds: its limit. begun_at: value of ``time.monotonic()``.
+        """
+        now = time.monotonic()
+        if now - begun_at - asked_seconds > PAUSE_SECONDS:
+            self.resumed_at = now
+
+    def has_just_resumed(self) -> bool:
+        """Whether this process was stopped until less than :data:`RESUME_SECONDS` ago."""
+        return time.monotonic() < self.resumed_at + RESUME_SECONDS
 
     def _describe_interruption(self) -> ArgumentError:
         return ArgumentError(

@@ -32,18 +32,21 @@ from reshard.coordination.liveness.call_sequence import (
 )  # fmt: skip
 from reshard.coordination.liveness.claims import check_claims
 from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss, explain_lost_store
+from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.liveness.membership import (
     ExcludedError,
+    MembersLostError,
     check_membership,
     find_round_mismatch,
     mark_out_of_sync,
-    record_lost,
 )
-from reshard.coordination.liveness.status import HeartbeatReader, is_reported_dead, publish_status
+from reshard.coordination.liveness.presence import has_ended
+from reshard.coordination.liveness.status import LOST_SECONDS, HeartbeatReader, is_reported_dead, publish_status
+from reshard.coordination.liveness.survivors import propose_verdict, read_verdicts
 from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, rebuild_error
-from reshard.coordination.process_group import Group
-from reshard.coordination.store import Store, StoreSilentError
-from reshard.errors import RemoteError, ReshardError, ResourceError
+from reshard.coordination.process_group import RESUME_SECONDS, Group
+from reshard.coordination.store import LOST_STORE_SECONDS, Store, StoreSilentError
+from reshard.errors import RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import format_ranks
 
 #: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
@@ -51,6 +54,8 @@ CHECK_SECONDS = 0.2
 #: How long a rank waits for the first member's answer after its own deadline. Fault-tolerant calls wait less, because
 #: they can continue without the first member.
 ANSWER_SECONDS, FAULT_TOLERANT_ANSWER_SECONDS = 1.5, 1.0
+#: A rank without an open connection whose heartbeat is this old is asked whether its process exists.
+PROBE_AGE_SECONDS = 1.5
 
 
 @dataclass(frozen=True)
@@ -62,6 +67,10 @@ class _RoundArgs:
     timeout_seconds: float
     fault_tolerant: bool
     deadline: float
+
+
+class _VerdictError(RoundEndedError):
+    """A verdict carries the decision of the round in which this rank waits."""
 
 
 class Rendezvous:
@@ -104,6 +113,8 @@ class Rendezvous:
         """
         check_membership(self.group, self.members, fault_tolerant)
         self._check_descriptors()
+        if len(self.members) > 1:
+            Monitor.of(self.group)  # sends the heartbeats of this rank
         self.rounds += 1
         args = _RoundArgs(request, decide, timeout_seconds, fault_tolerant, time.monotonic() + timeout_seconds)
         try:
@@ -118,7 +129,9 @@ class Rendezvous:
             raise
         self.answered.update(decision.attempts)
         acknowledge_skipped(self.group, decision.skipped)
-        record_lost(self.group, decision.lost)
+        self.group.lost.update(decision.lost)
+        if self.group.rank in decision.lost:
+            check_membership(self.group, self.members, fault_tolerant)  # raises
         if decision.lagging:
             self.group.abandoned_call = True
             record_abandoned_call(self.group, self.members, decision)
@@ -161,12 +174,21 @@ class Rendezvous:
             with contextlib.suppress(StoreSilentError):  # checked again while waiting
                 if self.rounds <= 2 or self.group.claim_error:  # again before the first data moves
                     check_claims(self.group)
+            if args.fault_tolerant and (lost := self._read_lost(args)):
+                return Decision(lost=lost, generation=args.request.generation)
             return self._run_as_hub(args) if self.group.rank == self.members[0] else self._run_as_spoke(args)
+        except StoreSilentError as error:
+            text = f"rank {self.group.rank}: {error}, and the call ends after {args.timeout_seconds:g} s"
+            mark_out_of_sync(self.group, self.members, text)
+            raise TransferTimeoutError(text) from error
         except RuntimeError as error:
             if isinstance(error, ReshardError):
                 raise
             explained = explain_lost_store(self.group, error)
             self.links.reason = describe_error(explained)
+            if self.links.hub is not None:
+                self.links.hub.in_round = False
+                self.links.hub.answer(Decision(error=self.links.reason).__dict__)
             raise explained from error
         finally:
             self._publish_waiting(None)
@@ -175,7 +197,7 @@ class Rendezvous:
         """On the first member: wait for all requests, decide, answer."""
         if len(self.members) == 1:
             return replace(args.decide([args.request]), attempts={args.request.rank: args.request.attempt})
-        hub = self._open_hub(args.timeout_seconds)
+        hub = self._open_hub(args)
         decision = self._decide_as_hub(hub, args)
         self._number += 1
         decision = replace(decision, round=self._number)
@@ -186,19 +208,19 @@ class Rendezvous:
         return decision
 
     def _find_missing(self, hub: Hub, fault_tolerant: bool) -> list[int]:
-        """Members whose requests have not arrived; with ``fault_tolerant``, without the dead ones."""
-        gone = self.find_dead() if fault_tolerant else ()
+        """Members whose requests have not arrived; with ``fault_tolerant``, without the dead and the lost ones."""
+        gone = {*self.find_dead(), *self.group.lost} if fault_tolerant else ()
         return [rank for rank in self.members[1:] if rank not in hub.pending and rank not in gone]
 
-    def _receive_requests(self, hub: Hub, args: _RoundArgs) -> list[Request]:
-        """The requests of all members in the order of their ranks, this rank's own included."""
+    def _wait_for_requests(self, hub: Hub, args: _RoundArgs) -> None:
+        """Wait until all members have sent their requests, or in a fault-tolerant call until the deadline."""
 
         def missing() -> list[int]:
             return self._find_missing(hub, args.fault_tolerant)
 
         def pump(seconds: float) -> None:
             hub.pump(seconds)
-            if hub.timed_out and missing():
+            if hub.timed_out and missing() and not self.group.has_just_resumed():
                 raise DeadlineError
 
         hub.drain()  # drops requests that were withdrawn before this round
@@ -208,18 +230,39 @@ class Rendezvous:
         except DeadlineError:
             if not args.fault_tolerant:
                 raise
-        hub.drain()  # a rank may have withdrawn while the last request arrived
-        received = {rank: Request.from_json(hub.pending[rank][1]) for rank in self.members[1:] if rank in hub.pending}
-        received[args.request.rank] = args.request
-        return [received[rank] for rank in self.members if rank in received]
+
+    def _decide(self, hub: Hub, args: _RoundArgs) -> Decision:
+        """The decision on the requests that have arrived.
+
+        If members are lost, or a member may be about to exclude this rank, the decision becomes a verdict first.
+        """
+        while True:
+            hub.drain()  # a rank may have withdrawn or timed out
+            lost = self.group.lost if args.fault_tolerant else ()
+            received = {rank: Request.from_json(hub.pending[rank][1]) for rank in hub.pending if rank not in lost}
+            received[args.request.rank] = args.request
+            requests = [received[rank] for rank in self.members if rank in received]
+            decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
+            attempts = {each.rank: each.attempt for each in requests}
+            if not args.fault_tolerant:
+                return replace(decision, attempts=attempts)
+            gone = {*decision.lost, *(rank for rank in self.members if rank not in received)}
+            decision = replace(decision, attempts=attempts, round=self._number + 1, lost=sorted(gone))
+            if gone <= self.group.lost and not hub.timed_out:
+                return decision
+            hub.defer()
+            verdict = propose_verdict(self.group, gone, decision, args.request.attempt)
+            if verdict is not None:
+                return verdict
+            if self.group.rank in self.group.lost:
+                raise ExcludedError(self.group)
 
     def _decide_as_hub(self, hub: Hub, args: _RoundArgs) -> Decision:
         """What the first member answers: the decision on all requests, or why there is none."""
         request = args.request
         try:
-            requests = self._receive_requests(hub, args)
-            decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
-            return replace(decision, attempts={each.rank: each.attempt for each in requests})
+            self._wait_for_requests(hub, args)
+            return self._decide(hub, args)
         except DeadlineError:
             return self._decide_missing(self._find_missing(hub, args.fault_tolerant), args.timeout_seconds)
         except CallLeftError as error:
@@ -244,11 +287,12 @@ class Rendezvous:
         except ReshardError as error:
             return Decision(error=describe_error(error))
 
-    def _open_hub(self, timeout_seconds: float) -> Hub:
+    def _open_hub(self, args: _RoundArgs) -> Hub:
         """The hub of these members. It starts to listen in the first round."""
         if self.links.hub is None:
             try:
-                self.links.hub = Hub.listen(self._store, self.group.rank, self.members[1:], timeout_seconds)
+                limit = self._store_limit(args, args.deadline)
+                self.links.hub = Hub.listen(self._store, self.group.rank, self.members[1:], limit)
             except ReshardError as error:
                 mark_out_of_sync(self.group, self.members, str(error))
                 raise
@@ -260,49 +304,53 @@ class Rendezvous:
         request, fault_tolerant = args.request, args.fault_tolerant
         hub = self.members[0]
         is_sent = False
-        answer_deadline = args.deadline + (FAULT_TOLERANT_ANSWER_SECONDS if fault_tolerant else ANSWER_SECONDS)
+        answer_seconds = FAULT_TOLERANT_ANSWER_SECONDS if fault_tolerant else ANSWER_SECONDS
+        answer_deadline = args.deadline + answer_seconds
         try:
             if self.links.spoke is None:
                 self._wait(args, time.sleep, lambda: self._store.has_key("hub"), lambda: [hub], answer_deadline)
                 try:
-                    self.links.spoke = Spoke.connect(
-                        self._store, self.group.rank, hub, answer_deadline - time.monotonic()
-                    )
+                    limit = self._store_limit(args, answer_deadline)
+                    self.links.spoke = Spoke.connect(self._store, self.group.rank, hub, limit)
                 except ResourceError as error:
                     mark_out_of_sync(self.group, self.members, str(error))
                     raise
                 except RemoteError as error:
                     if fault_tolerant:
                         raise EOFError(str(error)) from None
-                    self._check_absent(hub, fault_tolerant)  # the hub may have published why it left
+                    with contextlib.suppress(StoreSilentError):
+                        self._check_absent(hub, fault_tolerant)  # the hub may have published why it left
                     raise
                 self.links.close_at_exit()
             spoke = self.links.spoke
-            spoke.send_request(request.to_json(), answer_deadline - time.monotonic())
+            spoke.send_request(request.to_json(), max(answer_deadline - time.monotonic(), answer_seconds))
             is_sent = True
             try:
                 self._wait(args, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], args.deadline)
             except DeadlineError:
                 spoke.report_timeout()
+                answer_deadline = time.monotonic() + answer_seconds
                 self._wait(args, spoke.pump, lambda: spoke.answer is not None, lambda: [hub], answer_deadline)
             return Decision.from_json(spoke.take_answer())
         except EOFError as error:
             if fault_tolerant:
-                return Decision(lost=[hub], generation=request.generation)
+                return self._continue_without(hub, args)
             if self.links.find_lost() == hub:
                 text = f"rank {hub} is gone: its connection to rank {self.group.rank} ended ({error})"
             else:
                 text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
             return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text, self.links.find_reason())
         except DeadlineError:
-            # Without the store, this rank cannot find any other member either.
-            if fault_tolerant and self.links.spoke is None and not self._store.responds():
-                text = f"rank {self.group.rank} cannot reach rank {hub} or the store; its host may be partitioned"
-                decision = Decision(error=("RemoteError", text))
-            elif fault_tolerant:
-                decision = Decision(lost=[hub], generation=request.generation)
+            if fault_tolerant:
+                decision = self._continue_without(hub, args)
             else:
+                if self.links.spoke is None:
+                    self._store.check(["hub"])  # raises StoreSilentError if the store is at fault
                 decision = self._decide_missing([hub], args.timeout_seconds)
+            if decision.attempts:  # the first member has decided
+                return decision
+        except _VerdictError as error:
+            return error.decision
         except RoundEndedError as error:
             generation = max(error.decision.generation, request.generation)
             decision = replace(error.decision, generation=generation)
@@ -328,22 +376,40 @@ class Rendezvous:
     ) -> None:
         """Pump until ``is_done()``; periodically publish this rank's status and check that of the absent ranks.
 
+        After a pause of this process, or of the store in a fault-tolerant call, the wait lasts ``RESUME_SECONDS`` more
+        at least, because this rank may have missed that the others came. An overloaded machine looks like a paused
+        process, so ``LOST_SECONDS`` of waiting after the deadline are enough.
+
         Raises:
             DeadlineError: the deadline passed. EOFError: the first member is dead, in a fault-tolerant call.
             ReshardError, RoundEndedError: the absent ranks will not come.
         """
         start = last_check = time.monotonic()
+        late_seconds = 0.0  # of waiting after the deadline, without pauses
         while not is_done():
-            if (now := time.monotonic()) >= deadline:
+            now, spoke = time.monotonic(), self.links.spoke
+            has_reason = self.group.has_just_resumed() or (spoke is not None and spoke.is_deferred)
+            if now >= deadline and (late_seconds > LOST_SECONDS or not has_reason):
+                pump(0.0)
+                if is_done():
+                    return
                 raise DeadlineError
             if now - last_check >= CHECK_SECONDS:
                 last_check = now
                 self._publish_waiting({"members": list(self.members), "attempt": args.request.attempt})
-                with contextlib.suppress(StoreSilentError):  # retried at the next check
+                try:
                     self._check_reported(args)
                     for rank in find_absent():
                         self._check_absent(rank, args.fault_tolerant)
-            pump(min(CHECK_SECONDS, deadline - now, max(0.0005, 0.1 * (now - start)) if pump is time.sleep else 1.0))
+                except StoreSilentError:  # retried at the next check
+                    if args.fault_tolerant:
+                        deadline = max(deadline, time.monotonic() + RESUME_SECONDS)
+            step = max(0.0005, 0.1 * (now - start)) if pump is time.sleep else 1.0
+            seconds = min(CHECK_SECONDS, step, deadline - now if now < deadline else CHECK_SECONDS)
+            late_seconds += seconds if now >= deadline else 0.0
+            begun_at = time.monotonic()
+            pump(seconds)
+            self.group.note_wait(seconds, begun_at)
 
     def _publish_waiting(self, waiting: dict[str, Any] | None) -> None:
         if self.group.status.waiting != waiting:
@@ -353,6 +419,11 @@ class Rendezvous:
     def _check_reported(self, args: _RoundArgs) -> None:
         """Raise an error that another rank reported for this attempt or for all, or the loss of a connection."""
         check_claims(self.group)
+        decision = read_verdicts(self.group, args.request.attempt)
+        if decision is not None and self.group.rank not in self.group.lost:
+            raise _VerdictError(decision)
+        if self.group.lost:
+            self._check_lost(args)
         key = f"error/{self.group.rank}/{args.request.attempt}"
         if self.group.store.check([key]):
             raise rebuild_error(*json.loads(self.group.store.get(key)))
@@ -365,24 +436,72 @@ class Rendezvous:
         """Raise if ``rank`` waits for this rank in another call or has left this one; record it if it is dead."""
         key = f"status/{rank}"
         status = RankStatus.from_json(self.group.store.get(key)) if self.group.store.check([key]) else None
-        if fault_tolerant and self._is_dead(rank, status):
-            self._dead.add(rank)
-            if rank == self.members[0]:
-                raise EOFError(f"rank {rank} is gone")
-            return
-        if status is not None:
+        if status is not None and not (fault_tolerant and is_reported_dead(status)):
             check_rank_status(self.group, self.members, rank, status, fault_tolerant)
+        has_started, seconds = self._heartbeats.read(rank)
+        is_silent = has_started and seconds > LOST_SECONDS
+        if not is_silent and not self._has_ended(rank, seconds) and not (status and is_reported_dead(status)):
+            return
+        if not fault_tolerant:
+            why = f"it sent no heartbeat for {LOST_SECONDS:g} s" if is_silent else "its process has ended"
+            text = f"rank {rank} is gone: {why}"
+            raise RoundEndedError(Decision(error=("RemoteError", text), out_of_sync=text * is_silent))
+        self._dead.add(rank)
+        if rank == self.members[0]:
+            raise EOFError(f"rank {rank} is gone")
 
-    def _is_dead(self, rank: int, status: RankStatus | None) -> bool:
-        """Whether an absent rank is dead: reported dead, or with neither an open connection nor a heartbeat."""
-        if status is not None and is_reported_dead(status):
-            return True
-        # A spoke learns of the loss of its hub by an EOFError.
-        if self.links.spoke is not None or any(
+    def _has_ended(self, rank: int, silent_seconds: float) -> bool:
+        """Whether the process of a rank without an open connection, and with an old heartbeat, has ended."""
+        if silent_seconds < PROBE_AGE_SECONDS or any(
             channel.rendezvous.links.reaches(rank) for channel in list(self.group.channels.values())
         ):
             return False
-        return self._heartbeats.is_silent(rank)
+        return has_ended(self.group, rank)
+
+    # Lost ranks, see reshard.coordination.liveness.survivors.
+
+    def _read_lost(self, args: _RoundArgs) -> list[int]:
+        """The members that are lost before this rank enters a round.
+
+        Raises:
+            RemoteError: this rank is lost.
+        """
+        with contextlib.suppress(StoreSilentError):  # read again in the round
+            read_verdicts(self.group)
+        check_membership(self.group, self.members, args.fault_tolerant)
+        return sorted(self.group.lost.intersection(self.members))
+
+    def _check_lost(self, args: _RoundArgs) -> None:
+        """Raise if a verdict ends the round in which this rank waits.
+
+        The first member is not lost: it decides with whom the round goes on.
+        """
+        lost = self.group.lost
+        if self.group.rank in lost:
+            raise ExcludedError(self.group)
+        if not args.fault_tolerant:
+            check_membership(self.group, self.members, fault_tolerant=False)
+        elif self.members[0] in lost:
+            raise MembersLostError(lost.intersection(self.members))
+
+    def _continue_without(self, hub: int, args: _RoundArgs) -> Decision:
+        """The decision after the first member is gone or has not answered."""
+        attempt = args.request.attempt
+        while True:
+            verdict = read_verdicts(self.group, attempt, LOST_STORE_SECONDS)
+            if verdict is None and not {hub, self.group.rank} & self.group.lost:
+                verdict = propose_verdict(self.group, [hub], None, attempt)
+            if self.group.rank in self.group.lost:
+                return ExcludedError(self.group).decision
+            if verdict is not None:
+                return verdict
+            if hub in self.group.lost:
+                lost = sorted(self.group.lost.intersection(self.members))
+                return Decision(lost=lost, generation=args.request.generation)
+
+    def _store_limit(self, args: _RoundArgs, deadline: float) -> float:
+        """How long to wait for the store: in a fault-tolerant call, a silent store delays the deadline."""
+        return max(deadline - time.monotonic(), LOST_STORE_SECONDS if args.fault_tolerant else 0.0)
 
     def find_dead(self) -> list[int]:
         """Ranks that are dead according to the store or to the connections of the first member, ascending."""

@@ -12,6 +12,8 @@ Keys of a group:
 ``status/<rank>``          what a rank waits for, or why it left
 ``beat/<rank>``            heartbeat counter
 ``claim/<rank>``           host and process of the rank, in a joined group
+``presence/<rank>``        host, address and port of the rank's process
+``lost/<number>``          verdict about the ranks that are lost
 ``duplicate``              error about two processes with one rank
 """
 
@@ -149,9 +151,10 @@ class Store:
         found: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
         return found
 
-    def check(self, keys: Sequence[str]) -> bool:
+    def check(self, keys: Sequence[str], seconds: float | None = None) -> bool:
         """Whether all keys exist."""
-        return bool(self._worker.call(lambda raw: raw.check([self._prefix + key for key in keys]), STORE_SECONDS))
+        limit = STORE_SECONDS if seconds is None else seconds
+        return bool(self._worker.call(lambda raw: raw.check([self._prefix + key for key in keys]), limit))
 
     def has_key(self, key: str) -> bool:
         """Whether a key is known to exist; False if the store does not answer."""
@@ -159,14 +162,6 @@ class Store:
             return self.check([key])
         except StoreSilentError:
             return False
-
-    def responds(self) -> bool:
-        """Whether the store answers within :data:`STORE_SECONDS`."""
-        try:
-            self.check(["anything"])
-        except StoreSilentError:
-            return False
-        return True
 
     def compare_set(self, key: str, expected: str, value: str, seconds: float = STORE_SECONDS) -> bytes:
         """Write ``value`` if the key holds ``expected``; returns the value that the key then holds."""

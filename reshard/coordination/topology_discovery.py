@@ -55,7 +55,7 @@ def find_topology(
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     arguments = [("what to do", "find_topology"), ("codecs", ", ".join(map(str, codecs)))]
     request = Request(found.rank, arguments, hostname=found.hostname, error=failure, payload=[])
-    with publish_interruption(found), calling(found):
+    with publish_interruption(found, lambda: members), calling(found):
         channel = find_channel(found, members)
         _, decision = channel.agree(request, _resolve, seconds)
         if parsed:  # after the first agreement, all ranks measure at the same time

@@ -91,6 +91,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     activation checkpointing.
 
     Raises:
+        DisagreementError: a rank called another function of the grid that all ranks must call.
         TransferTimeoutError: a rank did not call it within the time-out of the grid.
         RemoteError: a rank is lost, or an earlier collective of the grid failed.
     """

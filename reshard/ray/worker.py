@@ -197,7 +197,7 @@ class Device:
         for name, (_, key) in keys.items():
             if key is not None:
                 self._shards[key] = moved if name is None else moved[name]
-        return list(ranks.status.lost)
+        return sorted(ranks.lost)
 
     @returns_errors
     def run(

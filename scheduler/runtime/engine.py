@@ -69,9 +69,9 @@ from .tied_params import TiedParameter, TiedParameters, check_training, training
 logger = logging.getLogger(__name__)
 
 #: An exception before or after the actions of a step ends the step on all ranks, too.
-_ending_step = publish_exceptions(lambda error, engine, *_, **__: engine.fail(engine._program, error))
+_ending_step = publish_exceptions(lambda error, args, _: args[0].fail(args[0]._program, error))
 #: The same for methods of an object with an ``_engine``, which also agree with the other ranks outside of steps.
-ending_calls = publish_exceptions(lambda error, owner, *_, **__: owner._engine.interrupt(error))
+ending_calls = publish_exceptions(lambda error, args, _: args[0]._engine.interrupt(error))
 #: ``{stage: [{name: tensor} of each microbatch]}``
 Feed = Mapping[int, Sequence[Mapping[str, Any]]]
 
@@ -327,7 +327,7 @@ class Engine:
     def interrupt(self, error: BaseException) -> None:
         """End a call on all ranks with the error of this rank, whatever they wait for."""
         self.fail(self._program, error)
-        leave_interrupted(error, group=self._group)
+        leave_interrupted(error, self._group)
 
     @property
     def rank(self) -> int:

@@ -144,16 +144,25 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def check_one_order(schedule: Schedule) -> None:
-    """Check that all rows of a valid schedule post their transfers in one order.
+    """Check that all rows of a schedule post their transfers in one order.
 
     Such a schedule cannot deadlock, not even if a row that has posted a transfer does nothing more until the transfer
     is complete. On a GPU, any later CUDA call of the host may block that long.
 
     Raises:
-        ScheduleError: rows post transfers in different orders. The text shows rows that could wait for each other.
+        ScheduleError: rows post transfers in different orders. The text shows rows that could wait for each other. Or
+            a transfer has no other end.
     """
     posts = [[(index, a) for index, a in enumerate(row) if a.kind.is_transfer] for row in schedule.rows]
     at = [0] * len(posts)
+    for row, actions in enumerate(posts):
+        for index, action in actions:
+            if action.other is None or action.other >= schedule.num_stages:
+                raise ScheduleError(
+                    f"a transfer names no stage from 0 to {schedule.num_stages - 1}: {show(schedule, row, index)}"
+                )
+            if schedule.row_of_stage[action.other] == row:
+                raise ScheduleError(f"both ends of a transfer are on one row: {show(schedule, row, index)}")
 
     def find_other(row: int) -> int:
         action = posts[row][at[row]][1]
@@ -174,8 +183,14 @@ def check_one_order(schedule: Schedule) -> None:
     if row < 0:
         return
     chain = [row]
-    while find_other(chain[-1]) not in chain:
-        chain.append(find_other(chain[-1]))
+    while (other := find_other(chain[-1])) not in chain:
+        if at[other] == len(posts[other]):
+            index = posts[chain[-1]][at[chain[-1]]][0]
+            raise ScheduleError(
+                f"row {chain[-1]} posts a transfer of which row {other} does not post the other end: "
+                f"{show(schedule, chain[-1], index)}"
+            )
+        chain.append(other)
     cycle = chain[chain.index(find_other(chain[-1])) :]
     shown = "; ".join(show(schedule, row, posts[row][at[row]][0]) for row in sorted(cycle))
     raise ScheduleError(

@@ -148,3 +148,39 @@ def test_interrupted_start_ends_the_movers_transfers_on_every_rank(monkeypatch):
             for text in results[1:]
         ), results
         assert "KeyboardInterrupt" in str(results[-1]) or "closed the connections" in str(results[-1]), results
+
+
+def _leave_small_call(rank, how, monkeypatch):
+    """Ranks call in turns as a pair and all together. On rank 0, an exception ends the second call of the pair."""
+    pair, everyone = Mesh([0, 1], {"x": 2}), Mesh.of("3")
+    results = []
+
+    def move(mesh, step, **options):
+        if rank < mesh.size:
+            source = torch.full((2, 6), float(step))
+            moved = lambda: reshard.reshard(source, mesh, mesh, src_spec="S0", dst_spec="R S0", **options)  # noqa: E731
+            out = result_or_error(moved)
+            results.append(out if isinstance(out, str) else bool((out == step).all()))
+
+    for mesh in (pair, everyone):
+        move(mesh, 0, timeout_seconds=10)
+    if rank == 0 and how == "interrupted":
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr("reshard.api.call.refuse_capture", _interrupt)
+            move(pair, 1, timeout_seconds=10)
+    elif rank == 0:
+        move(pair, 1, timeout_seconds=10, group="typo")
+    else:
+        move(pair, 1, timeout_seconds=10)
+    for step in (2, 3):
+        for mesh in (everyone, pair):
+            move(mesh, step, timeout_seconds=10)
+    return results
+
+
+@pytest.mark.parametrize("how", ["interrupted", "wrong group"])
+def test_call_that_one_rank_leaves_early_ends_no_later_call_of_more_ranks(how, monkeypatch):
+    first, second, third = run_processes(_leave_small_call, 3, how, monkeypatch)
+    assert first[-4:] == [True] * 4 and second[:2] == [True] * 2
+    assert "rank 0" in second[2] and second[3:] == [True] * 4
+    assert third == [True] * 3

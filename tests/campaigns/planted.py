@@ -22,6 +22,7 @@ from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination.connections import GlooTransport
 from reshard.coordination.process_group import serve_store
+from reshard.coordination.store import LOST_STORE_SECONDS
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.cpu.executor import NOTIFY_TAG
 from reshard.topology.model import Host, Port
@@ -120,7 +121,8 @@ class Run:
         """Time limit of a survivor on an idle machine."""
         if "killed" in self.fault:
             return DEATH_SECONDS
-        return self.timeout_seconds * (3 if self.recovers else 1) + SILENCE_SECONDS
+        waits_for_store = LOST_STORE_SECONDS if self.recovers and self.fault in EMULATED else 0.0
+        return self.timeout_seconds * (3 if self.recovers else 1) + SILENCE_SECONDS + waits_for_store
 
     def __str__(self) -> str:
         return (

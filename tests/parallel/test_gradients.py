@@ -349,16 +349,16 @@ def test_deferred_weight_gradients_of_frozen_layers_and_changed_inputs():
     run_processes(check_deferred, 1)
 
 
-def check_skipped_backward(rank):
-    """Rank 0 skips one backward and goes on. No collective meets one of its peers that differs."""
+def check_skipped_backward(rank, shape, skipping):
+    """A rank skips one backward and goes on. No collective meets one of its peers that differs."""
     torch.set_num_threads(1)
-    model = parallelize(make_gpt(), Grid.make(1, 2, 2, timeout_seconds=3))
+    model = parallelize(make_gpt(), Grid.make(*shape, timeout_seconds=3))
     tokens, labels = make_batch(4)
     errors = []
     for step in range(4):
         try:
             loss = model(tokens, labels)
-            if rank > 0 or step != 1:
+            if rank != skipping or step != 1:
                 loss.backward()
             sync_gradients(model)
             model.zero_grad()
@@ -368,8 +368,9 @@ def check_skipped_backward(rank):
 
 
 @pytest.mark.integration
-def test_ranks_that_wait_for_a_skipped_backward_raise_an_error():
-    for first, second, *_ in run_processes(check_skipped_backward, 4):
-        assert "of a grid failed" in first and second.startswith(
+@pytest.mark.parametrize(("shape", "skipping"), [((1, 2, 2), 0), ((2, 2, 1), 2)])
+def test_ranks_that_wait_for_a_skipped_backward_name_the_rank_that_skipped_it(shape, skipping):
+    for first, second, *_ in run_processes(check_skipped_backward, 4, shape, skipping):
+        assert first.startswith(f"rank {skipping} skipped a backward that rank") and second.startswith(
             "an earlier collective of this grid failed; make a new"
         )

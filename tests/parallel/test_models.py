@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from reshard.errors import ArgumentError, DisagreementError, MeshError
+from reshard.errors import ArgumentError, DisagreementError, MeshError, ReshardError
 from reshard.parallel import Grid, Linear, parallelize, plain_state_dict, relayout, sync_gradients
 from reshard.testing import LaunchError, run_processes
 
@@ -210,14 +212,21 @@ def _size(grid_shape):
 
 def check_lost(rank, victim, how):
     torch.set_num_threads(1)
+    store = dist.distributed_c10d._get_default_store()
     model = parallelize(make_gpt(), Grid.make(2, 2, 1, timeout_seconds=4))
     for step in range(50):
         if rank == victim and step == 3:
             if how == "raises":
                 raise KeyError("an error of the user")
+            store.set("lost at", str(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL if how == "killed" else signal.SIGSTOP)
-        model(*make_batch(4)).backward()
-        sync_gradients(model)
+        try:
+            model(*make_batch(4)).backward()
+            sync_gradients(model)
+        except ReshardError as error:
+            if how == "killed" and time.monotonic() > float(store.get("lost at")) + 2.0:
+                raise AssertionError("the error came late") from error
+            raise
         model.zero_grad()
 
 

@@ -200,3 +200,23 @@ def test_all_builders_give_rows_one_order_and_other_orders_are_refused():
                 with pytest.raises(ScheduleError, match=r"in different orders.*\[.*\].*; row .*\[.*\]"):
                     check_one_order(changed)
     assert num_refused > 50
+
+
+@pytest.mark.parametrize(
+    ("remove", "put", "text"),
+    [
+        (Action(Kind.RECV_B, 0, 1, 1), None, r"row 1 posts a transfer of which row 0 does not post .*\[1SEND_B1>0\]"),
+        (
+            Action(Kind.RECV_F, 1, 1, 0),
+            Action(Kind.RECV_F, 1, 1, 1),
+            r"both ends .* on one row: row 1: .*\[1RECV_F1<1\]",
+        ),
+        (Action(Kind.RECV_F, 1, 1, 0), Action(Kind.RECV_F, 1, 1, 7), r"no stage from 0 to 1: row 1: .*\[1RECV_F1<7\]"),
+    ],
+)
+def test_one_order_of_an_invalid_schedule_is_refused(remove, put, text):
+    schedule = one_f_one_b(_random_pipeline(random.Random(0), 2), 2)
+    rows = [[put if action == remove else action for action in row] for row in schedule.rows]
+    changed = replace(schedule, rows=tuple(tuple(action for action in row if action is not None) for row in rows))
+    with pytest.raises(ScheduleError, match=text):
+        check_one_order(changed)

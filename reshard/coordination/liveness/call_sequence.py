@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from reshard.coordination.calling_threads import describe_caller
 from reshard.coordination.liveness.interruptions import mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
 from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, name_rank
-from reshard.coordination.process_group import Group, find_group
+from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 
@@ -79,21 +79,47 @@ def _refusing_overlap(group: Group, entered: contextlib.AbstractContextManager[N
         yield
 
 
-def leave_interrupted(error: BaseException, *_: Any, group: Any = None, **__: Any) -> None:
-    """Count a call on a group, of the given arguments, that an exception ended before the group knew of it."""
-    found = find_group(group)
-    report_error(found, RemoteError(f"rank {found.rank} left a call: {type(error).__name__}"))
+def leave_call(group: Group, error: ReshardError, find_members: Callable[[], Sequence[int]] | None = None) -> None:
+    """Count and publish a call that this rank leaves before a round, after an error.
+
+    Args:
+        find_members: returns the ranks of the call. If it fails, or is None, they are unknown. If this rank takes part
+            in calls with several sets of ranks, it is then out of sync with all of them.
+    """
+    members: Sequence[int] | None = None
+    if find_members is not None:
+        with contextlib.suppress(Exception):  # the arguments that name them may be wrong
+            members = find_members()
+    if members is None:
+        report_error(group, error)
+    elif group.rank in members:
+        for rank in members:
+            if rank != group.rank:
+                group.status.given[str(rank)] = group.status.given.get(str(rank), 0) + 1
+        group.status.error = describe_error(error)
+        publish_status(group)
+
+
+def leave_interrupted(
+    error: BaseException, group: Group, find_members: Callable[[], Sequence[int]] | None = None
+) -> None:
+    """As :func:`leave_call`, after an exception that ended the call before the group knew of it."""
+    leave_call(group, RemoteError(f"rank {group.rank} left a call: {type(error).__name__}"), find_members)
 
 
 @contextlib.contextmanager
-def publish_interruption(group: Group) -> Iterator[None]:
+def publish_interruption(group: Group, find_members: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
     """Publish that this rank left a call if another exception than ReshardError ends it, such as KeyboardInterrupt.
 
     If this rank has not entered a round, it counts the call as left. Otherwise the other members may already be in the
     next round or in the transfer. To end the round, this rank publishes that it is out of sync with all ranks. To end
     the transfer, it fails the channel.
+
+    Args:
+        find_members: see :func:`leave_call`.
     """
-    rounds, errors, reasons = group.attempts, group.status.errors, len(group.status.out_of_sync)
+    rounds, left_calls = group.attempts, (group.status.errors, dict(group.status.given))
+    reasons = len(group.status.out_of_sync)
     try:
         yield
     except ReshardError:
@@ -101,8 +127,8 @@ def publish_interruption(group: Group) -> Iterator[None]:
     except BaseException as error:
         mark_published(error)
         left = RemoteError(f"rank {group.rank} left a call: {type(error).__name__}")
-        if (group.attempts, group.status.errors) == (rounds, errors):
-            report_error(group, left)
+        if (group.attempts, (group.status.errors, group.status.given)) == (rounds, left_calls):
+            leave_interrupted(error, group, find_members)
         elif group.attempts > rounds and len(group.status.out_of_sync) == reasons:
             group.status.out_of_sync[ANY_RANKS] = str(left)
             publish_status(group)
@@ -152,6 +178,11 @@ def add_call_counts(request: Request, group: Group, members: Sequence[int]) -> R
 def has_left(group: Group, rank: int, status: RankStatus) -> bool:
     """Whether ``rank``, which published ``status``, has left the call in which this rank waits."""
     return _count_with(status, group.rank) > _count_with(group.status, rank)
+
+
+def is_behind(group: Group, rank: int, status: RankStatus) -> bool:
+    """Whether this rank has left a call with ``rank``, which published ``status`` before it noticed."""
+    return _count_with(group.status, rank) > _count_with(status, group.rank)
 
 
 def find_lagging(requests: Sequence[Request], members: Sequence[int]) -> Decision | None:

@@ -12,6 +12,7 @@ from reshard.coordination.liveness.call_sequence import (
     check_skipped,
     describe_unknown_members,
     has_left,
+    is_behind,
 )
 from reshard.coordination.liveness.membership import MembersLostError, OutOfSyncError, check_published_membership
 from reshard.coordination.messages import Decision, RankStatus, describe_error, name_rank, rebuild_error
@@ -28,8 +29,7 @@ def check_rank_status(
 ) -> None:
     """Raise if the status of ``rank`` shows that it will not come to the call that this rank waits in.
 
-    That holds if it waits for this rank in a call with other members, calls without this rank, has left this call, or
-    has excluded this rank.
+    That holds if it waits for this rank in a call with other members, calls without this rank, or has left this call.
 
     Args:
         members: ranks of the call that this rank waits in. rank: the awaited rank. status: its published status.
@@ -37,15 +37,22 @@ def check_rank_status(
     Raises:
         DisagreementError, RoundEndedError.
     """
-    check_published_membership(group, members, rank, status)
+    check_published_membership(members, status)
     own_rank, waiting = group.rank, status.waiting
     if fault_tolerant and waiting:
         if set(waiting["members"]) > set(members):
             waiting = None  # it has not learned yet which ranks are lost
-        elif own_rank in waiting["members"] and set(members) - set(waiting["members"]) <= set(status.lost):
+        elif own_rank in waiting["members"] and set(members) - set(waiting["members"]) <= group.lost:
             lost = set(members) - set(waiting["members"])
             if lost:
                 raise MembersLostError(lost)
+    if has_left(group, rank, status):
+        name, text = status.error or ("RemoteError", "a rank left the call")
+        if status.are_members_unknown:
+            raise OutOfSyncError(members, describe_unknown_members(rank, text))
+        raise CallLeftError((name, name_rank(rank, text)), members)
+    if is_behind(group, rank, status):
+        return  # it will notice that this rank has left the call that it waits in
     if waiting and waiting["members"] != list(members) and own_rank in waiting["members"]:
         other = group.channels.get(tuple(waiting["members"]))
         if other is None or other.rendezvous.answered.get(rank, -1) < waiting["attempt"]:
@@ -58,11 +65,6 @@ def check_rank_status(
             group.store.set(f"error/{rank}/{waiting['attempt']}", json.dumps(describe_error(error)))
             raise error
     check_skipped(group, members, rank, status)
-    if has_left(group, rank, status):
-        name, text = status.error or ("RemoteError", "a rank left the call")
-        if status.are_members_unknown:
-            raise OutOfSyncError(members, describe_unknown_members(rank, text))
-        raise CallLeftError((name, name_rank(rank, text)), members)
 
 
 def explain_loss(check_status: Callable[[], None], text: str, reason: Sequence[str] | None) -> Decision:

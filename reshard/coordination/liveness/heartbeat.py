@@ -14,15 +14,20 @@ from typing import Any, Protocol
 
 from reshard.coordination.liveness.claims import read_claim_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
-from reshard.coordination.liveness.status import HeartbeatReader, beat_key, format_beat
+from reshard.coordination.liveness.presence import Presence
+from reshard.coordination.liveness.status import (
+    BEAT_SECONDS,
+    LOST_SECONDS,
+    HeartbeatReader,
+    beat_key,
+    format_beat,
+    publish_status,
+)
 from reshard.coordination.process_group import Group
 from reshard.coordination.store import StoreSilentError
 from reshard.errors import RemoteError, ReshardError
 from reshard.runtime.cuda.stream import allow_queries_during_capture
 
-BEAT_SECONDS = 1.0
-#: A rank that sends no heartbeat for this long during a transfer counts as lost.
-LOST_SECONDS = 30.0
 POLL_SECONDS = 0.2
 
 _registered: set[tuple[int, Any]] = set()
@@ -65,7 +70,7 @@ class Monitor:
         self._lock = threading.RLock()
         self._end_requests: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._num_beats, self._next_beat = 0, 0.0
-        self._heartbeats = HeartbeatReader(group.store)
+        self._heartbeats, self._presence = HeartbeatReader(group.store), Presence(group)
         # The thread holds no strong reference to the monitor or the group, so both can be collected.
         thread = threading.Thread(target=_run, args=(weakref.ref(self), self._end_requests), name="reshard-monitor")
         self._thread = thread
@@ -86,8 +91,6 @@ class Monitor:
     def watch(self, transfer: Watched) -> None:
         """Watch a transfer until :meth:`forget`."""
         with self._lock:
-            if not self._watched:
-                self._heartbeats.reset()
             self._watched.add(transfer)
 
     def forget(self, transfer: Watched) -> None:
@@ -98,6 +101,7 @@ class Monitor:
     def end(self) -> None:
         """Ask the thread to end. Takes no lock and does not wait."""
         self._end_requests.put(None)
+        self._presence.close()
 
     def join(self, seconds: float) -> None:
         """Wait at most ``seconds`` for the thread to end."""
@@ -112,12 +116,16 @@ class Monitor:
             group.resources.release()
             return 0.0
         now = time.monotonic()
+        self._presence.accept()
         try:
             if now >= self._next_beat:
                 self._num_beats += 1
                 started = {each.key: each.num_started for each in list(group.channels.values()) if each.num_started}
                 self._store.set(beat_key(self._rank), format_beat(self._num_beats, started))
                 self._next_beat = now + BEAT_SECONDS
+                self._presence.publish(group)
+                if not group.is_status_published:
+                    publish_status(group)
                 self._check_heartbeats()
                 read_claim_error(group)
             for transfer in self._list_watched():
@@ -139,6 +147,12 @@ class Monitor:
             return BEAT_SECONDS
         # A new transfer does not wake this thread: most end before the next check and then cost nothing here.
         return POLL_SECONDS
+
+    def note_wait(self, asked_seconds: float, begun_at: float) -> None:
+        """See :meth:`Group.note_wait`."""
+        group = self._group()
+        if group is not None:
+            group.note_wait(asked_seconds, begun_at)
 
     def _list_watched(self) -> list[Any]:
         with self._lock:
@@ -201,9 +215,13 @@ def _run(monitor: weakref.ref[Monitor], end_requests: queue.SimpleQueue[None]) -
         may_query = may_query or allow_queries_during_capture()
         seconds = current.poll()
         del current
+        begun_at = time.monotonic()
         with contextlib.suppress(queue.Empty):
             end_requests.get(timeout=seconds)
             return
+        if (current := monitor()) is not None:
+            current.note_wait(seconds, begun_at)
+            del current
 
 
 def _end_all() -> None:

@@ -31,13 +31,15 @@ def _passed(error: BaseException, code: CodeType) -> bool:
     return any(frame.f_code is code for frame, _ in traceback.walk_tb(error.__traceback__))
 
 
-def publish_exceptions(publish: Callable[..., None]) -> Callable[[F], F]:
+def publish_exceptions(
+    publish: Callable[[BaseException, tuple[Any, ...], dict[str, Any]], None],
+) -> Callable[[F], F]:
     """Decorate a public function so that no exception ends it unnoticed by the other ranks.
 
     Args:
-        publish: called as ``publish(error, *args, **kwargs)``, with the arguments of the call, after an exception that
-            is not published yet. Its own exceptions are ignored. A TypeError because of the arguments is not passed:
-            the call has not begun.
+        publish: called with the exception, and with the positional and the named arguments of the call, after an
+            exception that is not published yet. Its own exceptions are ignored. A TypeError because of the arguments
+            is not passed: the call has not begun.
     """
 
     def decorate(function: F) -> F:
@@ -51,7 +53,7 @@ def publish_exceptions(publish: Callable[..., None]) -> Callable[[F], F]:
                 if not is_published(error) and (not isinstance(error, TypeError) or _passed(error, code)):
                     mark_published(error)
                     with contextlib.suppress(Exception):
-                        publish(error, *args, **kwargs)
+                        publish(error, args, kwargs)
                 raise
 
         return cast(F, call)

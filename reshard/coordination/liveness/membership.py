@@ -5,8 +5,9 @@ are still in. Then the order no longer matches: a rank that arrives later may be
 its request does not show which. So ranks mark the set as out of sync in their published status, and every rank
 that reads the mark refuses further calls of the set.
 
-A rank that misses a fault-tolerant call is lost. The other ranks exclude it from all further calls. If it calls again,
-it gets an error that says so, even if the others have ended by then.
+A rank that misses a fault-tolerant call is lost. The other ranks agree on that (see
+:mod:`reshard.coordination.liveness.survivors`), and exclude it from all further calls. If it calls again, it gets an
+error that says so, even if the others have ended by then.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from reshard.formatting import describe_ranks, format_ranks
 class ExcludedError(RoundEndedError):
     """The other ranks have excluded this rank."""
 
-    def __init__(self, text: str) -> None:
-        super().__init__(Decision(error=(RemoteError.__name__, text)))
+    def __init__(self, group: Group) -> None:
+        super().__init__(Decision(error=(RemoteError.__name__, _describe_exclusion(group))))
 
 
 class MembersLostError(RoundEndedError):
-    """Other ranks have detected lost ranks and continue this call without them."""
+    """Lost ranks are members of this call, and the others repeat it without them."""
 
     def __init__(self, lost: Collection[int]) -> None:
         super().__init__(Decision(lost=sorted(lost)))
@@ -53,8 +54,9 @@ def _describe(members: Sequence[int], why: str) -> str:
     return f"ranks {format_ranks(members)} are out of sync ({why}); {_ADVICE}"
 
 
-def _describe_exclusion(group: Group, rank: int) -> str:
-    return f"rank {rank} continues without rank {group.rank}, which missed the deadline of a call; {_ADVICE}"
+def _describe_exclusion(group: Group) -> str:
+    others = "the other ranks continue" if group.excluded_by is None else f"rank {group.excluded_by} continues"
+    return f"{others} without rank {group.rank}, which missed the deadline of a call; {_ADVICE}"
 
 
 def mark_out_of_sync(group: Group, members: Sequence[int], why: str) -> None:
@@ -75,15 +77,14 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
 
     Raises:
         DisagreementError: the ranks are out of sync.
-        RemoteError: some of the ranks continue without this rank; or some are lost, and the call is not fault tolerant.
+        RemoteError: the others continue without this rank; or some are lost, and the call is not fault tolerant.
     """
-    excluded_by = group.excluded_by.intersection(members)
-    if excluded_by:
-        raise RemoteError(_describe_exclusion(group, min(excluded_by)))
+    if group.rank in group.lost:
+        raise RemoteError(_describe_exclusion(group))
     why = _find_reason(group.status, members)
     if why is not None:
         raise DisagreementError(_describe(members, why))
-    lost = [rank for rank in members if rank in group.status.lost]
+    lost = [rank for rank in members if rank in group.lost]
     if lost and not fault_tolerant:
         raise RemoteError(
             f"{describe_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in an earlier call; "
@@ -91,29 +92,13 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
         )
 
 
-def record_lost(group: Group, lost: Collection[int]) -> None:
-    """Exclude lost ranks from further calls, and publish the status of this rank if it changes."""
-    known = set(group.status.lost)
-    if not known.issuperset(lost):
-        group.status.lost = sorted(known.union(lost))
-        publish_status(group)
-
-
 def remaining_ranks(group: Group, members: Sequence[int]) -> tuple[int, ...]:
-    """The members that are not lost."""
-    return tuple(rank for rank in members if rank not in group.status.lost)
+    """The members that are not lost, and this rank, whose round raises an error if it is lost."""
+    return tuple(rank for rank in members if rank not in group.lost or rank == group.rank)
 
 
-def check_published_membership(group: Group, members: Sequence[int], rank: int, status: RankStatus) -> None:
-    """Raise if the published status of another rank rules out a call of ``members``.
-
-    Raises:
-        ExcludedError: ``rank`` has recorded this rank as lost.
-        OutOfSyncError: ``rank`` has marked ``members`` as out of sync.
-    """
-    if group.rank in status.lost:
-        group.excluded_by.add(rank)
-        raise ExcludedError(_describe_exclusion(group, rank))
+def check_published_membership(members: Sequence[int], status: RankStatus) -> None:
+    """Raise OutOfSyncError if another rank, which published ``status``, has marked ``members`` as out of sync."""
     why = _find_reason(status, members)
     if why is not None:
         raise OutOfSyncError(members, why)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -15,8 +16,12 @@ from reshard.coordination.process_group import Group
 from reshard.coordination.store import Store
 from reshard.errors import RemoteError
 
-#: A fault-tolerant call counts a rank as dead if it has no connection and has sent no heartbeat for this long.
-SILENT_SECONDS = 4.0
+#: A rank sends a heartbeat this often.
+BEAT_SECONDS = 1.0
+#: A rank that sends no heartbeat for this long counts as lost: 30 s after the next one was due at the latest.
+LOST_SECONDS = 30.0 + 2 * BEAT_SECONDS
+#: A pause in the reading of heartbeats, of this process or of the store, which would look like silence.
+GAP_SECONDS = 5.0
 
 #: Key of :attr:`RankStatus.out_of_sync` that applies to every set of ranks of the group.
 ANY_RANKS = "*"
@@ -47,30 +52,30 @@ class HeartbeatReader:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._seen: dict[int, tuple[bytes, float]] = {}  # rank -> its counter, and when this value was first read
+        self._seen: dict[int, tuple[bytes, float, float]] = {}  # rank -> its counter, its first and its last reading
 
     def read(self, rank: int) -> tuple[bool, float]:
-        """Read a rank's heartbeat. Returns whether it ever sent one, and the seconds since its counter last changed."""
-        key, now = beat_key(rank), time.monotonic()
+        """Read a rank's heartbeat. Returns whether it ever sent one, and the seconds since its counter last changed.
+
+        The seconds count from the first reading after a pause of :data:`GAP_SECONDS`. While this process or the store
+        stood still, the counters of other ranks could not be seen to change.
+        """
+        key = beat_key(rank)
         beat = self._store.get(key) if self._store.check([key]) else b""
-        if rank not in self._seen or self._seen[rank][0] != beat:
-            self._seen[rank] = beat, now
-        return beat != b"", now - self._seen[rank][1]
-
-    def is_silent(self, rank: int) -> bool:
-        """Whether a rank has sent heartbeats before, but none for :data:`SILENT_SECONDS`."""
-        has_started, seconds = self.read(rank)
-        return has_started and seconds > SILENT_SECONDS
-
-    def reset(self) -> None:
-        """Forget earlier heartbeats. Call this after a pause in reading, which would look like silence."""
-        self._seen.clear()
+        seen, first, last = self._seen.get(rank, (b"", -math.inf, -math.inf))
+        now = time.monotonic()
+        if seen != beat or now - last > GAP_SECONDS:
+            first = now
+        self._seen[rank] = beat, first, now
+        return beat != b"", now - first
 
 
 def publish_status(group: Group) -> None:
-    """Write this rank's status to the store. Does nothing if the store is lost."""
+    """Write this rank's status to the store. If the store is silent, the monitor of the group tries again."""
+    group.is_status_published = False
     with contextlib.suppress(RuntimeError):
         group.store.set(f"status/{group.rank}", group.status.to_json())
+        group.is_status_published = True
 
 
 #: :func:`report_dead` adds this to the error count of the dead rank. A live rank never counts this far.

@@ -22,7 +22,7 @@ from reshard.runtime.torch_compat import all_gather_single, is_in_backward
 
 from .failures import Failures
 from .pending import Explain, Parts, Pending, ordered_sum
-from .shared_memory import EXCHANGE, GATHER, SharedMemory
+from .shared_memory import EXCHANGE, GATHER, NotStartedError, SharedMemory
 from .two_levels import TwoLevelAxis
 
 
@@ -314,10 +314,16 @@ class Axis:
             raise self._explain_failure(error) from error
 
     def _explain_failure(self, error: RuntimeError) -> ReshardError:
-        return self.failures.add(self.explain(error))
+        is_backward = self._of_call() is not self
+        awaited = [error.rank] if isinstance(error, NotStartedError) else [r for r in self.ranks if r != self._own_rank]
+        return self.failures.add(self.explain(error, awaited, is_backward))
 
     def _of_call(self) -> Axis:
         return self if self._for_backwards is None or not is_in_backward() else self._for_backwards
 
-    def _describe(self, error: RuntimeError) -> ReshardError:
+    @property
+    def _own_rank(self) -> int:
+        return self.ranks[self.index]
+
+    def _describe(self, error: RuntimeError, _awaited: Sequence[int], _is_backward: bool) -> ReshardError:
         return RemoteError(f"a collective of {describe_ranks(self.ranks)} of a grid failed: {error}")

@@ -9,8 +9,8 @@ import torch
 
 from reshard.errors import ReshardError
 
-#: Turns the error of a collective into one of ours.
-Explain = Callable[[RuntimeError], ReshardError]
+#: Turns the error of a collective into one of ours, given the ranks that this one waits for, and whether in a backward.
+Explain = Callable[[RuntimeError, Sequence[int], bool], ReshardError]
 #: Added in float32.
 SHORT_DTYPES = (torch.bfloat16, torch.float16)
 #: Tensors that follow each other along dim 0.
@@ -20,7 +20,12 @@ Parts = Sequence[torch.Tensor]
 class Pending:
     """The result of a collective that is under way."""
 
-    def __init__(self, work: Any, finish: Callable[[], torch.Tensor], explain: Explain | None = None) -> None:
+    def __init__(
+        self,
+        work: Any,
+        finish: Callable[[], torch.Tensor],
+        explain: Callable[[RuntimeError], ReshardError] | None = None,
+    ) -> None:
         self._work, self._finish, self._explain = work, finish, explain
 
     def wait(self) -> torch.Tensor:

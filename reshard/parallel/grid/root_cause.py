@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from reshard.coordination import Monitor, Request, explain_lost_store, find_channel, find_group, resolve
-from reshard.coordination.liveness.status import SILENT_SECONDS, HeartbeatReader
+from reshard.coordination.liveness.presence import has_ended
+from reshard.coordination.liveness.status import HeartbeatReader
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
+#: After a collective has failed, a rank that sends no heartbeat for this long counts as stopped.
+SILENT_SECONDS = 4.0
 #: How long to search for the root cause: a lost connection, an error that another rank reports, or a rank without a
 #: heartbeat.
 ROOT_CAUSE_SECONDS = SILENT_SECONDS + 2.0
@@ -43,6 +48,7 @@ class RootCauseFinder:
         request = Request(dist.get_rank(), arguments, hostname=group.hostname)
         _, decision = self._channel.agree(request, lambda requests: resolve(requests, {}), timeout_seconds)
         self._generation = decision.generation
+        self._waits = group.store.under(f"u/{self._channel.key}/waits/{self._generation}")
 
     def meet(self, called: str, timeout_seconds: float) -> None:
         """Wait until all ranks of the grid call the function of this name.
@@ -59,29 +65,59 @@ class RootCauseFinder:
         """Publish an error of this rank, for :meth:`explain` on the others; returns the first one of any rank."""
         return self._channel.fail(self._generation, error)
 
-    def explain(self, error: RuntimeError) -> ReshardError:
-        """The error to raise after a failed collective: the error of another rank, or one that names the lost ranks.
+    def explain(self, error: RuntimeError, awaited: Sequence[int], is_backward: bool) -> ReshardError:
+        """The error to raise after a failed collective: another rank's error, or one that names the ranks at fault.
 
-        A killed rank loses its connection to the first rank of the grid, and sends no more heartbeats. A rank that has
-        ended after its own error, or that has stopped, sends no more heartbeats.
+        The port of a rank that has ended, killed or after its own error, refuses connections. A rank that is stopped
+        sends no more heartbeats. Otherwise, the ranks say whom they wait for. A rank that others wait for in a
+        backward, and that waits outside of a backward, has skipped it.
+
+        Args:
+            error: the failure. awaited: ranks that this rank waits for. is_backward: whether it waits in a backward.
         """
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
         heartbeats = HeartbeatReader(self._group.store)
+        others = [rank for rank in self._channel.members if rank != self._group.rank]
+        with contextlib.suppress(RuntimeError):  # the store may be lost
+            self._waits.set(str(self._group.rank), json.dumps([list(awaited), is_backward]))
         while time.monotonic() < deadline:
             try:
                 reported = self._channel.reported_error(self._generation)
-                silent = [rank for rank in self._channel.members if heartbeats.is_silent(rank)]
+                ended = [] if reported else [rank for rank in others if has_ended(self._group, rank)]
+                silent = [rank for rank in others if heartbeats.read(rank)[1] > SILENT_SECONDS]
             except RuntimeError as lost:
                 return explain_lost_store(self._group, lost)
             if reported is not None:
                 return reported
-            if silent:
-                verb = "is" if len(silent) == 1 else "are"
-                text = f"{describe_ranks(silent)} {verb} gone or stopped: no heartbeat for {SILENT_SECONDS:g} s"
-                return self._channel.fail(self._generation, RemoteError(f"{text}; a collective of a grid failed"))
+            if ended or silent:
+                verb = "is" if len(ended or silent) == 1 else "are"
+                why = (
+                    "gone: the process has ended"
+                    if ended
+                    else f"gone or stopped: no heartbeat for {SILENT_SECONDS:g} s"
+                )
+                text = f"{describe_ranks(ended or silent)} {verb} {why}; a collective of a grid failed"
+                return self._channel.fail(self._generation, RemoteError(text))
             time.sleep(CHECK_INTERVAL_SECONDS)
-        members = describe_ranks(self._channel.members)
-        return self._channel.fail(
-            self._generation,
-            RemoteError(f"a collective of {members} of a grid failed, and all ranks send heartbeats: {error}"),
-        )
+        text = f"a collective of {describe_ranks(self._channel.members)} of a grid failed"
+        culprits = self._find_culprits()
+        text = f"{culprits}: {text}" if culprits else f"{text}, and all ranks send heartbeats: {error}"
+        return self._channel.fail(self._generation, RemoteError(text))
+
+    def _find_culprits(self) -> str:
+        """The ranks that others wait for and that do not wait themselves, and what they have missed; "" if unknown."""
+        waits: dict[int, tuple[list[int], bool]] = {}
+        with contextlib.suppress(RuntimeError):  # the store may be lost
+            for rank in self._channel.members:
+                if self._waits.check([str(rank)]):
+                    waits[rank] = json.loads(self._waits.get(str(rank)))
+        for is_backward, what in ((True, "skipped a backward"), (False, "did not start a collective")):
+            culprits: dict[int, list[int]] = {}
+            for rank, (awaited, is_in_backward) in waits.items():
+                for each in awaited if is_in_backward == is_backward else ():
+                    if each not in waits or (is_backward and not waits[each][1]):
+                        culprits.setdefault(each, []).append(rank)
+            if culprits:
+                waiting = sorted({rank for ranks in culprits.values() for rank in ranks})
+                return f"{describe_ranks(sorted(culprits))} {what} that {describe_ranks(waiting)} waited for"
+        return ""

@@ -53,6 +53,18 @@ _FAILED = 1
 _READERS = 6
 
 
+class NotStartedError(RuntimeError):
+    """A rank did not start a collective within the time-out.
+
+    Attributes:
+        rank: the global rank.
+    """
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        super().__init__(f"{describe_ranks([rank])} did not start it within {seconds:g} s")
+        self.rank = rank
+
+
 class SharedMemory:
     """Messages among the ranks of an axis, all on one host. Ranks are positions on the axis.
 
@@ -204,7 +216,7 @@ class SharedMemory:
                     what = f"the process of {name} has ended"
                     raise RuntimeError(what if has_ended else f"a collective of the grid failed on {name}")
                 if time.monotonic() >= deadline:
-                    raise RuntimeError(f"{name} did not start it within {self._seconds:g} s")
+                    raise NotStartedError(self._ranks[rank], self._seconds)
 
     def read(self, message: Message) -> list[Any]:
         """What each rank has for this one, as flat tensors in its memory; None of this rank.

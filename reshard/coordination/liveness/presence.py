@@ -1,0 +1,71 @@
+"""A port of each rank, which shows whether its process exists, even if the process is stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+
+from reshard.coordination.addresses import is_loopback, own_address
+from reshard.coordination.descriptors import has_descriptors
+from reshard.coordination.process_group import Group
+from reshard.forks import close_in_child
+
+#: How long to wait for a connection to a port, for example of a host that is partitioned.
+PROBE_SECONDS = 0.5
+
+
+class Presence:
+    """A listening socket. The system refuses connections to it once the process has ended, but not while it is stopped.
+
+    It accepts connections and closes them at once.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self._listener: socket.socket | None = None
+        self._entry = ""
+        with contextlib.suppress(OSError):  # without a port, this rank counts as gone when its heartbeat stops
+            if has_descriptors(1):
+                address = own_address(group.store.raw)
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                self._listener = close_in_child(socket.create_server((address, 0), family=family, backlog=64))
+                self._listener.setblocking(False)
+                self._entry = json.dumps([group.hostname, address, self._listener.getsockname()[1]])
+
+    def publish(self, group: Group) -> None:
+        """Write the port to the store, once."""
+        if self._entry:
+            group.store.set(_key(group.rank), self._entry)
+            self._entry = ""
+
+    def accept(self) -> None:
+        """Close the connections of ranks that have asked."""
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                while True:
+                    self._listener.accept()[0].close()
+
+    def close(self) -> None:
+        """Refuse connections from now on."""
+        if self._listener is not None:
+            self._listener.close()
+
+
+def has_ended(group: Group, rank: int) -> bool:
+    """Whether the process of a rank is known to have ended, or to have closed its group."""
+    if not group.store.check([_key(rank)]):
+        return False
+    hostname, address, port = json.loads(group.store.get(_key(rank)))
+    if is_loopback(address) and hostname != group.hostname:
+        return False
+    try:
+        socket.create_connection((address, port), timeout=PROBE_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _key(rank: int) -> str:
+    return f"presence/{rank}"
