@@ -2,15 +2,15 @@ from .api.call import (
     reshard as reshard,
     reshard_async as reshard_async,
 )
+from .api.handle import (
+    Handle as Handle,
+)
 from .api.local import (
     execute_local as execute_local,
     reshard_local as reshard_local,
 )
 from .api.mover import (
     Mover as Mover,
-)
-from .api.transfers import (
-    Handle as Handle,
 )
 from .cli.html_report import plan_to_html as plan_to_html
 from .codecs.codec import Codec as Codec

@@ -12,13 +12,13 @@ import torch
 
 from reshard.api.agreed_plan import AgreedPlan, encode_measured
 from reshard.api.casts import unfinished, wire_dtype
+from reshard.api.handle import Handle
 from reshard.api.inputs import Item, read_items, report_bad_arguments
-from reshard.api.lossless.call import LosslessCall
+from reshard.api.lossless_call import LosslessCall
 from reshard.api.memory_in_use import note_wait
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import call_arrays, copy_to_host, finish_call
 from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.transfers import Handle
 from reshard.api.validation import Options, make_request
 from reshard.codecs import Codec, TransferPolicy, is_lossless
 from reshard.coordination import (

@@ -12,13 +12,15 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.casts import finish_received, unfinished, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
-from reshard.api.lossless.repeated import LosslessTransfers, check_lossless_codec
+from reshard.api.handle import Handle
 from reshard.api.lossless.transfer import Arrays
+from reshard.api.lossless_mover import LosslessTransfers, check_lossless_codec
 from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.mover_arrays import MoverArrays
 from reshard.api.options import check_coding, check_device_type, check_verify, codes_on_cpu
+from reshard.api.queued_transfers import QueuedTransfers
+from reshard.api.streamed_transfers import StreamedTransfers
 from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
-from reshard.api.transfers import Handle, QueuedTransfers, StreamedTransfers
 from reshard.coordination import (
     Owner,
     Request,

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
+from reshard.api.handle import ConfirmedHandle, Handle
 from reshard.api.mover import Mover
-from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.api.validation import Options
 from reshard.coordination import (
     Channel,

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from reshard.api.handle import Handle
 from reshard.api.mover import Mover
-from reshard.api.transfers import Handle
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from reshard import ArgumentError, Layout, Mesh, make_plan
+from reshard.api import handle
 from reshard.api.tensor_checks import check_movable
-from reshard.api.transfers import handle
 from reshard.coordination.connections import Connections
 from reshard.coordination.liveness import heartbeat
 from reshard.runtime.cpu.staging import TorchMemory

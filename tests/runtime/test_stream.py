@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.api import handle as handles
 from reshard.api.memory_in_use import check_unused
-from reshard.api.transfers import handle as handles
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections
 from reshard.plan.messages import expand_messages

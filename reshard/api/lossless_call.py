@@ -7,14 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.handle import Handle
 from reshard.api.inputs import Item
-from reshard.api.lossless.handle import LosslessHandle
 from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
+from reshard.api.lossless_handle import LosslessHandle
 from reshard.api.memory_in_use import note_wait
 from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.transfers import Handle
 from reshard.api.validation import Options
 from reshard.coordination import Channel, Decision
 from reshard.errors import RankLostError, ReshardError

@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 import torch
 
+from reshard.api.handle import Handle
 from reshard.api.lossless.encoding import find_capacities
-from reshard.api.lossless.handle import LosslessHandle
 from reshard.api.lossless.transfer import Arrays, CallArrays, LosslessTransfer, check_dtypes
+from reshard.api.lossless_handle import LosslessHandle
 from reshard.api.memory_in_use import note_wait
 from reshard.api.tensor_checks import check_base, check_no_aliasing, detach_source
-from reshard.api.transfers import Handle
 from reshard.codecs import LOSSLESS_CODECS
 from reshard.coordination import Channel
 from reshard.errors import ArgumentError, ReshardError
