@@ -207,8 +207,10 @@ def reshard_local(
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if is_lossless(compression):
         from reshard.api.lossless.local import check_lossless  # imports torch
+        from reshard.api.options import check_compression
 
-        check_lossless(tensor, compression, dst_dtype, max_error)
+        check_compression(compression, max_error, "raw")
+        check_lossless(tensor, str(compression), dst_dtype)
         bases, outs = ({} if given is None else given for given in (base, out))
         return _move_lossless(tensor, str(compression), shards, bases, outs, make)
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))

@@ -13,7 +13,6 @@ import xxhash
 
 from reshard.api.lossless.encoding import EncodedBucket, capacity_of, decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
-from reshard.api.tensor_checks import mark_written
 from reshard.codecs.exponents import DTYPE
 from reshard.coordination import (
     Channel,
@@ -28,6 +27,7 @@ from reshard.coordination import (
 from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.public_api import caller_level
+from reshard.runtime.autograd import mark_written
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
