@@ -16,9 +16,9 @@ from reshard.api.handle import Handle
 from reshard.api.inputs import Item, read_items, report_bad_arguments
 from reshard.api.lossless_call import LosslessCall
 from reshard.api.memory_in_use import note_wait
-from reshard.api.mover import Mover
 from reshard.api.mover_arrays import call_arrays, copy_to_host, finish_call
 from reshard.api.recovery import FaultTolerantHandle, Recovery
+from reshard.api.transfers import open_transfers
 from reshard.api.validation import Options, make_request
 from reshard.codecs import Codec, TransferPolicy, is_lossless
 from reshard.coordination import (
@@ -276,7 +276,8 @@ class _Call:
         limit, verify = self.timeout_seconds, self.options.verify
         finish = functools.partial(finish_call, self.items, decision, dst, targets)
         try:
-            mover = Mover.agreed(AgreedPlan(plan, program, runner, channel, call, decision), limit, verify)
+            agreed = AgreedPlan(plan, program, runner, channel, call, decision)
+            transfers = open_transfers(agreed, limit, verify, is_one_call=True)
         except Exception as error:
             known = channel.fail(decision.generation, error)
             if not self.fault_tolerant:
@@ -284,8 +285,8 @@ class _Call:
             handle = Handle(channel, decision.generation, finish)
             handle.watch.stop(known)
         else:
-            handle = mover.start_checked(src, dst, finish)
-            mover.close()
+            handle = transfers.start(src, dst, finish)
+            transfers.close()
         if not self.fault_tolerant:
             note_wait(handle, (), unfinished(dst, targets))
             return handle

@@ -12,9 +12,9 @@ from reshard.api.inputs import Item
 from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
 from reshard.api.lossless_handle import LosslessHandle
 from reshard.api.memory_in_use import note_wait
-from reshard.api.mover import Mover
 from reshard.api.mover_arrays import find_target, wrap_results
 from reshard.api.recovery import FaultTolerantHandle, Recovery
+from reshard.api.transfers import open_transfers
 from reshard.api.validation import Options
 from reshard.coordination import Channel, Decision
 from reshard.errors import RankLostError, ReshardError
@@ -120,7 +120,7 @@ class LosslessCall:
             if lost:
                 failed = RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time")
             else:  # the buckets have digests of their own
-                mover = Mover.agreed(agreed, self._timeout_seconds, verify=False)
+                transfers = open_transfers(agreed, self._timeout_seconds, verify=False, is_one_call=True)
         except Exception as error:
             failed = channel.fail(generation, error)
             if not self._options.fault_tolerant:
@@ -129,8 +129,8 @@ class LosslessCall:
             handle = Handle(channel, generation, lambda: None)
             handle.watch.stop(failed)
             return handle
-        inner = mover.start_checked(sent, received, lambda: None)
-        mover.close()
+        inner = transfers.start(sent, received, lambda: None)
+        transfers.close()
         return inner
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -85,7 +85,26 @@ def wrap_results(items: Sequence[Item], targets: Sequence[torch.Tensor | None], 
     return results[""] if items[0].name == "" else {name: results[name] for name in items[0].names}
 
 
+@dataclass(frozen=True)
 class MoverArrays:
+    """The arrays of one transfer of a Mover, one per tensor of the plan; None where this rank has none.
+
+    Attributes:
+        sources: source shards; copies in host memory if the transfer runs on such copies.
+        bases: source shards of the earlier version that a difference refers to; in host memory as ``sources``.
+        outs: what the caller passed as ``out``.
+        results: destination shards, from ``out`` or new.
+        targets: the arrays to write: ``results``, or copies of them in host memory.
+    """
+
+    sources: list[torch.Tensor | None]
+    bases: list[torch.Tensor | None]
+    outs: list[Any]
+    results: list[torch.Tensor | None]
+    targets: list[torch.Tensor | None]
+
+
+class ArrayReader:
     """Reads and checks the arrays that a rank passes to a Mover.
 
     Args:

@@ -8,6 +8,7 @@ hold another round. They repeat this until no rank reports an error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from reshard.api.handle import ConfirmedHandle, Handle
-from reshard.api.mover import Mover
+from reshard.api.transfers import open_plan
 from reshard.api.validation import Options
 from reshard.coordination import (
     Channel,
@@ -165,7 +166,7 @@ class Recovery:
 
     def _run_attempt(self) -> tuple[ReshardError | None, Tally, float]:
         """Execute this rank's part of the current plan. Return its error, progress and deadline for outcomes."""
-        # One timeout for the agreement of the Mover, and one for its transfer.
+        # One timeout for the agreement on the plan, and one for its transfer.
         deadline = time.monotonic() + 2 * self.timeout_seconds + OUTCOME_SECONDS
         tally = Tally()
         if self._group.rank not in self._plan.ranks:
@@ -175,9 +176,9 @@ class Recovery:
             views = view_pieces(self._plan, self._pieces, self._original, self._group.rank, src, dst)
             limit, verify = self.timeout_seconds, self._verify
             with self._group.nesting():
-                mover = Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True)
-            with mover:
-                handle = mover.start_checked(*views, lambda: None)
+                opened = open_plan(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True)
+            with contextlib.closing(opened.transfers) as transfers:
+                handle = transfers.start(*views, lambda: None)
                 tally = handle.watch.tally
                 handle.wait()
         except ReshardError as error:
