@@ -207,7 +207,7 @@ def reshard_local(
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if is_lossless(compression):
         from reshard.api.lossless.local import check_lossless  # imports torch
-        from reshard.api.options import check_compression
+        from reshard.api.option_checks import check_compression
 
         check_compression(compression, max_error, "raw")
         check_lossless(tensor, str(compression), dst_dtype)
@@ -216,7 +216,7 @@ def reshard_local(
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     if max_error is not None:
-        from reshard.api.options import check_compression  # imports torch
+        from reshard.api.option_checks import check_compression  # imports torch
 
         check_compression(compression, max_error, "raw")
         if spec.codec is not None and _encode_measured(spec, shards)[1] > max_error:

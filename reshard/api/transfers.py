@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.lossless.transfer import check_lossless_codec
-from reshard.api.options import check_coding, check_device_type, check_verify, codes_on_cpu
+from reshard.api.option_checks import check_coding, check_device_type, check_verify, codes_on_cpu
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.streamed_transfers import StreamedTransfers
 from reshard.coordination import (

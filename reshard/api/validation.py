@@ -10,7 +10,7 @@ from reshard import __version__
 from reshard.api.casts import check_cast
 from reshard.api.inputs import Item
 from reshard.api.memory_in_use import check_unused
-from reshard.api.options import check_compression, check_on_loss, check_verify, codes_on_cpu
+from reshard.api.option_checks import check_compression, check_on_loss, check_verify, codes_on_cpu
 from reshard.api.tensor_checks import check_base, check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.codecs import codec_name, find_codec, is_lossless
 from reshard.coordination import Group, Request, TensorRequest, check_inside

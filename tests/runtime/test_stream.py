@@ -262,7 +262,10 @@ def _start_blocks(rank):
     if rank == 4:
 
         def block(src, dst):
-            while mover._agreed.channel.find_failure(mover._agreed.decision.generation) is None and time.monotonic() < begun + 20:
+            while (
+                mover._agreed.channel.find_failure(mover._agreed.decision.generation) is None
+                and time.monotonic() < begun + 20
+            ):
                 time.sleep(0.01)
             raise RuntimeError("aborted")
 
