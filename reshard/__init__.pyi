@@ -12,6 +12,7 @@ from .api.local import (
 from .api.mover import (
     Mover as Mover,
 )
+from .api.options import TransferOptions as TransferOptions
 from .cli.html_report import plan_to_html as plan_to_html
 from .codecs.codec import Codec as Codec
 from .coordination.liveness.claims import join as join

@@ -1,137 +1,134 @@
-"""Starts a call whose tensors travel as buckets."""
+"""Calls whose tensors travel as buckets: the last two steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.handle import Handle
-from reshard.api.inputs import Item
+from reshard.api.agreement import Agreement
+from reshard.api.handle import Handle, Watch
 from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
 from reshard.api.lossless_handle import LosslessHandle
 from reshard.api.memory_in_use import note_wait
 from reshard.api.mover_arrays import find_target, wrap_results
+from reshard.api.options import is_fault_tolerant
+from reshard.api.prepare import agree_on_plan
 from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.transfers import open_transfers
-from reshard.api.validation import Options
-from reshard.coordination import Channel, Decision
-from reshard.errors import RankLostError, ReshardError
-from reshard.formatting import format_ranks
-from reshard.sharding import TensorSpec
+from reshard.api.start import describe_loss, failed_handle, start_part
+from reshard.codecs import is_lossless
+from reshard.errors import ReshardError
 
 
-class LosslessCall:
-    """A call on one rank after the agreement on its arguments.
+@dataclass(frozen=True)
+class PreparedBuckets:
+    """A transfer of buckets that can start.
 
-    Args:
-        call, decision: number and result of the agreement. items: the tensors, as this rank passes them.
-        lost: ranks that were lost before.
+    Attributes:
+        agreement: of the call, and of the last of the agreements on the buckets.
+        transfer: the buckets.
+        report: how the tensors are sent.
+        agreed: the plan of the buckets; None if no surviving rank receives any.
+        lost: ranks that were lost before the transfer.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        call: int,
-        decision: Decision,
-        items: Sequence[Item],
-        options: Options,
-        timeout_seconds: float,
-        lost: Collection[int],
-    ) -> None:
-        self._channel, self._call, self._decision, self._items = channel, call, decision, items
-        self._options, self._timeout_seconds, self._lost = options, timeout_seconds, lost
+    agreement: Agreement
+    transfer: LosslessTransfer
+    report: LosslessReport
+    agreed: AgreedPlan | None
+    lost: frozenset[int]
 
-    def start(self, specs: Sequence[TensorSpec], purpose: str, plan: Callable[..., Any]) -> Handle:
-        """Agree on the buckets and start to move them.
 
-        Args:
-            specs: the tensors. purpose: of the call's rounds. plan: returns the agreed plan of ``buckets=``.
-        """
-        options, rank = self._options, self._channel.group.rank
-        transfer = LosslessTransfer(
-            self._channel,
-            options.compression,
-            specs,
-            CallArrays(
-                {item.name: item.tensor for item in self._items},
-                {item.name: item.base for item in self._items},
-                {item.name: item.out for item in self._items},
-            ),
-            self._timeout_seconds,
-            purpose,
-            verify=options.verify,
-            lost=self._lost if options.fault_tolerant else None,
-        )
-        report = transfer.offer()
-        channel, call, decision = self._channel, self._call, self._decision
-        if transfer.last_round is not None:  # lost ranks may have left a channel of fewer ranks
-            channel, call, generation = transfer.last_round
-            decision = replace(decision, generation=generation)
-        buckets = transfer.specs()
-        agreed_plan, program, runner, lost = plan(channel, buckets=buckets) if buckets else (None, None, None, set())
-        lost |= transfer.lost
-        try:
-            sent, received = transfer.arrays()
-            targets = [
-                find_target(item, spec.dst_shards.local_shape(rank) if rank in spec.dst.ranks else None, decision, rank)
-                for item, spec in zip(self._items, specs, strict=True)
-            ]
-        except Exception as error:  # for example out of memory; the other ranks wait for this one
-            raise channel.fail(decision.generation, error) from error
-        by_name = {item.name: target for item, target in zip(self._items, targets, strict=True)}
+def sends_buckets(agreement: Agreement) -> bool:
+    """Whether the tensors of a call travel as buckets."""
+    is_coded = is_lossless(agreement.inputs.options["compression"])
+    return is_coded and any(math.prod(spec.shape) for spec in agreement.tensors)
 
-        def complete(error: ReshardError | None) -> None:
-            transfer.complete(error, received, by_name)
 
-        def finish() -> Any:
-            return wrap_results(self._items, targets, decision)
+def prepare_buckets(agreement: Agreement) -> PreparedBuckets:
+    """Encode the tensors of a call, and agree on the buckets and their plan.
 
-        handle: Handle
-        if agreed_plan is None:  # no surviving rank receives anything
-            inner = Handle(channel, decision.generation, lambda: None)
-            inner.watch.succeed()
-        else:
-            agreed = AgreedPlan(agreed_plan, program, runner, channel, call, decision)
-            inner = self._start(agreed, sent, received, lost)
-        if agreed_plan is None or not options.fault_tolerant:
-            handle = LosslessHandle(inner, report, complete, finish)
-        else:
-            recovery = Recovery(channel, agreed_plan, sent, received, lost, options, self._timeout_seconds)
+    Raises:
+        ReshardError: a rank failed to encode, or replicas of a source differ; the same error on all ranks.
+    """
+    items, options = agreement.inputs.items, agreement.inputs.options
+    transfer = LosslessTransfer(
+        agreement.channel,
+        str(options["compression"]),
+        agreement.tensors,
+        CallArrays(
+            {item.name: item.tensor for item in items},
+            {item.name: item.base for item in items},
+            {item.name: item.out for item in items},
+        ),
+        options["timeout_seconds"],
+        agreement.purpose,
+        verify=options["verify"],
+        lost=agreement.lost if is_fault_tolerant(options) else None,
+    )
+    report = transfer.offer()
+    if transfer.last_round is not None:  # lost ranks may have left a channel of fewer ranks
+        channel, call, generation = transfer.last_round
+        decision = replace(agreement.decision, generation=generation)
+        agreement = replace(agreement, channel=channel, call=call, decision=decision)
+    buckets = transfer.specs()
+    agreed = agree_on_plan(agreement, buckets=buckets) if buckets else None
+    lost = frozenset(transfer.lost) | (frozenset() if agreed is None else agreed.lost)
+    return PreparedBuckets(agreement, transfer, report, agreed, lost)
 
-            def complete_recovered() -> None:
-                transfer.exclude(recovery.survivors)
-                complete(None)
 
-            def explain(error: ReshardError) -> ReshardError:
-                transfer.exclude(recovery.survivors)
-                return transfer.explain(error)
+def start_lossless(prepared: PreparedBuckets) -> Handle:
+    """Start to move the buckets."""
+    agreement, transfer, agreed = prepared.agreement, prepared.transfer, prepared.agreed
+    inputs, channel, decision = agreement.inputs, agreement.channel, agreement.decision
+    rank, generation = channel.group.rank, decision.generation
+    try:
+        sent, received = transfer.arrays()
+        targets = [
+            find_target(item, spec.dst_shards.local_shape(rank) if rank in spec.dst.ranks else None, decision, rank)
+            for item, spec in zip(inputs.items, agreement.tensors, strict=True)
+        ]
+    except Exception as error:  # for example out of memory; the other ranks wait for this one
+        raise channel.fail(generation, error) from error
+    by_name = {item.name: target for item, target in zip(inputs.items, targets, strict=True)}
 
-            handle = RecoveredLosslessHandle(inner, recovery, report, complete_recovered, explain, finish)
-        note_wait(handle, (), targets)
-        return handle
+    def complete(error: ReshardError | None) -> None:
+        transfer.complete(error, received, by_name)
 
-    def _start(self, agreed: AgreedPlan, sent: Sequence[Any], received: Sequence[Any], lost: set[int]) -> Handle:
-        """The handle of this rank's part, which has failed already if ranks were lost."""
-        channel, generation = agreed.channel, agreed.decision.generation
-        failed: ReshardError | None = None
-        try:
-            if lost:
-                failed = RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time")
-            else:  # the buckets have digests of their own
-                transfers = open_transfers(agreed, self._timeout_seconds, verify=False, is_one_call=True)
-        except Exception as error:
-            failed = channel.fail(generation, error)
-            if not self._options.fault_tolerant:
-                raise failed from error
-        if failed is not None:
-            handle = Handle(channel, generation, lambda: None)
-            handle.watch.stop(failed)
-            return handle
-        inner = transfers.start(sent, received, lambda: None)
-        transfers.close()
-        return inner
+    def finish() -> Any:
+        return wrap_results(inputs.items, targets, decision)
+
+    handle: Handle
+    if agreed is None:
+        watch = Watch(channel, generation)
+        watch.succeed()
+        inner = Handle(watch, _no_result)
+    elif prepared.lost:
+        inner = failed_handle(channel, generation, describe_loss(prepared.lost), _no_result)
+    else:  # the buckets have digests of their own
+        inner = start_part(agreed, sent, received, _no_result, inputs.options, verify=False)
+    if agreed is None or not is_fault_tolerant(inputs.options):
+        handle = LosslessHandle(inner, prepared.report, complete, finish)
+    else:
+        recovery = Recovery(channel, agreed.plan, sent, received, prepared.lost, inputs.options)
+
+        def complete_recovered() -> None:
+            transfer.exclude(recovery.survivors)
+            complete(None)
+
+        def explain(error: ReshardError) -> ReshardError:
+            transfer.exclude(recovery.survivors)
+            return transfer.explain(error)
+
+        handle = RecoveredLosslessHandle(inner, recovery, prepared.report, complete_recovered, explain, finish)
+    note_wait(handle, (), targets)
+    return handle
+
+
+def _no_result() -> None:
+    """The result of a part of a transfer whose handle the caller does not see."""
 
 
 class RecoveredLosslessHandle(FaultTolerantHandle):

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.handle import Handle
+from reshard.api.handle import Handle, Watch
 from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.transfer import CallArrays, LosslessTransfer
 from reshard.api.lossless_handle import LosslessHandle
 from reshard.api.memory_in_use import note_wait
 from reshard.api.mover_arrays import MoverArrays
+from reshard.api.opened_plan import Transfers, open_plan
 from reshard.api.tensor_checks import check_base, check_no_aliasing, detach_source
-from reshard.api.transfers import Transfers, open_plan
 from reshard.errors import ArgumentError, ReshardError
 from reshard.planner import plan_tensors
 
@@ -103,14 +103,15 @@ class LosslessTransfers:
 
         An error is raised when the ranks confirm the transfer: a rank without buckets learns of it only then.
         """
-        own = Handle(self._channel, self._channel.generation, lambda: None)
+        watch = Watch(self._channel, self._channel.generation)
+        own = Handle(watch, lambda: None)
         if transfer.is_idle:
-            own.watch.succeed()
+            watch.succeed()
             return own, transfer.arrays()[1]
         try:
             inner = self._find_inner(transfer)
         except ReshardError as error:
-            own.watch.stop(error)
+            watch.stop(error)
             return own, transfer.arrays()[1]
         sent, received = transfer.arrays(self._capacities)
         return inner.start(sent, received, lambda: None), received

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from reshard.api.options import TransferOptions
 from reshard.api.tensor_checks import DEVICE_TYPES
 from reshard.codecs import CustomCodec, find_codec, is_lossless
 from reshard.errors import ArgumentError
@@ -68,6 +69,12 @@ def check_on_loss(on_loss: Any) -> None:
     """Raise ArgumentError unless ``on_loss`` is one of :data:`ON_LOSS`."""
     if not isinstance(on_loss, str) or on_loss not in ON_LOSS:
         raise ArgumentError(f"on_loss is {on_loss!r}; it must be one of {', '.join(map(repr, ON_LOSS))}")
+
+
+def needs_cpu(options: TransferOptions) -> bool:
+    """Whether a valid option is for transfers on the CPU only."""
+    is_plain = not options["verify"] and options["on_loss"] == "raise" and options["max_error"] is None
+    return not is_plain or codes_on_cpu(options["compression"])
 
 
 def codes_on_cpu(codec: Any) -> bool:

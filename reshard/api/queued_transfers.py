@@ -68,8 +68,8 @@ class QueuedTransfers:
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
     ) -> Handle:
         """Start a transfer of checked arrays. ``finish`` returns the result of the handle."""
-        handle = Handle(self._channel, self._generation, finish)
-        watch = handle.watch
+        watch = Watch(self._channel, self._generation)
+        handle = Handle(watch, finish)
         if self.transport is not None:
             Monitor.of(self._group).watch(watch)
         if self._thread is None:
