@@ -9,9 +9,10 @@ from typing import Any
 
 import torch
 
-from reshard.api.agreed_plan import AgreedPlan, encode_measured
+from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.agreement import Agreement
 from reshard.api.casts import wire_dtype
+from reshard.api.codec_errors import encode_measured
 from reshard.api.options import is_fault_tolerant
 from reshard.codecs import is_lossless
 from reshard.coordination import MAX_CACHED, Request, plan_arguments, resolve_partial, topology_of_names
