@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
+from reshard.api.call_arrays import copy_to_host
 from reshard.api.inputs import Inputs
-from reshard.api.mover_arrays import copy_to_host
 from reshard.api.option_checks import needs_cpu
 from reshard.api.options import is_fault_tolerant
 from reshard.api.validation import make_request

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.call_arrays import call_arrays, finish_call
 from reshard.api.casts import unfinished
 from reshard.api.handle import Handle, Watch
 from reshard.api.memory_in_use import note_wait
-from reshard.api.mover_arrays import call_arrays, finish_call
 from reshard.api.opened_plan import open_transfers
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.prepare import Prepared
