@@ -2,6 +2,9 @@ from .api.call import (
     reshard as reshard,
     reshard_async as reshard_async,
 )
+from .api.handle import (
+    Handle as Handle,
+)
 from .api.local import (
     execute_local as execute_local,
     reshard_local as reshard_local,
@@ -9,9 +12,7 @@ from .api.local import (
 from .api.mover import (
     Mover as Mover,
 )
-from .api.transfers import (
-    Handle as Handle,
-)
+from .api.options import TransferOptions as TransferOptions
 from .cli.html_report import plan_to_html as plan_to_html
 from .codecs.codec import Codec as Codec
 from .coordination.liveness.claims import join as join

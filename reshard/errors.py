@@ -10,6 +10,7 @@
     ├── ScheduleError        a schedule does not fit its pipeline or deadlocks, or a text is not a schedule
     ├── TopologyError        a topology does not fit the ranks
     ├── ArgumentError        tensors, shapes, dtypes or keywords do not fit the layouts
+    │   └── OptionError      a function does not take a keyword; also a TypeError
     ├── DisagreementError    ranks called with different arguments
     ├── ResourceError        a rank has too few file descriptors, or too many collectives under way
     ├── RemoteError          another rank failed; the text names the rank and its error
@@ -64,6 +65,10 @@ class TopologyError(ReshardError, ValueError):
 
 class ArgumentError(ReshardError, ValueError):
     """A call whose tensors, shapes, dtypes or keywords do not fit its layouts."""
+
+
+class OptionError(ArgumentError, TypeError):
+    """A keyword argument that a function does not take. The call has not begun."""
 
 
 class DisagreementError(ReshardError, ValueError):
@@ -140,6 +145,7 @@ BY_NAME: dict[str, type[ReshardError]] = {
         PlanError,
         TopologyError,
         ArgumentError,
+        OptionError,
         DisagreementError,
         ResourceError,
         RemoteError,

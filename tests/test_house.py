@@ -27,8 +27,12 @@ def _modules():
     return found
 
 
-def _imports(name, path, modules):
-    """The modules of ours that a module imports, but for those under ``if TYPE_CHECKING``."""
+def _imports(name, path, modules, *, for_types=False):
+    """The modules of ours that a module imports, also by ``import_module``.
+
+    Args:
+        for_types: also those under ``if TYPE_CHECKING``.
+    """
     tree = ast.parse(path.read_text())
     types_only = {
         id(inner)
@@ -39,10 +43,12 @@ def _imports(name, path, modules):
     }
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
     for node in ast.walk(tree):
-        if id(node) in types_only:
+        if id(node) in types_only and not for_types:
             continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names = [given.value for given in node.args if isinstance(given, ast.Constant)]
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             base = ".".join([*parents, *filter(None, [node.module])])
@@ -88,6 +94,41 @@ def test_imports_point_down_the_table_of_layers(graph):
 
 def test_no_files_import_each_other_in_a_circle(graph):
     assert [circle for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
+
+
+#: Folders that import one of their subfolders and are imported by it. Mend them; add none.
+MUTUAL_FOLDERS = {
+    "reshard.coordination.liveness",
+    "reshard.scheduler.autoparallel.methods",
+    "reshard.scheduler.autoparallel.prices",
+    "reshard.scheduler.autoparallel.result",
+    "reshard.scheduler.training.models",
+}
+
+
+def test_a_folder_and_its_subfolder_are_layers():
+    modules = _modules()
+    pairs = set()
+    for name, path in modules.items():
+        for imported in _imports(name, path, modules, for_types=True):
+            folders = [
+                each if modules[each].stem == "__init__" else each.rpartition(".")[0] for each in (name, imported)
+            ]
+            if "reshard" not in folders:  # whose modules every package may import
+                pairs.add(tuple(folders))
+    mutual = {inner for outer, inner in pairs if inner.startswith(f"{outer}.") and (inner, outer) in pairs}
+    assert mutual == MUTUAL_FOLDERS
+
+
+def test_modules_are_imported_by_name_only_where_the_name_is_data():
+    calls = {
+        name: ast.unparse(node.args[0])
+        for name, path in _modules().items()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
+    }
+    ours = {name for name, argument in calls.items() if name.startswith("reshard")}
+    assert ours == {"reshard.public_api", "reshard.testing.processes"}
 
 
 def test_every_package_says_what_it_is_for():

@@ -59,7 +59,7 @@ class _Recorder:
         transfers: Any = mover._transfers
         transport = transfers.transport
         self._transport = transport
-        self._program = mover._program
+        self._program = mover._agreed.program
         self._hosts = mover.plan.topology.host_of_rank
         self.abort = self._transport.abort
         self.reset()

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from reshard.api.tensor_checks import mark_written
 from reshard.codecs import CODED_DTYPES, ErrorSums
 from reshard.codecs.raw_bytes import write_into
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
+from reshard.runtime.autograd import mark_written
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
 from reshard.runtime.cuda.coding import DeviceDecodedTarget, encode_shard

@@ -1,4 +1,4 @@
-"""Reads the arguments of a call, in any notation, into one item per tensor."""
+"""The first step of a call: read its arguments, in any notation, into one item per tensor."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.api.dtensors import check_same_layout, is_device_mesh, is_dtensor, mesh_of
+from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.coordination import (
     Group,
     Request,
@@ -22,6 +23,7 @@ from reshard.coordination import (
 from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import compare_names
 from reshard.runtime.cuda.host_copies import to_device, to_host
+from reshard.runtime.cuda.stream import refuse_capture
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
@@ -74,6 +76,52 @@ class Item:
         )
 
 
+@dataclass(frozen=True)
+class Inputs:
+    """The arguments of a call on one rank.
+
+    Attributes:
+        group: the group that ranks refer to.
+        items: one per tensor.
+        members: the ranks of the call, ascending; some may be outside the group.
+        options: all options. Only ``timeout_seconds`` is checked.
+    """
+
+    group: Group
+    items: list[Item]
+    members: tuple[int, ...]
+    options: TransferOptions
+
+
+def read_inputs(group: Group, given: Mapping[str, Any], options: TransferOptions) -> Inputs:
+    """Read the arguments of a call.
+
+    Args:
+        group: the group that ranks refer to.
+        given: see :func:`read_items`.
+        options: all options, not checked.
+
+    Raises:
+        ReshardError: an argument is wrong. The other ranks of the call get this error too.
+    """
+    try:
+        refuse_capture()
+        items = read_items(given, group)
+        members = tuple(sorted({rank for item in items for side in (item.src, item.dst) for rank in side.ranks}))
+        outside = not any(rank < group.size for rank in members)
+        if outside or group.rank not in members:
+            find_channel(group, members)  # raises
+        options = {**options, "timeout_seconds": check_timeout(options["timeout_seconds"])}
+        return Inputs(group, items, members, options)
+    except ReshardError as error:
+        _report_bad_arguments(group, error, given, options)
+        raise
+    except Exception as error:  # a wrong argument may raise anything; the other ranks must receive it
+        known = ArgumentError(f"{type(error).__name__}: {error}")
+        _report_bad_arguments(group, known, given, options)
+        raise known from error
+
+
 def read_items(given: Mapping[str, Any], group: Group) -> list[Item]:
     """One item per tensor, sorted by name; a single unnamed tensor has the name ``""``.
 
@@ -104,14 +152,8 @@ def read_items(given: Mapping[str, Any], group: Group) -> list[Item]:
     ]
 
 
-def report_bad_arguments(
-    group: Group,
-    error: ReshardError,
-    tensor: Any,
-    src_mesh: Any,
-    dst_mesh: Any,
-    timeout_seconds: Any,
-    fault_tolerant: bool,
+def _report_bad_arguments(
+    group: Group, error: ReshardError, given: Mapping[str, Any], options: TransferOptions
 ) -> None:
     """Report an error in this rank's arguments to the other ranks of the call.
 
@@ -122,7 +164,7 @@ def report_bad_arguments(
         ReshardError: the error that all ranks of the round raise. Without a round the function returns.
     """
     try:
-        members = find_members(tensor, src_mesh, dst_mesh, group)
+        members = find_members(given["tensor"], given["src_mesh"], given["dst_mesh"], group)
     except Exception:  # the meshes themselves are wrong
         report_error(group, error)
         return
@@ -130,9 +172,10 @@ def report_bad_arguments(
     if group.rank not in inside:  # no rank waits for this one
         return
     try:
-        seconds = check_timeout(timeout_seconds)
+        seconds = check_timeout(options["timeout_seconds"])
     except Exception:  # the timeout itself is wrong
         seconds = DEFAULT_TIMEOUT_SECONDS
+    fault_tolerant = is_fault_tolerant(options)
     with count_call(group, members, fault_tolerant) as purpose:
         request = Request(group.rank, hostname=group.hostname, error=describe_error(error), purpose=purpose)
         while group.rank in inside:  # agree raises the error once every surviving rank has it

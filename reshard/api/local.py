@@ -6,20 +6,20 @@ import functools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
 import xxhash
 
-from reshard.codecs import Codec, ErrorSums, TransferPolicy, is_lossless
+from reshard.api.options import PlanOptions, read_options, shows_options
+from reshard.codecs import ErrorSums, is_lossless
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
-from reshard.planner import Strategy, code_tensors, plan_tensors
+from reshard.planner import code_tensors, plan_tensors
 from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape
-from reshard.topology import Topology
 
 Array = Any
 
@@ -133,6 +133,7 @@ def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, A
 
 
 @not_compiled
+@shows_options(PlanOptions)
 def reshard_local(
     shards: Mapping[int, Array],
     src: AnyLayout | Mesh,
@@ -142,12 +143,9 @@ def reshard_local(
     dst_spec: Any = None,
     shape: Sequence[int],
     dst_dtype: Any = None,
-    strategy: str | Strategy | None = None,
-    topology: Topology | None = None,
-    compression: str | Codec | TransferPolicy | None = None,
     base: Mapping[int, Array] | None = None,
     out: Mapping[int, Array] | None = None,
-    max_error: float | None = None,
+    **options: Unpack[PlanOptions],
 ) -> dict[int, Array]:
     """Reshard a tensor whose shards are all in this process.
 
@@ -157,13 +155,11 @@ def reshard_local(
         src_spec, dst_spec: how the mesh shards the tensor. Default: every rank of the mesh holds the whole tensor.
         shape: the global shape.
         dst_dtype: dtype of the result. Default: the source's.
-        strategy: ``"auto"`` (default), a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
-        topology: hosts and links of the ranks.
-        compression: see :func:`reshard.make_plan`; also ``"bf16-lossless"`` and ``"delta"``.
         base, out: with ``compression="delta"``: the source shards of an earlier version, and the destination shards
             that hold it, ``{rank: array}``. They are not changed. Unless digests find the same version in both, the
             tensor is sent in full, with a warning.
-        max_error: limit on the relative error of the codec, as in :func:`reshard.reshard`; above it, none is used.
+        options: ``strategy``, ``topology``, ``compression`` and ``max_error`` of :class:`~reshard.TransferOptions`.
+            A tensor over ``max_error`` moves without the codec.
 
     Returns:
         ``{destination rank: local array}``, new arrays that require no grad.
@@ -182,6 +178,8 @@ def reshard_local(
     >>> reshard_local({0: whole[:2], 1: whole[2:]}, rows, cols, shape=(4, 4))[3][0]
     array([2, 3])
     """
+    given = read_options(PlanOptions, options, "reshard_local")
+    topology, compression, max_error = given["topology"], given["compression"], given["max_error"]
     src_layout, dst_layout = _read_layouts(src, dst, src_spec, dst_spec)
     if not isinstance(shards, Mapping) or not shards:
         raise ArgumentError(f"pass shards as {{source rank: local array}}, not {type(shards).__name__}")
@@ -198,7 +196,7 @@ def reshard_local(
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, "the tensor")
         dtype_on_wire = wire_dtype(dtype, dst_dtype)
-    make = functools.partial(plan_tensors, strategy=strategy, topology=topology)
+    make = functools.partial(plan_tensors, strategy=given["strategy"], topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
     if not (isinstance(compression, str) and compression == "delta") and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
@@ -207,14 +205,16 @@ def reshard_local(
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if is_lossless(compression):
         from reshard.api.lossless.local import check_lossless  # imports torch
+        from reshard.api.option_checks import check_compression
 
-        check_lossless(tensor, compression, dst_dtype, max_error)
+        check_compression(compression, max_error, "raw")
+        check_lossless(tensor, str(compression), dst_dtype)
         bases, outs = ({} if given is None else given for given in (base, out))
         return _move_lossless(tensor, str(compression), shards, bases, outs, make)
     plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     if max_error is not None:
-        from reshard.api.options import check_compression  # imports torch
+        from reshard.api.option_checks import check_compression  # imports torch
 
         check_compression(compression, max_error, "raw")
         if spec.codec is not None and _encode_measured(spec, shards)[1] > max_error:

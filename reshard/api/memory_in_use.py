@@ -31,7 +31,7 @@ class _Use:
 class Pending(Protocol):
     """The part of a handle that this module needs."""
 
-    def has_work(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether ``wait`` still reads or writes arrays."""
 
 
@@ -58,7 +58,7 @@ def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
 
     def is_over() -> bool:
         waited = found()
-        return waited is None or not waited.has_work()
+        return waited is None or not waited._has_work()
 
     read, written = _places(src), _places(dst)
     if read or written:

@@ -3,50 +3,29 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.casts import finish_received, unfinished, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
-from reshard.api.lossless.repeated import LosslessTransfers, check_lossless_codec
-from reshard.api.lossless.transfer import Arrays
+from reshard.api.handle import Handle
+from reshard.api.lossless_mover import LosslessTransfers
 from reshard.api.memory_in_use import check_unused, note_wait
-from reshard.api.mover_arrays import MoverArrays
-from reshard.api.options import check_coding, check_device_type, check_verify, codes_on_cpu
+from reshard.api.mover_arrays import ArrayReader, MoverArrays
+from reshard.api.opened_plan import open_plan
 from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
-from reshard.api.transfers import Handle, QueuedTransfers, StreamedTransfers
-from reshard.coordination import (
-    Owner,
-    Request,
-    calling,
-    check_inside,
-    describe_error,
-    find_channel,
-    find_group,
-    leave_call,
-    plan_arguments,
-    publish_exceptions,
-    publish_interruption,
-    resolve_partial,
-    warn_of_hosts,
-)
-from reshard.errors import ArgumentError, RankLostError, ReshardError
-from reshard.formatting import format_ranks
-from reshard.plan import Plan, ensure_checked
+from reshard.coordination import Owner, find_group, publish_exceptions
+from reshard.errors import ArgumentError, ReshardError
+from reshard.plan import Plan
 from reshard.public_api import not_compiled
-from reshard.runtime.cuda.host_copies import is_copied, to_device, to_host
-from reshard.runtime.cuda.stream import is_capturing, make_runner
-from reshard.runtime.program import build_program
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.runtime.cuda.host_copies import to_device, to_host
+from reshard.runtime.cuda.stream import is_capturing
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 
 
 def _fail_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     """End the transfers of a Mover on all ranks: one of them may wait for a transfer that this rank has not started."""
-    args[0].fail(error)
+    fail_transfers(args[0], error)
 
 
 class Mover:
@@ -80,8 +59,6 @@ class Mover:
         TransferTimeoutError: a rank did not join in time. RankLostError: with ``fault_tolerant``, ranks were lost.
     """
 
-    _lossless: LosslessTransfers | None = None
-
     @not_compiled
     def __init__(
         self,
@@ -96,74 +73,25 @@ class Mover:
         connection: int = 0,
         compression: str | None = None,
     ) -> None:
-        found = find_group(group)
-        try:
-            if not isinstance(plan, Plan):
-                raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
-            check_inside(found, plan.ranks)
-        except ReshardError as error:
-            leave_call(found, error, lambda: plan.ranks)
-            raise
-        channel = find_channel(found, plan.ranks)
-        program = runner = failure = None
-        needs_cpu, used = False, device  # type of the device that the transfers run on
-        options = {"both_ways": bool(both_ways), "device": device, "verify": bool(verify)}
-        options |= {"connection": connection, "compression": compression}
-        arguments: list[tuple[str, str]] = []
-        try:
-            timeout_seconds = check_timeout(timeout_seconds)
-            check_device_type(device)
-            if is_capturing():
-                raise ArgumentError("a Mover cannot be made during the capture of a CUDA graph: make it before")
-            check_verify(verify)
-            if compression is not None:
-                check_lossless_codec(compression, plan)
-            needs_cpu = verify or compression is not None or any(codes_on_cpu(spec.codec) for spec in plan.tensors)
-            used = "cpu" if is_copied(device, needs_cpu) else device
-            check_coding(plan, used)
-            ensure_checked(plan)
-            arguments = [*plan_arguments(plan), *((name, str(value)) for name, value in options.items())]
-            program = build_program(plan, channel.group.rank)
-            runner = make_runner(plan, program, used)
-        except Exception as raised:  # the plan is wrong, or this rank cannot execute it
-            failure = describe_error(raised) if isinstance(raised, ReshardError) else ("PlanError", str(raised))
-            timeout_seconds = DEFAULT_TIMEOUT_SECONDS
-        request = Request(channel.group.rank, arguments, hostname=channel.group.hostname, error=failure)
-        with publish_interruption(found, lambda: plan.ranks), calling(found):
-            decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)
-            call, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
-            if decision.lost:
-                raise RankLostError(f"ranks {format_ranks(decision.lost)} did not join in time", decision.lost)
-            assert program is not None
-            warn_of_hosts(plan, decision.hostnames)
-            agreed = AgreedPlan(plan, program, runner, channel, call, replace(decision, device_type=used))
-            self._setup(agreed, _make_transfers(agreed, timeout_seconds, verify, False, connection, both_ways))
-            self._arrays = MoverArrays(plan, program, self._group, device)
-            self._is_copied = used != device or is_copied(device, needs_cpu)
+        opened = open_plan(
+            plan,
+            find_group(group),
+            timeout_seconds=timeout_seconds,
+            device=device,
+            verify=verify,
+            both_ways=both_ways,
+            fault_tolerant=fault_tolerant,
+            connection=connection,
+            compression=compression,
+        )
+        agreed = opened.agreed
+        self.plan, self._agreed, self._transfers, self._is_copied = plan, agreed, opened.transfers, opened.is_copied
+        self._group = agreed.channel.group
+        self._reader = ArrayReader(plan, agreed.program, self._group, device)
+        self._lossless: LosslessTransfers | None = None
         if compression is not None:
-            self._lossless = LosslessTransfers(
-                channel, plan, compression, timeout_seconds, verify, functools.partial(self._open_inner, both_ways)
-            )
-
-    def _open_inner(self, both_ways: bool, plan: Plan) -> Mover:
-        with self._group.nesting():
-            return Mover(plan, self._group, timeout_seconds=self._transfers.timeout_seconds, both_ways=both_ways)
-
-    @classmethod
-    def agreed(cls, agreed: AgreedPlan, timeout_seconds: float, verify: bool) -> Mover:
-        """A Mover for ranks that have already agreed on the plan; reuses the channel's idle buffers."""
-        self = cls.__new__(cls)
-        self._setup(agreed, _make_transfers(agreed, timeout_seconds, verify, is_one_call=True))
-        return self
-
-    def _setup(self, agreed: AgreedPlan, transfers: QueuedTransfers | StreamedTransfers) -> None:
-        self.plan, self._program, self._channel = agreed.plan, agreed.program, agreed.channel
-        self._group, self._generation = agreed.channel.group, agreed.decision.generation
-        self._transfers: QueuedTransfers | StreamedTransfers = transfers
-        self._used_device, self._is_copied = agreed.decision.device_type, False
-        self._arrays = MoverArrays(agreed.plan, agreed.program, self._group, self._used_device)
-        self._owner = Owner()
-        self._closed = False
+            self._lossless = LosslessTransfers(agreed, compression, self._transfers.timeout_seconds, verify, both_ways)
+        self._owner, self._closed = Owner(), False
 
     @property
     def staging_allocated_bytes(self) -> int:
@@ -201,106 +129,76 @@ class Mover:
         self._group.check_usable()
         if self._closed:
             raise ArgumentError("this Mover is closed")
-        with self._owner.starting(self._program.rank, self.fail):
-            if self._lossless is not None:
-                if is_capturing():
-                    raise ArgumentError("a CUDA graph cannot capture transfers of coded tensors")
-                return self._start_lossless(self._lossless, tensor, out, base)
-            return self._start(tensor, out, base)
-
-    def _start_lossless(self, lossless: LosslessTransfers, tensor: Any, out: Any, base: Any) -> Handle:
-        names = [spec.name or "" for spec in self.plan.tensors]
-        given: list[Any] = []
-        written: list[torch.Tensor | None] = []
-
-        def read() -> tuple[Arrays, Arrays, Arrays, Arrays]:
-            src = self._arrays.sources(self.plan.by_tensor(tensor))
-            bases = [
-                wait_for_collective(one.to_local() if is_dtensor(one) else one) for one in self.plan.by_tensor(base)
-            ]
-            given.extend(self.plan.by_tensor(out))
-            dst = self._arrays.targets(given)
-            check_no_aliasing(src, dst, names)
-            check_unused(src, dst, names, bases=bases)
-            written.extend(dst)
-            if self._is_copied:
-                src, bases, dst = (list(map(to_host, arrays)) for arrays in (src, bases, dst))
-            outs = [None if one is None else array for one, array in zip(given, dst, strict=True)]
-            by_name = [dict(zip(names, arrays, strict=True)) for arrays in (src, bases, outs, dst)]
-            return by_name[0], by_name[1], by_name[2], by_name[3]
-
-        def finish(targets: Mapping[str, Any]) -> Any:
-            self._copy_back(list(targets.values()), written)
-            return self._results(tensor, given, written)
-
-        handle = lossless.start(read, finish)
-        note_wait(handle, (), written if self._is_copied else ())
-        return handle
-
-    def _results(self, tensor: Any, outs: Sequence[Any], dst: Sequence[Any]) -> Any:
-        """What a transfer returns: arrays, or the DTensors that the caller passed as ``out``."""
-        names = [spec.name for spec in self.plan.tensors]
-        results = [given if is_dtensor(given) else array for given, array in zip(outs, dst, strict=True)]
-        return (
-            dict(zip(names, results, strict=True))
-            if isinstance(tensor, Mapping) or names[0] is not None
-            else results[0]
-        )
+        with self._owner.starting(self._agreed.program.rank, functools.partial(fail_transfers, self)):
+            if self._lossless is None:
+                return self._start(tensor, out, base)
+            if is_capturing():
+                raise ArgumentError("a CUDA graph cannot capture transfers of coded tensors")
+            return self._start_lossless(self._lossless, tensor, out, base)
 
     def _start(self, tensor: Any, out: Any, base: Any) -> Handle:
-        names = [spec.name for spec in self.plan.tensors]
+        channel, generation = self._agreed.channel, self._agreed.decision.generation
+        tensors, device = self.plan.tensors, self._agreed.decision.device_type
         try:
             if base is not None:
                 raise ArgumentError("base= is for a Mover with compression='delta'; this one has no compression")
-            src = self._arrays.sources(self.plan.by_tensor(tensor))
-            outs = self.plan.by_tensor(out)
-            results = dst = self._arrays.targets(outs)
-            check_no_aliasing(src, dst, names)
-            check_unused(src, dst, names, self._transfers.order)
-            tensors, device = self.plan.tensors, self._used_device
-            if self._is_copied:
-                src, dst = list(map(to_host, src)), list(map(to_host, dst))
-            src = [wire_source(detach_source(array), spec, device) for array, spec in zip(src, tensors, strict=True)]
-            received = [wire_target(array, spec, device) for array, spec in zip(dst, tensors, strict=True)]
+            arrays = self._read(tensor, out, base, self._transfers.order)
+            sent = [
+                wire_source(detach_source(array), spec, device)
+                for array, spec in zip(arrays.sources, tensors, strict=True)
+            ]
+            received = [wire_target(array, spec, device) for array, spec in zip(arrays.targets, tensors, strict=True)]
             if is_capturing() and any(spec.codec is not None for spec in tensors):
                 raise ArgumentError("a CUDA graph cannot capture transfers of coded tensors")
         except ReshardError as error:
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
                 raise
-            raise self._channel.fail(self._generation, error) from None
+            raise channel.fail(generation, error) from None
         except BaseException as error:  # such as KeyboardInterrupt; the other ranks have started this transfer
-            self._channel.fail(self._generation, error)
+            channel.fail(generation, error)
             raise
 
         def finish() -> Any:
-            finish_received(received, dst)
-            self._copy_back(dst, results)
-            return self._results(tensor, outs, results)
+            finish_received(received, arrays.targets)
+            return self._results(tensor, arrays)
 
-        handle = self._transfers.start(src, received, finish)
-        note_wait(handle, (), results if self._is_copied else unfinished(received, dst))
+        handle = self._transfers.start(sent, received, finish)
+        note_wait(handle, (), arrays.results if self._is_copied else unfinished(received, arrays.targets))
         return handle
 
-    def _copy_back(self, hosts: Sequence[torch.Tensor | None], results: Sequence[torch.Tensor | None]) -> None:
-        """Copy what transfers on host copies received to where it belongs."""
-        for host, result in zip(hosts, results, strict=True):
+    def _start_lossless(self, lossless: LosslessTransfers, tensor: Any, out: Any, base: Any) -> Handle:
+        arrays: MoverArrays | Exception
+        try:
+            arrays = self._read(tensor, out, base)
+        except Exception as error:  # the other ranks receive it in the agreement on the buckets
+            return lossless.start(error, lambda: None)
+        handle = lossless.start(arrays, lambda: self._results(tensor, arrays))
+        note_wait(handle, (), arrays.results if self._is_copied else ())
+        return handle
+
+    def _read(self, tensor: Any, out: Any, base: Any, owner: object = None) -> MoverArrays:
+        """The arrays of a transfer, checked. Transfers of ``owner`` may use them: they end before this one begins."""
+        names = [spec.name for spec in self.plan.tensors]
+        sources = self._reader.sources(self.plan.by_tensor(tensor))
+        bases = [wait_for_collective(one.to_local() if is_dtensor(one) else one) for one in self.plan.by_tensor(base)]
+        outs = self.plan.by_tensor(out)
+        results = self._reader.targets(outs)
+        check_no_aliasing(sources, results, names)
+        check_unused(sources, results, names, owner, bases)
+        if not self._is_copied:
+            return MoverArrays(sources, bases, outs, results, results)
+        on_host = [list(map(to_host, arrays)) for arrays in (sources, bases, results)]
+        return MoverArrays(on_host[0], on_host[1], outs, results, on_host[2])
+
+    def _results(self, tensor: Any, arrays: MoverArrays) -> Any:
+        """What a transfer returns: the destination shards, or the DTensors that the caller passed as ``out``."""
+        for host, result in zip(arrays.targets, arrays.results, strict=True):
             if self._is_copied and host is not None and result is not None:
                 to_device(host, result.device, result)
-
-    def start_checked(
-        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
-    ) -> Handle:
-        """As :meth:`start`, for arrays that are already checked."""
-        return self._transfers.start(src, dst, finish)
-
-    def fail(self, error: BaseException) -> ReshardError:
-        """End all transfers in progress between these ranks with an error, on every rank. Returns the error."""
-        return self._channel.fail(self._generation, error)
-
-    def check(self) -> None:
-        """Raise the error that another rank published, if there is one, or ArgumentError if the group is closed."""
-        self._group.check_usable()
-        self._channel.check_reported(self._generation)
+        names = [spec.name for spec in self.plan.tensors]
+        results = [out if is_dtensor(out) else array for out, array in zip(arrays.outs, arrays.results, strict=True)]
+        is_named = isinstance(tensor, Mapping) or names[0] is not None
+        return dict(zip(names, results, strict=True)) if is_named else results[0]
 
     @not_compiled
     def close(self) -> None:
@@ -325,23 +223,20 @@ class Mover:
 
         For a plan of named tensors ``{name: array}``.
         """
-        arrays = self._arrays.empty_targets()
+        arrays = self._reader.empty_targets()
         if self.plan.tensors[0].name is None:
             return arrays[0]
         return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
 
 
-def _make_transfers(
-    agreed: AgreedPlan,
-    timeout_seconds: float,
-    verify: bool,
-    is_one_call: bool,
-    connection: int = 0,
-    both_ways: bool = False,
-) -> QueuedTransfers | StreamedTransfers:
-    """The transfers of a Mover. Those of a single call reuse what the channel keeps from earlier calls."""
-    if agreed.runner is None:
-        return QueuedTransfers(agreed, both_ways or agreed.plan.is_two_way, timeout_seconds, verify, is_one_call)
-    first = agreed.plan.tensors[0]
-    number = 2 * connection + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
-    return StreamedTransfers(agreed, number, timeout_seconds, is_one_call)
+def fail_transfers(mover: Mover, error: BaseException) -> ReshardError:
+    """End all transfers in progress between the ranks of a Mover, on every rank. Returns the error that they raise."""
+    agreed = mover._agreed
+    return agreed.channel.fail(agreed.decision.generation, error)
+
+
+def check_transfers(mover: Mover) -> None:
+    """Raise the error that another rank of a Mover published, or ArgumentError if the group is closed."""
+    agreed = mover._agreed
+    agreed.channel.group.check_usable()
+    agreed.channel.check_reported(agreed.decision.generation)

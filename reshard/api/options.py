@@ -1,77 +1,114 @@
-"""Checks of the options of a call: device type, compression, ``verify`` and ``on_loss``."""
+"""The options of a transfer, declared once for every function that takes them. Imports no torch.
+
+A function takes options as ``**options: Unpack[TransferOptions]``, and reads them with :func:`read_options`.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypedDict, TypeVar, cast, get_type_hints
 
-import numpy as np
-import torch
+from reshard.codecs import Codec, TransferPolicy
+from reshard.errors import OptionError
+from reshard.plan import DEFAULT_STAGING_BYTES
+from reshard.planner import Strategy
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+from reshard.topology import Topology
 
-from reshard.api.tensor_checks import DEVICE_TYPES
-from reshard.codecs import CustomCodec, find_codec, is_lossless
-from reshard.errors import ArgumentError
-from reshard.plan import Plan
-from reshard.planner import AUTO_CODEC
-from reshard.runtime.cuda.coding import check_device_codec
-
-#: What a call does when ranks are lost: raise an error, raise one that offers a recovery plan, or recover.
-ON_LOSS = ("raise", "offer", "recover")
-
-#: What a call does when a codec changes a tensor more than ``max_error`` allows: send it raw, or raise.
-ON_ERROR = ("raw", "raise")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def check_device_type(device: Any) -> None:
-    """Raise ArgumentError unless this device type is supported and available."""
-    if device not in DEVICE_TYPES:
-        raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ArgumentError("device is 'cuda', but this process has no CUDA device")
+class PlanOptions(TypedDict, total=False):
+    """The options that also apply to a transfer inside one process. Each annotation ends with the default."""
+
+    strategy: Annotated[str | Strategy | None, None]
+    topology: Annotated[Topology | None, None]
+    compression: Annotated[str | Codec | TransferPolicy | None, None]
+    max_error: Annotated[float | None, None]
 
 
-def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
-    """Raise ArgumentError unless the codec exists, ``on_error`` is valid, and ``max_error`` limits a lossy codec."""
-    is_auto = isinstance(compression, str) and compression == AUTO_CODEC
-    if compression is not None and not is_auto and not is_lossless(compression):
-        find_codec(compression)
-    if max_error is not None:
-        if (
-            isinstance(max_error, bool)
-            or not isinstance(max_error, (int, float, np.integer, np.floating))
-            or not 0 < max_error < math.inf
-        ):
-            raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
-        if compression is None or is_lossless(compression):
-            reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"
-            raise ArgumentError(f"max_error is {max_error!r}, but {reason}")
-    if not isinstance(on_error, str) or on_error not in ON_ERROR:
-        raise ArgumentError(f"on_error is {on_error!r}; it must be one of {', '.join(map(repr, ON_ERROR))}")
+class TransferOptions(PlanOptions, total=False):
+    """The options of a transfer: keyword arguments of ``reshard``, ``reshard_async`` and ``reshard.ray.reshard``.
+
+    ``reshard_local`` takes ``strategy``, ``topology``, ``compression`` and ``max_error``. A function of yours passes
+    options on as ``**options: Unpack[TransferOptions]``, which type checkers and editors understand.
+
+    Attributes:
+        strategy: a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
+        topology: hosts and links of the ranks. Default: one host per host name.
+        compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
+            :class:`~reshard.Codec` that you implement: its elements travel in place of the values, and are decoded into
+            the result's dtype. Tensors that the codec cannot code, or would not make smaller, travel as they are. Each
+            end allocates the coded shard in addition. ``"auto"`` chooses among the codecs of ``topology.codec_rates``,
+            or none. ``"bf16-lossless"`` codes bf16 without loss; ``"delta"`` sends the changes since ``base``. A
+            :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
+        max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
+            source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks that
+            have NaN or infinity before coding do not count. With ``"auto"`` it also limits the choice of codecs, see
+            :func:`~reshard.make_plan`.
+        staging_bytes: memory limit of a rank beyond its shards, in bytes; 64 MiB by default.
+        timeout_seconds: limit for the agreement of the ranks, and again for the transfer.
+        verify: compare digests of the sent data, of the arrived data and of replicas after the transfer.
+        on_loss: what to do if ranks are lost before or during the transfer. ``"raise"``: raise an error.
+            ``"recover"``: the surviving ranks move the missing data among themselves, from other replicas and from
+            data that has arrived, and every one of them gets its shard. ``"offer"``: raise a
+            :class:`~reshard.RankLostError` that holds the plan of this recovery and runs it on request. The last two
+            cost one round of small messages among all ranks after the transfer. A rank that does not respond within
+            the timeout counts as lost.
+        on_error: what to do with a tensor over ``max_error``: ``"raw"``: send it without the codec; ``"raise"``: raise
+            a :class:`~reshard.CompressionError` on all ranks.
+    """
+
+    staging_bytes: Annotated[int, DEFAULT_STAGING_BYTES]
+    timeout_seconds: Annotated[float, DEFAULT_TIMEOUT_SECONDS]
+    verify: Annotated[bool, False]
+    on_loss: Annotated[str, "raise"]
+    on_error: Annotated[str, "raw"]
 
 
-def check_coding(plan: Plan, device: str) -> None:
-    """Raise ArgumentError if a plan has coded tensors that this process or device type cannot code."""
-    for spec in plan.tensors:
-        if spec.coding is not None and isinstance(spec.codec, CustomCodec):
-            spec.codec.check_implemented()
-        if spec.codec is not None:
-            check_device_codec(spec.codec, device)
+def _defaults_of(kind: type) -> dict[str, Any]:
+    """The options that a class declares, and their defaults."""
+    return {name: hint.__metadata__[0] for name, hint in get_type_hints(kind, include_extras=True).items()}
 
 
-def check_verify(verify: Any) -> None:
-    """Raise ArgumentError unless ``verify`` is a bool."""
-    if not isinstance(verify, bool):
-        raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+_DEFAULTS: dict[type, dict[str, Any]] = {kind: _defaults_of(kind) for kind in (PlanOptions, TransferOptions)}
 
 
-def check_on_loss(on_loss: Any) -> None:
-    """Raise ArgumentError unless ``on_loss`` is one of :data:`ON_LOSS`."""
-    if not isinstance(on_loss, str) or on_loss not in ON_LOSS:
-        raise ArgumentError(f"on_loss is {on_loss!r}; it must be one of {', '.join(map(repr, ON_LOSS))}")
+def read_options(kind: type, given: Mapping[str, Any], function: str) -> TransferOptions:
+    """All options of :class:`TransferOptions`: those given, and the defaults of the others. Does not check values.
+
+    Args:
+        kind: the class that declares the options of the function.
+        given: what its caller passes.
+        function: its name, for the error.
+
+    Raises:
+        OptionError: the function has no such option.
+    """
+    for name in given:
+        if name not in _DEFAULTS[kind]:
+            why = "cannot use the option" if name in _DEFAULTS[TransferOptions] else "has no argument"
+            raise OptionError(f"{function} {why} {name!r}; its options are {', '.join(sorted(_DEFAULTS[kind]))}")
+    return cast(TransferOptions, _DEFAULTS[TransferOptions] | dict(given))
 
 
-def codes_on_cpu(codec: Any) -> bool:
-    """Whether tensors of this codec are coded on the CPU only: a codec of the caller or without loss, or ``"auto"``."""
-    if codec is None or codec == AUTO_CODEC or is_lossless(codec):
-        return codec is not None
-    return isinstance(find_codec(codec), CustomCodec)
+def shows_options(kind: type) -> Callable[[F], F]:
+    """Decorate a function with ``**options: Unpack[kind]``: ``inspect.signature`` and ``help`` show each option."""
+
+    def decorate(function: F) -> F:
+        own = inspect.signature(function)
+        shown = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        hints = get_type_hints(kind)
+        for name, default in _DEFAULTS[kind].items():
+            keyword = inspect.Parameter.KEYWORD_ONLY
+            shown.append(inspect.Parameter(name, keyword, default=default, annotation=hints[name]))
+        function.__signature__ = own.replace(parameters=shown)  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+def is_fault_tolerant(options: TransferOptions) -> bool:
+    """Whether surviving ranks continue without lost ones. An invalid ``on_loss`` is reported in the agreement."""
+    return isinstance(options["on_loss"], str) and options["on_loss"] != "raise"

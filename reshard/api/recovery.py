@@ -8,6 +8,7 @@ hold another round. They repeat this until no rank reports an error.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import threading
@@ -18,9 +19,9 @@ from typing import Any
 
 import torch
 
-from reshard.api.mover import Mover
-from reshard.api.transfers import ConfirmedHandle, Handle
-from reshard.api.validation import Options
+from reshard.api.handle import ConfirmedHandle, Handle, progress_of
+from reshard.api.opened_plan import open_plan
+from reshard.api.options import TransferOptions
 from reshard.coordination import (
     Channel,
     Decision,
@@ -52,9 +53,8 @@ class Recovery:
         plan: the original plan.
         src, dst: this rank's arrays, one per tensor of the plan.
         lost: ranks that were lost before the transfer began.
-        options: options of the call. If its strategy is a function, recovery plans use the default strategy. With
-            ``verify``, all data of a failed attempt is sent again, because a failed attempt is not verified.
-        timeout_seconds: time limit of the agreement and of the transfer of each attempt.
+        options: of the call. If its strategy is a function, recovery plans use the default strategy. With ``verify``,
+            all data of a failed attempt is sent again, because a failed attempt is not verified.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class Recovery:
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
         lost: Collection[int],
-        options: Options,
-        timeout_seconds: float,
+        options: TransferOptions,
     ) -> None:
         self._group: Group = channel.group
         self._lost = set(lost)
         self._members = tuple(rank for rank in channel.members if rank not in self._lost)
         self._handled_losses: set[int] = set()  # lost ranks that the current plan already excludes
         self._original, self._src, self._dst = plan, src, dst
-        self._strategy = None if callable(options.strategy) else options.strategy
-        self.timeout_seconds, self._verify = timeout_seconds, options.verify
-        self._is_automatic = options.on_loss == "recover"  # else the caller must call recover()
+        strategy = options["strategy"]
+        self._strategy = None if callable(strategy) else strategy
+        self.timeout_seconds, self._verify = options["timeout_seconds"], options["verify"]
+        self._is_automatic = options["on_loss"] == "recover"  # else the caller must call recover()
         self._plan, self._pieces = plan, whole_tensors(plan)  # of the current attempt
         channel.transfers += 1
         self._name = f"transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
@@ -165,7 +165,7 @@ class Recovery:
 
     def _run_attempt(self) -> tuple[ReshardError | None, Tally, float]:
         """Execute this rank's part of the current plan. Return its error, progress and deadline for outcomes."""
-        # One timeout for the agreement of the Mover, and one for its transfer.
+        # One timeout for the agreement on the plan, and one for its transfer.
         deadline = time.monotonic() + 2 * self.timeout_seconds + OUTCOME_SECONDS
         tally = Tally()
         if self._group.rank not in self._plan.ranks:
@@ -175,10 +175,10 @@ class Recovery:
             views = view_pieces(self._plan, self._pieces, self._original, self._group.rank, src, dst)
             limit, verify = self.timeout_seconds, self._verify
             with self._group.nesting():
-                mover = Mover(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True)
-            with mover:
-                handle = mover.start_checked(*views, lambda: None)
-                tally = handle.watch.tally
+                opened = open_plan(self._plan, self._group, timeout_seconds=limit, verify=verify, fault_tolerant=True)
+            with contextlib.closing(opened.transfers) as transfers:
+                handle = transfers.start(*views, lambda: None)
+                tally = progress_of(handle)
                 handle.wait()
         except ReshardError as error:
             return error, tally, deadline
@@ -224,7 +224,7 @@ class FaultTolerantHandle(ConfirmedHandle):
         return self._take_result()
 
     def _complete(self) -> ReshardError | None:
-        found = self._confirm(lambda error: self._recovery.complete(error, self._inner.watch.tally, self._deadline))
+        found = self._confirm(lambda error: self._recovery.complete(error, progress_of(self._inner), self._deadline))
         if isinstance(found, RankLostError) and (recover := found._recover) is not None:
             found._recover = lambda: self._recover(recover)
         return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -114,14 +114,6 @@ def check_dense(array: torch.Tensor, what: str, rank: int) -> None:
         raise ArgumentError(
             f"{what}: rank {rank} passes a sparse or quantized tensor; only dense tensors are supported"
         )
-
-
-def mark_written(outs: Iterable[torch.Tensor | None]) -> None:
-    """Tell autograd that these arrays change, as after an in-place operation of torch.
-
-    Otherwise the backward pass of a graph that saved one of them would use the new values.
-    """
-    torch.autograd.graph.increment_version([out for out in outs if out is not None and not out.is_inference()])
 
 
 def check_base(base: Any, source: torch.Tensor | None, what: str, rank: int) -> None:

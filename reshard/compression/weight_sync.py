@@ -15,7 +15,7 @@ from reshard.api.lossless.encoding import decode_bucket, digest_regions, encode_
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import exchange_reports
 from reshard.api.mover import Mover
-from reshard.api.tensor_checks import detach_source, mark_written, wait_for_collective
+from reshard.api.tensor_checks import detach_source, wait_for_collective
 from reshard.codecs.formats import FORMATS
 from reshard.compression.sync_formats import AUTO, SyncFormats, check_compression
 from reshard.compression.sync_shards import Shards, SyncShards
@@ -32,6 +32,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError, VerificationError
 from reshard.formatting import describe_ranks
 from reshard.planner import plan_tensors, predict
+from reshard.runtime.autograd import mark_written
 from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec, check_shape
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology

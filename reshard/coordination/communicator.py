@@ -31,8 +31,12 @@ from reshard.coordination.process_group import Group, check_inside
 from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
+from reshard.plan import Plan
+from reshard.runtime.cpu.staging import Staging
 from reshard.runtime.cuda.nccl_exchange import NcclExchange
 from reshard.runtime.cuda.nccl_library import NcclError
+from reshard.runtime.program import Program
+from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.schedule import Round
 from reshard.runtime.transport import BrokenConnectionError
 
@@ -60,10 +64,11 @@ class Channel:
         self.num_started = 0  # transfers started on a GPU
         self.generation = 0
         self.broken: ReshardError | None = None
-        self.idle_staging: Any = None  # staging buffer of the last call, reused by the next call with the same plan
-        self.idle_runner: Any = None  # the same for transfers between devices
+        # hash of the plan of the last call, and its buffers, which the next call with that plan reuses
+        self.idle_staging: tuple[str, Staging] | None = None
+        self.idle_runner: RoundRunner | None = None  # of the last call between devices
         self._connections: tuple[int, Connections] | None = None  # (generation, connections)
-        self.cache: OrderedDict[Any, Any] = OrderedDict()
+        self.cache: OrderedDict[str, tuple[Plan, Program, RoundRunner | None]] = OrderedDict()  # of earlier calls
 
     @property
     def group(self) -> Group:
@@ -107,7 +112,7 @@ class Channel:
             self._connections[1].close()
         if self.idle_runner is not None:
             self.idle_runner.release()
-        self._connections = self.idle_staging = self.idle_runner = None
+        self._connections, self.idle_staging, self.idle_runner = None, None, None
         self.cache.clear()
 
     def transport(self, generation: int, is_two_way: bool, timeout_seconds: float) -> GlooTransport | None:

@@ -1,5 +1,6 @@
 from .choice import GridChoice as GridChoice, GridPrice as GridPrice, choose_grid as choose_grid
-from .conversion import Conversion as Conversion, parallelize as parallelize, register as register
+from .conversion import parallelize as parallelize
+from .converters import Conversion as Conversion, register as register
 from .gradients import sync_gradients as sync_gradients
 from .grid import Grid as Grid
 from .grid_change import relayout as relayout

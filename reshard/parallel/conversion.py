@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,9 +13,9 @@ from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.public_api import not_compiled
 from reshard.runtime.gradient_sums import CHECK_EVERY, digest_of, mark_replaced
-from reshard.runtime.torch_compat import held_modules
 
-from .graphs import check_graph
+from . import transformers_models  # noqa: F401  # registers its converters
+from .converters import Conversion, convert_children, find_converter, register
 from .grid import Grid
 from .grid.cuts import size_of
 from .grid.grid import check_grid
@@ -28,79 +27,6 @@ from .layers.norms import LayerNorm, RMSNorm
 from .optimizers import watch_optimizers
 from .products.dataflow import PANEL_WIDTH
 
-#: ``convert(module, conversion, path) -> module on the grid``.
-Converter = Callable[[Any, "Conversion", str], nn.Module]
-
-_CONVERTERS: dict[type, Converter] = {}
-#: Modules that compute each element from one element of the input, so they work on any part of a tensor.
-_ELEMENTWISE = (
-    nn.Identity, nn.ReLU, nn.ReLU6, nn.GELU, nn.SiLU, nn.Mish, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Softplus,
-    nn.Hardtanh, nn.Hardswish, nn.Hardsigmoid,
-)  # fmt: skip
-_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Module)
-
-
-def register(module_class: type, convert: Converter) -> None:
-    """Tell :func:`parallelize` how to convert modules of a class.
-
-    Args:
-        module_class: the class; subclasses need an entry of their own.
-        convert: ``convert(module, conversion, path)`` returns the module on the grid. It converts children with
-            ``conversion.convert(child, path)``. It may return ``module`` itself if the forward works on any part of
-            the batch and of the features.
-    """
-    _CONVERTERS[module_class] = convert
-
-
-class Conversion:
-    """The state of one call of :func:`parallelize`. Every converter gets it.
-
-    Attributes:
-        grid: the grid. panel: see :class:`~reshard.parallel.Linear`.
-        features: global size of the last dim of the latest layer's output. Dropouts and losses need it.
-    """
-
-    def __init__(self, model: nn.Module, grid: Grid, panel: int) -> None:
-        self.grid, self.panel = grid, panel
-        self.features: int | None = None
-        names: dict[int, list[str]] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
-        self.ties = [same for same in names.values() if len(same) > 1]
-        #: The module, its conversion, and the features after it, by id of the module.
-        self._made: dict[int, tuple[Any, nn.Module, int | None]] = {}
-        self._tied = {key for key, same in names.items() if len(same) > 1}
-
-    def is_tied(self, parameter: Any) -> bool:
-        """Whether several modules of the model share a parameter."""
-        return id(parameter) in self._tied
-
-    def convert_children(self, module: nn.Module, path: str) -> nn.Module:
-        """Convert the children of a module in place."""
-        for name, child in list(held_modules(module).items()):  # under each of its names
-            if child is not None:
-                setattr(module, name, self.convert(child, f"{path}.{name}" if path else name))
-        return module
-
-    def convert(self, module: Any, path: str) -> nn.Module:
-        """The module on the grid. Containers are converted in place, and elementwise modules stay as they are.
-
-        A module with several names is converted once, so its names share one module on the grid. Dropouts and losses
-        are converted once per name, because their sizes depend on the layer before them.
-
-        Raises:
-            ArgumentError: no converter is known for the module, or it cannot be cut.
-        """
-        if isinstance(module, (nn.Dropout, nn.CrossEntropyLoss)):
-            return self._convert(module, path)
-        if id(module) not in self._made:
-            self._made[id(module)] = (module, self._convert(module, path), self.features)
-        _, made, self.features = self._made[id(module)]
-        return made
-
-    def _convert(self, module: Any, path: str) -> nn.Module:
-        return _find_converter(module, path)(module, self, path)
-
 
 def find_refusal(module: Any, path: str = "") -> str | None:
     """Why :func:`parallelize` cannot cut a module; None if it knows all classes in it.
@@ -108,52 +34,13 @@ def find_refusal(module: Any, path: str = "") -> str | None:
     It needs no grid. It checks classes only. A converter may still refuse a module, such as a norm over several dims.
     """
     try:
-        converter = _find_converter(module, path)
+        converter = find_converter(module, path)
     except ArgumentError as error:
         return str(error)
-    if converter is not _convert_children:
+    if converter is not convert_children:
         return None
     parts = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
     return next((found for name, child in parts if (found := find_refusal(child, name)) is not None), None)
-
-
-def _find_converter(module: Any, path: str) -> Converter:
-    """The converter of a module.
-
-    Raises:
-        ArgumentError: there is none.
-    """
-    converter = _CONVERTERS.get(type(module)) or _find_adapter(module)
-    if converter is not None:
-        return converter
-    if hasattr(module, "to_grid"):
-        return _convert_itself
-    if isinstance(module, torch.fx.GraphModule):
-        check_graph(module, path)
-        return _convert_children
-    if type(module) in _CONTAINERS:
-        return _convert_children
-    is_activation = type(module).__module__ == "transformers.activations" and not list(module.parameters())
-    if type(module) in _ELEMENTWISE or is_activation:
-        return _keep
-    what = repr(path) if path else "the model"
-    raise ArgumentError(
-        f"parallelize cannot cut {what}, a {type(module).__module__}.{type(module).__qualname__}, "
-        "over a grid; see reshard.parallel.register"
-    )
-
-
-def _convert_itself(module: Any, conversion: Conversion, path: str) -> nn.Module:
-    made: nn.Module = module.to_grid(conversion, path)
-    return made
-
-
-def _convert_children(module: nn.Module, conversion: Conversion, path: str) -> nn.Module:
-    return conversion.convert_children(module, path)
-
-
-def _keep(module: nn.Module, conversion: Conversion, path: str) -> nn.Module:
-    return module
 
 
 def _convert_linear(module: nn.Linear, conversion: Conversion, path: str) -> nn.Module:
@@ -198,14 +85,6 @@ register(nn.LayerNorm, _convert_norm)
 register(nn.RMSNorm, _convert_norm)
 register(nn.Dropout, _convert_dropout)
 register(nn.CrossEntropyLoss, _convert_loss)
-
-
-def _find_adapter(module: Any) -> Converter | None:
-    """A converter of :mod:`reshard.parallel.transformers_models`."""
-    if not type(module).__module__.startswith("transformers."):
-        return None
-    adapters: Mapping[str, Converter] = importlib.import_module("reshard.parallel.transformers_models").ADAPTERS
-    return adapters.get(type(module).__name__)
 
 
 def parallelize(

@@ -15,7 +15,7 @@ from torch import nn
 
 from reshard.errors import ArgumentError
 
-from .conversion import Conversion, Converter
+from .converters import Conversion, register_by_name
 from .layers.attention import Heads
 from .layers.embedding import PositionEmbedding
 from .layers.linear import Linear, multiply
@@ -198,19 +198,21 @@ def _leave_unchanged(module: Any, conversion: Conversion, path: str) -> nn.Modul
     return result
 
 
-#: Converters by class name.
-ADAPTERS: dict[str, Converter] = {
-    "GPT2LMHeadModel": _convert_causal_lm,
-    "GPT2Model": _convert_gpt2,
-    "GPT2Block": _convert_children,
-    "GPT2Attention": GPT2Attention,
-    "GPT2MLP": _convert_children,
-    "Conv1D": convert_conv1d,
-    "LlamaForCausalLM": _convert_causal_lm,
-    "LlamaModel": _convert_children,
-    "LlamaDecoderLayer": _convert_children,
-    "LlamaAttention": LlamaAttention,
-    "LlamaMLP": LlamaMLP,
-    "LlamaRMSNorm": _convert_llama_norm,
-    "LlamaRotaryEmbedding": _leave_unchanged,
-}
+register_by_name(
+    "transformers",
+    {
+        "GPT2LMHeadModel": _convert_causal_lm,
+        "GPT2Model": _convert_gpt2,
+        "GPT2Block": _convert_children,
+        "GPT2Attention": GPT2Attention,
+        "GPT2MLP": _convert_children,
+        "Conv1D": convert_conv1d,
+        "LlamaForCausalLM": _convert_causal_lm,
+        "LlamaModel": _convert_children,
+        "LlamaDecoderLayer": _convert_children,
+        "LlamaAttention": LlamaAttention,
+        "LlamaMLP": LlamaMLP,
+        "LlamaRMSNorm": _convert_llama_norm,
+        "LlamaRotaryEmbedding": _leave_unchanged,
+    },
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -174,9 +175,7 @@ class Plan:
         return build_hop_graph(self.transfers, self.message_bytes, self.topology.host_by_rank)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {
-            name: getattr(self, name) for name in self.__dataclass_fields__
-        }  # without _is_sound: a copy must be checked
+        return {name: getattr(self, name) for name in self.__dataclass_fields__}  # without cached properties
 
     def __eq__(self, other: object) -> bool:
         return self.plan_hash == other.plan_hash if isinstance(other, Plan) else NotImplemented
@@ -192,15 +191,19 @@ class Plan:
         return f"<Plan {self.plan_hash[:12]} {self.strategy}: {tensors}, {messages}>"
 
 
+#: Plans that are sound, by ``id``.
+_SOUND: weakref.WeakValueDictionary[int, Plan] = weakref.WeakValueDictionary()
+
+
 def mark_sound(plan: Plan) -> Plan:
     """Mark a plan as sound: the planner made it in this process, or the checker accepted it.
 
     The mark belongs to this object, not to its value. Plans that are copied, replaced, unpickled or parsed lack it.
     """
-    object.__setattr__(plan, "_is_sound", True)
+    _SOUND[id(plan)] = plan
     return plan
 
 
 def is_sound(plan: Plan) -> bool:
     """Whether :func:`mark_sound` was called for this plan object."""
-    return vars(plan).get("_is_sound", False) is True
+    return _SOUND.get(id(plan)) is plan

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
+from reshard.api.options import TransferOptions, is_fault_tolerant, read_options, shows_options
 from reshard.codecs import Codec, TransferPolicy
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief, compare_names
-from reshard.plan import DEFAULT_STAGING_BYTES
-from reshard.planner import Strategy
 from reshard.ray.actor_mesh import ActorMesh, ShardedArray, join_meshes
 from reshard.ray.driver import GRACE_SECONDS, ActorCall, PendingCalls, check_open, order_lock, store_address
 from reshard.ray.worker import ShardRef, replace_each
 from reshard.sharding import Layout
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
-from reshard.topology import Topology
+from reshard.timeouts import check_timeout
 
 
+@shows_options(TransferOptions)
 def reshard(
     array: ShardedArray | Mapping[str, ShardedArray],
     src_mesh: ActorMesh,
@@ -27,17 +26,9 @@ def reshard(
     *,
     dst_spec: Any = None,
     dst_dtype: Any = None,
-    strategy: str | Strategy | None = None,
-    topology: Topology | None = None,
-    staging_bytes: int = DEFAULT_STAGING_BYTES,
-    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-    verify: bool = False,
-    on_loss: str = "raise",
-    compression: str | Codec | TransferPolicy | None = None,
     base: Any = None,
     out: Any = None,
-    max_error: float | None = None,
-    on_error: str = "raw",
+    **options: Unpack[TransferOptions],
 ) -> Any:
     """Move a sharded array from one mesh of actors to another, or to another layout on the same mesh.
 
@@ -48,16 +39,14 @@ def reshard(
         dst_spec: how ``dst_mesh`` shards the result, in any notation of :class:`~reshard.Layout`, or ``{name: ...}``;
             replicated if omitted.
         dst_dtype: dtype of the result, as for :func:`reshard.reshard`, or ``{name: ...}``; the source dtype if omitted.
-        topology: the network. Its ranks are those of ``src_mesh``, then those of ``dst_mesh`` if that is another mesh.
-            If omitted, each Ray node is a host.
-        strategy, staging_bytes, verify, compression, max_error, on_error: as for :func:`reshard.reshard`.
         base, out: with ``compression="delta"``: an earlier version of the array on ``src_mesh``, and the same version
             on ``dst_mesh``, which becomes the new version and is returned; or ``{name: array}``. If actors hold other
             versions, they send the array in full, and warn.
-        timeout_seconds: time limit of the rendezvous, and again of the transfer.
-        on_loss: ``"raise"`` or ``"recover"``. With ``"recover"``, if actors die, the others complete the transfer among
-            themselves. ``lost`` of the result then contains the ranks whose shards are missing. An actor that does not
-            respond within the timeout counts as dead.
+        options: see :class:`reshard.TransferOptions`. The ranks of ``topology`` are those of ``src_mesh``, then those
+            of ``dst_mesh`` if that is another mesh; by default each Ray node is a host. ``on_loss`` is ``"raise"`` or
+            ``"recover"``. With ``"recover"``, if actors die, the others complete the transfer among themselves.
+            ``lost`` of the result then contains the ranks whose shards are missing. An actor that does not respond
+            within the timeout counts as dead.
 
     Returns:
         A new :class:`ShardedArray` or ``out``, or ``{name: ...}``; the source is unchanged.
@@ -67,10 +56,10 @@ def reshard(
         RemoteError: an actor died; the text names it.
         RankLostError: with ``"recover"``, some data of a dead actor is on no other actor.
     """
-    timeout_seconds = check_timeout(timeout_seconds)
-    if not isinstance(on_loss, str) or on_loss not in ("raise", "recover"):
-        raise ArgumentError(f"on_loss is {brief(on_loss)}; it must be 'raise' or 'recover'")
-    fault_tolerant = on_loss == "recover"
+    given = read_options(TransferOptions, options, "reshard.ray.reshard")
+    given["timeout_seconds"] = timeout_seconds = check_timeout(given["timeout_seconds"])
+    if not isinstance(given["on_loss"], str) or given["on_loss"] not in ("raise", "recover"):
+        raise ArgumentError(f"on_loss is {brief(given['on_loss'])}; it must be 'raise' or 'recover'")
     arrays: dict[Any, ShardedArray] = {**array} if isinstance(array, Mapping) else {None: array}
     _check_arrays(arrays, src_mesh, dst_mesh)
     specs, dtypes = _by_name(dst_spec, arrays, "dst_spec"), _by_name(dst_dtype, arrays, "dst_dtype")
@@ -81,27 +70,16 @@ def reshard(
         for name, one in arrays.items()
     }
     bases, outs = _by_name(base, arrays, "base"), _by_name(out, arrays, "out")
-    _check_versions(bases, outs, compression, arrays, results)
+    _check_versions(bases, outs, given["compression"], arrays, results)
     results = {name: one if outs[name] is None else outs[name] for name, one in results.items()}
     rank_in_group = {rank: rank + first for rank in dst_mesh.mesh.ranks}
     specs_by_name = {
         name: (one.layout, results[name].layout.with_ranks(rank_in_group), one.shape, one.dtype, dtypes[name])
         for name, one in arrays.items()
     }
-    options = {
-        "strategy": strategy,
-        "topology": topology,
-        "staging_bytes": staging_bytes,
-        "timeout_seconds": timeout_seconds,
-        "verify": verify,
-        "on_loss": on_loss,
-        "compression": compression,
-        "max_error": max_error,
-        "on_error": on_error,
-    }
     with order_lock:
-        pending = _start_moves(arrays, results, src_mesh, dst_mesh, (specs_by_name, options, bases, outs))
-    pending.take((6 if fault_tolerant else 2) * timeout_seconds + GRACE_SECONDS)
+        pending = _start_moves(arrays, results, src_mesh, dst_mesh, (specs_by_name, given, bases, outs))
+    pending.take((6 if is_fault_tolerant(given) else 2) * timeout_seconds + GRACE_SECONDS)
     for one in results.values():
         one.lost = frozenset(dst_mesh.dead)
     return results if isinstance(array, Mapping) else results[None]
@@ -112,7 +90,7 @@ def _start_moves(
     results: Mapping[Any, ShardedArray],
     src_mesh: ActorMesh,
     dst_mesh: ActorMesh,
-    arguments: tuple[Mapping[Any, Any], Mapping[str, Any], Mapping[Any, Any], Mapping[Any, Any]],
+    arguments: tuple[Mapping[Any, Any], TransferOptions, Mapping[Any, Any], Mapping[Any, Any]],
 ) -> PendingCalls:
     """Tell all actors to move their shards.
 
@@ -136,7 +114,7 @@ def _start_moves(
             for name in arrays
         }
         calls += [(mesh, rank, "move", (key, keys, specs, options, version_keys)) for rank in mesh.mesh.ranks]
-    return PendingCalls(calls, meshes, key, options["on_loss"] == "recover")
+    return PendingCalls(calls, meshes, key, is_fault_tolerant(options))
 
 
 def _check_versions(

@@ -29,6 +29,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.call import reshard
+from reshard.api.options import TransferOptions
 from reshard.coordination import Group, describe_error, join, report_dead, serve_store
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
@@ -167,7 +168,7 @@ class Device:
         group: str,
         keys: Mapping[str | None, tuple[str | None, str | None]],
         specs: Mapping[str | None, tuple[AnyLayout, AnyLayout, Sequence[int], str, str | None]],
-        options: Mapping[str, Any],
+        options: TransferOptions,
         version_keys: Mapping[str | None, tuple[str | None, str | None]],
     ) -> list[int]:
         """Take part in a transfer.
@@ -175,7 +176,7 @@ class Device:
         Args:
             group: its key. keys: by tensor name, the keys of the source shard and of the new shard; None if this actor
                 has none. specs: by tensor name, source layout, destination layout, shape, dtype and result dtype.
-            options: keyword arguments of :func:`reshard.reshard`.
+            options: of :func:`reshard.reshard`.
             version_keys: by tensor name, the keys of the shards of an earlier version, of the source and of the
                 destination.
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from reshard.api.handle import times_of
 from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
 from reshard.errors import RemoteError, ReshardError
 
@@ -201,7 +202,7 @@ def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_sec
     transfers: list[_TransferTimes] = []
     for record in measured.transfers:
         handle, computed = record.transfer.handle, record.transfer.computed_at
-        begun, ended = (None, None) if handle is None else (handle.watch.begun_at, handle.watch.ended_at)
+        begun, ended = (None, None) if handle is None else times_of(handle)
         transfers.append((record.channel, record.microbatch, record.is_send, computed, begun, ended))
     rank = channel.group.rank
     channel.agree(

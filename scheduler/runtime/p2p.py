@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from reshard.api.mover import Mover
-from reshard.api.transfers import Handle
+from reshard.api.handle import Handle
+from reshard.api.mover import Mover, check_transfers, fail_transfers
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
@@ -204,12 +204,12 @@ class StageTransfers:
     def check_errors(self) -> None:
         """Raise the first error that another rank reported, if any."""
         for mover in self._movers.values():
-            mover.check()
+            check_transfers(mover)
 
     def fail(self, error: BaseException) -> None:
         """Fail all transfers of this rank. Every rank that takes part in one of them gets ``error``."""
         for mover in self._movers.values():
-            mover.fail(error)
+            fail_transfers(mover, error)
 
     def close(self) -> None:
         """Close the Movers."""

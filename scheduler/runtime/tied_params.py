@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from reshard.api.mover import Mover
+from reshard.api.mover import Mover, fail_transfers
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
@@ -162,7 +162,7 @@ class TiedParameters:
     def fail(self, error: BaseException) -> None:
         """End all transfers with an error, on all ranks that take part in them."""
         for mover in self._movers():
-            mover.fail(error)
+            fail_transfers(mover, error)
 
     def close(self) -> None:
         """Close the Movers."""

@@ -55,8 +55,8 @@ def _is_right(rank, layout, out, wanted):
 
 def _move(rank):
     planned = []
-    make = reshard.api.call.plan_tensors
-    reshard.api.call.plan_tensors = lambda tensors, **options: planned.extend(tensors) or make(tensors, **options)
+    make = reshard.api.prepare.plan_tensors
+    reshard.api.prepare.plan_tensors = lambda tensors, **options: planned.extend(tensors) or make(tensors, **options)
     for name in ("int8x128", "int4x128", "fp8x64", "int6x128", "int4x128-bf16"):
         for src, dst in (("float32", None), ("float32", "bfloat16"), ("bfloat16", "float32")):
             whole = _whole(dtype=getattr(torch, src))

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-import reshard.api.call
+import reshard.api.prepare
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination.connections import GlooTransport
@@ -273,7 +273,7 @@ def _inject(run: Run) -> None:
         def die(*_: Any, **__: Any) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
-        setattr(reshard.api.call, "plan_tensors", die)  # noqa: B010
+        setattr(reshard.api.prepare, "plan_tensors", die)  # noqa: B010
     _strike(run)
 
 

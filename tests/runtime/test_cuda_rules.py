@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from reshard import ArgumentError, Layout, Mesh, make_plan
+from reshard.api import handle
 from reshard.api.tensor_checks import check_movable
-from reshard.api.transfers import handle
 from reshard.coordination.connections import Connections
 from reshard.coordination.liveness import heartbeat
 from reshard.runtime.cpu.staging import TorchMemory
@@ -173,9 +173,9 @@ def test_unfinished_transfers_are_awaited_at_exit(monkeypatch):
     at_exit, unfinished = Mock(), set()
     monkeypatch.setattr(handle, "call_at_exit", at_exit)
     monkeypatch.setattr(handle, "_unfinished", unfinished)
-    one = handle.StreamHandle(Mock(num_started=0), 0, Mock(), Mock(), 0.0)
+    one = handle.StreamWatch(Mock(num_started=0), 0, Mock(), 0.0)
     one.begin_at(Mock())
-    assert at_exit.call_args.args == (handle._finish_streams,) and unfinished == {one.watch}
+    assert at_exit.call_args.args == (handle._finish_streams,) and unfinished == {one}
 
 
 def test_process_exit_waits_for_all_transfers_under_one_deadline(monkeypatch):

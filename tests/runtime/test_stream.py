@@ -15,8 +15,9 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.api import handle as handles
 from reshard.api.memory_in_use import check_unused
-from reshard.api.transfers import handle as handles
+from reshard.api.mover import fail_transfers
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.coordination import connections
 from reshard.plan.messages import expand_messages
@@ -201,7 +202,7 @@ def _drop_result(rank):
         mover._transfers.on_stream.streams.mark_of = Never
         handle = mover.start(source)
         result = handle.wait()
-        assert wanted is None or (not count_unlike(result, wanted) and handle.watch in handles._unfinished)
+        assert wanted is None or (not count_unlike(result, wanted) and handle._watch in handles._unfinished)
         reference = weakref.ref(source if result is None else result)
         del source, result, handle
         freed = reference() is None
@@ -261,7 +262,10 @@ def _start_blocks(rank):
     if rank == 4:
 
         def block(src, dst):
-            while mover._channel.find_failure(mover._generation) is None and time.monotonic() < begun + 20:
+            while (
+                mover._agreed.channel.find_failure(mover._agreed.decision.generation) is None
+                and time.monotonic() < begun + 20
+            ):
                 time.sleep(0.01)
             raise RuntimeError("aborted")
 
@@ -269,7 +273,7 @@ def _start_blocks(rank):
     try:
         if rank == 2:
             time.sleep(0.5)
-            raise mover.fail(reshard.RemoteError("another stage failed"))
+            raise fail_transfers(mover, reshard.RemoteError("another stage failed"))
         mover.start(source).synchronize()
     except reshard.ReshardError as error:
         return str(error), time.monotonic() - begun

@@ -12,7 +12,6 @@ import torch
 from reshard.api.lossless.encoding import EncodedBucket, decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import check_dtypes
-from reshard.api.options import check_compression
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import describe_ranks
 from reshard.public_api import caller_level
@@ -38,9 +37,8 @@ class LocalArrays(NamedTuple):
     targets: Arrays
 
 
-def check_lossless(spec: TensorSpec, codec: Any, dst_dtype: str | None, max_error: Any) -> None:
+def check_lossless(spec: TensorSpec, codec: str, dst_dtype: str | None) -> None:
     """Raise ArgumentError unless the codec codes the tensor, whose result has ``dst_dtype``; None: the same dtype."""
-    check_compression(codec, max_error, "raw")
     check_dtypes(codec, [spec])
     if dst_dtype not in (None, spec.dtype):
         raise ArgumentError(f"{codec} sends {spec.dtype} bit for bit, and cannot make {dst_dtype} of it")

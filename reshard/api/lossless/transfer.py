@@ -13,7 +13,7 @@ import xxhash
 
 from reshard.api.lossless.encoding import EncodedBucket, capacity_of, decode_bucket, digest_regions, encode_bucket
 from reshard.api.lossless.regions import Bucket, find_buckets
-from reshard.api.tensor_checks import mark_written
+from reshard.codecs import LOSSLESS_CODECS
 from reshard.codecs.exponents import DTYPE
 from reshard.coordination import (
     Channel,
@@ -27,7 +27,9 @@ from reshard.coordination import (
 )
 from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
+from reshard.plan import Plan
 from reshard.public_api import caller_level
+from reshard.runtime.autograd import mark_written
 from reshard.sharding import Layout, Mesh, TensorSpec
 
 #: Extra time after the time limit of the transfer in which ranks wait for each other's outcome.
@@ -380,6 +382,19 @@ def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
         if codec == "bf16-lossless" and spec.dtype != DTYPE:
             what = f"tensor {spec.name!r}" if spec.name else "the tensor"
             raise ArgumentError(f"{what}: {codec} codes {DTYPE}, not {spec.dtype}")
+
+
+def check_lossless_codec(codec: Any, plan: Plan) -> None:
+    """Raise ArgumentError unless a Mover of this plan can send its tensors as buckets of this codec."""
+    if codec not in LOSSLESS_CODECS:
+        raise ArgumentError(
+            f"compression of a Mover is {codec!r}; it must be one of {', '.join(map(repr, LOSSLESS_CODECS))}: pass "
+            "other codecs to make_plan"
+        )
+    for spec in plan.tensors:
+        if spec.codec is not None:
+            raise ArgumentError(f"the plan has tensors of codec {spec.dtype}, which {codec} cannot code again")
+    check_dtypes(codec, plan.tensors)
 
 
 def _gather_survivors(channel: Channel, requests: list[Request]) -> Decision:

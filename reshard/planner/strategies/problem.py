@@ -200,7 +200,7 @@ class Routes:
 
 #: A strategy chooses senders, trees and their order so that every receiver of every task gets its region. It returns
 #: transfers if it also cuts the regions into chunks.
-Strategy = Callable[[Problem], "Routes | Transfers"]
+Strategy = Callable[[Problem], Routes | Transfers]
 
 
 def copy_routes(problem: Problem) -> Routes:

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.handle import StreamHandle, StreamWatch
 from reshard.api.memory_in_use import note_use
-from reshard.api.transfers.handle import StreamHandle
 from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.cuda.coding import DeviceDecodedTarget
@@ -58,23 +58,24 @@ class StreamedTransfers:
         channel.check_usable(self._generation)
         assert on_stream is not None
         deadline = time.monotonic() + self.timeout_seconds
-        handle = StreamHandle(channel, self._generation, finish, on_stream, deadline)
-        Monitor.of(channel.group).watch(handle.watch)  # before the start, which may block on a rank that has died
+        watch = StreamWatch(channel, self._generation, on_stream, deadline)
+        handle = StreamHandle(watch, finish, on_stream)
+        Monitor.of(channel.group).watch(watch)  # before the start, which may block on a rank that has died
         try:
             received = [carrier(each.coded if isinstance(each, DeviceDecodedTarget) else each) for each in dst]
-            handle.begin_at(on_stream.start(list(map(carrier, src)), received))
+            watch.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
-                Monitor.of(channel.group).forget(handle.watch)
+                Monitor.of(channel.group).forget(watch)
                 raise
             if isinstance(error, NcclError):
-                handle.watch.done.wait(NCCL_ROOT_CAUSE_SECONDS)
+                watch.done.wait(NCCL_ROOT_CAUSE_SECONDS)
             known = channel.fail(self._generation, error)
-            handle.watch.stop(known)
+            watch.stop(known)
             if not isinstance(error, Exception):
                 raise
             raise known from error
-        note_use(self, handle.watch.leaves_memory, src, dst)
+        note_use(self, watch.leaves_memory, src, dst)
         return handle
 
     def close(self) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.handle import EXIT_SECONDS, Handle, Watch
 from reshard.api.memory_in_use import note_use
-from reshard.api.transfers.handle import EXIT_SECONDS, Handle, Watch
 from reshard.coordination import Monitor, call_at_exit
 from reshard.errors import VerificationError
 from reshard.runtime.cpu.coding import coded_array
@@ -68,8 +68,8 @@ class QueuedTransfers:
         self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
     ) -> Handle:
         """Start a transfer of checked arrays. ``finish`` returns the result of the handle."""
-        handle = Handle(self._channel, self._generation, finish)
-        watch = handle.watch
+        watch = Watch(self._channel, self._generation)
+        handle = Handle(watch, finish)
         if self.transport is not None:
             Monitor.of(self._group).watch(watch)
         if self._thread is None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from reshard.api.handle import ConfirmedHandle, Handle
 from reshard.api.lossless.transfer import LosslessReport
-from reshard.api.transfers import ConfirmedHandle, Handle
 from reshard.errors import ReshardError
 from reshard.public_api import not_compiled
 

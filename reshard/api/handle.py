@@ -33,6 +33,8 @@ class Watch:
     and nobody will wait for the result.
 
     Attributes:
+        channel: the ranks that take part.
+        generation: number of the connections of the channel that the transfer uses.
         done: set when the transfer has ended.
         error: the error that ended it.
         begun_at, ended_at: ``time.monotonic()`` when this rank's part began and ended; None before that.
@@ -42,7 +44,7 @@ class Watch:
     """
 
     def __init__(self, channel: Channel, generation: int) -> None:
-        self._channel, self._generation = channel, generation
+        self.channel, self.generation = channel, generation
         self.done = threading.Event()
         self.error: ReshardError | None = None
         self.begun_at: float | None = None
@@ -53,16 +55,16 @@ class Watch:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""
-        return self._channel.members
+        return self.channel.members
 
     def reported_error(self) -> ReshardError | None:
         """The error of this transfer that another rank published, or None."""
-        return self._channel.reported_error(self._generation)
+        return self.channel.reported_error(self.generation)
 
     def stop(self, error: ReshardError) -> None:
         """End the transfer with an error and wake all waiting threads."""
         if not self.done.is_set():
-            self.error = self._channel.record_error(self._generation, error)
+            self.error = self.channel.record_error(self.generation, error)
             self.done.set()
 
     def check(self) -> None:
@@ -87,26 +89,19 @@ class Watch:
 
 
 class Handle:
-    """A transfer in progress, which runs in the background whether or not :meth:`wait` is called.
+    """A transfer in progress, which runs in the background whether or not :meth:`wait` is called."""
 
-    Attributes:
-        watch: what the threads that run the transfer share with this handle.
-    """
-
-    def __init__(
-        self, channel: Channel, generation: int, finish: Callable[[], Any], watch: Watch | None = None
-    ) -> None:
-        self._channel, self._generation, self._finish = channel, generation, finish
+    def __init__(self, watch: Watch, finish: Callable[[], Any]) -> None:
+        self._watch, self._finish = watch, finish  # what the threads share that run the transfer; returns the result
         self._pid = os.getpid()
-        self.watch = Watch(channel, generation) if watch is None else watch
         self._finishing, self._is_finishing = threading.RLock(), False
         self._interruption: str | None = None  # class of the exception that interrupted ``finish``
         self._result: Any = None
 
     def __repr__(self) -> str:
-        error = self.watch.error
+        error = self._watch.error
         state = "in progress" if not self.done() else "done" if error is None else type(error).__name__
-        return f"Handle(transfer {self._generation} of {describe_ranks(self.members)}: {state})"
+        return f"Handle(transfer {self._watch.generation} of {describe_ranks(self.members)}: {state})"
 
     def __reduce__(self) -> Any:
         raise ArgumentError("the handle of a transfer cannot be copied or pickled")
@@ -114,11 +109,11 @@ class Handle:
     @property
     def members(self) -> tuple[int, ...]:
         """The ranks that take part."""
-        return self._channel.members
+        return self._watch.members
 
     def done(self) -> bool:
         """Whether the transfer has ended, so that :meth:`wait` does not block."""
-        return self.watch.done.is_set()
+        return self._watch.done.is_set()
 
     @keep_exceptions_local
     @not_compiled
@@ -137,13 +132,13 @@ class Handle:
             ArgumentError: this process was forked from the one that started the transfer.
             ReshardError: the error that ended the transfer, the same on every rank.
         """
-        self.check_process()
-        if not self.watch.done.wait(check_wait_timeout(timeout_seconds)):
+        self._check_process()
+        if not self._watch.done.wait(check_wait_timeout(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
-        self.watch.check()
+        self._watch.check()
         return self._take_result()
 
-    def check_process(self) -> None:
+    def _check_process(self) -> None:
         """Raise ArgumentError in a forked child, which does not have the thread that runs the transfer."""
         if self._pid != os.getpid():
             raise ArgumentError(
@@ -171,9 +166,9 @@ class Handle:
                     self._is_finishing = False
         return self._result
 
-    def has_work(self) -> bool:
+    def _has_work(self) -> bool:
         """Whether :meth:`wait` still completes the result, for example by casts."""
-        return self._finish is not None and self._interruption is None and self.watch.error is None
+        return self._finish is not None and self._interruption is None and self._watch.error is None
 
     def release(self) -> None:
         """Drop the result after :meth:`wait`. Later calls of :meth:`wait` return None."""
@@ -186,6 +181,16 @@ class Handle:
         return self.wait(timeout_seconds)
 
 
+def progress_of(handle: Handle) -> Tally:
+    """The progress of this rank's part of a transfer."""
+    return handle._watch.tally
+
+
+def times_of(handle: Handle) -> tuple[float | None, float | None]:
+    """``time.monotonic()`` when this rank's part of a transfer began and ended; None before that."""
+    return handle._watch.begun_at, handle._watch.ended_at
+
+
 class ConfirmedHandle(Handle):
     """A transfer that the ranks confirm together. Every rank must call :meth:`wait`.
 
@@ -194,7 +199,7 @@ class ConfirmedHandle(Handle):
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], Any]) -> None:
-        super().__init__(inner._channel, inner._generation, finish)
+        super().__init__(Watch(inner._watch.channel, inner._watch.generation), finish)
         self._inner = inner
         self._final_error: ReshardError | None = None
 
@@ -202,27 +207,27 @@ class ConfirmedHandle(Handle):
         """Whether this rank's part has ended. Even then, :meth:`wait` may block."""
         return self._inner.done()
 
-    def has_work(self) -> bool:
-        """See :meth:`Handle.has_work`."""
-        return super().has_work() and self._final_error is None
+    def _has_work(self) -> bool:
+        """See :meth:`Handle._has_work`."""
+        return super()._has_work() and self._final_error is None
 
     def _wait_for_part(self, timeout_seconds: float | None) -> None:
         """Block until this rank's part has ended. Raises as :meth:`Handle.wait`, except for errors of the transfer."""
-        self.check_process()
-        if not self._inner.watch.done.wait(check_wait_timeout(timeout_seconds)):
+        self._check_process()
+        if not self._inner._watch.done.wait(check_wait_timeout(timeout_seconds)):
             raise TransferTimeoutError(f"the transfer has not ended after {timeout_seconds:g} s; it continues")
 
     def _confirm(self, confirm: Callable[[ReshardError | None], None]) -> ReshardError | None:
         """Call ``confirm`` with the error of this rank's part. Returns the error that it raises, with the progress."""
         error: ReshardError | None = None
         try:
-            self._inner.watch.check()
+            self._inner._watch.check()
         except ReshardError as failed:
             error = failed
         try:
             confirm(error)
         except ReshardError as failed:
-            describe = self._inner.watch.describe
+            describe = self._inner._watch.describe
             if describe is not None and not isinstance(failed, RankLostError):
                 failed.add_note(describe())
             return failed
@@ -246,6 +251,17 @@ class StreamWatch(Watch):
         self.is_ordered = False  # the caller's stream waits for the transfer
         self._broken_at: float | None = None  # when the connections were first found broken
 
+    def begin_at(self, mark: Mark | None) -> None:
+        """Record that the transfer is enqueued and ends at ``mark``, or that a CUDA graph captures it (None)."""
+        self.begin()
+        self.mark = mark
+        if mark is None:
+            self.succeed()
+            return
+        _unfinished.add(self)
+        self._group.resources.add_user(self)
+        call_at_exit(_finish_streams, priority=20)
+
     def leaves_memory(self) -> bool:
         """Whether later transfers may use the memory of this one: it has ended, or the caller's stream waits for it."""
         return self.is_ordered or is_capturing() or self.poll()
@@ -263,20 +279,20 @@ class StreamWatch(Watch):
         try:
             if self.done.is_set():
                 pass  # stopped by an error that another rank published
-            elif (failed := self._channel.find_failure(self._generation)) is not None:
+            elif (failed := self.channel.find_failure(self.generation)) is not None:
                 self.stop(failed)  # check before the mark: aborted work also completes on the device
             elif self.mark is not None and self.mark.query():
                 self.succeed()
             elif (broken := self._transfers.find_error()) is not None:
                 self._stop_unless_explained(ConnectionError(broken))
             elif time.monotonic() >= self._deadline:
-                why = self._channel.explain_timeout(self._number)
+                why = self.channel.explain_timeout(self._number)
                 error = TransferTimeoutError(f"rank {self._group.rank}: the transfer did not finish in time{why}")
-                self.stop(self._channel.fail(self._generation, error))
+                self.stop(self.channel.fail(self.generation, error))
         except NcclError as error:
             self._stop_unless_explained(error)
         except RuntimeError as error:
-            self.stop(self._channel.fail(self._generation, error))
+            self.stop(self.channel.fail(self.generation, error))
         if self.done.is_set():
             _unfinished.discard(self)
         return self.done.is_set()
@@ -289,7 +305,7 @@ class StreamWatch(Watch):
         now = time.monotonic()
         self._broken_at = now if self._broken_at is None else self._broken_at
         if now >= min(self._broken_at + NCCL_ROOT_CAUSE_SECONDS, self._deadline):
-            self.stop(self._channel.fail(self._generation, error))
+            self.stop(self.channel.fail(self.generation, error))
 
     def block(self, timeout_seconds: float | None) -> None:
         """Block until the transfer has ended; raises TransferTimeoutError if the timeout passes first."""
@@ -312,36 +328,18 @@ class StreamWatch(Watch):
 class StreamHandle(Handle):
     """A transfer on a GPU: :meth:`wait` makes the current stream wait, not the CPU.
 
-    The handle is created and the monitor polls its ``watch`` before any work is enqueued on a stream. After the work is
-    enqueued, :meth:`begin_at` is called.
+    The watch is made and the monitor polls it before any work is enqueued on a stream. After the work is enqueued,
+    :meth:`StreamWatch.begin_at` is called.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        generation: int,
-        finish: Callable[[], Any],
-        transfers: StreamTransfers,
-        deadline: float,
-    ) -> None:
-        self.watch: StreamWatch
-        super().__init__(channel, generation, finish, StreamWatch(channel, generation, transfers, deadline))
-        self._group, self._transfers = channel.group, transfers
-
-    def begin_at(self, mark: Mark | None) -> None:
-        """Record that the transfer is enqueued and ends at ``mark``, or that a CUDA graph captures it (None)."""
-        self.watch.begin()
-        self.watch.mark = mark
-        if mark is None:
-            self.watch.succeed()
-            return
-        _unfinished.add(self.watch)
-        self._group.resources.add_user(self.watch)
-        call_at_exit(_finish_streams, priority=20)
+    def __init__(self, watch: StreamWatch, finish: Callable[[], Any], transfers: StreamTransfers) -> None:
+        self._watch: StreamWatch
+        super().__init__(watch, finish)
+        self._transfers = transfers
 
     def done(self) -> bool:
         """Whether the device has finished the transfer, or the transfer has failed."""
-        return self.watch.poll()
+        return self._watch.poll()
 
     @keep_exceptions_local
     @not_compiled
@@ -355,21 +353,21 @@ class StreamHandle(Handle):
             ArgumentError: this process was forked from the one that started the transfer.
             ReshardError: the transfer has already failed. :meth:`synchronize` also raises later errors.
         """
-        self.check_process()
-        self.watch.check()
-        if self.watch.mark is None:
+        self._check_process()
+        self._watch.check()
+        if self._watch.mark is None:
             self._transfers.streams.join()
         else:
-            self.watch.mark.wait()
-        self.watch.is_ordered = True
+            self._watch.mark.wait()
+        self._watch.is_ordered = True
         return self._take_result()
 
     @keep_exceptions_local
     @not_compiled
     def synchronize(self, timeout_seconds: float | None = None) -> Any:
         """Block until the device has finished the transfer, and return its result. Raises like :meth:`Handle.wait`."""
-        self.check_process()
-        self.watch.block(check_wait_timeout(timeout_seconds))
+        self._check_process()
+        self._watch.block(check_wait_timeout(timeout_seconds))
         return self.wait()
 
 

@@ -1,0 +1,84 @@
+"""Checks of the options of a call: device type, compression, ``verify`` and ``on_loss``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.api.options import TransferOptions
+from reshard.api.tensor_checks import DEVICE_TYPES
+from reshard.codecs import CustomCodec, find_codec, is_lossless
+from reshard.errors import ArgumentError
+from reshard.plan import Plan
+from reshard.planner import AUTO_CODEC
+from reshard.runtime.cuda.coding import check_device_codec
+
+#: What a call does when ranks are lost: raise an error, raise one that offers a recovery plan, or recover.
+ON_LOSS = ("raise", "offer", "recover")
+
+#: What a call does when a codec changes a tensor more than ``max_error`` allows: send it raw, or raise.
+ON_ERROR = ("raw", "raise")
+
+
+def check_device_type(device: Any) -> None:
+    """Raise ArgumentError unless this device type is supported and available."""
+    if device not in DEVICE_TYPES:
+        raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ArgumentError("device is 'cuda', but this process has no CUDA device")
+
+
+def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
+    """Raise ArgumentError unless the codec exists, ``on_error`` is valid, and ``max_error`` limits a lossy codec."""
+    is_auto = isinstance(compression, str) and compression == AUTO_CODEC
+    if compression is not None and not is_auto and not is_lossless(compression):
+        find_codec(compression)
+    if max_error is not None:
+        if (
+            isinstance(max_error, bool)
+            or not isinstance(max_error, (int, float, np.integer, np.floating))
+            or not 0 < max_error < math.inf
+        ):
+            raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
+        if compression is None or is_lossless(compression):
+            reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"
+            raise ArgumentError(f"max_error is {max_error!r}, but {reason}")
+    if not isinstance(on_error, str) or on_error not in ON_ERROR:
+        raise ArgumentError(f"on_error is {on_error!r}; it must be one of {', '.join(map(repr, ON_ERROR))}")
+
+
+def check_coding(plan: Plan, device: str) -> None:
+    """Raise ArgumentError if a plan has coded tensors that this process or device type cannot code."""
+    for spec in plan.tensors:
+        if spec.coding is not None and isinstance(spec.codec, CustomCodec):
+            spec.codec.check_implemented()
+        if spec.codec is not None:
+            check_device_codec(spec.codec, device)
+
+
+def check_verify(verify: Any) -> None:
+    """Raise ArgumentError unless ``verify`` is a bool."""
+    if not isinstance(verify, bool):
+        raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+
+
+def check_on_loss(on_loss: Any) -> None:
+    """Raise ArgumentError unless ``on_loss`` is one of :data:`ON_LOSS`."""
+    if not isinstance(on_loss, str) or on_loss not in ON_LOSS:
+        raise ArgumentError(f"on_loss is {on_loss!r}; it must be one of {', '.join(map(repr, ON_LOSS))}")
+
+
+def needs_cpu(options: TransferOptions) -> bool:
+    """Whether a valid option is for transfers on the CPU only."""
+    is_plain = not options["verify"] and options["on_loss"] == "raise" and options["max_error"] is None
+    return not is_plain or codes_on_cpu(options["compression"])
+
+
+def codes_on_cpu(codec: Any) -> bool:
+    """Whether tensors of this codec are coded on the CPU only: a codec of the caller or without loss, or ``"auto"``."""
+    if codec is None or codec == AUTO_CODEC or is_lossless(codec):
+        return codec is not None
+    return isinstance(find_codec(codec), CustomCodec)

@@ -1,0 +1,124 @@
+"""The third step of a call: the ranks agree on a plan, and on the errors of its codecs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.agreement import Agreement
+from reshard.api.casts import wire_dtype
+from reshard.api.codec_errors import encode_measured
+from reshard.api.options import is_fault_tolerant
+from reshard.codecs import is_lossless
+from reshard.coordination import MAX_CACHED, Request, plan_arguments, resolve_partial, topology_of_names
+from reshard.errors import ReshardError
+from reshard.plan import Plan, ensure_checked
+from reshard.planner import code_tensors, plan_tensors
+from reshard.runtime.cuda.stream import make_runner
+from reshard.runtime.program import build_program
+from reshard.sharding import TensorSpec
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A transfer that can start.
+
+    Attributes:
+        agreement: of the call.
+        plan: of the transfer.
+        agreed: the plan as the ranks have agreed on it; None if ranks were lost before.
+        encoded: source shards that are encoded already, by tensor.
+        lost: ranks that were lost before the transfer. A recovery then has to move all data.
+    """
+
+    agreement: Agreement
+    plan: Plan
+    agreed: AgreedPlan | None
+    encoded: Mapping[str, torch.Tensor | None] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
+
+
+def prepare(agreement: Agreement) -> Prepared:
+    """Agree on the plan of a call. Tensors whose codec changes them too much travel without it.
+
+    Raises:
+        ReshardError: a rank cannot plan or encode, or plans differ; the same error on all ranks.
+    """
+    max_error = agreement.inputs.options["max_error"]
+    if agreement.lost:
+        raw = [item.name for item in agreement.inputs.items if max_error is not None]
+        return Prepared(agreement, _make_plan(agreement, raw), None, lost=agreement.lost)
+    agreed = agree_on_plan(agreement)
+    if agreed.lost or max_error is None or not any(spec.codec for spec in agreed.plan.tensors):
+        return Prepared(agreement, agreed.plan, agreed, lost=agreed.lost)
+    encoded, excess, lost = encode_measured(agreement, agreed.plan)
+    if lost:
+        return Prepared(agreement, _make_plan(agreement, excess), None, lost=lost)
+    if excess:
+        agreed = agree_on_plan(agreement, excess)
+    return Prepared(agreement, agreed.plan, agreed, encoded, agreed.lost)
+
+
+def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequence[TensorSpec] = ()) -> AgreedPlan:
+    """The plan, from the cache or compared between the ranks.
+
+    Args:
+        agreement: of the call.
+        raw: tensors that are not coded.
+        buckets: what travels in place of the tensors.
+    """
+    channel, decision, options = agreement.channel, agreement.decision, agreement.inputs.options
+    agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
+    key = repr((agreement.arguments, decision.device_type, agreed, sorted(raw), list(map(str, buckets))))
+    # different functions and codecs may have the same name
+    is_cacheable = not callable(options["strategy"]) and isinstance(options["compression"], str | None)
+    if is_cacheable and key in channel.cache:
+        channel.cache.move_to_end(key)
+        return AgreedPlan(*channel.cache[key], channel=channel, call=agreement.call, decision=decision)
+    plan = program = runner = error = None
+    arguments: list[tuple[str, str]] = []
+    try:
+        plan = _make_plan(agreement, raw, buckets)
+        ensure_checked(plan)  # the strategy may be the caller's
+        program = build_program(plan, channel.group.rank)
+        runner = make_runner(plan, program, decision.device_type)
+        arguments = plan_arguments(plan)
+    except ReshardError as known:
+        error = (type(known).__name__, str(known))
+    except Exception as other:
+        error = ("ReshardError", f"{type(other).__name__}: {other}")
+    purpose = f"compares plans {agreement.purpose}".strip()
+    request = Request(channel.group.rank, arguments, error=error, purpose=purpose)
+    decide = functools.partial(resolve_partial, layouts={}, members=channel.members)
+    _, compared = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
+    assert plan is not None and program is not None
+    if is_cacheable:
+        channel.cache[key] = plan, program, runner
+    if len(channel.cache) > MAX_CACHED:
+        channel.cache.popitem(last=False)
+    return AgreedPlan(plan, program, runner, channel, agreement.call, decision, frozenset(compared.lost))
+
+
+def _make_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequence[TensorSpec] = ()) -> Plan:
+    """The plan of a call, the same on all ranks. Arguments as of :func:`agree_on_plan`."""
+    inputs, options = agreement.inputs, agreement.inputs.options
+    topology = options["topology"]
+    if topology is None:
+        topology = topology_of_names(agreement.decision.hostnames, inputs.members[-1] + 1)
+    strategy, staging_bytes = options["strategy"], options["staging_bytes"]
+    plan = functools.partial(plan_tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
+    if buckets:
+        return plan(buckets)
+    tensors = agreement.tensors
+    on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, inputs.items, strict=True)]
+    codec = None if is_lossless(options["compression"]) else options["compression"]
+    coded = code_tensors(tensors, codec, options["max_error"], topology, plan, on_wire, encodes_first=True)
+    for at, item in enumerate(inputs.items):
+        if item.name in raw:
+            coded[at] = replace(tensors[at], dtype=on_wire[at])
+    return plan(coded)
