@@ -66,8 +66,7 @@ def test_large_exchange_is_sent_in_rotation_at_the_bound(monkeypatch):
     src, dst = Layout(Mesh.of(12), "S0 R"), Layout(Mesh.of(12, first_rank=12), "R S0")
     plan = make_plan(src, dst, (768, 768), "float32", topology=on_hosts(24), strategy="multicast")
     check_plan(plan)
-    direct = make_plan(src, dst, (768, 768), "float32", topology=on_hosts(24), strategy="send_recv")
-    assert (plan.transfers.sender == direct.transfers.sender).all()
+    assert plan.num_messages == 144 and (np.diff(plan.transfers.after_at) == 0).sum() == 6  # the first of each port
     assert simulate(plan).makespan_seconds <= 1.001 * find_bound(plan.tensors, plan.topology).seconds
 
 

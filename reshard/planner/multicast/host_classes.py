@@ -268,16 +268,20 @@ def busiest_port_seconds(topology: Topology, host_classes: HostClasses) -> float
     )
 
 
-def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def count_chunks(
+    topology: Topology, host_classes: HostClasses, largest: np.ndarray, largest_piece: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The number of chunks of each host class that minimizes the estimated time: busiest link plus pipeline fill.
 
     Small chunks fill the pipeline fast, large chunks pay few latencies, and ports that pass whole chunks lose time to
-    rounding. Slow ports get smaller chunks, so that all chunks take the same time.
+    rounding. Slow ports get smaller chunks, so that all chunks take the same time. If all classes are equally large,
+    chunks end where classes end if that saves messages and time.
 
     Args:
         topology: the network.
         host_classes: the traffic.
-        largest: ``(host_classes,)`` largest chunk in bytes.
+        largest: ``(host_classes,)`` largest chunk in bytes, if classes are cut.
+        largest_piece: largest class in bytes that may travel as one message.
 
     Returns:
         ``(host_classes,)`` numbers of chunks, and chunk sizes relative to chunks between the fastest ports.
@@ -327,7 +331,37 @@ def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndar
         first, last = max(round(near / 1.25), 1), min(round(near * 1.25), last)
     n = cheapest(range(first, last + 1, max(1, (last - first) // 32)))
     counts = np.ceil(nbytes * n / (least * fastest * relative_size) - 1e-9).astype(np.int64)
-    return np.maximum(np.where(moves, counts, 1), min_counts), relative_size
+    counts = np.maximum(np.where(moves, counts, 1), min_counts)
+    num_classes = _equal_classes(host_classes)
+    if num_classes > 1 and len(set(counts[moves].tolist())) == 1:
+        count = int(counts[moves][0])
+
+        def seconds(number: int) -> float:
+            """Like the cost above, for ``number`` chunks of each host class, whose pieces are messages."""
+            size, pieces = nbytes / number, number + num_classes - math.gcd(number, num_classes)
+            messages = np.where(moves, pieces, 0.0)[None]
+            across = loads.seconds_of_chunks(np.where(moves, number, 0.0)[None], size[None], 0.0)
+            latencies = loads.seconds_of_chunks(messages, np.zeros_like(messages), topology.latency_seconds)
+            inside = fan_out.seconds(messages, (nbytes / pieces)[None])
+            per_hop = float(size[moves].max()) / fastest + topology.latency_seconds
+            return float(np.maximum(across + latencies, inside)[0]) + fill * per_hop
+
+        whole = [d for d in range(1, num_classes + 1) if num_classes % d == 0 and d * 2 >= count]
+        several = list(range(2 * num_classes, 2 * count + 1, num_classes))
+        largest_class = float((nbytes[moves] / num_classes).max())
+        aligned = [d for d in whole if largest_class <= largest_piece and d <= 2 * count] + several
+        aligned = [d for d in aligned if d <= num_classes or (nbytes / d <= largest)[moves].all()]
+        best = min([count, *aligned], key=lambda number: (seconds(number), number))
+        counts = np.where(moves, best, counts)
+    return counts, relative_size
+
+
+def _equal_classes(host_classes: HostClasses) -> int:
+    """The number of classes in each host class that moves, if all these classes are equally large; else 0."""
+    is_moving = host_classes.moves[host_classes.host_class]
+    number = np.bincount(host_classes.host_class[is_moving], minlength=len(host_classes))[host_classes.moves]
+    sizes = host_classes.classes.nbytes[is_moving]
+    return int(number[0]) if (number == number[0]).all() and (sizes == sizes[0]).all() else 0
 
 
 def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:

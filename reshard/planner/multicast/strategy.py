@@ -12,16 +12,19 @@ from reshard.planner.multicast.classes import MIN_SLICES, Classes, Pieces, cut_p
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, make_schedule
 from reshard.planner.multicast.relay_limits import limit_relay_staging
+from reshard.planner.multicast.rotation import rotate_ports
 from reshard.planner.multicast.workload import UNITS, Ports, Workload
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem, Routes
+from reshard.planner.strategies.problem import (
+    DIRECT_CHUNK_BYTES,
+    INSIDE_WINDOW,
+    STAGING_PARTS,
+    WINDOW,
+    Problem,
+    Routes,
+)
 from reshard.ragged import NO_RANK
 
-#: Messages between hosts in flight per sender and receiver.
-WINDOW = 8
-#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links, so with more of them all arrive later.
-INSIDE_WINDOW = 4
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
 LARGEST_CHUNK_BYTES = 32 * 2**20
 #: Value of :attr:`Workload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each other.
@@ -38,8 +41,8 @@ _MAX_CHUNKS = 10_000_000
 _MAX_CUTS = 500_000
 #: ``multicast_from_fast`` ignores holders with less than this fraction of the rate of the fastest holder.
 _SLOW_HOLDER_RATE = 0.3
-#: With more pairs of ranks that exchange one region each, regions are sent in rotation.
-_MAX_PAIRS = 100_000
+#: With more pairs of ranks that exchange one region each, ports send in rotation.
+_MAX_PAIRS = 10_000
 
 
 def multicast(problem: Problem) -> Routes | Transfers:
@@ -47,14 +50,14 @@ def multicast(problem: Problem) -> Routes | Transfers:
 
     Steps: the chunks of the busiest port, plus a few until the first chunks reach the last host. Bytes between hosts:
     unique. Source: list scheduling that matches free ports, rarest chunk first. Two cases are planned differently.
-    Above 8,192 hosts, whole regions are broadcast in rotation. If more than 100,000 pairs of ranks exchange one region
-    each over equal links, regions are sent in rotation, which also reaches the lower bound and is planned faster.
+    Above 8,192 hosts, whole regions are broadcast in rotation. If more than 10,000 pairs of ranks exchange one region
+    each over equal links, ports send in rotation, which is planned faster.
 
     Raises:
         ArgumentError: the regions make too many chunks for one plan.
     """
     if is_large_exchange(problem):
-        return send_recv(problem)
+        return rotate_ports(problem, ports_of(problem))
     if has_many_hosts(problem):
         return broadcast_in_rotation(problem)
     return schedule_chunks(problem)
@@ -120,8 +123,10 @@ def without_slow_holders(problem: Problem) -> Problem | None:
 
 
 def is_large_exchange(problem: Problem) -> bool:
-    """Whether more than 100,000 pairs of ranks exchange one region each over equal links."""
+    """Whether more than 10,000 pairs of ranks exchange one region each, in one message, over equal links."""
     if len(problem) <= _MAX_PAIRS or len(problem.tensors) > 1 or problem.topology.pods:
+        return False
+    if problem.nbytes.max() > min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS):
         return False
     has_one_end = problem.holders.shape[1] == 1 and int((problem.receivers != NO_RANK).sum(axis=1).max()) <= 1
     return has_one_end and ports_of(problem).have_equal_rates
@@ -143,7 +148,8 @@ def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> 
             f"{int(host_classes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {limit:,} fit in one "
             "plan; move the tensors in several calls"
         )
-    counts, relative_size = count_chunks(topology, host_classes, largest)
+    largest_piece = min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
+    counts, relative_size = count_chunks(topology, host_classes, largest, largest_piece)
     # one step of the scheduler's clock: seconds to pass a chunk of size 1 at rate 1
     fastest = max(
         max(nic.egress_bytes_per_second, nic.ingress_bytes_per_second) for h in topology.hosts for nic in h.nics

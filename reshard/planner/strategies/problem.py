@@ -25,6 +25,10 @@ TREE_CHUNK_BYTES = 2**20
 #: Regions smaller than this share messages if they follow the same tree.
 SMALL_BYTES = 2**16
 DIRECT_WINDOW = 4
+#: Messages of a schedule between hosts in flight per sender and receiver.
+WINDOW = 8
+#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links, so with more of them all arrive later.
+INSIDE_WINDOW = 4
 TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16
 #: No chunk is larger than ``staging_bytes / STAGING_PARTS``. A rank can then stage two sends of a queue, which may use
