@@ -33,6 +33,9 @@ _UNLIMITED_LEAD = 2**20
 _RATE_TOLERANCE = 0.04
 #: Limit on scheduling steps, which take a few seconds. Above it, regions are broadcast in rotation.
 _MAX_STEPS = 2 * 10**9
+#: With more scheduling steps, chunks from one host to all others pass in a fixed pattern. It takes up to three slots
+#: more than the scheduler, of hundreds.
+_MAX_MATCHED = 5 * 10**7
 #: Limit on hosts, since the scheduler keeps a counter per pair of hosts. Above it regions are broadcast in rotation.
 _MAX_HOSTS = 8192
 #: A plan with more chunks takes more than 4 GB.
@@ -82,9 +85,13 @@ def schedule_chunks(
         prepared: the result of :func:`make_workload` for ``problem``, if known.
     """
     workload, pieces = prepared or make_workload(problem)
-    if workload.num_steps > _MAX_STEPS:
+    ports = ports_of(problem)
+    is_plain = ports.have_equal_rates and not ports.have_multi_port_hosts and not ports.pod
+    if workload.num_steps > _MAX_MATCHED and workload.has_one_holder and is_plain:
+        workload = replace(workload, is_broadcast=True)
+    elif workload.num_steps > _MAX_STEPS:
         return broadcast_in_rotation(problem)
-    schedule = make_schedule(ports_of(problem), replace(workload, near_first=near_first, keeps_partners=keeps_partners))
+    schedule = make_schedule(ports, replace(workload, near_first=near_first, keeps_partners=keeps_partners))
     num_ranks = len(problem.topology.host_of_rank)
     return _to_transfers(problem, pieces, limit_relay_staging(schedule, workload, num_ranks, problem.staging_bytes))
 
