@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -20,9 +19,6 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-
-if __name__ == "__main__" and not __package__:  # run as a file, by the interpreter of another version
-    sys.path.pop(0)
 
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
@@ -192,7 +188,7 @@ def measure(case: str, strategy: str, simulates: bool) -> dict[str, Any]:
 
 def run(python: str, case: str, strategy: str, limit: float) -> dict[str, Any]:
     """:func:`measure` in a new process; ``limit`` seconds for the simulation."""
-    command = [python, str(Path(__file__).resolve()), "--one", case, strategy, str(limit)]
+    command = [python, "-P", str(Path(__file__).resolve()), "--one", case, strategy, str(limit)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
     return json.loads(lines[-1]) if lines else {"error": f"exit status {done.returncode}"}
@@ -252,5 +248,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.nice(0)
     sys.exit(main())

@@ -65,6 +65,8 @@ _GOOD_ENOUGH = 0.0075
 _LARGE = 2 * 10**7
 #: With at most this many messages, send_recv is tried first in any case, because few messages are simulated fast.
 _FEW_MESSAGES = 50_000
+#: With more messages, a simulation of send_recv takes too long, so it is planned only if multicast is slow.
+_MANY_MESSAGES = 300_000
 #: Limit on scheduling steps between pods, of tens of microseconds each, for trying ``multicast_from_partners``.
 _MAX_POD_STEPS = 10_000
 #: Limit on receivers x ranks for trying strategies other than send_recv and multicast.
@@ -169,7 +171,7 @@ class _Choice:
             self.compare("send_recv", *self.plan("send_recv"))
         if not self.is_good_enough:
             self.compare("multicast", *self.plan("multicast"))
-        may_be_faster = floors.of_direct < self.seconds * (1 - _MARGIN)
+        may_be_faster = floors.of_direct < self.seconds * (1 - (_MARGIN if num_messages <= _MANY_MESSAGES else 0.1))
         if may_be_faster and "send_recv" not in self.planned and num_messages <= _MAX_MESSAGES:
             self.compare("send_recv", *self.plan("send_recv"))
 
