@@ -12,13 +12,14 @@ from reshard.cost import predict_makespan
 from reshard.plan import Plan, Transfers
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.multicast.classes import Pieces
+from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.strategy import (
     has_many_hosts,
-    is_large_exchange,
     make_workload,
     multicast_from_fast,
     multicast_from_partners,
     multicast_near,
+    ports_of,
     schedule_chunks,
     without_slow_holders,
 )
@@ -166,7 +167,7 @@ class _Choice:
         A plan of multicast passes one message at a time at each port, so its time is found fast.
         """
         floors, num_messages = self.floors, int(self.problem.num_receivers.sum())
-        is_first = num_messages <= _FEW_MESSAGES and not is_large_exchange(self.problem)
+        is_first = num_messages <= _FEW_MESSAGES and self.rotated is None
         if is_first and floors.of_direct <= floors.of_all * (1 + _GOOD_ENOUGH):
             self.compare("send_recv", *self.plan("send_recv"))
         if not self.is_good_enough:
@@ -235,7 +236,9 @@ class _Choice:
         """Run the strategy with this name; variants of multicast share one workload."""
         if name in _SEARCHES:
             return search_briefly(self.problem, _SEARCHES[name])
-        if name not in _VARIANTS or has_many_hosts(self.problem) or is_large_exchange(self.problem):
+        if name == "multicast" and self.rotated is not None:
+            return self.rotated
+        if name not in _VARIANTS or has_many_hosts(self.problem):
             return CANDIDATES[name](self.problem)
         if name == "multicast" and self.takes_near_chunks:
             name = "multicast_near"
@@ -253,9 +256,14 @@ class _Choice:
         """Whether multicast on hosts with several NICs is too large just because of messages to relays."""
         if not self.has_several_nics or not self.is_too_large(int(found.first_message[-1])):
             return False
-        if has_many_hosts(self.problem) or is_large_exchange(self.problem):
+        if has_many_hosts(self.problem) or self.rotated is not None:
             return False
         return not self.takes_near_chunks
+
+    @cached_property
+    def rotated(self) -> Transfers | None:
+        """Multicast in closed form; None if chunks must be scheduled."""
+        return rotate_hosts(self.problem, self.floors.host_classes, ports_of(self.problem))
 
     @cached_property
     def prepared(self) -> tuple[Workload, Pieces]:

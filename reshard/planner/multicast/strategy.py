@@ -12,7 +12,7 @@ from reshard.planner.multicast.classes import MIN_SLICES, Classes, Pieces, cut_p
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, make_schedule
 from reshard.planner.multicast.relay_limits import limit_relay_staging
-from reshard.planner.multicast.rotation import rotate_ports
+from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.workload import UNITS, Ports, Workload
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.problem import (
@@ -44,8 +44,6 @@ _MAX_CHUNKS = 10_000_000
 _MAX_CUTS = 500_000
 #: ``multicast_from_fast`` ignores holders with less than this fraction of the rate of the fastest holder.
 _SLOW_HOLDER_RATE = 0.3
-#: With more pairs of ranks that exchange one region each, ports send in rotation.
-_MAX_PAIRS = 10_000
 
 
 def multicast(problem: Problem) -> Routes | Transfers:
@@ -53,14 +51,15 @@ def multicast(problem: Problem) -> Routes | Transfers:
 
     Steps: the chunks of the busiest port, plus a few until the first chunks reach the last host. Bytes between hosts:
     unique. Source: list scheduling that matches free ports, rarest chunk first. Two cases are planned differently.
-    Above 8,192 hosts, whole regions are broadcast in rotation. If more than 10,000 pairs of ranks exchange one region
-    each over equal links, ports send in rotation, which is planned faster.
+    Above 8,192 hosts, whole regions are broadcast in rotation. If all pairs of hosts exchange equally much over
+    equal links, large plans are those of :func:`rotate_hosts`, which are as fast and planned faster.
 
     Raises:
         ArgumentError: the regions make too many chunks for one plan.
     """
-    if is_large_exchange(problem):
-        return rotate_ports(problem, ports_of(problem))
+    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), problem.topology), ports_of(problem))
+    if rotated is not None:
+        return rotated
     if has_many_hosts(problem):
         return broadcast_in_rotation(problem)
     return schedule_chunks(problem)
@@ -127,16 +126,6 @@ def without_slow_holders(problem: Problem) -> Problem | None:
     for destinations in problem.destinations.T:
         slow &= (host != problem.topology.host_by_rank[destinations][:, None]) | (destinations == NO_RANK)[:, None]
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
-
-
-def is_large_exchange(problem: Problem) -> bool:
-    """Whether more than 10,000 pairs of ranks exchange one region each, in one message, over equal links."""
-    if len(problem) <= _MAX_PAIRS or len(problem.tensors) > 1 or problem.topology.pods:
-        return False
-    if problem.nbytes.max() > min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS):
-        return False
-    has_one_end = problem.holders.shape[1] == 1 and int((problem.receivers != NO_RANK).sum(axis=1).max()) <= 1
-    return has_one_end and ports_of(problem).have_equal_rates
 
 
 def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> tuple[Workload, Pieces]:
