@@ -20,7 +20,8 @@ from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 
-#: Limit on (region, rank that holds or needs it) pairs; a plan with more takes more than 4 GB.
+#: Limit on (region, rank that holds or needs it) pairs, where equal tensors count once, and on regions, where they do
+#: not; a plan with more takes more than 4 GB.
 MAX_HOLDINGS = 10_000_000
 
 
@@ -116,7 +117,9 @@ def plan_tensors(
         topology = Topology((0,) * count)
     topology = topology.first(count)
     leads = [tensors[index] for index in stacks.first.tolist()] if is_builtin else tensors
-    holdings = sum(spec.num_holdings for spec in leads)
+    heights = stacks.heights.tolist() if is_builtin else [1] * len(leads)
+    regions = sum(spec.num_tasks * height for spec, height in zip(leads, heights, strict=True))
+    holdings = max(sum(spec.num_holdings for spec in leads), regions)
     if holdings > MAX_HOLDINGS:
         num_src, num_dst = (max(len(getattr(spec, side).ranks) for spec in tensors) for side in ("src", "dst"))
         raise ArgumentError(

@@ -108,6 +108,7 @@ def test_planning_can_be_interrupted(monkeypatch):
         raise Stop
 
     monkeypatch.setattr("reshard.planner.multicast.strategy._MAX_STEPS", 2**62)
+    monkeypatch.setattr("reshard.planner.multicast.rotation.MAX_SCHEDULED", 2**62)
     count = 1024
     src, dst = Layout(Mesh.of(count), "S0 R"), Layout(Mesh.of(count, first_rank=count), "R R")
     old_handler = signal.signal(signal.SIGALRM, stop)

@@ -117,7 +117,7 @@ def test_workload_counts_steps_and_by_default_messages_inside_hosts_are_free():
 @pytest.mark.parametrize("steps", [2 * 10**9, 25 * 10**8])
 def test_regions_are_broadcast_above_the_step_limit(steps, monkeypatch):
     monkeypatch.setattr(Workload, "num_steps", steps)
-    spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
+    spec = TensorSpec((64, 64), "float32", Layout(Mesh([0, 1])), Layout(Mesh([2, 3])))
     problem = Problem.of([spec], Topology((0, 1, 2, 3)))
     assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)
 
