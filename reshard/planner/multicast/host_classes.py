@@ -346,14 +346,26 @@ def count_chunks(
             per_hop = float(size[moves].max()) / fastest + topology.latency_seconds
             return float(np.maximum(across + latencies, inside)[0]) + fill * per_hop
 
-        whole = [d for d in range(1, num_classes + 1) if num_classes % d == 0 and d * 2 >= count]
-        several = list(range(2 * num_classes, 2 * count + 1, num_classes))
-        largest_class = float((nbytes[moves] / num_classes).max())
-        aligned = [d for d in whole if largest_class <= largest_piece and d <= 2 * count] + several
-        aligned = [d for d in aligned if d <= num_classes or (nbytes / d <= largest)[moves].all()]
+        aligned = _aligned_counts(
+            count, num_classes, float(nbytes[moves][0]), float(largest[moves].min()), largest_piece
+        )
         best = min([count, *aligned], key=lambda number: (seconds(number), number))
         counts = np.where(moves, best, counts)
     return counts, relative_size
+
+
+def _aligned_counts(count: int, num_classes: int, nbytes: float, largest: float, largest_piece: int) -> list[int]:
+    """Numbers of chunks from half to twice ``count`` with which chunks end where equally large classes end.
+
+    Args:
+        count: the number of chunks. num_classes, nbytes: classes and bytes of a host class.
+        largest, largest_piece: see :func:`count_chunks`.
+    """
+    several_classes = [number for number in range(1, num_classes + 1) if num_classes % number == 0]
+    parts_of_classes = range(2 * num_classes, 2 * count + 1, num_classes)
+    found = several_classes if nbytes / num_classes <= largest_piece else []
+    found += [number for number in parts_of_classes if nbytes / number <= largest]
+    return [number for number in found if count <= 2 * number <= 4 * count]
 
 
 def _equal_classes(host_classes: HostClasses) -> int:
