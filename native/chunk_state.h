@@ -72,12 +72,16 @@ class ChunkState {
         };
         if (workload_.near_first)
             return choose_nearest(s, r, first, candidates);
+        words_.clear(); // most ports have few candidates
+        for (size_t i = first; i < is_fresh_.num_words(); ++i)
+            if (const uint64_t word = candidates(i))
+                words_.emplace_back(i, word);
+        if (words_.empty())
+            return -1;
         for (size_t copies = 0; copies < with_copies_.size(); ++copies) {
             if (!num_with_copies_[copies])
                 continue;
-            const int64_t best = find_nearest(s, r, first, [&](size_t i) {
-                return candidates(i) & with_copies_[copies].word(i);
-            });
+            const int64_t best = find_nearest(s, r, with_copies_[copies]);
             if (best >= 0)
                 return best;
         }
@@ -125,6 +129,7 @@ class ChunkState {
     std::vector<Bits> with_copies_; // by number of copies: chunks
     std::vector<int64_t> num_with_copies_; // by number of copies: number of chunks
     int64_t least_copies_ = std::numeric_limits<int64_t>::max(); // over all chunks at the start; copies only grow
+    mutable std::vector<std::pair<size_t, uint64_t>> words_; // of choose(): numbers and words of its candidates
     mutable std::vector<size_t> first_missing_; // by host: no chunk is missing in words before this one
     std::vector<std::vector<std::pair<int64_t, int64_t>>> source_;
     // by host pair: chunks that can be sent, and chunks that also enter a pod which lacks them
@@ -178,22 +183,23 @@ class ChunkState {
         with_copies_[number].set(c), ++num_with_copies_[number];
     }
 
-    // The first of the nearest candidates, 64 of which it looks at together; -1 for none.
-    template <class Candidates>
-    int64_t find_nearest(int64_t s, int64_t r, size_t first, const Candidates &candidates) const {
+    // The first of the nearest candidates of words_ that are in a set; it looks at 64 of them together. -1 for none.
+    int64_t find_nearest(int64_t s, int64_t r, const Bits &set) const {
         int64_t best = -1, nearest = -1;
         const auto take = [&](int64_t near, size_t i, uint64_t word) {
             if (word && near > nearest)
                 nearest = near, best = static_cast<int64_t>(64 * i) + std::countr_zero(word);
         };
         const int64_t most_near = ports_.have_multi_port_hosts ? 3 : 0;
-        for (size_t i = first; i < is_fresh_.num_words() && nearest < most_near; ++i) {
-            const uint64_t word = candidates(i);
+        for (const auto &[i, candidates] : words_) {
+            const uint64_t word = candidates & set.word(i);
             if (word && most_near) {
                 const uint64_t out = near_out_[s].word(i), in = near_in_[r].word(i);
                 take(3, i, word & out & in), take(2, i, word & out), take(1, i, word & in);
             }
             take(0, i, word);
+            if (nearest >= most_near)
+                break;
         }
         return best;
     }

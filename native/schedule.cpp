@@ -9,6 +9,7 @@
 
 #include <nanobind/stl/pair.h>
 
+#include "circulant_broadcast.h"
 #include "pod_chunk_scheduler.h"
 #include "linearization.h"
 
@@ -63,6 +64,27 @@ std::pair<Ints, Ints> pair_field(nb::handle object, const char *name) {
     return field<std::pair<Ints, Ints>>(object, name);
 }
 
+// Whether each host has one port with ranks, and all chunks that move have the same single holder and destinations.
+bool is_broadcast(const Ports &ports, const Workload &workload) {
+    int64_t k = -1;
+    for (const int64_t other : workload.host_class_of)
+        if (!workload.host_class_receivers[other].empty() && k != other) {
+            if (k >= 0)
+                return false;
+            k = other;
+        }
+    if (k < 0)
+        return true;
+    std::vector<char> has_port(ports.num_hosts);
+    for (int64_t p = 0; p < ports.count(); ++p)
+        has_port[ports.host[p]] |= !ports.ranks[p].empty();
+    const auto has_all = [&](const Members::Row &hosts) {
+        return std::all_of(hosts.begin(), hosts.end(), [&](int64_t host) { return has_port[host] != 0; });
+    };
+    return !ports.have_multi_port_hosts && ports.pod.empty() && workload.host_class_holders[k].size() == 1 &&
+           has_all(workload.host_class_holders[k]) && has_all(workload.host_class_receivers[k]);
+}
+
 nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
     const auto host = field<Ints>(given_ports, "host"), of_rank = field<Ints>(given_ports, "of_rank"),
                pod = field<Ints>(given_ports, "pod");
@@ -98,6 +120,7 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
                     field<int64_t>(given, "max_lead"),
                     field<bool>(given, "near_first"),
                     field<bool>(given, "keeps_partners"),
+                    field<bool>(given, "is_broadcast"),
                     field<double>(given, "inside_each"),
                     field<double>(given, "inside_per_byte")};
     for (const Ints *table : {&class_holders, &class_receivers})
@@ -111,19 +134,28 @@ nb::tuple make_schedule(nb::handle given_ports, nb::handle given) {
         std::adjacent_find(workload.piece_at.begin(), workload.piece_at.end(), std::greater_equal<>()) !=
             workload.piece_at.end())
         throw std::invalid_argument("make_schedule: chunks are not divided into pieces");
+    if (workload.is_broadcast && !is_broadcast(ports, workload))
+        throw std::invalid_argument("make_schedule: the chunks are not a broadcast from one host");
     Messages made;
     std::vector<int64_t> order;
     bool done;
     {
         nb::gil_scoped_release release;
-        std::unique_ptr<ChunkScheduler> scheduler;
-        if (ports.pod.empty())
-            scheduler = std::make_unique<ChunkScheduler>(ports, workload);
-        else
-            scheduler = std::make_unique<PodChunkScheduler>(ports, workload);
-        done = scheduler->run();
+        std::vector<ChunkSend> chunk_sends;
+        if (workload.is_broadcast) {
+            chunk_sends = std::move(CirculantBroadcast(ports, workload).chunk_sends);
+            done = true;
+        } else {
+            std::unique_ptr<ChunkScheduler> scheduler;
+            if (ports.pod.empty())
+                scheduler = std::make_unique<ChunkScheduler>(ports, workload);
+            else
+                scheduler = std::make_unique<PodChunkScheduler>(ports, workload);
+            done = scheduler->run();
+            chunk_sends = std::move(scheduler->chunk_sends);
+        }
         if (done) {
-            RankAssignment assignment(ports, workload, scheduler->chunk_sends);
+            RankAssignment assignment(ports, workload, chunk_sends);
             assignment.run();
             made = std::move(assignment.messages);
             if (ports.have_equal_rates()) { // then the order of end times is right for both senders and receivers

@@ -144,6 +144,7 @@ struct Workload {
     int64_t max_lead;    // a rank is used until it is this many pieces ahead of the least loaded rank at its port
     bool near_first;     // whether ports prefer chunks that their own ranks hold or need over the rarest chunks
     bool keeps_partners; // whether a sender keeps its first receiver for as long as it can
+    bool is_broadcast;   // whether one host sends all chunks to all others, see circulant_broadcast.h
     double inside_each, inside_per_byte; // time of a message inside a host, per message and per byte, in clock steps
 };
 

@@ -50,11 +50,29 @@ def flow(
     start: Any,
     finish: Any,
     cutoff: float = ...,
-) -> bool:
-    """Write the start and finish time of every message; see ``reshard.cost.fluid.Network``.
+    most_operations: int = ...,
+) -> int:
+    """Write the start and finish time of every message, and return 0; see ``reshard.cost.fluid.Network``.
 
-    False if the last message would finish after the cutoff.
+    1 if the last message would finish after the cutoff, 2 if the simulation takes more operations.
     """
+
+def flow_in_turn(
+    queue: Any,
+    stream: Any,
+    receiver: Any,
+    window: Any,
+    ahead: Any,
+    nbytes: Any,
+    after_at: Any,
+    after: Any,
+    port_at: Any,
+    port: Any,
+    hold_port: Any,
+    hold_work: Any,
+    rate: Any,
+) -> float:
+    """The end of the last message in seconds if ports pass one message at a time; see ``reshard.cost.fluid``."""
 
 def pick_senders(
     holder_at: Any, holders: Any, task: Any, receiver: Any, nbytes: Any, host_of: Any, sender: Any

@@ -29,7 +29,11 @@ constexpr double TIME_TOLERANCE = 1e-9; // events within this fraction of a step
 constexpr double AT_ONCE = 1e18;  // bytes per second of a port with saved tokens
 constexpr double EMPTY = 1.0;     // a bucket of fewer bytes is empty
 constexpr int STEPS_PER_FLOOR = 8; // steps between two looks at the work that is left
+constexpr int64_t OPERATIONS_PER_STEP = 100; // of a few nanoseconds each
 constexpr double FLOOR_TOLERANCE = 1e-6; // relative error of a floor: ports carry up to 1e-9 more than their capacity
+
+// All messages finished, the last one would finish after the cutoff, or the simulation takes too much work.
+enum class Outcome { ended, late, unknown };
 
 struct EventLoop {
     const int64_t *queue, *stream, *receiver, *window, *ahead, *port_at, *port, *hold_port;
@@ -332,17 +336,21 @@ struct EventLoop {
         return now + most * (1 - FLOOR_TOLERANCE);
     }
 
-    // Runs all messages; false if the last one would finish after `cutoff`.
-    bool run(double cutoff) {
+    // Runs all messages, unless the last one would finish after `cutoff` or the work exceeds `most_operations`.
+    Outcome run(double cutoff, int64_t most_operations) {
         for (size_t q = 0; q < head.size(); ++q)
             start_from(static_cast<int64_t>(q));
         std::vector<int64_t> ended, releasing;
         Interruption interruption;
         const bool has_floor = !bursts && cutoff < std::numeric_limits<double>::infinity();
+        int64_t operations = 0;
         for (int64_t steps = 0; !active.empty(); ++steps) {
             interruption.poll();
+            operations += 4 * static_cast<int64_t>(active.size()) + OPERATIONS_PER_STEP;
+            if (operations + sharing.operations > most_operations)
+                return Outcome::unknown;
             if (has_floor && steps % STEPS_PER_FLOOR == 0 && floor() > cutoff)
-                return false;
+                return Outcome::late;
             if (changed) {
                 share();
                 changed = false;
@@ -355,7 +363,7 @@ struct EventLoop {
             const double limit = step * (1 + TIME_TOLERANCE);
             now += step;
             if (now > cutoff)
-                return false;
+                return Outcome::late;
             if (bursts)
                 save(step, limit);
             ended.clear();
@@ -384,6 +392,6 @@ struct EventLoop {
             for (const int64_t s : ended)
                 end_phase(s);
         }
-        return true;
+        return Outcome::ended;
     }
 };

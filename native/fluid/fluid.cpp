@@ -52,9 +52,10 @@ Rows group_by_key(const int64_t *keys, size_t count) {
     return rows;
 }
 
-bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
+// The outcome as a number for Python.
+int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at, Ints after,
           Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats buffer, Floats rate, Floats burst,
-          Times start, Times finish, double cutoff) {
+          Times start, Times finish, double cutoff, int64_t most_operations) {
     const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
     check_range(queue, n, "queue", n);
     check_range(receiver, n, "receiver", n);
@@ -115,12 +116,67 @@ bool flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Float
     loop.head.resize(num_queues), loop.done.resize(num_queues), loop.is_blocked.resize(num_queues);
     loop.released.resize(n);
     loop.first.resize(num_receivers), loop.blocked.resize(num_receivers);
-    if (!loop.run(cutoff))
-        return false;
+    const Outcome outcome = loop.run(cutoff, most_operations);
+    if (outcome != Outcome::ended)
+        return static_cast<int>(outcome);
     for (size_t i = 0; i < n; ++i)
         if (loop.finish[i] < 0) // as the caller has filled it
             throw std::invalid_argument("message " + std::to_string(i) + " can never start");
-    return true;
+    return static_cast<int>(outcome);
+}
+
+// The end of the last message if every port passes one message at a time, in the order of the messages. A message
+// starts when its ports, its queue, its receiver and the messages in its `after` allow it; a port is busy for the time
+// of the bytes at its own rate.
+double flow_in_turn(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at,
+                    Ints after, Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats rate) {
+    const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
+    check_range(queue, n, "queue", n);
+    check_range(receiver, n, "receiver", n);
+    check_range(stream, n, "stream", num_streams);
+    check_range(after, after.shape(0), "after", n);
+    check_range(port, port.shape(0), "port", num_ports);
+    check_range(hold_port, num_streams, "hold_port", num_ports);
+    check_ends(after_at, n, after.shape(0), "after_at");
+    check_ends(port_at, num_streams, port.shape(0), "port_at");
+    if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || hold_work.shape(0) != n)
+        throw std::invalid_argument("flow: arrays differ in size");
+    nb::gil_scoped_release release;
+    // ended: when a message and all earlier ones of its queue, or to its receiver, have ended
+    std::vector<double> free_at(num_ports), stream_free_at(num_streams), sent(n), received(n);
+    const Rows of_queue = group_by_key(queue.data(), n), of_receiver = group_by_key(receiver.data(), n);
+    std::vector<int64_t> in_queue(n), at_receiver(n);
+    for (const auto &[rows, place] : {std::pair{&of_queue, &in_queue}, std::pair{&of_receiver, &at_receiver}})
+        for (size_t k = 0; k + 1 < rows->at.size(); ++k)
+            for (int64_t i = 0; i < rows->size(k); ++i)
+                (*place)[(*rows)[k][i]] = i;
+    double last = 0;
+    for (size_t i = 0; i < n; ++i) {
+        const int64_t s = stream.data()[i], q = queue.data()[i], to = receiver.data()[i], hold = hold_port.data()[s];
+        double begin = stream_free_at[s], slowest = std::numeric_limits<double>::infinity();
+        for (int64_t at = after_at.data()[i]; at < after_at.data()[i + 1]; ++at) {
+            const int64_t earlier = after.data()[at];
+            if (earlier >= static_cast<int64_t>(i))
+                throw std::out_of_range("flow: a message comes after a later one");
+            begin = std::max(begin, received[earlier]);
+        }
+        if (in_queue[i] >= window.data()[i])
+            begin = std::max(begin, sent[of_queue[q][in_queue[i] - window.data()[i]]]);
+        if (at_receiver[i] >= ahead.data()[i])
+            begin = std::max(begin, received[of_receiver[to][at_receiver[i] - ahead.data()[i]]]);
+        for (int64_t at = port_at.data()[s]; at < port_at.data()[s + 1]; ++at) {
+            begin = std::max(begin, free_at[port.data()[at]]);
+            slowest = std::min(slowest, rate.data()[port.data()[at]]);
+        }
+        const double held = begin + hold_work.data()[i] / rate.data()[hold], end = held + nbytes.data()[i] / slowest;
+        for (int64_t at = port_at.data()[s]; at < port_at.data()[s + 1]; ++at)
+            free_at[port.data()[at]] = held + nbytes.data()[i] / rate.data()[port.data()[at]];
+        stream_free_at[s] = end;
+        sent[i] = in_queue[i] ? std::max(end, sent[of_queue[q][in_queue[i] - 1]]) : end;
+        received[i] = at_receiver[i] ? std::max(end, received[of_receiver[to][at_receiver[i] - 1]]) : end;
+        last = std::max(last, end);
+    }
+    return last;
 }
 
 } // namespace
@@ -131,5 +187,11 @@ void bind_fluid(nb::module_ &m) {
           nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("buffer"), nb::arg("rate"),
           nb::arg("burst"), nb::arg("start"), nb::arg("finish"),
           nb::arg("cutoff") = std::numeric_limits<double>::infinity(),
-          "Write start and finish, in seconds, of all messages; false if the last one would finish after the cutoff.");
+          nb::arg("most_operations") = std::numeric_limits<int64_t>::max(),
+          "Write start and finish, in seconds, of all messages, and return 0. Return 1 if the last one would finish "
+          "after the cutoff, 2 if the simulation takes more operations, of a few nanoseconds each.");
+    m.def("flow_in_turn", &flow_in_turn, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
+          nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
+          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("rate"),
+          "Return the end of the last message, in seconds, if ports pass one message at a time, in order.");
 }

@@ -34,9 +34,11 @@ class Sharing {
     std::vector<double> price; // of each port
     std::vector<double> rate;  // of each flow
     bool joint = false;        // whether to try all prices at once first
+    int64_t operations = 0;    // of all calls, roughly: a few nanoseconds each, the same number on every machine
 
     void share(const std::vector<Path> &paths, const std::vector<double> &capacity) {
         rate.resize(paths.size());
+        operations += 8 * static_cast<int64_t>(paths.size());
         if (paths.size() == 1) { // it gets all of its tightest port
             double least = std::numeric_limits<double>::infinity();
             for (const int64_t port : paths[0])
@@ -227,11 +229,14 @@ class Sharing {
                 price[number] = static_cast<double>(port.last - port.first) / capacity[number];
                 each_flow(port, [&](int64_t other) { cost_[other] += price[number]; });
             }
+        if (joint && used_.size() <= MOST_JOINT_PORTS)
+            operations += static_cast<int64_t>(4 * paths.size() + used_.size() * used_.size() * used_.size() / 2);
         if (joint && used_.size() <= MOST_JOINT_PORTS &&
             joint_prices_.search({paths, used_, number_of_, capacity, cost_, EXACT}, price, rate))
             return;
         for (int sweep = 0; sweep < SWEEPS; ++sweep) {
             double worst = 0;
+            operations += 8 * static_cast<int64_t>(paths.size());
             for (const int64_t port : used_)
                 worst = std::max(worst, set_price(port, capacity[port]));
             if (worst <= EXACT)

@@ -123,7 +123,7 @@ def _format_run(case: Case, strategy: str, milliseconds: float, checked: int, ok
     sizes = f"{across / _MIB:.1f}", f"{inside / _MIB:.1f}"
     report = CostReport(plan)
     seconds, bound = report.predicted_seconds, report.lower_bound_seconds
-    over = f"{seconds / bound:.2f}" if seconds is not None and bound > MESSAGE_SECONDS else "-"
+    over = f"{seconds / bound:.2f}" if bound > MESSAGE_SECONDS else "-"
     over += "*" * (over != "-" and report.latency_fraction > NOTABLE_LATENCY)
     result = f"{milliseconds:.1f}", f"{checked:,}", "yes" if ok else "NO"
     return _row(case.name, case.title, strategy, *sizes, over, *result)

@@ -74,7 +74,7 @@ def plan_to_html(plan: Plan) -> str:
     if not isinstance(plan, Plan):
         raise PlanError(f"plan_to_html needs a Plan, not {type(plan).__name__}")
     groups = _HostGroups.of(plan)
-    timeline = None if CostReport(plan).predicted_seconds is None else simulate(plan)
+    timeline = None if CostReport(plan).makespan.is_estimate else simulate(plan)
     parts = [
         "<!doctype html><html lang='en'><head><meta charset='utf-8'><title>reshard plan</title>",
         f"<style>{_STYLE}</style></head><body><h1>{escape(str(plan.tensors[0]))}</h1>",

@@ -255,6 +255,7 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
         "lower_bound_seconds": report.lower_bound_seconds,
         "lower_bound_reason": report.bound.reason,
         "predicted_seconds": report.predicted_seconds,
+        "is_estimate": report.makespan.is_estimate,
     }
     return plan_to_json(plan, rank) | cost
 
@@ -276,14 +277,14 @@ def _compare(plan_with: Callable[[str | None], Plan]) -> int:
         report = CostReport(plan)
         seconds = report.predicted_seconds
         cells = [
-            "-" if seconds is None else f"{seconds:.6g}",
-            "-" if seconds is None or not bound else f"{seconds / bound:.3f}",
-            "-" if seconds is None else f"{100 * report.latency_fraction:.0f} %",
+            f"{'<' * report.makespan.is_estimate}{seconds:.6g}",
+            f"{seconds / bound:.3f}" if bound else "-",
+            "-" if report.makespan.is_estimate else f"{100 * report.latency_fraction:.0f} %",
         ]
         title = f"{name} ({plan.strategy})" if plan.strategy != name else name
         sizes = f"{across / 2**20:>18.1f} {inside / 2**20:>11.1f}"
         print_line(f"{title:20} {plan.num_messages:>10} {sizes} {cells[0]:>13} {cells[1]:>8} {cells[2]:>8}")
-    print("latency: its share of the predicted time; the bound ignores latency")
+    print("latency: its share of the predicted time; the bound ignores latency; <: estimated, not simulated")
     return 0
 
 

@@ -7,18 +7,20 @@ from reshard.cost.coding import coded_makespan
 from reshard.cost.fluid import flow
 from reshard.cost.lower_bound import find_bound
 from reshard.cost.port_loads import find_loads
+from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.report import NOTABLE_LATENCY, CostReport
-from reshard.cost.simulator import Timeline, find_makespan, network_of, simulate
+from reshard.cost.simulator import Timeline, network_of, simulate
 
 __all__ = [
     "NOTABLE_LATENCY",
     "CostReport",
+    "Makespan",
     "Timeline",
     "coded_makespan",
     "find_bound",
     "find_loads",
-    "find_makespan",
     "flow",
     "network_of",
+    "predict_makespan",
     "simulate",
 ]

@@ -9,6 +9,11 @@ import numpy as np
 
 from reshard import _native
 
+#: No limit on operations.
+UNLIMITED = 2**62
+#: What the native simulation returns if it takes too many operations.
+_UNKNOWN = 2
+
 
 @dataclass(frozen=True, eq=False)
 class Network:
@@ -57,6 +62,10 @@ class Network:
     burst: np.ndarray
 
 
+class TooMuchWork(Exception):
+    """The simulation takes more operations than it may."""
+
+
 def flow(network: Network) -> tuple[np.ndarray, np.ndarray]:
     """``(start, finish)`` of each message in seconds; a message starts when it begins to flow.
 
@@ -68,14 +77,34 @@ def flow(network: Network) -> tuple[np.ndarray, np.ndarray]:
     return times
 
 
-def flow_until(network: Network, cutoff: float) -> tuple[np.ndarray, np.ndarray] | None:
+def flow_until(
+    network: Network, cutoff: float, most_operations: int = UNLIMITED
+) -> tuple[np.ndarray, np.ndarray] | None:
     """The times that :func:`flow` gives, or None if the last message finishes after ``cutoff`` seconds.
 
     It stops at the cutoff, and before it as soon as some port can no longer pass the rest of its bytes in time.
 
+    Args:
+        network: the messages and ports. cutoff: in seconds.
+        most_operations: limit on the work. An operation takes a few nanoseconds. The count is the same everywhere.
+
     Raises:
         ValueError: some messages can never start.
+        TooMuchWork: the limit is reached.
     """
     start, finish = np.full(len(network.queue), -1.0), np.full(len(network.queue), -1.0)
     arrays = {name: getattr(network, name) for name in Network.__dataclass_fields__}
-    return (start, finish) if _native.flow(**arrays, start=start, finish=finish, cutoff=cutoff) else None
+    outcome = _native.flow(**arrays, start=start, finish=finish, cutoff=cutoff, most_operations=most_operations)
+    if outcome == _UNKNOWN:
+        raise TooMuchWork
+    return None if outcome else (start, finish)
+
+
+def flow_in_turn(network: Network) -> float:
+    """The end of the last message in seconds if each port passes one message at a time, in the order of the messages.
+
+    A message starts when its ports are free and the rules of :class:`Network` allow it. Bursts and send buffers are
+    left out. The work is proportional to the messages.
+    """
+    names = [name for name in Network.__dataclass_fields__ if name not in ("buffer", "burst")]
+    return _native.flow_in_turn(**{name: getattr(network, name) for name in names})

@@ -7,6 +7,7 @@ from functools import cached_property
 
 from reshard.cost.lower_bound import Bound, find_bound
 from reshard.cost.port_loads import Load, find_loads
+from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.simulator import simulate
 from reshard.formatting import format_bytes, format_rate
 from reshard.plan import Plan
@@ -38,20 +39,23 @@ class CostReport:
         return self.bound.seconds
 
     @cached_property
-    def predicted_seconds(self) -> float | None:
-        """The plan's time by :func:`reshard.simulate`; None if the plan is too large to simulate in a few seconds."""
-        if self.plan.num_messages * len(self.plan.ranks) > MAX_SIMULATED:
-            return None
-        return simulate(self.plan).makespan_seconds
+    def makespan(self) -> Makespan:
+        """The plan's time, and whether it is an upper estimate because a simulation would take too long."""
+        return predict_makespan(self.plan)
+
+    @property
+    def predicted_seconds(self) -> float:
+        """The plan's time by :func:`reshard.simulate`, or an upper estimate for a large plan; see :attr:`makespan`."""
+        return self.makespan.seconds
 
     @cached_property
     def latency_fraction(self) -> float:
         """The fraction of :attr:`predicted_seconds`, from 0 to 1, due to latency, which the bound ignores.
 
-        0 if the plan is too large to simulate.
+        0 if the time is an estimate.
         """
         free = self.plan.topology.without_latency()
-        if not self.predicted_seconds or free == self.plan.topology:
+        if not self.predicted_seconds or self.makespan.is_estimate or free == self.plan.topology:
             return 0.0
         return max(1.0 - simulate(self.plan, free).makespan_seconds / self.predicted_seconds, 0.0)
 
@@ -71,11 +75,12 @@ class CostReport:
 
     def _format_prediction(self) -> str:
         seconds, bound = self.predicted_seconds, self.lower_bound_seconds
-        if seconds is None:
-            return f"not simulated: {self.plan.num_messages} messages among {len(self.plan.ranks)} ranks are too many"
+        estimate = ""
+        if self.makespan.is_estimate:
+            estimate = f" (estimated, not simulated: {self.plan.num_messages:,} messages)"
         if not bound:
-            return f"{seconds:.6g} s"
-        text = f"{seconds:.6g} s, {seconds / bound:.3f} times the bound"
+            return f"{seconds:.6g} s{estimate}"
+        text = f"{seconds:.6g} s, {seconds / bound:.3f} times the bound{estimate}"
         if not self.plan.topology.latency_seconds:
             return f"{text}; latency_seconds is 0, so messages between hosts have no latency"
         if self.latency_fraction > NOTABLE_LATENCY:
@@ -88,7 +93,3 @@ class CostReport:
         ties = sum(load.seconds > busiest.seconds * (1 - 1e-9) for load in self.port_loads) - 1
         text = f"{busiest.port}: {format_bytes(busiest.nbytes)} at {format_rate(busiest.bytes_per_second)}"
         return f"{text}, {busiest.seconds:.6g} s" + (f"; {ties} more as busy" if ties else "")
-
-
-#: Limit on messages times ranks for the simulation in a report; at the limit it takes a few seconds.
-MAX_SIMULATED = 2 * 10**7

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.cost.fluid import Network, flow_until
+from reshard.cost.fluid import UNLIMITED, Network, flow_until
 from reshard.errors import PlanError, TopologyError
 from reshard.plan import MessageTable, Plan, find_turns, recvs_ahead, tabulate_messages
 from reshard.ragged import number_values, ranges
@@ -82,24 +82,26 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     return timeline
 
 
-def find_makespan(plan: Plan, cutoff: float = math.inf) -> float:
-    """The makespan that :func:`simulate` gives, or infinity if it is above ``cutoff`` seconds.
+def simulate_until(plan: Plan, cutoff: float, most_operations: int = UNLIMITED) -> Timeline | None:
+    """The timeline that :func:`simulate` gives, or None if the plan ends after ``cutoff`` seconds.
 
     The simulation stops as soon as the makespan is sure to be above the cutoff.
+
+    Raises:
+        TooMuchWork: the simulation takes more operations, of a few nanoseconds each.
     """
-    timeline = _simulate(plan, plan.topology, cutoff)
-    return math.inf if timeline is None else timeline.makespan_seconds
+    return _simulate(plan, plan.topology, cutoff, most_operations)
 
 
-def _simulate(plan: Plan, topology: Topology, cutoff: float) -> Timeline | None:
-    """The timeline of a plan, or None if it ends after the cutoff."""
+def _simulate(plan: Plan, topology: Topology, cutoff: float, most_operations: int = UNLIMITED) -> Timeline | None:
+    """The timeline of a plan on a topology, or None if it ends after the cutoff."""
     messages = tabulate_messages(plan)
     moves = np.flatnonzero(messages.sender != messages.receiver)
     start, finish = np.zeros(len(messages)), np.zeros(len(messages))
     if len(moves):
         last = (cutoff - topology.start_seconds) * (1 + _ROUNDING)
         try:
-            times = flow_until(network_of(plan, messages, moves, topology), last)
+            times = flow_until(network_of(plan, messages, moves, topology), last, most_operations)
         except ValueError as error:
             raise PlanError(f"the plan never ends: {error}") from None
         if times is None:

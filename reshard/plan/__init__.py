@@ -14,7 +14,7 @@ from reshard.plan.messages import (
     name_box,
     tabulate_messages,
 )
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, num_recv_slots, recvs_ahead
+from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, num_recv_slots, ranks_of, recvs_ahead
 from reshard.plan.ordering import find_turns, find_waits
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
@@ -38,6 +38,7 @@ __all__ = [
     "name_box",
     "num_recv_slots",
     "plan_to_json",
+    "ranks_of",
     "recvs_ahead",
     "tabulate_messages",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ class Plan:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The union of source and destination ranks, ascending."""
-        return tuple(sorted({rank for spec in self.tensors for side in (spec.src, spec.dst) for rank in side.ranks}))
+        return ranks_of(self.tensors)
 
     @cached_property
     def is_two_way(self) -> bool:
@@ -189,6 +189,12 @@ class Plan:
     def __repr__(self) -> str:
         tensors, messages = count_of(len(self.tensors), "tensor"), count_of(self.num_messages, "message")
         return f"<Plan {self.plan_hash[:12]} {self.strategy}: {tensors}, {messages}>"
+
+
+def ranks_of(tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
+    """The ranks of all layouts of the tensors, ascending."""
+    layouts = {id(side): side for spec in tensors for side in (spec.src, spec.dst)}
+    return tuple(sorted({rank for side in layouts.values() for rank in side.ranks}))
 
 
 #: Plans that are sound, by ``id``.

@@ -8,17 +8,18 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.cost import find_makespan
+from reshard.cost import predict_makespan
 from reshard.plan import Plan, Transfers
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.multicast.classes import Pieces
+from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.strategy import (
     has_many_hosts,
-    is_large_exchange,
     make_workload,
     multicast_from_fast,
     multicast_from_partners,
     multicast_near,
+    ports_of,
     schedule_chunks,
     without_slow_holders,
 )
@@ -60,10 +61,13 @@ _NAMES = {
 _MARGIN = 0.005
 #: Stop the search when the best plan is within this fraction of the floor of all strategies.
 _GOOD_ENOUGH = 0.0075
-#: Limit on messages x ranks for simulating a plan. A simulation at the limit takes 0.5 s.
-_MAX_SIMULATED = 2 * 10**7
-#: Ratio of the estimated time of a plan that is too large to simulate to the time of its busiest port.
-_ESTIMATE_FACTOR = 1.2
+#: With more messages x ranks, a simulation may take long. Multicast is then planned before send_recv, and has no
+#: variants.
+_LARGE = 2 * 10**7
+#: With at most this many messages, send_recv is tried first in any case, because few messages are simulated fast.
+_FEW_MESSAGES = 50_000
+#: With more messages, a simulation of send_recv takes too long, so it is planned only if multicast is slow.
+_MANY_MESSAGES = 300_000
 #: Limit on scheduling steps between pods, of tens of microseconds each, for trying ``multicast_from_partners``.
 _MAX_POD_STEPS = 10_000
 #: Limit on receivers x ranks for trying strategies other than send_recv and multicast.
@@ -98,8 +102,6 @@ _Candidate = tuple[str, float, Transfers]  # name, floor in seconds, transfers
 
 def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
     """The strategy with the shortest makespan by :func:`reshard.simulate`: its name and its transfers."""
-    if is_large_exchange(problem):
-        return "send_recv", complete(problem, STRATEGIES["send_recv"](problem))
     return _Choice(problem).make()
 
 
@@ -141,12 +143,14 @@ class _Choice:
         floor, found = self.plan("multicast")
         if floor * (1 + _MARGIN) >= floors.of_direct:
             return False
-        seconds = self.makespan(found, floors.of_direct) if self.can_simulate(found) else self.estimate(floor)
-        return seconds * (1 + _MARGIN) < floors.of_direct
+        return self.makespan(found, floors.of_direct) * (1 + _MARGIN) < floors.of_direct
 
     def make_first(self) -> None:
         """Try send_recv and multicast."""
         floors = self.floors
+        if self.is_large:
+            self.make_first_of_many()
+            return
         direct = ("send_recv", *self.plan("send_recv"))
         first = [direct] if direct[2].first_message[-1] <= _MAX_MESSAGES else []
         if first and direct[1] <= floors.of_all * (1 + _GOOD_ENOUGH):
@@ -156,6 +160,26 @@ class _Choice:
         first.sort(key=lambda one: one[1])
         for candidate in self.put_in_order(*first) if len(first) > 1 else first:
             self.compare(*candidate)
+
+    def make_first_of_many(self) -> None:
+        """Try multicast, and send_recv unless its floor rules it out or a simulation of it takes too long.
+
+        A plan of multicast passes one message at a time at each port, so its time is found fast.
+        """
+        floors, num_messages = self.floors, int(self.problem.num_receivers.sum())
+        is_first = num_messages <= _FEW_MESSAGES and self.rotated is None
+        if is_first and floors.of_direct <= floors.of_all * (1 + _GOOD_ENOUGH):
+            self.compare("send_recv", *self.plan("send_recv"))
+        if not self.is_good_enough:
+            self.compare("multicast", *self.plan("multicast"))
+        may_be_faster = floors.of_direct < self.seconds * (1 - (_MARGIN if num_messages <= _MANY_MESSAGES else 0.1))
+        if may_be_faster and "send_recv" not in self.planned and num_messages <= _MAX_MESSAGES:
+            self.compare("send_recv", *self.plan("send_recv"))
+
+    @cached_property
+    def is_large(self) -> bool:
+        """Whether a simulation of send_recv may take long."""
+        return self.is_too_large(int(self.problem.num_receivers.sum()))
 
     def others(self) -> Iterator[tuple[str, float]]:
         """The remaining candidates worth planning, each with the floor of its makespan in seconds."""
@@ -212,6 +236,8 @@ class _Choice:
         """Run the strategy with this name; variants of multicast share one workload."""
         if name in _SEARCHES:
             return search_briefly(self.problem, _SEARCHES[name])
+        if name == "multicast" and self.rotated is not None:
+            return self.rotated
         if name not in _VARIANTS or has_many_hosts(self.problem):
             return CANDIDATES[name](self.problem)
         if name == "multicast" and self.takes_near_chunks:
@@ -220,17 +246,24 @@ class _Choice:
 
     @property
     def takes_near_chunks(self) -> bool:
-        """Whether to plan ``multicast_near`` in place of multicast, because multicast is too large to simulate.
+        """Whether to plan ``multicast_near`` in place of multicast, because there is no time to compare them.
 
         Of 59 random pairs of over 5,000 messages, the variant took 0.53 % longer at worst, and was up to 13 % faster.
         """
         return self.has_several_nics and self.is_too_large(self.prepared[0].num_messages)
 
     def is_too_large_with_relays(self, found: Transfers) -> bool:
-        """Whether multicast on hosts with several NICs is too large to simulate just because of messages to relays."""
-        if not self.has_several_nics or self.can_simulate(found) or has_many_hosts(self.problem):
+        """Whether multicast on hosts with several NICs is too large just because of messages to relays."""
+        if not self.has_several_nics or not self.is_too_large(int(found.first_message[-1])):
+            return False
+        if has_many_hosts(self.problem) or self.rotated is not None:
             return False
         return not self.takes_near_chunks
+
+    @cached_property
+    def rotated(self) -> Transfers | None:
+        """Multicast in closed form; None if chunks must be scheduled."""
+        return rotate_hosts(self.problem, self.floors.host_classes, ports_of(self.problem))
 
     @cached_property
     def prepared(self) -> tuple[Workload, Pieces]:
@@ -245,29 +278,16 @@ class _Choice:
             self.chunked_seconds, self.num_chunked = floor, num_messages
         if self.best is not None and floor > self.seconds * (1 + margin):
             return
-        if self.can_simulate(found):
-            cutoff = self.seconds * (1 + margin)
-            seconds = self.makespan(found, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)
-        elif self.best is not None and name not in ("send_recv", "multicast"):
-            return  # the estimate fails for a deep chain, which takes many times the time of its busiest port
-        else:
-            seconds = self.estimate(floor)
+        cutoff = self.seconds * (1 + margin)
+        seconds = self.makespan(found, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)
         if name == "multicast":
             self.chunked_seconds = seconds
         if self.best is None or seconds <= self.seconds * (1 + margin):
             self.name, self.best, self.num_messages, self.seconds = name, found, num_messages, seconds
 
-    def estimate(self, floor: float) -> float:
-        """Estimated seconds of a plan that is too large to simulate, from its floor."""
-        return floor * (1.0 if floor <= self.floors.of_all * (1 + _GOOD_ENOUGH) else _ESTIMATE_FACTOR)
-
-    def can_simulate(self, found: Transfers) -> bool:
-        """Whether a plan is small enough to simulate."""
-        return not self.is_too_large(int(found.first_message[-1]))
-
     def is_too_large(self, num_messages: int) -> bool:
-        """Whether a plan of this many messages takes too long to simulate."""
-        return num_messages * self.num_ranks > _MAX_SIMULATED
+        """Whether a simulation of this many messages may take long."""
+        return num_messages * self.num_ranks > _LARGE
 
     def put_in_order(self, first: _Candidate, second: _Candidate) -> tuple[_Candidate, _Candidate]:
         """Two candidates in the order in which to compare them: the second one first if it is sure to be faster.
@@ -275,8 +295,6 @@ class _Choice:
         The order does not change which one is kept, but lets each simulation stop as early as possible. The two plans
         are simulated in turn, with growing cutoffs, until one simulation ends.
         """
-        if not (self.can_simulate(first[2]) and self.can_simulate(second[2])):
-            return first, second
         look = second[1] * _FIRST_CUTOFF
         while True:
             if self.makespan(first[2], look) < math.inf:
@@ -289,17 +307,17 @@ class _Choice:
         return (first, second) if self.makespan(first[2], seconds * known) < math.inf else (second, first)
 
     def makespan(self, found: Transfers, cutoff: float) -> float:
-        """The simulated time of a plan, infinite if it is above the cutoff; equal plans are simulated once."""
+        """The predicted time of a plan, infinite if it is above the cutoff; equal plans are simulated once."""
         for i, (transfers, seconds, known) in enumerate(self.simulated):
             if _are_equal(transfers, found):
                 if seconds < math.inf or cutoff <= known:
-                    return seconds
+                    return seconds if seconds <= cutoff else math.inf
                 del self.simulated[i]
                 break
         plan = Plan(self.problem.tensors, self.problem.topology, "", found, self.problem.staging_bytes)
-        seconds = find_makespan(plan, cutoff)
+        seconds = predict_makespan(plan, cutoff).seconds
         self.simulated.append((found, seconds, cutoff))
-        return seconds
+        return seconds if seconds <= cutoff else math.inf
 
 
 def _are_equal(one: Transfers, other: Transfers) -> bool:

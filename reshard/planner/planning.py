@@ -9,17 +9,19 @@ from typing import Any
 from reshard.codecs import Codec, TransferPolicy, codec_name, is_lossless
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names
-from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound, ranks_of
 from reshard.planner.auto import choose_fastest
 from reshard.planner.compression import AUTO_CODEC, code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
+from reshard.planner.stacking import Stacks, stack_problem, unstack
 from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
 from reshard.planner.strategies.routes_check import check_routes
 from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
 from reshard.topology import Topology
 
-#: Limit on (region, rank that holds or needs it) pairs; a plan with more takes more than 4 GB.
+#: Limit on (region, rank that holds or needs it) pairs, where equal tensors count once, and on regions, where they do
+#: not; a plan with more takes more than 4 GB.
 MAX_HOLDINGS = 10_000_000
 
 
@@ -107,11 +109,17 @@ def plan_tensors(
         raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
     staging_bytes = check_integer(staging_bytes, "staging_bytes", 0, 2**62)
     name, function = find_strategy(strategy)
-    count = 1 + max(max(spec.src.ranks + spec.dst.ranks) for spec in tensors)
+    is_builtin = function is None or function in STRATEGIES.values()
+    stacks = Stacks.of(tensors if is_builtin else ())
+    participants = ranks_of(tensors)
+    count = 1 + participants[-1]
     if topology is None:
         topology = Topology((0,) * count)
     topology = topology.first(count)
-    holdings = sum(spec.num_holdings for spec in tensors)
+    leads = [tensors[index] for index in stacks.first.tolist()] if is_builtin else tensors
+    heights = stacks.heights.tolist() if is_builtin else [1] * len(leads)
+    regions = sum(spec.num_tasks * height for spec, height in zip(leads, heights, strict=True))
+    holdings = max(sum(spec.num_holdings for spec in leads), regions)
     if holdings > MAX_HOLDINGS:
         num_src, num_dst = (max(len(getattr(spec, side).ranks) for spec in tensors) for side in ("src", "dst"))
         raise ArgumentError(
@@ -119,14 +127,16 @@ def plan_tensors(
             f"regions are held or needed {holdings:,} times; at most {MAX_HOLDINGS:,} fit in one plan; move the "
             "tensors in several calls"
         )
-    participants = sorted({rank for spec in tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})
     topology.check_covers(participants)
-    problem = Problem.of(tensors, topology.only(participants), staging_bytes)
-    is_builtin = function is None or function in STRATEGIES.values()
+    if is_builtin:
+        problem = stack_problem(tensors, stacks, topology.only(participants), staging_bytes)
+    else:  # a strategy of a caller sees each tensor
+        problem = Problem.of(tensors, topology.only(participants), staging_bytes)
     if function is None:
         name, transfers = choose_fastest(problem)
     else:
         transfers = complete(problem, _run_strategy(problem, name, function, is_builtin), is_trusted=is_builtin)
+    transfers = unstack(transfers, stacks) if is_builtin else transfers
     plan = Plan(tuple(tensors), topology, name, transfers, staging_bytes)
     return mark_sound(plan) if is_builtin else plan  # a plan from a custom strategy is checked before it runs
 

@@ -135,9 +135,13 @@ class TensorSpec:
 
         One array has the holders of each unit task, and the other its destinations.
         """
+        return self.num_tasks * max(self.src_shards.ranks.shape[1], self.dst_shards.ranks.shape[1])
+
+    @cached_property
+    def num_tasks(self) -> int:
+        """Number of unit tasks."""
         count = count_unit_tasks(self.src_shards, self.dst_shards)
-        replicas = max(self.src_shards.ranks.shape[1], self.dst_shards.ranks.shape[1])
-        return (len(self.tasks) if count is None else count) * replicas
+        return len(self.tasks) if count is None else count
 
     def __str__(self) -> str:
         name = f"{self.name} " if self.name is not None else ""

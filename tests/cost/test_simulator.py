@@ -12,7 +12,8 @@ from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, find_bound, load_preset, make_plan, simulate
 from reshard.cost.fluid import flow, flow_until
-from reshard.cost.simulator import find_makespan, network_of
+from reshard.cost.prediction import Makespan, predict_makespan
+from reshard.cost.simulator import network_of
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
 from reshard.plan.ordering import find_turns
 from reshard.plan.text_parser import parse_plan
@@ -186,8 +187,8 @@ def test_makespan_above_the_cutoff_is_infinite():
     src, dst = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "S0")
     plan = make_plan(src, dst, (2**20,), "float32", topology=topology)
     makespan = simulate(plan).makespan_seconds
-    assert find_makespan(plan) == find_makespan(plan, makespan) == makespan
-    assert find_makespan(plan, makespan * 0.999) == find_makespan(plan, 1e-4) == math.inf
+    for cutoff, seconds in ((math.inf, makespan), (makespan, makespan), (makespan * 0.999, math.inf), (1e-4, math.inf)):
+        assert predict_makespan(plan, cutoff) == Makespan(seconds)
 
 
 def test_native_refuses_indices_out_of_range():

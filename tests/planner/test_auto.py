@@ -79,6 +79,17 @@ def test_no_plan_is_faster_than_its_floors(seed):
     assert floors.of_all <= floors.of_gathers(num_receivers)
 
 
+def test_a_floor_is_never_taken_as_the_time_of_a_large_plan():
+    """A simulation of send_recv takes seconds. Its busiest port has as little to do as that of multicast, but its
+    messages wait for each other at the other ends: it takes 2.65 times the bound."""
+    topology = Topology.uniform([rank // 8 for rank in range(2048)])
+    src, dst = Layout(Mesh.of((128, 8)), "S0 S1"), Layout(Mesh.of((128, 8), first_rank=1024), "S1 S0")
+    plan = make_plan(src, dst, (65536, 65536), "bfloat16", topology=topology)
+    check_plan(plan)
+    messages = 128 * topology.latency_seconds  # the latencies of a port
+    assert simulate(plan).makespan_seconds <= 1.001 * (find_bound(plan).seconds + messages)
+
+
 def test_send_recv_is_ruled_out_unplanned(monkeypatch):
     """Each rank must receive its host's region, which multicast brings into the host once."""
     topology = Topology.uniform([rank // 4 for rank in range(32)])
@@ -169,7 +180,7 @@ def test_auto_uses_the_greedy_order_if_it_wins():
 @pytest.mark.parametrize("limit", [1, 20_000_000])
 def test_plans_too_large_to_simulate_take_near_chunks(monkeypatch, limit):
     """The larger limit exceeds the number of messages to receivers, but not the number including those to relays."""
-    monkeypatch.setattr("reshard.planner.auto._MAX_SIMULATED", limit)
+    monkeypatch.setattr("reshard.planner.auto._LARGE", limit)
     _, spec, topology = random_pair(7, 234)
     plan, near, far = (
         plan_tensors([spec], topology=topology, strategy=strategy)

@@ -393,3 +393,14 @@ def test_rank_can_stage_a_dropped_piece_again():
         run_in_threads(plan, sources, outs, seconds=60, in_rounds=in_rounds)
         for rank in range(16, 24):
             assert same_bytes(outs[rank][0], whole)
+
+
+def test_chunks_end_where_equal_classes_end():
+    """Each rank of 16 hosts holds a region that one rank of each of 16 other hosts needs. A cut inside it costs time."""
+    topology = Topology.uniform([rank // 8 for rank in range(256)])
+    layouts = Layout(Mesh.of("16x8"), "S01 R"), Layout(Mesh.of("16x8", first_rank=128), "S1 R")
+    plan = make_plan(*layouts, (65536, 1024), "float32", topology=topology, strategy="multicast")
+    check_plan(plan)
+    assert plan.num_messages == 128 * 16
+    latencies = 128 * topology.latency_seconds  # of the messages of a port
+    assert simulate(plan).makespan_seconds <= 1.001 * (find_bound(plan).seconds + latencies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 
@@ -14,7 +15,10 @@ from reshard.planner.strategies.problem import Problem
 from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
+from reshard.sharding import Layout, Mesh
 from reshard.sharding.tensor_spec import TensorSpec
+from reshard.topology import Topology
+from tests.reference.circulant_broadcast import send_in_circles
 from tests.reference.schedule import schedule_python
 from tests.reference.trees import grow_python
 from tests.support.random_problems import random_problem
@@ -33,6 +37,32 @@ def test_native_and_reference_schedules_are_equal(seed):
     for name in native.__dataclass_fields__:
         assert (getattr(native, name) == getattr(twin, name)).all(), name
     assert (native.source >= -1).all()
+
+
+@pytest.mark.parametrize("num_hosts", [2, 3, 6, 13, 32])
+@pytest.mark.parametrize("spec", ["S1 R", "R R"])
+def test_native_and_reference_broadcasts_are_equal(num_hosts, spec):
+    """n chunks from one host to h others pass in n - 1 + ceil(log2(h + 1)) slots, and at most three more."""
+    topology = Topology.uniform([rank // 2 for rank in range(2 * num_hosts)]).without_latency()
+    src, dst = Layout(Mesh.of((1, 2)), "S1 R"), Layout(Mesh.of((num_hosts - 1, 2), first_rank=2), spec)
+    problem = Problem.of([TensorSpec((4096, 96), "float32", src, dst)], topology)
+    workload, ports = replace(make_workload(problem)[0], is_broadcast=True), ports_of(problem)
+    native, twin = make_schedule(ports, workload), schedule_python(ports, workload)
+    for name in native.__dataclass_fields__:
+        assert (getattr(native, name) == getattr(twin, name)).all(), name
+    assert workload.has_one_holder
+    chunks, sends = len(workload.host_class_of), send_in_circles(ports, workload)
+    assert len(sends.chunk) == chunks * (num_hosts - 1)
+    assert max(sends.end) <= chunks - 1 + math.ceil(math.log2(num_hosts)) + 3
+
+
+def test_what_is_no_broadcast_is_refused():
+    src, dst, shape, topology = random_problem(0)
+    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    workload = replace(make_workload(problem)[0], is_broadcast=True)
+    assert not workload.has_one_holder
+    with pytest.raises(ValueError, match="the chunks are not a broadcast from one host"):
+        make_schedule(ports_of(problem), workload)
 
 
 def test_chunks_without_a_holder_are_refused():

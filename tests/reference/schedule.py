@@ -7,6 +7,7 @@ import numpy as np
 from reshard.planner.multicast.native_schedule import Schedule, put_in_order
 from reshard.planner.multicast.workload import Ports, Workload
 from tests.reference.chunk_scheduler import ChunkScheduler
+from tests.reference.circulant_broadcast import send_in_circles
 from tests.reference.linearization import linearize
 from tests.reference.pod_chunk_scheduler import PodChunkScheduler
 from tests.reference.rank_assignment import RankAssignment
@@ -14,7 +15,10 @@ from tests.reference.rank_assignment import RankAssignment
 
 def schedule_python(ports: Ports, workload: Workload) -> Schedule:
     """See :func:`reshard.planner.multicast.native_schedule.make_schedule`."""
-    chunk_sends = (PodChunkScheduler if ports.pod else ChunkScheduler)(ports, workload).run()
+    if workload.is_broadcast:
+        chunk_sends = send_in_circles(ports, workload)
+    else:
+        chunk_sends = (PodChunkScheduler if ports.pod else ChunkScheduler)(ports, workload).run()
     messages = RankAssignment(ports, workload, chunk_sends).run()
     after_at = np.cumsum([0] + [len(row) for row in messages.after])
     after = np.array([i for row in messages.after for i in row], dtype=np.int64)

@@ -268,16 +268,20 @@ def busiest_port_seconds(topology: Topology, host_classes: HostClasses) -> float
     )
 
 
-def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def count_chunks(
+    topology: Topology, host_classes: HostClasses, largest: np.ndarray, largest_piece: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The number of chunks of each host class that minimizes the estimated time: busiest link plus pipeline fill.
 
     Small chunks fill the pipeline fast, large chunks pay few latencies, and ports that pass whole chunks lose time to
-    rounding. Slow ports get smaller chunks, so that all chunks take the same time.
+    rounding. Slow ports get smaller chunks, so that all chunks take the same time. If all classes are equally large,
+    chunks end where classes end if that saves messages and time.
 
     Args:
         topology: the network.
         host_classes: the traffic.
-        largest: ``(host_classes,)`` largest chunk in bytes.
+        largest: ``(host_classes,)`` largest chunk in bytes, if classes are cut.
+        largest_piece: largest class in bytes that may travel as one message.
 
     Returns:
         ``(host_classes,)`` numbers of chunks, and chunk sizes relative to chunks between the fastest ports.
@@ -327,7 +331,49 @@ def count_chunks(topology: Topology, host_classes: HostClasses, largest: np.ndar
         first, last = max(round(near / 1.25), 1), min(round(near * 1.25), last)
     n = cheapest(range(first, last + 1, max(1, (last - first) // 32)))
     counts = np.ceil(nbytes * n / (least * fastest * relative_size) - 1e-9).astype(np.int64)
-    return np.maximum(np.where(moves, counts, 1), min_counts), relative_size
+    counts = np.maximum(np.where(moves, counts, 1), min_counts)
+    num_classes = _equal_classes(host_classes)
+    if num_classes > 1 and len(set(counts[moves].tolist())) == 1:
+        count = int(counts[moves][0])
+
+        def seconds(number: int) -> float:
+            """Like the cost above, for ``number`` chunks of each host class, whose pieces are messages."""
+            size, pieces = nbytes / number, number + num_classes - math.gcd(number, num_classes)
+            messages = np.where(moves, pieces, 0.0)[None]
+            across = loads.seconds_of_chunks(np.where(moves, number, 0.0)[None], size[None], 0.0)
+            latencies = loads.seconds_of_chunks(messages, np.zeros_like(messages), topology.latency_seconds)
+            inside = fan_out.seconds(messages, (nbytes / pieces)[None])
+            per_hop = float(size[moves].max()) / fastest + topology.latency_seconds
+            return float(np.maximum(across + latencies, inside)[0]) + fill * per_hop
+
+        aligned = _aligned_counts(
+            count, num_classes, float(nbytes[moves][0]), float(largest[moves].min()), largest_piece
+        )
+        best = min([count, *aligned], key=lambda number: (seconds(number), number))
+        counts = np.where(moves, best, counts)
+    return counts, relative_size
+
+
+def _aligned_counts(count: int, num_classes: int, nbytes: float, largest: float, largest_piece: int) -> list[int]:
+    """Numbers of chunks from half to twice ``count`` with which chunks end where equally large classes end.
+
+    Args:
+        count: the number of chunks. num_classes, nbytes: classes and bytes of a host class.
+        largest, largest_piece: see :func:`count_chunks`.
+    """
+    several_classes = [number for number in range(1, num_classes + 1) if num_classes % number == 0]
+    parts_of_classes = range(2 * num_classes, 2 * count + 1, num_classes)
+    found = several_classes if nbytes / num_classes <= largest_piece else []
+    found += [number for number in parts_of_classes if nbytes / number <= largest]
+    return [number for number in found if count <= 2 * number <= 4 * count]
+
+
+def _equal_classes(host_classes: HostClasses) -> int:
+    """The number of classes in each host class that moves, if all these classes are equally large; else 0."""
+    is_moving = host_classes.moves[host_classes.host_class]
+    number = np.bincount(host_classes.host_class[is_moving], minlength=len(host_classes))[host_classes.moves]
+    sizes = host_classes.classes.nbytes[is_moving]
+    return int(number[0]) if (number == number[0]).all() and (sizes == sizes[0]).all() else 0
 
 
 def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:

@@ -12,16 +12,19 @@ from reshard.planner.multicast.classes import MIN_SLICES, Classes, Pieces, cut_p
 from reshard.planner.multicast.host_classes import HostClasses, count_chunks, is_fast_inside, members_of
 from reshard.planner.multicast.native_schedule import Schedule, make_schedule
 from reshard.planner.multicast.relay_limits import limit_relay_staging
+from reshard.planner.multicast.rotation import rotate_hosts
 from reshard.planner.multicast.workload import UNITS, Ports, Workload
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
-from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, STAGING_PARTS, Problem, Routes
+from reshard.planner.strategies.problem import (
+    DIRECT_CHUNK_BYTES,
+    INSIDE_WINDOW,
+    STAGING_PARTS,
+    WINDOW,
+    Problem,
+    Routes,
+)
 from reshard.ragged import NO_RANK
 
-#: Messages between hosts in flight per sender and receiver.
-WINDOW = 8
-#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links, so with more of them all arrive later.
-INSIDE_WINDOW = 4
 #: Largest size of a chunk that needs no packing. On fast links, latencies would dominate the time of smaller chunks.
 LARGEST_CHUNK_BYTES = 32 * 2**20
 #: Value of :attr:`Workload.max_lead` if one rank can serve its port alone: ranks that take turns wait for each other.
@@ -30,6 +33,9 @@ _UNLIMITED_LEAD = 2**20
 _RATE_TOLERANCE = 0.04
 #: Limit on scheduling steps, which take a few seconds. Above it, regions are broadcast in rotation.
 _MAX_STEPS = 2 * 10**9
+#: With more scheduling steps, chunks from one host to all others pass in a fixed pattern. It takes up to three slots
+#: more than the scheduler, of hundreds.
+_MAX_MATCHED = 5 * 10**7
 #: Limit on hosts, since the scheduler keeps a counter per pair of hosts. Above it regions are broadcast in rotation.
 _MAX_HOSTS = 8192
 #: A plan with more chunks takes more than 4 GB.
@@ -38,8 +44,6 @@ _MAX_CHUNKS = 10_000_000
 _MAX_CUTS = 500_000
 #: ``multicast_from_fast`` ignores holders with less than this fraction of the rate of the fastest holder.
 _SLOW_HOLDER_RATE = 0.3
-#: With more pairs of ranks that exchange one region each, regions are sent in rotation.
-_MAX_PAIRS = 100_000
 
 
 def multicast(problem: Problem) -> Routes | Transfers:
@@ -47,14 +51,15 @@ def multicast(problem: Problem) -> Routes | Transfers:
 
     Steps: the chunks of the busiest port, plus a few until the first chunks reach the last host. Bytes between hosts:
     unique. Source: list scheduling that matches free ports, rarest chunk first. Two cases are planned differently.
-    Above 8,192 hosts, whole regions are broadcast in rotation. If more than 100,000 pairs of ranks exchange one region
-    each over equal links, regions are sent in rotation, which also reaches the lower bound and is planned faster.
+    Above 8,192 hosts, whole regions are broadcast in rotation. If all pairs of hosts exchange equally much over
+    equal links, large plans are those of :func:`rotate_hosts`, which are as fast and planned faster.
 
     Raises:
         ArgumentError: the regions make too many chunks for one plan.
     """
-    if is_large_exchange(problem):
-        return send_recv(problem)
+    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), problem.topology), ports_of(problem))
+    if rotated is not None:
+        return rotated
     if has_many_hosts(problem):
         return broadcast_in_rotation(problem)
     return schedule_chunks(problem)
@@ -79,9 +84,13 @@ def schedule_chunks(
         prepared: the result of :func:`make_workload` for ``problem``, if known.
     """
     workload, pieces = prepared or make_workload(problem)
-    if workload.num_steps > _MAX_STEPS:
+    ports = ports_of(problem)
+    is_plain = ports.have_equal_rates and not ports.have_multi_port_hosts and not ports.pod
+    if workload.num_steps > _MAX_MATCHED and workload.has_one_holder and is_plain:
+        workload = replace(workload, is_broadcast=True)
+    elif workload.num_steps > _MAX_STEPS:
         return broadcast_in_rotation(problem)
-    schedule = make_schedule(ports_of(problem), replace(workload, near_first=near_first, keeps_partners=keeps_partners))
+    schedule = make_schedule(ports, replace(workload, near_first=near_first, keeps_partners=keeps_partners))
     num_ranks = len(problem.topology.host_of_rank)
     return _to_transfers(problem, pieces, limit_relay_staging(schedule, workload, num_ranks, problem.staging_bytes))
 
@@ -119,14 +128,6 @@ def without_slow_holders(problem: Problem) -> Problem | None:
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
-def is_large_exchange(problem: Problem) -> bool:
-    """Whether more than 100,000 pairs of ranks exchange one region each over equal links."""
-    if len(problem) <= _MAX_PAIRS or len(problem.tensors) > 1 or problem.topology.pods:
-        return False
-    has_one_end = problem.holders.shape[1] == 1 and int((problem.receivers != NO_RANK).sum(axis=1).max()) <= 1
-    return has_one_end and ports_of(problem).have_equal_rates
-
-
 def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> tuple[Workload, Pieces]:
     """The workload of a problem and its pieces; ``host_classes`` are those of the problem, if known.
 
@@ -143,7 +144,8 @@ def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> 
             f"{int(host_classes.nbytes.sum()):,} bytes make at least {fewest:,} chunks; at most {limit:,} fit in one "
             "plan; move the tensors in several calls"
         )
-    counts, relative_size = count_chunks(topology, host_classes, largest)
+    largest_piece = min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
+    counts, relative_size = count_chunks(topology, host_classes, largest, largest_piece)
     # one step of the scheduler's clock: seconds to pass a chunk of size 1 at rate 1
     fastest = max(
         max(nic.egress_bytes_per_second, nic.ingress_bytes_per_second) for h in topology.hosts for nic in h.nics

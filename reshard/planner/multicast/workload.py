@@ -75,6 +75,8 @@ class Workload:
         max_lead: a rank serves its port until it is this many pieces ahead of the least loaded rank there.
         near_first: whether ports prefer chunks that their own ranks hold or need over the rarest chunks.
         keeps_partners: whether each sender keeps its first receiver for as long as it can.
+        is_broadcast: whether chunks pass in a fixed pattern of slots (``native/circulant_broadcast.h``). All chunks
+            that move must have the same holder and destinations, and hosts one port each.
         inside_each, inside_per_byte: cost of a message inside a host, fixed and per byte, in clock steps.
     """
 
@@ -90,6 +92,7 @@ class Workload:
     max_lead: int = 1
     near_first: bool = False
     keeps_partners: bool = False
+    is_broadcast: bool = False
     inside_each: float = 0.0
     inside_per_byte: float = 0.0
 
@@ -97,6 +100,15 @@ class Workload:
     def num_messages(self) -> int:
         """Messages of a schedule without relays: one for each receiver of each piece."""
         return int(np.diff(self.class_receivers[0])[self.piece_class].sum())
+
+    @property
+    def has_one_holder(self) -> bool:
+        """Whether all chunks that move between hosts have the same host as their only holder, and equal destinations.
+
+        Such chunks form one host class.
+        """
+        moves = np.flatnonzero(np.diff(self.host_class_receivers[0]))
+        return len(moves) == 1 and int(np.diff(self.host_class_holders[0])[moves[0]]) == 1
 
     @property
     def num_steps(self) -> int:

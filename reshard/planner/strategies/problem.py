@@ -10,7 +10,7 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.plan import DEFAULT_STAGING_BYTES, Transfers
-from reshard.ragged import NO_RANK
+from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -25,6 +25,10 @@ TREE_CHUNK_BYTES = 2**20
 #: Regions smaller than this share messages if they follow the same tree.
 SMALL_BYTES = 2**16
 DIRECT_WINDOW = 4
+#: Messages of a schedule between hosts in flight per sender and receiver.
+WINDOW = 8
+#: Like ``WINDOW``, inside hosts. Concurrent sends of a rank share its links, so with more of them all arrive later.
+INSIDE_WINDOW = 4
 TREE_WINDOW = 2
 MIN_STAGING_BYTES = 2**16
 #: No chunk is larger than ``staging_bytes / STAGING_PARTS``. A rank can then stage two sends of a queue, which may use
@@ -370,17 +374,42 @@ def _bundle_small(
     several = small[np.diff(routes.edge_at)[small] > 1]
     if not len(repeated) + len(several):
         return None
+    bundled = np.sort(np.concatenate([repeated, several]))
+    tree = _number_trees(routes, bundled)
+    key = tree * (int(itemsize.max()) + 1) + itemsize[bundled]
+    order = np.argsort(key, kind="stable")
+    bundled, key = bundled[order], key[order]
+    begins = np.flatnonzero(np.diff(key, prepend=-1))
+    upto = np.cumsum(nbytes[bundled])
+    before = upto - nbytes[bundled]
     bundle_of = np.arange(len(routes))
-    open_bundle: dict[tuple[int, bytes], tuple[int, int]] = {}
-    for route in np.sort(np.concatenate([repeated, several])).tolist():
-        at = slice(int(routes.edge_at[route]), int(routes.edge_at[route + 1]))
-        key = (int(itemsize[route]), routes.sender[at].tobytes() + routes.receiver[at].tobytes())
-        lead, filled = open_bundle.get(key, (route, 0))
-        if filled + int(nbytes[route]) > bundle_bytes:
-            lead, filled = route, 0
-        bundle_of[route] = lead
-        open_bundle[key] = (lead, filled + int(nbytes[route]))
+    # fill the first bundle of every tree, then the second one, and so on
+    ends = np.append(begins[1:], len(bundled))
+    while len(begins):
+        following = np.searchsorted(upto, before[begins] + bundle_bytes, side="right")
+        following = np.minimum(np.maximum(following, begins + 1), ends)
+        counts = following - begins
+        bundle_of[bundled[ranges(begins, counts)]] = np.repeat(bundled[begins], counts)
+        begins, ends = following[following < ends], ends[following < ends]
     return bundle_of
+
+
+def _number_trees(routes: Routes, chosen: np.ndarray) -> np.ndarray:
+    """``(chosen,)`` numbers of the trees of routes; routes with the same edges have the same number."""
+    length = np.diff(routes.edge_at)[chosen]
+    number, count = np.zeros(len(chosen), dtype=np.int64), 0
+    for edges in distinct_values(length).tolist():
+        rows = np.flatnonzero(length == edges)
+        at = routes.edge_at[chosen[rows], None] + np.arange(edges)
+        if edges == 1:
+            pair = routes.sender[at] * (int(routes.receiver.max()) + 1) + routes.receiver[at]
+            _, inverse = np.unique(pair, return_inverse=True)
+        else:
+            table = np.concatenate([routes.sender[at], routes.receiver[at]], axis=1)
+            _, inverse = np.unique(table, axis=0, return_inverse=True)
+        number[rows] = count + inverse.ravel()
+        count += int(inverse.max()) + 1
+    return number
 
 
 def _splits(start: np.ndarray, stop: np.ndarray, itemsize: np.ndarray, chunk_bytes: np.ndarray) -> np.ndarray:

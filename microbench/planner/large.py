@@ -1,0 +1,251 @@
+"""Plans for thousands of ranks and for whole models: ``python -m microbench.planner.large``.
+
+Each row is one plan, made in a new process: CPU seconds, peak memory, messages, strategy, and the simulated time over
+the lower bound. ``--compare`` also makes and simulates the plans of other strategies, and the exit status is 1 if one
+of them is faster than ``auto`` by more than 0.5 %. ``--before`` repeats each row with another version of the library.
+No data is moved. One tensor of the pairs is 8 GiB: 65536 x 65536 bfloat16, on hosts of eight ranks with one NIC of
+10 Gbit/s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from reshard.cost import find_bound, simulate
+from reshard.planner import plan_tensors
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.topology import Host, Port, Topology
+
+#: A strategy beats ``auto`` if it is faster by more than this part.
+MARGIN = 0.005
+_GBIT = 1e9 / 8
+#: Layouts of the pairs, and the ranks of the destination for each rank of the source.
+PAIRS: dict[str, tuple[str, str, float]] = {
+    "rows": ("S01 R", "S01 R", 1),
+    "half": ("S0 S1", "S0 S1", 0.5),
+    "scatter": ("R R", "S0 R", 1),
+    "broadcast": ("S1 R", "S1 R", 0),
+    "replicate": ("S1 R", "R R", 0),
+    "tp-rows": ("S01 R", "S1 R", 1),
+    "tp-rows-half": ("S01 R", "S1 R", 0.5),
+    "tp-columns": ("S01 R", "R S1", 1),
+    "swap": ("S0 S1", "S1 S0", 1),
+    "transpose": ("S0 R", "R S0", 1),
+    "gather": ("S01 R", "R R", 1),
+    "columns": ("S01 R", "R S0", 1),
+}
+_SHAPE = (65536, 65536)
+
+
+def _hosts(count: int, devices: int = 8) -> Topology:
+    return Topology.uniform([rank // devices for rank in range(count)], 10 * _GBIT)
+
+
+def _pair(name: str, ranks: int) -> tuple[list[TensorSpec], Topology]:
+    """One tensor between ``ranks`` and other ranks. From one host of eight to all if the factor is 0."""
+    src, dst, factor = PAIRS[name]
+    num_src, num_dst = (8, ranks) if not factor else (ranks, int(ranks * factor))
+    layouts = Layout(Mesh.of((num_src // 8, 8)), src), Layout(Mesh.of((num_dst // 8, 8), first_rank=num_src), dst)
+    return [TensorSpec(_SHAPE, "bfloat16", *layouts)], _hosts(num_src + num_dst)
+
+
+def llama_shapes(count: int, num_stages: int = 1) -> Iterator[tuple[str, tuple[int, ...], str, int]]:
+    """Name, shape, layout under tensor parallelism on axis 1, and pipeline stage of weights of Llama-70B's layers."""
+    yield "embed", (32000, 8192), "S1 R", 0
+    yield "head", (32000, 8192), "S1 R", num_stages - 1
+    yield "norm", (8192,), "R", num_stages - 1
+    layer = (
+        ("q", (8192, 8192), "S1 R"),
+        ("k", (1024, 8192), "S1 R"),
+        ("v", (1024, 8192), "S1 R"),
+        ("o", (8192, 8192), "R S1"),
+        ("gate", (28672, 8192), "S1 R"),
+        ("up", (28672, 8192), "S1 R"),
+        ("down", (8192, 28672), "R S1"),
+        ("norm1", (8192,), "R"),
+        ("norm2", (8192,), "R"),
+    )
+    for number in range(3, count):
+        which = number - 3
+        name, shape, spec = layer[which % len(layer)]
+        yield f"{which // len(layer)}.{name}", shape, spec, which * num_stages // (count - 3)
+
+
+def _model(
+    count: int, num_src: int, num_dst: int, *, num_stages: int = 1, shrink: int = 1, is_same: bool = False
+) -> tuple[list[TensorSpec], Topology]:
+    """Weights of Llama from FSDP, over all ranks of a pipeline stage, to tensor parallelism of 8 x data parallelism."""
+    dst = Mesh.of((num_dst // 8, 8), first_rank=0 if is_same else num_src)
+    each = num_src // num_stages
+    stages = [Mesh.of((each // 8, 8), first_rank=stage * each) for stage in range(num_stages)]
+    src = [{ndim: Layout(mesh, "S01" + " R" * (ndim - 1)) for ndim in (1, 2)} for mesh in stages]
+    layouts = {spec: Layout(dst, spec) for spec in ("S1 R", "R S1", "R")}
+    tensors = [
+        TensorSpec(tuple(size // shrink for size in shape), "bfloat16", src[stage][len(shape)], layouts[spec], name)
+        for name, shape, spec, stage in llama_shapes(count, num_stages)
+    ]
+    return tensors, _hosts(max(num_src, num_dst) if is_same else num_src + num_dst)
+
+
+def _experts(count: int, *, is_sharded: bool) -> tuple[list[TensorSpec], Topology]:
+    """Expert weights from 8 to 8 ranks: each one sharded over all of them, or each one whole on one rank."""
+    meshes = Mesh.of(8), Mesh.of(8, first_rank=8)
+    alone = [[Layout(Mesh.of(1, first_rank=first + rank), "R R") for rank in range(8)] for first in (0, 8)]
+    tensors = []
+    for number in range(count):
+        src, dst = (
+            (Layout(meshes[0], "S0 R"), Layout(meshes[1], "R S0"))
+            if is_sharded
+            else (alone[0][number % 8], alone[1][number * 8 // count])
+        )
+        tensors.append(TensorSpec((1408, 2048), "bfloat16", src, dst, f"expert{number}"))
+    return tensors, _hosts(16)
+
+
+def _other(name: str) -> tuple[list[TensorSpec], Topology]:
+    """Pairs of 128 ranks that differ in one way from those of the table."""
+    shape, count = (16384, 16384), 256
+    src, dst = Layout(Mesh.of((16, 8)), "S01 R"), Layout(Mesh.of((16, 8), first_rank=128), "S1 R")
+    topology = _hosts(count)
+    if name == "overlapping":
+        dst, topology = Layout(Mesh.of((16, 8), first_rank=64), "S1 R"), _hosts(192)
+    elif name == "equal":
+        dst, topology = Layout(Mesh.of((16, 8)), "S1 R"), _hosts(128)
+    elif name == "8-to-4":
+        dst = Layout(Mesh.of((32, 4), first_rank=128), "S1 R")
+        topology = Topology.uniform([r // 8 if r < 128 else 16 + (r - 128) // 4 for r in range(count)], 10 * _GBIT)
+    elif name == "two-nics":
+        topology = Topology(tuple(rank // 8 for rank in range(count)), (Host((Port.of(10 * _GBIT),) * 2),))
+    elif name == "pods":
+        pods = (Port.of(40 * _GBIT),) * 4
+        hosts = tuple(Host((Port.of(10 * _GBIT),), host // 8) for host in range(32))
+        topology = Topology(tuple(rank // 8 for rank in range(count)), hosts, pods=pods)
+    elif name == "uneven":
+        shape = (16381, 16363)
+    return [TensorSpec(shape, "bfloat16", src, dst)], topology
+
+
+OTHERS = ("overlapping", "equal", "8-to-4", "two-nics", "pods", "uneven")
+#: Whole models by name; see :func:`_model`.
+MODELS: dict[str, Callable[[], tuple[list[TensorSpec], Topology]]] = {
+    "300 tensors, 128 to 128": lambda: _model(300, 128, 128),
+    "723 tensors, 128 to 128": lambda: _model(723, 128, 128),
+    "1000 tensors, 128 to 128": lambda: _model(1000, 128, 128),
+    "300 tensors, 8 stages, 128 to 128": lambda: _model(300, 128, 128, num_stages=8),
+    "300 tensors in place, 128": lambda: _model(300, 128, 128, is_same=True),
+    "300 tiny tensors, 16 to 16": lambda: _model(300, 16, 16, shrink=64),
+    "18432 sharded experts, 8 to 8": lambda: _experts(18432, is_sharded=True),
+    "18432 whole experts, 8 to 8": lambda: _experts(18432, is_sharded=False),
+    "300 tensors, 512 to 256": lambda: _model(300, 512, 256),
+    "300 tensors, 512 to 512": lambda: _model(300, 512, 512),
+    "1000 tensors, 512 to 512": lambda: _model(1000, 512, 512),
+    "300 tensors, 1024 to 1024": lambda: _model(300, 1024, 1024),
+    "1000 tensors, 1024 to 1024": lambda: _model(1000, 1024, 1024),
+}
+
+
+def inputs(case: str) -> tuple[list[TensorSpec], Topology]:
+    """The tensors and the topology of a case: a pair with its ranks (``swap/1024``), a model, or one of ``OTHERS``."""
+    if case in MODELS:
+        return MODELS[case]()
+    if case in OTHERS:
+        return _other(case)
+    name, ranks = case.split("/")
+    return _pair(name, int(ranks))
+
+
+def measure(case: str, strategy: str, simulates: bool) -> dict[str, Any]:
+    """Plan a case in this process."""
+    plan_tensors(inputs("swap/16")[0], topology=inputs("swap/16")[1])  # loads modules
+    tensors, topology = inputs(case)
+    begun = time.process_time()
+    try:
+        plan = plan_tensors(tensors, topology=topology, strategy=strategy)
+    except ValueError as error:
+        return {"error": str(error)}
+    found: dict[str, Any] = {
+        "cpu": time.process_time() - begun,
+        "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        "messages": plan.num_messages,
+        "strategy": plan.strategy,
+        "hash": plan.plan_hash,
+    }
+    print(json.dumps(found), flush=True)
+    if simulates:
+        found["seconds"] = simulate(plan).makespan_seconds
+        found["bound"] = find_bound(plan).seconds
+    return found
+
+
+def run(python: str, case: str, strategy: str, limit: float) -> dict[str, Any]:
+    """:func:`measure` in a new process; ``limit`` seconds for the simulation."""
+    command = [python, "-P", str(Path(__file__).resolve()), "--one", case, strategy, str(limit)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    lines = done.stdout.splitlines()
+    return json.loads(lines[-1]) if lines else {"error": f"exit status {done.returncode}"}
+
+
+def _one(case: str, strategy: str, limit: str) -> int:
+    if float(limit):
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, float(limit))
+    print(json.dumps(measure(case, strategy, bool(float(limit)))), flush=True)
+    return 0
+
+
+def _format(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"refused: {found['error'][:90]}"
+    ratio = f"{found['seconds'] / found['bound']:.3f}" if "seconds" in found else "not simulated"
+    return f"{found['cpu']:7.2f} s {found['mib']:6} MiB {found['messages']:11,}  {found['strategy']:18} {ratio}"
+
+
+def main() -> int:
+    """Print one row per plan, and what beats ``auto``."""
+    parser = argparse.ArgumentParser(
+        prog="python -m microbench.planner.large",
+        description=main.__doc__,
+        epilog="example: python -m microbench.planner.large --ranks 256 1024 --compare send_recv multicast",
+    )
+    parser.add_argument("--ranks", type=int, nargs="*", default=[256, 1024], help="ranks of a side (256 1024)")
+    parser.add_argument("--pairs", nargs="*", default=list(PAIRS), help="pairs of layouts (all)")
+    parser.add_argument("--cases", nargs="*", default=[], help="models and other cases; all: every one of them")
+    parser.add_argument("--compare", nargs="*", default=[], metavar="STRATEGY", help="strategies to compare with auto")
+    parser.add_argument("--before", metavar="PYTHON", help="interpreter of an environment with another version")
+    parser.add_argument("--limit", type=float, default=60, help="CPU seconds to plan and simulate; 0: only plan (60)")
+    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        return _one(*options.one)
+    named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
+    beaten = []
+    for case in [*(f"{name}/{ranks}" for ranks in options.ranks for name in options.pairs), *named]:
+        found = run(sys.executable, case, "auto", options.limit)
+        print(f"{case:34} {_format(found)}", flush=True)
+        if options.before:
+            before = run(options.before, case, "auto", options.limit)
+            times = (
+                f"; {before['cpu'] / found['cpu']:.1f} times the CPU time" if "cpu" in before and "cpu" in found else ""
+            )
+            print(f"{'  before':34} {_format(before)}{times}", flush=True)
+        for strategy in options.compare:
+            other = run(sys.executable, case, strategy, options.limit)
+            print(f"{'  ' + strategy:34} {_format(other)}", flush=True)
+            if "seconds" in other and found.get("seconds", float("inf")) > other["seconds"] * (1 + MARGIN):
+                beaten.append(f"{case}: {strategy}")
+    if options.compare:
+        print(f"{len(beaten)} plans of auto are slower by more than {MARGIN:.1%}: {'; '.join(beaten) or 'none'}")
+    return int(bool(beaten))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
