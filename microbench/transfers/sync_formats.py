@@ -268,9 +268,7 @@ def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tu
     fixed = {each: value for each, value in medians.items() if each not in ("Mover", "auto")}
     best = min(fixed, key=fixed.__getitem__)
     plain = ranks[0]["auto"][-1][1]
-    chosen = ", ".join(
-        f"{each} {share:.0%}" for each, nbytes in plain[0].items() if (share := nbytes / plain[2]) > 0.02
-    )
+    chosen = ", ".join(f"{each} {part:.0%}" for each, nbytes in plain[0].items() if (part := nbytes / plain[2]) > 0.02)
     times = "  ".join(f"{each} {1e3 * value:.1f} ms{ratios[each]}" for each, value in medians.items())
     print_line(
         f"{rate:10} {name:11} {share:6.1%}  auto / {best} {medians['auto'] / fixed[best]:.3f}  / raw "

@@ -16,6 +16,8 @@ SHARES = (0.02, 0.5)
 FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
 #: Formats whose time depends on the number of words, not on that of bytes; rates are those of words of 2 bytes.
 PER_WORD = frozenset(("delta", "bitmap"))
+#: Seconds in which zstd sets up its state, each for encoding and decoding: much for a tensor that is one small piece.
+ZSTD_SECONDS = 2.5e-4
 #: Tensors of fewer bytes travel as ``delta``: their time hardly counts.
 SMALL_BYTES = 2**16
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
@@ -92,7 +94,8 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Ra
     per_byte = (
         code(encode) / rates.encoders + find_size(name, width, sample) / rates.link + code(decode) / rates.decoders
     )
-    return numel * width * per_byte
+    fixed = ZSTD_SECONDS * (1 / rates.encoders + 1 / rates.decoders) if name == "xor-zstd" else 0.0
+    return fixed + numel * width * per_byte
 
 
 def choose_format(numel: int, width: int, sample: Sample, rates: Rates, formats: Collection[str]) -> str:
