@@ -29,10 +29,12 @@ CASES = {
     "auto_compression": ("transfers.auto_compression", 'compression="auto" beside raw, 0.1 to 10 Gbit/s'),
     "gradient_sums": ("transfers.gradient_sums", "sums of gradients, beside Gloo's"),
     "weight_sync": ("transfers.weight_sync", "weights as differences, beside raw ones"),
+    "sync_formats": ("transfers.sync_formats", "formats of weights on real updates; --parts: without a network"),
     "quality": ("planner.quality", "simulated time over the lower bound, on 1,667 layout pairs"),
     "auto_quality": ("planner.auto_quality", "the auto strategy beside all strategies that it chooses from"),
     "planning_time": ("planner.planning_time", "time to plan nine layout pairs on three networks"),
     "scaling": ("planner.scaling", "planning time and memory by number of ranks"),
+    "large": ("planner.large", "plans for thousands of ranks and for whole models"),
     "check_speed": ("planner.check_speed", "time and memory of check_plan by number of messages"),
     "strategy_search": (
         "planner.strategy_search",

@@ -16,10 +16,12 @@ import torch
 
 from microbench.harness.table import Table
 from microbench.kernels import zfp
-from reshard.cli.progress import track
+from reshard.api.lossless.encoding import PIECE_BYTES
+from reshard.cli.progress import print_line, track
 from reshard.codecs import BLOCK_CODECS, LOSSLESS_CODECS, BlockCodec, parse_codec
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta
 from reshard.codecs.exponents import decode_exponents, encode_exponents
+from reshard.codecs.formats import FORMATS, decode_piece, known_formats
 from tests.reference.codecs import block_codecs as reference
 
 #: Values of the timed arrays: 8 MiB of fp32, so that the caches of one core do not hold them.
@@ -29,16 +31,18 @@ REPEATS = 15
 TARGETS = {"int8x128": (6.0, 8.0), "int4x128": (5.0, 8.0), "bf16-lossless": (4.0, 8.0), "delta": (5.0, 5.0)}
 #: Share of the values that differ from the base of a delta.
 CHANGED = 0.01
+#: Shares of changed words at which formats of differences are timed.
+SHARES = (0.0, 0.01, 0.1, 0.25, 0.5, 0.75, 1.0)
 
 
 def _rate(function: Callable[[], object], nbytes: int) -> float:
-    """GB/s of the fastest of some runs: other processes of the machine only slow a run down."""
+    """GB/s of CPU time, of the fastest of some runs: other processes of the machine only slow a run down."""
     times = []
     for _ in range(REPEATS):
-        begun = time.perf_counter()
+        begun = time.thread_time()
         function()
-        times.append(time.perf_counter() - begun)
-    return nbytes / min(times) / 1e9
+        times.append(time.thread_time() - begun)
+    return nbytes / max(min(times), 1e-9) / 1e9
 
 
 def time_codec(codec: BlockCodec, dtype: torch.dtype) -> tuple[float, float, float, float]:
@@ -80,6 +84,30 @@ def time_lossless(name: str) -> tuple[float, float, float]:
         _rate(lambda: encode_delta(words, base, out, 2), len(words)),
         _rate(lambda: apply_delta(data, base, 2), len(words)),
         len(words) / len(data),
+    )
+
+
+def time_differences(name: str, share: float, width: int) -> tuple[float, float, float]:
+    """GB/s of encoding and decoding differences of words, and the ratio; ``share`` of them moved by less than 128."""
+    rng = np.random.default_rng(0)
+    base = rng.integers(0, 2 ** (8 * width), 4 * NUM_VALUES // width, dtype=f"u{width}")
+    words = np.where(rng.random(len(base)) < share, base + rng.integers(1, 100, len(base), dtype=base.dtype), base)
+    shape = -1, PIECE_BYTES
+    new, old, target = (each.view(np.uint8).reshape(shape) for each in (words, base, base.copy()))
+    out = np.empty((len(new), PIECE_BYTES + HEADER_BYTES), dtype=np.uint8)
+
+    def encode() -> list[int]:
+        return [FORMATS[name].encode(*each, width) for each in zip(new, old, out, strict=True)]
+
+    def decode() -> None:
+        for coded, piece in zip(data, target, strict=True):
+            decode_piece(coded, piece, width)
+
+    data = [piece[:size].copy() for piece, size in zip(out, encode(), strict=True)]
+    return (
+        _rate(encode, new.size),
+        _rate(decode, new.size),
+        new.size / sum(map(len, data)),
     )
 
 
@@ -136,6 +164,16 @@ def run(options: argparse.Namespace) -> int:
         table.add(name, encode, decode, ratio)
         if encode < TARGETS[name][0] or decode < TARGETS[name][1]:
             missed.append(f"{name} encodes {encode:.1f} and decodes {decode:.1f} GB/s; targets {TARGETS[name]}")
+    plain = np.zeros(4 * NUM_VALUES, dtype=np.uint8)
+    print_line(
+        f"GB/s of differences (a copy takes {_rate(plain.copy, len(plain)):.1f}), encode and decode, by changed words"
+    )
+    print(f"{'':17} {'  '.join(f'{share:11.0%}' for share in SHARES)}")
+    for name in ("delta", "bitmap", *(["xor-zstd"] if "xor-zstd" in known_formats() else [])):
+        for width in (1, 2, 4):
+            rates = [time_differences(name, share, width) for share in SHARES]
+            cells = [f"{encode:5.1f} {decode:5.1f}" for encode, decode, _ in rates]
+            print_line(f"{name:9} {8 * width:2} bits  {'  '.join(cells)}")
     columns = {"GB/s of other packages": "<24", "encode": ">.2f", "decode": ">.2f", "times smaller": ">.2f"}
     table = Table(columns | {"error": ">.2%"})
     for found in time_rivals():

@@ -1,4 +1,4 @@
-"""Plans for thousands of ranks and for whole models: ``python -m microbench.planner.large``.
+"""Plans for thousands of ranks and for whole models.
 
 Each row is one plan, made in a new process: CPU seconds, peak memory, messages, strategy, and the simulated time over
 the lower bound. ``--compare`` also makes and simulates the plans of other strategies, and the exit status is 1 if one
@@ -186,9 +186,9 @@ def measure(case: str, strategy: str, simulates: bool) -> dict[str, Any]:
     return found
 
 
-def run(python: str, case: str, strategy: str, limit: float) -> dict[str, Any]:
+def run_one(python: str, case: str, strategy: str, limit: float) -> dict[str, Any]:
     """:func:`measure` in a new process; ``limit`` seconds for the simulation."""
-    command = [python, "-P", str(Path(__file__).resolve()), "--one", case, strategy, str(limit)]
+    command = [python, "-P", str(Path(__file__).resolve()), case, strategy, str(limit)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     lines = done.stdout.splitlines()
     return json.loads(lines[-1]) if lines else {"error": f"exit status {done.returncode}"}
@@ -209,36 +209,30 @@ def _format(found: dict[str, Any]) -> str:
     return f"{found['cpu']:7.2f} s {found['mib']:6} MiB {found['messages']:11,}  {found['strategy']:18} {ratio}"
 
 
-def main() -> int:
-    """Print one row per plan, and what beats ``auto``."""
-    parser = argparse.ArgumentParser(
-        prog="python -m microbench.planner.large",
-        description=main.__doc__,
-        epilog="example: python -m microbench.planner.large --ranks 256 1024 --compare send_recv multicast",
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[256, 1024], help="ranks of a side (256 1024)")
     parser.add_argument("--pairs", nargs="*", default=list(PAIRS), help="pairs of layouts (all)")
     parser.add_argument("--cases", nargs="*", default=[], help="models and other cases; all: every one of them")
     parser.add_argument("--compare", nargs="*", default=[], metavar="STRATEGY", help="strategies to compare with auto")
     parser.add_argument("--before", metavar="PYTHON", help="interpreter of an environment with another version")
     parser.add_argument("--limit", type=float, default=60, help="CPU seconds to plan and simulate; 0: only plan (60)")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.one:
-        return _one(*options.one)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print one row per plan, and what beats ``auto``."""
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
     beaten = []
     for case in [*(f"{name}/{ranks}" for ranks in options.ranks for name in options.pairs), *named]:
-        found = run(sys.executable, case, "auto", options.limit)
+        found = run_one(sys.executable, case, "auto", options.limit)
         print(f"{case:34} {_format(found)}", flush=True)
         if options.before:
-            before = run(options.before, case, "auto", options.limit)
+            before = run_one(options.before, case, "auto", options.limit)
             times = (
                 f"; {before['cpu'] / found['cpu']:.1f} times the CPU time" if "cpu" in before and "cpu" in found else ""
             )
             print(f"{'  before':34} {_format(before)}{times}", flush=True)
         for strategy in options.compare:
-            other = run(sys.executable, case, strategy, options.limit)
+            other = run_one(sys.executable, case, strategy, options.limit)
             print(f"{'  ' + strategy:34} {_format(other)}", flush=True)
             if "seconds" in other and found.get("seconds", float("inf")) > other["seconds"] * (1 + MARGIN):
                 beaten.append(f"{case}: {strategy}")
@@ -247,5 +241,5 @@ def main() -> int:
     return int(bool(beaten))
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+if __name__ == "__main__":  # in a new process, perhaps of another version of the library
+    sys.exit(_one(*sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Time the formats of a WeightSync on real updates: ``python -m microbench.transfers.sync_formats``.
+"""Time the formats of a WeightSync on real updates.
 
 Seven runs continue the training of a small GPT in bf16 with fp32 masters, by AdamW or SGD at different learning rates.
 They change from about 1 % to nearly all of the bf16 weights a step. On emulated hosts, four trainer ranks send each
@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 import reshard
-from microbench.emulation.cluster import Cluster, ClusterError
-from microbench.harness.suite import describe_machine, stderr
+from microbench.emulation.cluster import Cluster
+from microbench.emulation.links import PAYLOAD_SHARE
+from microbench.harness.options import add_number, add_rates
 from microbench.harness.worker import Stopwatch
+from reshard.api.lossless.encoding import Choose, decode_bucket, encode_bucket
+from reshard.api.lossless.regions import find_buckets
 from reshard.cli.progress import print_line, track
 from reshard.codecs.formats import known_formats
+from reshard.codecs.rates import time_formats
 from reshard.compression import WeightSync
+from reshard.compression.sync_formats import SyncFormats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
@@ -42,6 +47,10 @@ RUNS = (
 RATES = ("0.1 Gbit/s", "0.4 Gbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s")
 #: The first versions of a run, which change buffers, are not timed.
 UNTIMED = 2
+
+SRC, DST = reshard.Layout(reshard.Mesh.of(4), "S0"), reshard.Layout(reshard.Mesh.of(4, first_rank=4))
+#: Runs of each part, of which the fastest counts.
+PARTS_REPEATS = 3
 
 Weights = dict[str, torch.Tensor]
 
@@ -85,14 +94,13 @@ def share_of_changes(old: Weights, new: Weights) -> float:
 
 def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topology) -> None:
     """Report for each run: by contender, seconds of each timed version on this rank, and formats and bytes of it."""
-    src, dst = reshard.Layout(reshard.Mesh.of(4), "S0"), reshard.Layout(reshard.Mesh.of(4, first_rank=4))
     runs = torch.load(path, mmap=True)
     shapes = {name: tuple(each.shape) for name, each in runs[0][0].items()}
     numel = sum(each.numel() for each in runs[0][0].values()) // 4 * 4
-    plan = reshard.make_plan(src, dst, (numel,), "bfloat16", topology=topology)
+    plan = reshard.make_plan(SRC, DST, (numel,), "bfloat16", topology=topology)
     flat = torch.zeros(numel // 4, dtype=torch.bfloat16) if rank < 4 else None
     syncs = {
-        name: WeightSync(src, dst, shapes, "bfloat16", topology=topology, compression=name)
+        name: WeightSync(SRC, DST, shapes, "bfloat16", topology=topology, compression=name)
         for name in ("auto", *known_formats())
     }
     outs = {
@@ -126,32 +134,104 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
             report((which, found))
 
 
-def main() -> int:
-    """Print a row for each rate and run. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m microbench.transfers.sync_formats", description=__doc__)
-    parser.add_argument("--rate", action="append", help=f"rate of each host's link ({', '.join(RATES)})")
-    parser.add_argument("--repeats", type=int, default=5, help="timed versions of each run (5)")
-    options = parser.parse_args()
-    if not 1 <= options.repeats <= 1000:
-        parser.error("--repeats must be 1 to 1000")
-    run = describe_machine([])
+def time_parts(old: Weights, new: Weights) -> dict[str, tuple[float, float, int]]:
+    """By format: CPU seconds in which a trainer encodes its quarter and a replica decodes all, and the coded bytes."""
+    return {name: _fastest_parts(old, new, name) for name in known_formats()}
+
+
+def _fastest_parts(old: Weights, new: Weights, codec: Any) -> tuple[float, float, int]:
+    buffers: dict[int, Any] = {}
+    taken = [_code(old, new, codec, buffers) for _ in range(PARTS_REPEATS)]
+    return min(each[0] for each in taken), min(each[1] for each in taken), taken[0][2]
+
+
+def _code(old: Weights, new: Weights, codec: Any, buffers: dict[int, Any]) -> tuple[float, float, int]:
+    """One run; ``buffers`` keeps the memory of encoded buckets for the next one, as a WeightSync does."""
+    encoded, out = [], {name: each.clone() for name, each in old.items()}
+    seconds = []
+    for rank in range(4):
+        (bucket,) = (each for each in _find_all(new, rank).values() if each.holders == (rank,))
+        shards, base = ({name: each.tensor_split(4)[rank] for name, each in side.items()} for side in (new, old))
+        begun = time.thread_time()
+        made = encode_bucket(bucket, shards, base, codec, buffer=buffers.get(rank))
+        encoded.append((rank, made.data))
+        seconds.append(time.thread_time() - begun)
+        buffers[rank] = made.buffer
+    buckets = {bucket.holders: bucket for bucket in _find_all(new, 4).values()}
+    begun = time.thread_time()
+    for rank, data in encoded:
+        decode_bucket(buckets[rank,], data, out, with_digest=False)
+    decoding = time.thread_time() - begun
+    assert all(torch.equal(out[name].view(torch.int16), each.view(torch.int16)) for name, each in new.items())
+    return max(seconds), decoding, sum(len(data) for _, data in encoded)
+
+
+def _find_all(weights: Weights, rank: int) -> dict[str, Any]:
+    """All buckets, with regions as a rank holds them."""
+    specs = [reshard.TensorSpec(tuple(each.shape), "bfloat16", SRC, DST, name) for name, each in weights.items()]
+    return find_buckets(specs, rank)
+
+
+def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
+    """Print for each rate and run the sum of measured coding times and the time of the bytes on the link."""
+    codec_rates = time_formats()
+    for versions in runs:
+        old, new = versions[-2:]
+        parts, plain = time_parts(old, new), sum(each.nbytes for each in new.values())
+        for rate in rates:
+            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
+            link = topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
+            choice = SyncFormats("auto", _find_all(new, 0), plain / link)
+            choice.agree({0: choice.report() | {"rates": codec_rates}})
+            chosen: dict[str, int] = {}
+            parts["auto"] = _fastest_parts(old, new, choice)
+            _code(old, new, _counting(choice, chosen), {})
+            seconds = {name: encode + nbytes / link + decode for name, (encode, decode, nbytes) in parts.items()}
+            auto, raw = seconds.pop("auto"), seconds["raw"]
+            best = min(seconds, key=seconds.__getitem__)
+            most = ", ".join(f"{name} {n / plain:.0%}" for name, n in chosen.items() if n > 0.02 * plain)
+            print_line(
+                f"{rate:10} {share_of_changes(old, new):6.1%}  auto {1e3 * auto:8.2f} ms  / {best} "
+                f"{auto / seconds[best]:.3f}  / raw {auto / raw:.3f}  ({most})  "
+                + "  ".join(
+                    f"{name} {1e3 * value:.1f} ms 1/{plain / parts[name][2]:.1f}" for name, value in seconds.items()
+                )
+            )
+
+
+def _counting(choice: SyncFormats, chosen: dict[str, int]) -> Choose:
+    def choose(words: Any, base: Any, dtype: str, width: int) -> str:
+        name = choice(words, base, dtype, width)
+        chosen[name] = chosen.get(name, 0) + len(words)
+        return name
+
+    return choose
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_rates(parser, RATES)
+    add_number(parser, "--repeats", 5, "timed versions of each run")
+    parser.add_argument(
+        "--parts", action="store_true", help="measure coding alone, in CPU time, and compute the time of the link"
+    )
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print a row for each rate and run."""
     runs = make_runs(UNTIMED + options.repeats)
-    mib = sum(each.nbytes for each in runs[0][0].values()) / 2**20
-    print_line(f"{mib:.1f} MiB of bf16, {run['machine']}, {run['date']}")
+    print_line(f"{sum(each.nbytes for each in runs[0][0].values()) / 2**20:.1f} MiB of bf16")
     shares = [share_of_changes(versions[-2], versions[-1]) for versions in runs]
+    if options.parts:
+        print_parts(runs, options.rate or RATES)
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "runs.pt")
         torch.save(runs, path)
         for rate in options.rate or RATES:
-            try:
-                topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
-                with Cluster(topology) as cluster:
-                    printer = _Printer(rate, shares)
-                    cluster.run(measure, path, topology, timeout_seconds=1800.0, on_report=printer)
-            except (ClusterError, reshard.ReshardError) as error:
-                stderr(f"sync_formats: {error}")
-                return 2
-    return 0
+            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
+            with Cluster(topology) as cluster:
+                printer = _Printer(rate, shares)
+                cluster.run(measure, path, topology, timeout_seconds=1800.0, on_report=printer)
 
 
 class _Printer:
@@ -179,15 +259,9 @@ def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tu
     fixed = {each: value for each, value in medians.items() if each not in ("Mover", "auto")}
     best = min(fixed, key=fixed.__getitem__)
     plain = ranks[0]["auto"][-1][1]
-    chosen = ", ".join(
-        f"{each} {share:.0%}" for each, nbytes in plain[0].items() if (share := nbytes / plain[2]) > 0.02
-    )
+    chosen = ", ".join(f"{each} {part:.0%}" for each, nbytes in plain[0].items() if (part := nbytes / plain[2]) > 0.02)
     times = "  ".join(f"{each} {1e3 * value:.1f} ms{ratios[each]}" for each, value in medians.items())
     print_line(
         f"{rate:10} {name:11} {share:6.1%}  auto / {best} {medians['auto'] / fixed[best]:.3f}  / raw "
         f"{medians['auto'] / fixed['raw']:.3f}  ({chosen})  {times}"
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

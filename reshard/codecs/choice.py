@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.codecs.delta import HEADER_BYTES
-from reshard.codecs.exponents import encode_exponents
 from reshard.codecs.formats import FORMATS
 
 #: Shares of changed words at which rates are measured; between and beyond them, the time of a byte is linear.
@@ -17,15 +16,19 @@ SHARES = (0.02, 0.5)
 FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
 #: Formats whose time depends on the number of words, not on that of bytes; rates are those of words of 2 bytes.
 PER_WORD = frozenset(("delta", "bitmap"))
-#: Formats whose size follows from the shares of a sample.
-SIZED_BY_SHARES = frozenset(("raw", "delta", "bitmap"))
+#: Seconds in which zstd sets up its state, each for encoding and decoding: much for a tensor that is one small piece.
+ZSTD_SECONDS = 2.5e-4
 #: Tensors of fewer bytes travel as ``delta``: their time hardly counts.
 SMALL_BYTES = 2**16
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.97
-#: A sample has at most so many words, and at most this part of the tensor.
-SAMPLE_WORDS, SAMPLE_PART = 4096, 1 / 16
-#: Bits that zstd takes for a change beyond the entropy of the bytes if few words changed, fitted to updates of a GPT.
+#: A sample is so many runs of so many words, at equal distances.
+RUNS, RUN_WORDS = 32, 64
+#: Coded bytes per plain byte of bf16 weights without a base.
+BF16_SIZE = 0.71
+#: Entropy of normally distributed integers less the log2 of their mean magnitude.
+BITS_BEYOND_DISTANCE = 2.37
+#: Bits that zstd takes for a change beyond the entropy if few words changed, fitted to updates of a GPT.
 BITS_PER_RARE_CHANGE = 10
 
 
@@ -35,12 +38,12 @@ class Sample:
 
     Attributes:
         changed: share of the words that changed. fits: share of those whose difference fits a signed byte.
-        sizes: coded bytes per plain byte of the formats outside :data:`SIZED_BY_SHARES`, as far as they are known.
+        distance: mean magnitude of the lowest byte of the differences, as a signed integer.
     """
 
     changed: float
     fits: float
-    sizes: Mapping[str, float] = field(default_factory=dict)
+    distance: float = 64.0
 
 
 @dataclass(frozen=True)
@@ -67,8 +70,14 @@ def find_size(name: str, width: int, sample: Sample) -> float:
         size = (2 * changed + skips) / width + wide
     elif name == "bitmap":
         size = (1 / 8 + changed) / width + wide
+    elif name == "xor-zstd":
+        shares = [share for share in (changed, 1 - changed) if share]
+        bits = -sum(share * math.log2(share) for share in shares)  # which words changed
+        # by how much, if the differences are normally distributed
+        bits += changed * min(math.log2(max(sample.distance, 1.0)) + BITS_BEYOND_DISTANCE, 8.0)
+        size = (bits + BITS_PER_RARE_CHANGE * changed * (1 - changed) ** 8) / (8 * width) + wide * (width - 1) / width
     else:
-        size = 1.0 if name == "raw" else sample.sizes[name]
+        size = BF16_SIZE if name == "bf16-lossless" else 1.0
     return min(size, 1.0)
 
 
@@ -85,7 +94,8 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Ra
     per_byte = (
         code(encode) / rates.encoders + find_size(name, width, sample) / rates.link + code(decode) / rates.decoders
     )
-    return numel * width * per_byte
+    fixed = ZSTD_SECONDS * (1 / rates.encoders + 1 / rates.decoders) if name == "xor-zstd" else 0.0
+    return fixed + numel * width * per_byte
 
 
 def choose_format(numel: int, width: int, sample: Sample, rates: Rates, formats: Collection[str]) -> str:
@@ -98,43 +108,32 @@ def choose_format(numel: int, width: int, sample: Sample, rates: Rates, formats:
     if "delta" in formats and (numel * width < SMALL_BYTES or not sample.changed):
         return "delta"
     known = [name for name in FORMATS if name in formats and name in rates.formats]
-    known = [name for name in known if name in SIZED_BY_SHARES or name in sample.sizes]
     seconds = {name: predict_seconds(name, numel, width, sample, rates) for name in known}
     best = min(seconds, key=seconds.__getitem__, default="raw")
     return best if seconds.get(best, 0.0) < MIN_GAIN * seconds.get("raw", 0.0) else "raw"
 
 
-def take_sample(words: np.ndarray, base: np.ndarray | None, width: int, formats: Collection[str]) -> Sample:
+def take_sample(words: np.ndarray, base: np.ndarray | None, width: int) -> Sample:
     """Sample the changes of a tensor, at the same places on all ranks that hold it.
 
     Args:
         words, base: flat uint8 of equal size. Without a base, all words count as changed.
-        width: bytes of a word. formats: those whose size is wanted.
+        width: bytes of a word.
     """
     numel = len(words) // width
-    step = int(numel / max(min(SAMPLE_PART * numel, SAMPLE_WORDS), 1)) | 1  # odd, so that it meets all columns
-    new = words.view(f"u{width}")[::step].copy()
-    changed = fits = 1.0
-    sizes = {}
-    if base is not None and numel:
-        old = base.view(f"u{width}")[::step]
-        steps = (new - old)[new != old].view(f"i{width}")
-        changed = len(steps) / len(new)
-        fits = float(((steps >= -128) & (steps < 128)).mean()) if len(steps) else 1.0
-        if "xor-zstd" in formats:
-            bits = BITS_PER_RARE_CHANGE * changed * (1 - changed) ** 8
-            sizes["xor-zstd"] = (bits + _entropy_bits(new ^ old)) / (8 * width)
-    if "bf16-lossless" in formats and numel:
-        out = np.empty(new.nbytes + HEADER_BYTES, dtype=np.uint8)
-        sizes["bf16-lossless"] = encode_exponents(new.view(np.uint8), out) / new.nbytes
-    return Sample(changed if numel else 0.0, fits, sizes)
+    if base is None or not numel:
+        return Sample(float(base is None), 0.0)
+    steps = _take_runs(words.view(f"u{width}")) - _take_runs(base.view(f"u{width}"))
+    changed = int(np.count_nonzero(steps))
+    if not changed:
+        return Sample(0.0, 1.0)
+    narrow = np.count_nonzero(steps + steps.dtype.type(128) < 256) - (len(steps) - changed) if width > 1 else changed
+    low = steps.view(np.int8)[::width].astype(np.int16)
+    return Sample(changed / len(steps), int(narrow) / changed, float(np.abs(low).sum()) / changed)
 
 
-def _entropy_bits(words: np.ndarray) -> float:
-    """The entropy of the bytes of words, place by place, in bits per word."""
-    bits = 0.0
-    for place in range(words.itemsize):
-        counts = np.bincount((words >> (8 * place)) & 255)
-        shares = counts[counts > 0] / len(words)
-        bits -= float((shares * np.log2(shares)).sum())
-    return bits
+def _take_runs(words: np.ndarray) -> np.ndarray:
+    distance = len(words) // RUNS
+    return (
+        words if distance < RUN_WORDS else words[: RUNS * distance].reshape(RUNS, distance)[:, :RUN_WORDS].reshape(-1)
+    )

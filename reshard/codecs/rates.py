@@ -18,8 +18,8 @@ from reshard.codecs.formats import FORMATS, decode_piece, known_formats
 NUM_VALUES = 2**20
 #: How long each of encoding and decoding is timed.
 WINDOW_SECONDS = 0.03
-#: Words of the array for lossless formats, a piece of bf16 weights, and runs of which the fastest counts.
-NUM_WORDS, FORMAT_RUNS = 2**19, 3
+#: Words of a piece of bf16 weights, and pieces that each lossless format codes; the fastest one counts.
+NUM_WORDS, NUM_PIECES = 2**19, 3
 
 
 def measure_rates(codec: BlockCodec) -> tuple[float, float]:
@@ -48,33 +48,36 @@ def measure_format_rates() -> FormatRates:
     As for :func:`measure_rates`, call it on all ranks at once. A format is timed by the CPU time of its fastest run, as
     its runs are few. How much longer a run takes because threads wait for a core is averaged over all formats.
     """
-    rng = np.random.default_rng(0)
-    old = (rng.standard_normal(NUM_WORDS, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
-    steps = np.rint(8 * rng.standard_normal(NUM_WORDS, dtype=np.float32)).astype(np.int16).view(np.uint16)
-    order = rng.random(NUM_WORDS)
-    out = np.empty(old.nbytes + HEADER_BYTES, dtype=np.uint8)
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in known_formats()}
     begun, begun_cpu = time.perf_counter(), time.thread_time()
-    for share in SHARES:
-        new = np.where(order < share, old + steps, old)
-        words, base, target = new.view(np.uint8), old.view(np.uint8), old.copy().view(np.uint8)
-        for name, seconds in found.items():
-            encode = functools.partial(FORMATS[name].encode, words, base, out, old.itemsize)
-            decode = functools.partial(decode_piece, out[: encode()].copy(), target, old.itemsize)
-            seconds[0].append(_fastest(encode))
-            seconds[1].append(_fastest(decode))
+    rates = time_formats()
     busy = (time.thread_time() - begun_cpu) / (time.perf_counter() - begun)
-    return {name: tuple(tuple(busy * old.nbytes / each for each in side) for side in found[name]) for name in found}
+    return {name: tuple(tuple(busy * rate for rate in side) for side in sides) for name, sides in rates.items()}
 
 
-def _fastest(run: Callable[[], object]) -> float:
-    """CPU seconds of the fastest run."""
-    found = []
-    for _ in range(FORMAT_RUNS):
-        begun = time.thread_time()
-        run()
-        found.append(time.thread_time() - begun)
-    return max(min(found), 1e-9)
+def time_formats() -> FormatRates:
+    """The rates of all lossless formats on a core that does nothing else."""
+    rng = np.random.default_rng(0)
+    shape = NUM_PIECES, NUM_WORDS  # one after another, as a core's cache does not hold real weights
+    old = (rng.standard_normal(shape, dtype=np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    steps = np.rint(8 * rng.standard_normal(shape, dtype=np.float32)).astype(np.int16).view(np.uint16)
+    order = rng.random(shape)
+    out = np.empty((NUM_PIECES, 2 * NUM_WORDS + HEADER_BYTES), dtype=np.uint8)
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in known_formats()}
+    for share in SHARES:
+        words, base, target = (
+            each.view(np.uint8) for each in (np.where(order < share, old + steps, old), old, old.copy())
+        )
+        for name, (encoding, decoding) in found.items():
+            seconds = []
+            for number in range(NUM_PIECES):
+                begun = time.thread_time()
+                size = FORMATS[name].encode(words[number], base[number], out[number], 2)
+                encoded = time.thread_time()
+                decode_piece(out[number, :size], target[number], 2)
+                seconds.append((encoded - begun, time.thread_time() - encoded))
+            encoding.append(max(min(each for each, _ in seconds), 1e-9))
+            decoding.append(max(min(each for _, each in seconds), 1e-9))
+    return {name: tuple(tuple(2 * NUM_WORDS / each for each in side) for side in found[name]) for name in found}
 
 
 def slowest_rates(rates: Sequence[Mapping[str, Any]]) -> FormatRates:

@@ -123,7 +123,7 @@ class SyncFormats:
             return "raw" if base is None else "delta"
         encoders, decoders = (self._plain / max(most, 1) for most in self._sides)
         rates = Rates(link, self._rates, encoders, decoders)
-        return choose_format(len(words) // width, width, take_sample(words, base, width, allowed), rates, allowed)
+        return choose_format(len(words) // width, width, take_sample(words, base, width), rates, allowed)
 
 
 def check_compression(compression: Any, dtypes: Mapping[str, str]) -> None:

@@ -38,7 +38,7 @@ def test_predicted_sizes_are_those_of_the_encoders(width, share):
     formats = [name for name in ("raw", "delta", "bitmap", "bf16-lossless") if FORMATS[name].dtype == "" or width == 2]
     if xor_planes.zstd is not None:
         formats.append("xor-zstd")
-    sample = take_sample(words, base, width, formats)
+    sample = take_sample(words, base, width)
     for name in formats:
         size = FORMATS[name].encode(words, base, np.empty(len(words) + HEADER_BYTES, np.uint8), width) / len(words)
         assert find_size(name, width, sample) == pytest.approx(
@@ -47,9 +47,8 @@ def test_predicted_sizes_are_those_of_the_encoders(width, share):
 
 
 def _choose(changed, gbit, formats=tuple(FORMATS), numel=2**24, **ranks):
-    sizes = {"bf16-lossless": 0.705, "xor-zstd": 0.02 + 0.42 * changed}
     rates = Rates(gbit * 1e9 / 8, MEASURED, **ranks)
-    return choose_format(numel, 2, Sample(changed, 0.95, sizes), rates, formats)
+    return choose_format(numel, 2, Sample(changed, 0.95, 8.0), rates, formats)
 
 
 def test_fewer_bytes_win_on_slow_links_and_less_work_on_fast_ones():
@@ -68,7 +67,7 @@ def test_fewer_bytes_win_on_slow_links_and_less_work_on_fast_ones():
 def test_the_choice_is_never_predicted_to_be_slower_than_raw_or_far_from_the_fastest():
     rng = np.random.default_rng(0)
     for _ in range(300):
-        sample = Sample(rng.random(), rng.random(), {"bf16-lossless": 0.7, "xor-zstd": rng.random()})
+        sample = Sample(rng.random(), rng.random(), 127 * rng.random())
         rates = Rates(10 ** rng.uniform(6, 11), MEASURED, rng.integers(1, 64), rng.integers(1, 64))
         seconds = {name: predict_seconds(name, 2**24, 2, sample, rates) for name in FORMATS}
         chosen = seconds[choose_format(2**24, 2, sample, rates, list(FORMATS))]
@@ -79,11 +78,11 @@ def test_samples_cover_the_tensor_and_are_the_same_on_all_ranks():
     base = np.zeros(2**22, np.uint16)
     words = base.copy()
     words[-(2**21) :] += 1  # half of the rows changed
-    words[:100] += 300
-    first, again = (take_sample(words.view(np.uint8), base.view(np.uint8), 2, ()) for _ in range(2))
-    assert first == again and first.changed == pytest.approx(0.5, abs=0.01) and 0.99 < first.fits < 1
-    empty = take_sample(np.empty(0, np.uint8), np.empty(0, np.uint8), 4, tuple(FORMATS))
-    assert empty == Sample(0.0, 1.0) and take_sample(words.view(np.uint8), None, 2, ()).changed == 1
+    words[:20] += 300
+    first, again = (take_sample(words.view(np.uint8), base.view(np.uint8), 2) for _ in range(2))
+    assert first == again and first.changed == pytest.approx(0.5, abs=0.02) and 0.97 < first.fits < 1
+    empty = take_sample(np.empty(0, np.uint8), np.empty(0, np.uint8), 4)
+    assert empty.changed == 0 and take_sample(words.view(np.uint8), None, 2).changed == 1
 
 
 def test_rates_are_those_of_the_slowest_rank_for_formats_that_all_have():
