@@ -15,6 +15,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: What installs a package that only parts of this one need. CuPy depends on the version of CUDA.
 _EXTRAS = {
     "torch": "'reshard[torch]'",
+    "safetensors": "'reshard[torch]'",
     "ray": "'reshard[ray]'",
     "cupy": "'reshard[cuda13]', or 'reshard[cuda12]' for CUDA 12",
 }

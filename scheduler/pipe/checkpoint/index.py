@@ -18,7 +18,7 @@ from reshard.formatting import brief, compare_names, count_of
 from reshard.sharding import find_overlaps
 
 from .dtypes import CODES, DTYPES
-from .values import parse_json
+from .values import format_json, parse_json
 
 INDEX_FILE = "index.json"
 _FORMAT, _VERSION = "reshard checkpoint", 1
@@ -105,8 +105,8 @@ class Index:
             }
             for key, entry in self.tensors.items()
         }
-        whole = {"format": _FORMAT, "version": _VERSION, "tensors": tensors, "values": dict(self.values)}
-        return json.dumps(whole, indent=1)
+        start = f'{{\n"format": {json.dumps(_FORMAT)},\n"version": {_VERSION},\n'
+        return f'{start}"tensors": {format_json(tensors)},\n"values": {format_json(self.values)}}}\n'
 
 
 def parse_index(text: bytes) -> Index:
@@ -163,7 +163,7 @@ def _parse_entry(value: Any, what: str) -> Entry:
     dtype = DTYPES[found["dtype"]]
     shards = tuple(_parse_shard(each, f"a shard of {what}", dtype.itemsize) for each in found["shards"])
     entry = Entry(dtype, _integers(found["shape"], f"the shape of {what}"), shards)
-    if len(entry.shape) > _MOST_DIMS or math.prod(max(1, each) for each in entry.shape) * dtype.itemsize >= _MOST:
+    if math.prod(max(1, each) for each in entry.shape) * dtype.itemsize >= _MOST:
         raise ValueError(f"{what} has the shape {brief(list(entry.shape))}, which no tensor has")
     check_shards(what, entry)
     return entry
@@ -201,6 +201,7 @@ def _check_name(value: Any, pattern: re.Pattern[str], what: str) -> None:
 
 
 def _integers(value: Any, what: str) -> tuple[int, ...]:
-    if not isinstance(value, list) or not all(type(each) is int and 0 <= each < _MOST for each in value):
-        raise ValueError(f"{what} is {brief(value)}, not a list of integers from 0 to 2**62 - 1")
+    is_short = isinstance(value, list) and len(value) <= _MOST_DIMS
+    if not is_short or not all(type(each) is int and 0 <= each < _MOST for each in value):
+        raise ValueError(f"{what} is {brief(value)}, not a list of at most {_MOST_DIMS} integers from 0 to 2**62 - 1")
     return tuple(value)

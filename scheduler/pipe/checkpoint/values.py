@@ -181,6 +181,12 @@ def _decode(value: Any, path: str, read_tensor: Callable[[str], torch.Tensor], d
     raise wrong
 
 
+def format_json(entries: Mapping[str, Any]) -> str:
+    """The text of a JSON object, with a line for each entry."""
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value, allow_nan=False)}" for key, value in entries.items())
+    return f"{{\n{lines}\n}}\n"
+
+
 def parse_json(text: bytes) -> dict[str, Any]:
     """The object in a JSON text.
 

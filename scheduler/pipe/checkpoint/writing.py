@@ -20,7 +20,7 @@ from .digests import digest_parts, write_synced
 from .dtypes import CODES, DTYPES
 from .index import Entry, Index, Shard, check_shards
 from .plain_parameters import JoinedTensor, find_pieces
-from .values import encode
+from .values import encode, format_json
 
 #: Size from which on a rank begins another file. A file may need its size in memory while it is written.
 FILE_BYTES = 2**32
@@ -170,7 +170,7 @@ def write_entries(
             shards[key, boxes[key]] = (name, *places[key], digest)
     if values:
         name = values_file(rank)
-        write_synced(folder / name, json.dumps({key: entries.values[key] for key in values}, indent=1))
+        write_synced(folder / name, format_json({key: entries.values[key] for key in values}))
         digests[name], _ = digest_parts(folder / name)
     return digests, [shards[piece] for piece in pieces]
 

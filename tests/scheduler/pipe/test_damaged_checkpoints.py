@@ -123,7 +123,10 @@ EDITS = {
         r"shape of tensor 'model.embed.weight' is \[1, -1\]",
     ),
     "huge": (lambda index, _: entry(index).update(shape=[2**61, 2**61]), "which no tensor has"),
-    "float": (lambda index, _: entry(index).update(shape=[8.0, 8]), r"is \[8.0, 8\], not a list of integers"),
+    "float": (
+        lambda index, _: entry(index).update(shape=[8.0, 8]),
+        r"is \[8.0, 8\], not a list of at most 64 integers",
+    ),
     "dims": (lambda index, _: entry(index)["shape"].append(1), "has 3 dims, but a shard of it has another number"),
     "no shards": (lambda index, _: entry(index).update(shards=[]), "elements, but its shards have 0"),
     "twice": (lambda index, _: entry(index)["shards"].append(shard(index)), "elements, but its shards have"),

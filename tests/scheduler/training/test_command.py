@@ -64,6 +64,7 @@ def test_train_runs_under_torchrun(tmp_path):
         (["u-transformer-470m", "--meshes", "1x2,1x1"], "stage 0 has tp=2, but no plan"),
         (["gpt3-125m", "--device", "cuda"], "--device cuda needs 2 GPUs on this machine"),
         (["gpt3-125m", "--share-gpus"], "--share-gpus needs --device cuda"),
+        (["gpt3-125m", "--trust-pickle"], "--trust-pickle is for --resume; omit it, or pass both"),
     ],
 )
 def test_errors_name_the_option_and_the_rule(options, message, capfd, tmp_path, monkeypatch):
