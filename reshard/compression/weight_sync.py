@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
+from reshard.api.handle import times_of
 from reshard.api.lossless.encoding import decode_bucket, digest_regions, encode_bucket, find_capacities
 from reshard.api.lossless.regions import Bucket, find_buckets
 from reshard.api.lossless.transfer import exchange_reports
@@ -272,8 +273,8 @@ class WeightSync:
                 handle = mover.start({name: self._sent.get(name) for name in sizes}, out=self._received)
                 lost = self._find_lost(base, entries)
                 handle.wait()
-                watch = handle.watch
-                seconds = (watch.ended_at or 0.0) - (watch.begun_at or 0.0)
+                begun, ended = times_of(handle)
+                seconds = (ended or 0.0) - (begun or 0.0)
                 if base is not None:
                     self._check_received(entries)
                 if lost is not None:
