@@ -18,9 +18,9 @@ from reshard.coordination import (
     check_inside,
     describe_error,
     find_channel,
-    leave_call,
     plan_arguments,
     publish_interruption,
+    report_error,
     resolve_partial,
     warn_of_hosts,
 )
@@ -97,7 +97,7 @@ def open_plan(
             raise ArgumentError(f"a Mover needs a Plan, not {type(plan).__name__}")
         check_inside(group, plan.ranks)
     except ReshardError as error:
-        leave_call(group, error, lambda: plan.ranks)
+        report_error(group, error)
         raise
     channel = find_channel(group, plan.ranks)
     program = runner = failure = None

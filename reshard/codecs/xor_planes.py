@@ -7,24 +7,20 @@ either, the format does not exist on this rank.
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import numpy as np
 
 from reshard.codecs.delta import HEADER_BYTES, write_plain
 
-
-def _find_zstd() -> Any:
-    for name in ("compression.zstd", "backports.zstd"):
-        try:
-            return importlib.import_module(name)
-        except ImportError:
-            continue
-    return None
-
-
-zstd = _find_zstd()
+zstd: Any
+try:
+    from compression import zstd
+except ImportError:
+    try:
+        from backports import zstd
+    except ImportError:
+        zstd = None
 
 #: The first byte of a code.
 XOR_PLANES = 4

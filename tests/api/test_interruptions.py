@@ -166,7 +166,7 @@ def _leave_small_call(rank, how, monkeypatch):
         move(mesh, 0, timeout_seconds=10)
     if rank == 0 and how == "interrupted":
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr("reshard.api.call.refuse_capture", _interrupt)
+            patched.setattr("reshard.api.inputs.refuse_capture", _interrupt)
             move(pair, 1, timeout_seconds=10)
     elif rank == 0:
         move(pair, 1, timeout_seconds=10, group="typo")

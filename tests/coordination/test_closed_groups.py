@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.api.mover import check_transfers
 from reshard.scheduler import one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.testing.processes import run_processes
@@ -106,7 +107,7 @@ def _use_closed_group(rank, port):
         lambda: _move(rank, group),
         lambda: mover(torch.ones(2, 4)),
         lambda: other.start(torch.ones(2, 4)),
-        mover.check,
+        lambda: check_transfers(mover),
         lambda: _mover(group),
         lambda: reshard.find_topology(group),
     ]

@@ -164,7 +164,7 @@ def test_monitor_asks_for_its_capture_mode_until_it_is_changed(monkeypatch):
     """The monitor queries events. In the default capture mode, this would invalidate a capture of another thread."""
     done, answers = [], [False, True]
     monkeypatch.setattr(heartbeat, "allow_queries_during_capture", lambda: done.append("ask") or answers.pop(0))
-    monitors = iter([Mock(poll=lambda: done.append("poll") or 0.0)] * 3 + [None])
+    monitors = iter([Mock(poll=lambda: done.append("poll") or 0.0)] * 6 + [None])  # two for each turn
     heartbeat._run(lambda: next(monitors), queue.SimpleQueue())
     assert done == ["ask", "poll", "ask", "poll", "poll"]
 
