@@ -13,7 +13,6 @@ import numpy as np
 
 from reshard.codecs.delta import HEADER_BYTES, write_plain
 
-zstd: Any
 try:
     from compression import zstd
 except ImportError:
