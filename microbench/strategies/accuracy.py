@@ -25,12 +25,12 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Problem,
-    Profile,
+    SearchProblem,
+    LayerProfile,
     Sample,
-    Strategy,
+    TrainingPlan,
     Tensor,
-    choose_strategy,
+    choose_training_plan,
 )
 from reshard.scheduler.autoparallel.problem import Stages
 from reshard.scheduler.autoparallel.tuning import correct_profile
@@ -77,10 +77,10 @@ class Model:
         ]
         return LayerGraph(tuple(layers), tuple(tensors), name=self.name)
 
-    def profile(self, graph: LayerGraph) -> Profile:
+    def profile(self, graph: LayerGraph) -> LayerProfile:
         """The seconds that the stages sleep."""
         classes = {f"{s:g} s": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for s in self.seconds}
-        return Profile(graph.key, "timed", graph.dtype, classes)
+        return LayerProfile(graph.key, "timed", graph.dtype, classes)
 
 
 MODELS = (
@@ -95,7 +95,7 @@ MODELS = (
 )
 
 
-def make_pipeline(problem: Problem, stages: Stages) -> Pipeline:
+def make_pipeline(problem: SearchProblem, stages: Stages) -> Pipeline:
     """The pipeline of a strategy with meshes and tensors, as the engine runs it."""
     made = problem.pipeline(stages, MICROBATCHES)
     meshes = [Mesh(tuple(range(s.first_rank, s.end_rank)), {"dp": s.num_ranks, "tp": 1}) for s in stages]
@@ -106,7 +106,7 @@ def make_pipeline(problem: Problem, stages: Stages) -> Pipeline:
 
 
 def measure(
-    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, plain: Topology, repeats: int = REPEATS
+    cluster: EmulatedCluster, problem: SearchProblem, strategy: TrainingPlan, plain: Topology, repeats: int = REPEATS
 ) -> tuple[list[float], PipelineTimeline]:
     """Seconds of the kept steps of a strategy, and the timeline of the least disturbed one."""
     method = Method("strategy", strategy.schedule, None)
@@ -121,7 +121,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
     plain = nominal(shaped)
     graph = model.graph()
     devices = Cluster(plain, 1e9)
-    true = Problem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
     rows: list[tuple[str, float, float]] = []
     with EmulatedCluster(shaped) as cluster:
         problem = true
@@ -138,7 +138,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
                 f"{rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
                 f"{strategy.seconds / rows[-1][2]:.3f}",
             )
-        chosen = choose_strategy(problem)
+        chosen = choose_training_plan(problem)
         taken = statistics.median(measure(cluster, true, chosen, plain)[0])
         best = min(rows, key=lambda row: row[2])
         print_line(

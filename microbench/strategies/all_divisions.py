@@ -28,7 +28,7 @@ from microbench.strategies.by_hand import make_by_hand, parse_stages
 from microbench.training.worker import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import block_transfers, one_f_one_b
-from reshard.scheduler.autoparallel import Choice, Cluster, Problem, StagePlan, Strategy, choose_strategy
+from reshard.scheduler.autoparallel import Choice, Cluster, SearchProblem, StagePlan, TrainingPlan, choose_training_plan
 from reshard.scheduler.autoparallel.problem import Stages
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.topology import topology_from_json
@@ -47,7 +47,7 @@ FIRST = "3:2, 2:2"
 REPEATS, FINAL_REPEATS, NUM_FINAL = 3, 7, 2
 
 
-def divisions(problem: Problem) -> Iterator[Stages]:
+def divisions(problem: SearchProblem) -> Iterator[Stages]:
     """All divisions of the layers and devices into stages of replicas that divide the rows of a microbatch."""
     cluster, rows, num_layers = problem.cluster, ROWS // MICROBATCHES, len(problem.graph.layers)
 
@@ -67,7 +67,7 @@ def divisions(problem: Problem) -> Iterator[Stages]:
             )
 
 
-def run_as_alpa(cluster: EmulatedCluster, problem: Problem, strategy: Strategy) -> float:
+def run_as_alpa(cluster: EmulatedCluster, problem: SearchProblem, strategy: TrainingPlan) -> float:
     """Median seconds of a step under 1F1B whose transfers block the compute stream."""
     pipeline = make_pipeline(problem, strategy.stages)
     schedule = block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)
@@ -77,7 +77,7 @@ def run_as_alpa(cluster: EmulatedCluster, problem: Problem, strategy: Strategy) 
     return statistics.median(lap.seconds for lap in laps.kept())
 
 
-def describe(strategy: Strategy) -> str:
+def describe(strategy: TrainingPlan) -> str:
     """Layers and ranks of all stages, and the schedule."""
     stages = ", ".join(f"{stage.num_layers}:{stage.num_ranks}" for stage in strategy.stages)
     return f"{stages} ({strategy.schedule.name})"
@@ -88,19 +88,19 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
     shaped = topology_from_json(CLUSTERS[kind])
     plain, graph = nominal(shaped), model.graph()
     devices = Cluster(plain, 1e9)
-    true = Problem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
     title = f"{model.name}, {kind}"
     with EmulatedCluster(shaped) as cluster:
 
-        def run(strategy: Strategy, repeats: int) -> tuple[float, Any]:
+        def run(strategy: TrainingPlan, repeats: int) -> tuple[float, Any]:
             seconds, timeline = measure(cluster, true, strategy, plain, repeats)
             return statistics.median(seconds), timeline
 
         _, first = make_by_hand(true, devices, parse_stages(FIRST), MICROBATCHES)
         profile = correct_profile(true, first, [run(first, REPEATS)[1]])
         problem = replace(true, profile=profile)
-        chosen, alpa = choose_strategy(problem), choose_strategy(problem, "alpa")
-        found: list[tuple[float, Strategy]] = []
+        chosen, alpa = choose_training_plan(problem), choose_training_plan(problem, "alpa")
+        found: list[tuple[float, TrainingPlan]] = []
         for stages in track([*divisions(problem)], title):
             _, strategy = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
             found.append((run(strategy, REPEATS)[0], strategy))

@@ -20,9 +20,9 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Problem,
-    Profile,
-    choose_strategy,
+    SearchProblem,
+    LayerProfile,
+    choose_training_plan,
 )
 
 METHODS = ("pure", "galvatron", "bmw", "joint", "auto")
@@ -70,10 +70,10 @@ def make_models() -> dict[str, LayerGraph]:
     return found
 
 
-def describe(problem: Problem, method: str) -> str:
+def describe(problem: SearchProblem, method: str) -> str:
     """Samples per second of a method's choice, and its balance degrees of time and memory."""
     try:
-        found = choose_strategy(problem, method)
+        found = choose_training_plan(problem, method)
     except ArgumentError as error:
         if "fits" not in str(error):
             raise
@@ -94,10 +94,10 @@ def main() -> None:
     print_line(f"| model | GB | {' | '.join(f'`{method}`' for method in METHODS)} |")
     print_line("|---" * (2 + len(METHODS)) + "|")
     for name, graph in make_models().items():
-        profile = Profile.estimate(graph, flops_per_second=FLOPS)
+        profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
         for limit in track(given or LIMITS[name], f"limits of {name}"):
             cluster = Cluster(topology, limit * 1e9)
-            problem = Problem(graph, cluster, profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts)
+            problem = SearchProblem(graph, cluster, profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts)
             cells = " | ".join(describe(problem, method) for method in METHODS)
             print_line(f"| {name} | {limit:g} | {cells} |")
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, Problem, StagePlan, Strategy
+from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, SearchProblem, StagePlan, TrainingPlan
 from reshard.scheduler.autoparallel.iteration import evaluate
 from reshard.scheduler.autoparallel.searching import make_strategy
 from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
@@ -41,8 +41,8 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
 
 
 def make_by_hand(
-    problem: Problem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int, *, thorough: bool = False
-) -> tuple[Problem, Strategy]:
+    problem: SearchProblem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int, *, thorough: bool = False
+) -> tuple[SearchProblem, TrainingPlan]:
     """The strategy of these stages under its fastest schedule, with all predictions, and its problem.
 
     ``thorough``: ``auto_schedule`` may be its schedule, too.

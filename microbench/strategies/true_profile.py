@@ -32,12 +32,12 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Problem,
-    Profile,
+    SearchProblem,
+    LayerProfile,
     Sample,
-    Strategy,
+    TrainingPlan,
     Tensor,
-    choose_strategy,
+    choose_training_plan,
 )
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.topology import Topology, parse_rate, topology_from_json
@@ -56,7 +56,7 @@ def layer_seconds() -> list[float]:
     return [each / FLOPS_PER_SECOND for each in flops]
 
 
-def make_problem(topology: Topology, ratio: float, scale: float) -> Problem:
+def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProblem:
     """The search for the layers.
 
     Each layer is a separate class, so that a profile of a step may give each stage other times.
@@ -72,8 +72,8 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> Problem:
         name="GPT of XL's proportions",
     )
     classes = {f"layer {at}": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for at, s in enumerate(seconds)}
-    profile = Profile(graph.key, "timed", graph.dtype, classes)
-    return Problem(graph, Cluster(topology, 1e9), profile, ROWS, microbatches=(ROWS,))
+    profile = LayerProfile(graph.key, "timed", graph.dtype, classes)
+    return SearchProblem(graph, Cluster(topology, 1e9), profile, ROWS, microbatches=(ROWS,))
 
 
 def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
@@ -88,7 +88,7 @@ def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
 
 
 def measure(
-    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, topology: Topology, repeats: int
+    cluster: EmulatedCluster, problem: SearchProblem, strategy: TrainingPlan, topology: Topology, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
     """Seconds of the steps in each way, and a timeline of each; the ways run in turns."""
     pipeline = make_pipeline(problem, strategy.stages)
@@ -122,7 +122,7 @@ def main() -> None:
         }
         choices = {"even division": first}
         choices |= {
-            f"{name} profile, {method}": choose_strategy(problem, method)
+            f"{name} profile, {method}": choose_training_plan(problem, method)
             for name, problem in problems.items()
             for method in ("alpa", "auto")
         }

@@ -16,7 +16,7 @@ from reshard.codecs import ErrorSums
 from reshard.coordination import Channel, Decision, Request, describe_error, gather_reports, rebuild_error
 from reshard.errors import CompressionError
 from reshard.plan import Plan
-from reshard.runtime.program import Program
+from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.executor import RoundRunner
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ class AgreedPlan:
     """
 
     plan: Plan
-    program: Program
+    program: RankProgram
     runner: RoundRunner | None
     channel: Channel
     call: int

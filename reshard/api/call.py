@@ -48,7 +48,7 @@ from reshard.planner import Strategy, code_tensors, plan_tensors
 from reshard.public_api import not_compiled
 from reshard.runtime.cuda.host_copies import is_copied
 from reshard.runtime.cuda.stream import make_runner, refuse_capture
-from reshard.runtime.program import Program, build_program
+from reshard.runtime.program import RankProgram, build_program
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -334,7 +334,7 @@ class _Call:
         decision: Decision,
         raw: frozenset[str] = frozenset(),
         buckets: Sequence[TensorSpec] = (),
-    ) -> tuple[Plan, Program, RoundRunner | None, set[int]]:
+    ) -> tuple[Plan, RankProgram, RoundRunner | None, set[int]]:
         """The plan, from the cache or compared between ranks, and the ranks that were lost in the comparison.
 
         Args:

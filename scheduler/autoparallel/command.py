@@ -18,7 +18,7 @@ from .costs import MIXED_PRECISION, StateBytes
 from .files import read_value, write_text
 from .graph import LayerGraph
 from .methods.auto import METHODS
-from .profile import Profile
+from .profile import LayerProfile
 from .searching import search
 
 HELP = "search for a training strategy: stages, devices, parallelism, schedule and microbatches"
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError("pass either --profile (measured times) or --flops (estimated times)")
     if options.profile is not None and options.efficiency is not None:
         raise ArgumentError("--efficiency is for times that --flops estimates; omit it or pass --flops, not --profile")
-    profile = Profile.read(options.profile) if options.profile is not None else _estimate(graph, options)
+    profile = LayerProfile.read(options.profile) if options.profile is not None else _estimate(graph, options)
     cluster = Cluster(
         find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
     )
@@ -99,9 +99,9 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _estimate(graph: LayerGraph, options: argparse.Namespace) -> Profile:
+def _estimate(graph: LayerGraph, options: argparse.Namespace) -> LayerProfile:
     given = {} if options.efficiency is None else {"efficiency": options.efficiency}
-    return Profile.estimate(graph, flops_per_second=options.flops, **given)
+    return LayerProfile.estimate(graph, flops_per_second=options.flops, **given)
 
 
 def find_topology(text: str, devices: int | None) -> Topology:

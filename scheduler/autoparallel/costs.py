@@ -17,7 +17,7 @@ from .choices import Choice, shard_1d
 from .cluster import Place, ring_seconds
 from .codecs import CodecCosts
 from .graph import Layer
-from .profile import Profile
+from .profile import LayerProfile
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Workload:
         codec_costs: which traffic inside stages is coded.
     """
 
-    profile: Profile
+    profile: LayerProfile
     states: StateBytes
     rows: int
     microbatches: int

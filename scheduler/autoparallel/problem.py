@@ -21,7 +21,7 @@ from .graph import Layer, LayerGraph, Tensor
 from .grids import best_grids, grid_cost, why_no_grid
 from .prices.edges import EdgeCodecs, EdgePrices, End
 from .prices.ties import TieExchange, TiePrices, repeated_bytes
-from .profile import Profile
+from .profile import LayerProfile
 from .result.stages import StagePlan
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Problem:
+class SearchProblem:
     """A search: what to train, where, and which choices are allowed.
 
     Args:
@@ -67,7 +67,7 @@ class Problem:
 
     graph: LayerGraph
     cluster: Cluster
-    profile: Profile
+    profile: LayerProfile
     rows: int
     states: StateBytes = field(default_factory=StateBytes)
     rules: ChoiceRules = field(default_factory=ChoiceRules)
@@ -362,7 +362,7 @@ class Problem:
         return list(range(1, self.cluster.num_ranks + 1))
 
 
-#: Limit of the scaled activations of :meth:`Problem.pipeline`.
+#: Limit of the scaled activations of :meth:`SearchProblem.pipeline`.
 SCALED_LIMIT = 1 << 40
 
 

@@ -21,11 +21,11 @@ from .costs import StateBytes
 from .graph import Layer, LayerGraph
 from .iteration import Evaluation, evaluate, evaluate_schedule, wider_links
 from .methods.auto import METHODS, Method, auto, decide
-from .problem import Problem
-from .profile import Profile
+from .problem import SearchProblem
+from .profile import LayerProfile
 from .result.reports import Alternative, EdgeReport, StageReport, TieReport
 from .result.stages import StagePlan
-from .result.strategy import Strategy
+from .result.strategy import TrainingPlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 NUM_ALTERNATIVES = 8
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
-#: Spread of measured layer times (see :meth:`Profile.spread`) above which a search warns. If five times spread by so
+#: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. If five times spread by so
 #: much, the standard error of their median is about 10 %, as much as a prediction may be wrong.
 MOST_SPREAD = 0.25
 #: Parts of a strategy that ``keep=`` fixes.
@@ -44,7 +44,7 @@ KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
 def search(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: Profile,
+    profile: LayerProfile,
     *,
     rows: int,
     keep: Mapping[str, Any] | None = None,
@@ -52,7 +52,7 @@ def search(
     states: StateBytes | None = None,
     rules: ChoiceRules | None = None,
     compression: Policy | None = None,
-) -> Strategy:
+) -> TrainingPlan:
     """Find the fastest strategy that fits the memory, as the simulator of whole steps predicts it.
 
     Args:
@@ -60,7 +60,7 @@ def search(
         rows: rows of a step.
         keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids.
-        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`Problem` to candidates.
+        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to candidates.
             All but ``auto`` are taken as they are, without moves.
         states: bytes of states of a parameter; default: float32 with Adam.
         rules: choices that are allowed; default: all that ``Pipe`` runs.
@@ -80,7 +80,7 @@ def search(
     for what, value, kind in (
         ("graph", graph, LayerGraph),
         ("cluster", cluster, Cluster),
-        ("profile", profile, Profile),
+        ("profile", profile, LayerProfile),
     ):
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
@@ -94,10 +94,10 @@ def search(
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = replace(problem, compression=compression)
-    return choose_strategy(problem, method)
+    return choose_training_plan(problem, method)
 
 
-def warn_if_noisy(problem: Problem) -> None:
+def warn_if_noisy(problem: SearchProblem) -> None:
     """Warn if the times of the profile vary by more than :data:`MOST_SPREAD`, as on a machine with other jobs."""
     spread, key, most = problem.profile.spread(problem.graph)
     if spread > MOST_SPREAD:
@@ -109,7 +109,7 @@ def warn_if_noisy(problem: Problem) -> None:
         )
 
 
-def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy:
+def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") -> TrainingPlan:
     """The fastest strategy of a problem that fits the memory. Arguments and errors: :func:`search`."""
     if problem.compression is None:
         found = _decide(problem, method)
@@ -117,7 +117,7 @@ def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy
     return _choose_codecs(problem, problem.compression, method)
 
 
-def _choose_codecs(problem: Problem, policy: Policy, method: str | Method) -> Strategy:
+def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> TrainingPlan:
     """The fastest strategy with some of the codecs of a policy, or without if they gain too little.
 
     The stages are those of two searches: without codecs, and with codecs wherever they are faster. An engine codes the
@@ -141,7 +141,7 @@ def _choose_codecs(problem: Problem, policy: Policy, method: str | Method) -> St
     return make_strategy(best_problem, best, [plain[0], *coded[1:]])
 
 
-def _decide(problem: Problem, method: str | Method) -> list[Evaluation]:
+def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
     """Evaluated candidates of a method, the fastest one that fits the memory first."""
     found = decide(problem, _find(method)(problem), moves=method == "auto")
     best = found[0]
@@ -162,12 +162,12 @@ def _decide(problem: Problem, method: str | Method) -> list[Evaluation]:
 def make_problem(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: Profile,
+    profile: LayerProfile,
     rows: int,
     keep: Mapping[str, Any],
     states: StateBytes,
     rules: ChoiceRules,
-) -> Problem:
+) -> SearchProblem:
     """The problem of a search.
 
     Raises:
@@ -194,7 +194,7 @@ def make_problem(
         shape = _kept_grid(keep["grid"], keep, cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)
     counts = (keep["microbatches"],) if "microbatches" in keep else ()
-    return Problem(graph, cluster, profile, rows, states, rules, counts)
+    return SearchProblem(graph, cluster, profile, rows, states, rules, counts)
 
 
 def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShape:
@@ -233,7 +233,7 @@ def _find(method: str | Method) -> Method:
     return METHODS[method]
 
 
-def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluation]) -> Strategy:
+def make_strategy(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
     """The strategy of an evaluation, with what it is compared to."""
     candidate, count = best.candidate, best.candidate.microbatches
     busy = [best.timeline.busy_seconds(row) for row in range(len(best.costs))]
@@ -272,7 +272,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         TieReport(tuple(layers[at].name for at in each.layers), each.stages, each.nbytes, each.seconds, each.codec)
         for each in best.exchanges
     )
-    return Strategy(
+    return TrainingPlan(
         candidate.method,
         candidate.stages,
         tuple(tuple(layers[at].name for at in range(s.first_layer, s.end_layer)) for s in candidate.stages),
@@ -315,7 +315,7 @@ def _same_for(others: int) -> str:
     return f"; the same holds for {count_of(others, 'other layer')} of its class" if others else ""
 
 
-def _used_policy(problem: Problem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
+def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
     """The text of the policy of a problem with those of its codecs that stages and edges use.
 
     If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.

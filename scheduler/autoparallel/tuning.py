@@ -14,10 +14,10 @@ from ..ir.actions import Kind
 from ..simulation.replay import PipelineTimeline
 from .choices import shard_1d
 from .grids import compute_share
-from .problem import Problem
-from .profile import ClassTimes, Profile, Sample
+from .problem import SearchProblem
+from .profile import ClassTimes, LayerProfile, Sample
 from .result.stages import StagePlan
-from .result.strategy import Strategy
+from .result.strategy import TrainingPlan
 
 #: A layer class, and the degree of tensor parallelism of its times; the degree is 1 on a grid.
 _Entry = tuple[str, int]
@@ -48,7 +48,7 @@ class Measurement:
 class Round:
     """A strategy and its measurement."""
 
-    strategy: Strategy
+    strategy: TrainingPlan
     measurement: Measurement
 
 
@@ -63,8 +63,8 @@ class Tuned:
     """
 
     rounds: tuple[Round, ...]
-    strategy: Strategy
-    profile: Profile
+    strategy: TrainingPlan
+    profile: LayerProfile
     is_settled: bool
 
     @property
@@ -83,7 +83,7 @@ class Tuned:
         return "\n".join([*lines, f"{end}; {self.gain:.3f} times as fast as the first choice"])
 
 
-def tune(problem: Problem, choose: Callable[[Problem], Strategy], measure: Callable[[Strategy], Measurement]) -> Tuned:
+def tune(problem: SearchProblem, choose: Callable[[SearchProblem], TrainingPlan], measure: Callable[[TrainingPlan], Measurement]) -> Tuned:
     """Search, measure the choice, correct the profile, and search again, until the choice stays; at most two rounds.
 
     Args:
@@ -106,12 +106,12 @@ def tune(problem: Problem, choose: Callable[[Problem], Strategy], measure: Calla
     return Tuned(tuple(rounds), best.strategy, problem.profile, is_settled)
 
 
-def is_same(one: Strategy, other: Strategy) -> bool:
+def is_same(one: TrainingPlan, other: TrainingPlan) -> bool:
     """Whether two strategies train alike, whatever is predicted of them."""
     return (one.stages, one.schedule_text) == (other.stages, other.schedule_text)
 
 
-def correct_profile(problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline]) -> Profile:
+def correct_profile(problem: SearchProblem, strategy: TrainingPlan, timelines: Sequence[PipelineTimeline]) -> LayerProfile:
     """The profile with times that explain measured steps.
 
     A layer class has one factor for its forward, one for its backward and one for its weight gradients, such that the
@@ -153,7 +153,7 @@ _FORWARD, _BACKWARD, _WEIGHT = ((Kind.F,),), ((Kind.B,), (Kind.I, Kind.W)), ((Ki
 
 
 def _fit(
-    problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline], kinds: _Kinds
+    problem: SearchProblem, strategy: TrainingPlan, timelines: Sequence[PipelineTimeline], kinds: _Kinds
 ) -> dict[_Entry, float]:
     """Factor of each class for computations of some kinds; empty if no step has them.
 
@@ -194,7 +194,7 @@ def _median_seconds(timelines: Sequence[PipelineTimeline], stage: int, kind: Kin
     return statistics.median(spans) if spans else 0.0
 
 
-def _work(problem: Problem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
+def _work(problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
     """Predicted seconds of computation of each class of a stage for one microbatch, and of all else in the actions."""
     place, rows = problem.place(stage.first_rank, stage.end_rank), problem.rows // count
     work: dict[_Entry, float] = {}
@@ -219,7 +219,7 @@ def _work(problem: Problem, stage: StagePlan, count: int, kinds: _Kinds) -> tupl
     return work, max(0.0, whole - sum(work.values()))
 
 
-def _message_seconds(problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline]) -> float:
+def _message_seconds(problem: SearchProblem, strategy: TrainingPlan, timelines: Sequence[PipelineTimeline]) -> float:
     """Fixed time of a message: the median, over all channels, of the measured time minus the predicted time without it.
 
     For each channel, the faster half of its transfers counts: the others share links.

@@ -44,7 +44,7 @@ from .placement import (
     parse_placements,
 )
 from .planner import Planner
-from .profile import Profile, ScheduleBuilder
+from .profile import StageProfile, ScheduleBuilder
 from .tensor_parallel import divides_sequence, find_plan, parallelize, put_on_grid
 
 
@@ -154,7 +154,7 @@ class Pipe:
                 raise
             return BlockCut(functools.partial(whole_model, loss=self._loss), self.model, ())
 
-    def pipeline(self, example: Any, microbatches: int, profile: Profile, topology: Topology) -> Pipeline:
+    def pipeline(self, example: Any, microbatches: int, profile: StageProfile, topology: Topology) -> Pipeline:
         """The pipeline with the costs of its stages and edges, for one microbatch. One process suffices.
 
         Args:
@@ -177,7 +177,7 @@ class Pipe:
         microbatches: int | None = None,
         *,
         schedule: Schedule | ScheduleBuilder | None = None,
-        profile: Profile | None = None,
+        profile: StageProfile | None = None,
         device: str | torch.device = "cpu",
         group: Any = None,
         topology: Topology | None = None,

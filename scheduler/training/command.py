@@ -17,7 +17,7 @@ from reshard.formatting import count_of
 from .presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
-    from ..autoparallel import Strategy
+    from ..autoparallel import TrainingPlan
     from .loop import Job
 
 HELP = "train GPT or U-Transformer over pipeline stages"
@@ -192,7 +192,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
     )
 
 
-def _read_strategy(options: argparse.Namespace) -> Strategy | None:
+def _read_strategy(options: argparse.Namespace) -> TrainingPlan | None:
     """The strategy of a file; None if there is none, or one is still to be searched for.
 
     Raises:
@@ -208,12 +208,12 @@ def _read_strategy(options: argparse.Namespace) -> Strategy | None:
         raise ArgumentError("a strategy has its own schedule; omit --schedule or --strategy")
     if options.strategy in SEARCHES:
         return None
-    from ..autoparallel import Strategy
+    from ..autoparallel import TrainingPlan
 
     if not Path(options.strategy).is_file():
         raise ArgumentError(f"there is no strategy {options.strategy!r}; pass auto, tune, or the file of a strategy")
     _refuse_search_options(options, f"the strategy {options.strategy} has been found already: omit one of the two")
-    strategy = Strategy.read(options.strategy)
+    strategy = TrainingPlan.read(options.strategy)
     if options.microbatches not in (None, strategy.microbatches):
         raise ArgumentError(
             f"the strategy {options.strategy} has {strategy.microbatches} microbatches, not {options.microbatches}; "

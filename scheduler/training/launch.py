@@ -21,7 +21,7 @@ from reshard.formatting import describe_ranks
 from reshard.testing import LaunchError, run_processes
 from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 
-from ..autoparallel import Strategy, Tuned
+from ..autoparallel import TrainingPlan, Tuned
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
 from .strategies import SearchOptions, find_strategy, tune_strategy
 
@@ -140,7 +140,7 @@ def _tune_locally(job: Job, options: SearchOptions, num_ranks: int, shares_gpus:
     return found
 
 
-def _with_strategy(job: Job, options: SearchOptions, found: Strategy | Tuned, shows: bool = True) -> Job:
+def _with_strategy(job: Job, options: SearchOptions, found: TrainingPlan | Tuned, shows: bool = True) -> Job:
     """The job with the strategy that was found, which is shown and saved."""
     strategy = found.strategy if isinstance(found, Tuned) else found
     if shows:
@@ -181,7 +181,7 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
-def _find_on_all_ranks(job: Job, options: SearchOptions) -> Strategy | Tuned:
+def _find_on_all_ranks(job: Job, options: SearchOptions) -> TrainingPlan | Tuned:
     """The strategy that rank 0 finds, or its error, on all ranks alike."""
     if options.measures:
         return tune_strategy(dist.get_rank(), job, options)
@@ -194,7 +194,7 @@ def _find_on_all_ranks(job: Job, options: SearchOptions) -> Strategy | Tuned:
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise ArgumentError(found[1])
-    strategy: Strategy = found[0]
+    strategy: TrainingPlan = found[0]
     return strategy
 
 
@@ -206,7 +206,7 @@ def _on_gpu(rank: int, port: int, num_ranks: int, shares_gpus: bool, function: C
     return function(rank, *args)
 
 
-def _search_on_actor(_rank: int, job: Job, options: SearchOptions) -> Strategy:
+def _search_on_actor(_rank: int, job: Job, options: SearchOptions) -> TrainingPlan:
     return find_strategy(job, options)
 
 

@@ -14,7 +14,7 @@ from reshard.cli.progress import show_elapsed
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 
-from ..autoparallel import Strategy
+from ..autoparallel import TrainingPlan
 from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
@@ -76,7 +76,7 @@ class Job:
     save_every: int = 0
     resume: bool = False
     dump: str | None = None
-    strategy: Strategy | None = None
+    strategy: TrainingPlan | None = None
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
@@ -170,7 +170,7 @@ def make_pipe(job: Job) -> Pipe:
     return Pipe(model, find_cuts(job.preset.config, layers), stages=job.stages, **options)
 
 
-def check_strategy(strategy: Strategy, job: Job) -> None:
+def check_strategy(strategy: TrainingPlan, job: Job) -> None:
     """Raise ArgumentError unless a strategy is of the model and the rows of a job."""
     names = [name for stage in strategy.layer_names for name in stage][1:]
     paths = layer_paths(job.preset.config)

@@ -11,7 +11,7 @@ import torch
 
 from reshard.runtime.torch_compat import is_in_backward
 
-from ..autoparallel import Strategy
+from ..autoparallel import TrainingPlan
 from ..runtime import torch_compat
 from .loop import Job, make_loaders, make_optimizer, make_pipe
 
@@ -79,7 +79,7 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
         job: a training run with a strategy.
         steps: number of steps.
     """
-    assert isinstance(job.strategy, Strategy)
+    assert isinstance(job.strategy, TrainingPlan)
     batch = make_loaders(job)[0].batch(0)
     counter = StorageCounter(batch)
     with counter, _sampled_products(counter), make_pipe(job).compile(batch) as engine:
@@ -113,7 +113,7 @@ def _sampled_products(counter: StorageCounter) -> Iterator[None]:
         yield
 
 
-def predicted_bytes(strategy: Strategy) -> list[float]:
+def predicted_bytes(strategy: TrainingPlan) -> list[float]:
     """For each rank, the peak memory in bytes that the search predicts."""
     return [
         report.memory_bytes

@@ -20,13 +20,13 @@ from ..autoparallel import (
     ChoiceRules,
     Cluster,
     Measurement,
-    Problem,
-    Profile,
+    SearchProblem,
+    LayerProfile,
     StateBytes,
-    Strategy,
+    TrainingPlan,
     TracedModel,
     Tuned,
-    choose_strategy,
+    choose_training_plan,
     profile_layers,
     trace_module,
     tune,
@@ -139,7 +139,7 @@ def trace_job(job: Job) -> TracedModel:
     )
 
 
-def profile_job(traced: TracedModel, job: Job) -> Profile:
+def profile_job(traced: TracedModel, job: Job) -> LayerProfile:
     """Measure the layers on the device of this process."""
     rows = [rows for rows in ROWS if rows <= job.preset.rows]
     return profile_layers(traced, job.device, rows=rows, repeats=3)
@@ -161,7 +161,7 @@ def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> 
     return Cluster(topology, memory, options.devices or 0)
 
 
-def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Problem:
+def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> SearchProblem:
     """The search problem of a job, with layer times that this process measures."""
     cluster = find_cluster(options, job.device, num_ranks)
     policy = None
@@ -189,14 +189,14 @@ def _with_rates(topology: Topology, policy: Policy, device: str) -> Topology:
     return replace(topology, codec_rates=(*topology.codec_rates, *measured))
 
 
-def find_strategy(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Strategy:
+def find_strategy(job: Job, options: SearchOptions, num_ranks: int | None = None) -> TrainingPlan:
     """Measure the layers of a job in this process, and search.
 
     Raises:
         ArgumentError: no strategy fits the memory, or the options contradict each other.
     """
     with show_elapsed("measuring layers and searching"):
-        return choose_strategy(make_job_problem(job, options, num_ranks))
+        return choose_training_plan(make_job_problem(job, options, num_ranks))
 
 
 def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
@@ -211,13 +211,13 @@ def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
     if rank:
         while True:
             message = _broadcast(None)
-            if not isinstance(message, Strategy):
+            if not isinstance(message, TrainingPlan):
                 break
             measure_steps(rank, replace(job, strategy=message))
     else:
         is_measuring = False
 
-        def measure(strategy: Strategy) -> Measurement:
+        def measure(strategy: TrainingPlan) -> Measurement:
             nonlocal is_measuring
             is_measuring = True  # an error in here ends all ranks, so none waits for a broadcast
             measured = measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
@@ -226,7 +226,7 @@ def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
 
         try:
             with show_elapsed("measuring layers and steps, and searching"):
-                message = tune(make_job_problem(job, options, world), choose_strategy, measure)
+                message = tune(make_job_problem(job, options, world), choose_training_plan, measure)
         except Exception as error:
             if not is_measuring:
                 own = f"rank 0 cannot search: {type(error).__name__}: {error}"

@@ -10,7 +10,7 @@ import pytest
 
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, ports_of
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
@@ -26,7 +26,7 @@ RARE_SEEDS = (105, 199, 285, 561, 872, 1045)
 @pytest.mark.parametrize("seed", [*range(60), *RARE_SEEDS])
 def test_native_and_reference_schedules_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2 ** (16 + seed % 5))
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2 ** (16 + seed % 5))
     workload = replace(make_workload(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)
     ports = ports_of(problem)
     native, twin = make_schedule(ports, workload), schedule_python(ports, workload)
@@ -37,7 +37,7 @@ def test_native_and_reference_schedules_are_equal(seed):
 
 def test_chunks_without_a_holder_are_refused():
     src, dst, shape, topology = random_problem(0)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16)
     workload, ports = make_workload(problem)[0], ports_of(problem)
     nobody = np.zeros_like(workload.host_class_holders[0]), workload.host_class_holders[1][:0]
     assert len(nobody[0]) > 1
@@ -49,7 +49,7 @@ def test_chunks_without_a_holder_are_refused():
 @pytest.mark.parametrize("seed", range(60))
 def test_native_and_reference_senders_and_trees_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
     task, replica = np.nonzero(problem.receivers != NO_RANK)
     receiver, loads = problem.receivers[task, replica], SendLoads(problem)
     rows = zip(task.tolist(), receiver.tolist(), strict=True)

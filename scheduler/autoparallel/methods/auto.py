@@ -9,7 +9,7 @@ from reshard.errors import ArgumentError
 from ..choices import GridShape
 from ..grids import why_no_grid
 from ..iteration import Evaluation, evaluate, step_bound
-from ..problem import Candidate, Problem
+from ..problem import Candidate, SearchProblem
 from ..result.stages import StagePlan, check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
@@ -18,7 +18,7 @@ from .moves import neighbours
 from .pure import pure
 
 #: A search method: candidates, its own choice first.
-Method = Callable[[Problem], Sequence[Candidate]]
+Method = Callable[[SearchProblem], Sequence[Candidate]]
 #: Methods by name.
 METHODS: dict[str, Method] = {
     "joint": joint,
@@ -37,7 +37,7 @@ NUM_THOROUGH = 2
 LEAST_GAIN = 1e-6
 
 
-def auto(problem: Problem) -> tuple[Candidate, ...]:
+def auto(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves."""
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
@@ -48,7 +48,7 @@ def auto(problem: Problem) -> tuple[Candidate, ...]:
     return tuple(found.values())
 
 
-def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
+def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
     """Evaluate candidates in the simulator. Candidates that fit come first, then the fastest.
 
     Args:
@@ -79,7 +79,7 @@ def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) ->
     return found
 
 
-def _check_candidate(problem: Problem, candidate: Candidate) -> None:
+def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
     """Raise ArgumentError unless a candidate of a method has all layers and ranks, and rows that its stages divide."""
     if not isinstance(candidate, Candidate):
         raise ArgumentError(f"a method must return Candidates, not {candidate!r:.100}")
@@ -110,7 +110,7 @@ def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:
     return (found.short_bytes, found.rank_key)
 
 
-def improve(problem: Problem, start: Evaluation) -> Evaluation:
+def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
     """Hill climbing: take the first move that gains until none does, or the tries are spent."""
     best, tried, gained, left = start, {start.candidate.text}, True, MOVE_BUDGET
     while gained:
@@ -130,14 +130,14 @@ def improve(problem: Problem, start: Evaluation) -> Evaluation:
     return best
 
 
-def _why_refused(problem: Problem, grid: GridShape) -> str:
+def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
     """Which layer cannot be on a grid, and why."""
     reasons = ((layer.name, why_no_grid(layer, grid)) for layer in problem.graph.layers)
     name, reason = next((name, reason) for name, reason in reasons if reason is not None)
     return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
 
 
-def _why_nothing_fits(problem: Problem) -> str:
+def _why_nothing_fits(problem: SearchProblem) -> str:
     """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
     count, total = max(problem.microbatches), problem.cluster.num_ranks
     least: tuple[float, str] | None = None

@@ -11,7 +11,7 @@ from ..choices import Choice
 from ..cluster import Place
 from ..costs import LayerCost
 from ..prices.ties import tied_share
-from ..problem import Problem
+from ..problem import SearchProblem
 
 
 def num_recomputed(part: float, count: int) -> int:
@@ -26,7 +26,7 @@ SUMMED = ("forward_seconds", "backward_seconds", "activation_bytes", "state_byte
 class OptionTables:
     """Makes the tables of options, for one number of microbatches. Layers of one class share their costs."""
 
-    def __init__(self, problem: Problem, microbatches: int) -> None:
+    def __init__(self, problem: SearchProblem, microbatches: int) -> None:
         self.problem, self.microbatches = problem, microbatches
         self._num = len(problem.graph.layers)
         self._first, self._end = np.indices((self._num + 1, self._num + 1))

@@ -7,13 +7,13 @@ from html import escape
 
 from reshard.formatting import format_bytes
 
-from .record import StrategyRecord
+from .record import TrainingPlanRecord
 
 #: Sizes in pixels.
 _WIDTH, _HOST_WIDTH, _ROW, _GAP, _LEFT = 1000, 120, 58, 46, 10
 
 
-def draw_strategy(strategy: StrategyRecord) -> str:
+def draw_strategy(strategy: TrainingPlanRecord) -> str:
     """An SVG: one column of hosts, one box for each stage beside the hosts of its ranks, and a line for each edge.
 
     A stage says its layers, ranks, busy seconds of a step and memory; an edge its bytes and seconds for one microbatch

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from reshard.formatting import count_of, format_bytes
 
-from .record import StrategyRecord
+from .record import TrainingPlanRecord
 from .reports import Alternative, EdgeReport, StageReport, TieReport
 from .stages import StagePlan
 
 
-def explain_strategy(strategy: StrategyRecord) -> str:
+def explain_strategy(strategy: TrainingPlanRecord) -> str:
     """The text of :meth:`reshard.scheduler.autoparallel.Strategy.explain`."""
     lines = _summary_lines(strategy)
     for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
@@ -31,7 +31,7 @@ def explain_strategy(strategy: StrategyRecord) -> str:
     return "\n".join(lines)
 
 
-def _summary_lines(strategy: StrategyRecord) -> list[str]:
+def _summary_lines(strategy: TrainingPlanRecord) -> list[str]:
     """Seconds, method and schedule; the bound; the balance over stages."""
     lines = [
         f"{strategy.seconds:.4g} s for {count_of(strategy.rows, 'row')} in "
@@ -97,7 +97,7 @@ def _tie_line(tie: TieReport) -> str:
     )
 
 
-def _improvement_lines(strategy: StrategyRecord) -> list[str]:
+def _improvement_lines(strategy: TrainingPlanRecord) -> list[str]:
     """What faster links and more memory would gain."""
     gain = strategy.seconds - strategy.wider_links_seconds
     lines = [f"links 10 % faster would gain {max(0.0, gain):.3g} s"]

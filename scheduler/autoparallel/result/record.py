@@ -26,7 +26,7 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class StrategyRecord:
+class TrainingPlanRecord:
     """The values of a :class:`Strategy`, which documents them, and their JSON."""
 
     method: str

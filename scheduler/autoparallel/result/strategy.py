@@ -9,11 +9,11 @@ from typing import Any
 from ..files import read_value, write_text
 from .drawing import draw_strategy
 from .explain import explain_strategy
-from .record import StrategyRecord
+from .record import TrainingPlanRecord
 
 
 @dataclass(frozen=True)
-class Strategy(StrategyRecord):
+class TrainingPlan(TrainingPlanRecord):
     """Stages, schedule and microbatches of a training, and what they are predicted to take.
 
     ``Pipe(model, strategy=strategy)`` trains it. It is the same on every rank and from run to run.
@@ -57,7 +57,7 @@ class Strategy(StrategyRecord):
         write_text(path, self.to_json() + "\n")
 
     @classmethod
-    def read(cls, path: str | Path) -> Strategy:
+    def read(cls, path: str | Path) -> TrainingPlan:
         """Read what :meth:`save` wrote.
 
         Raises:

@@ -18,10 +18,10 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Profile,
+    LayerProfile,
     Sample,
     StagePlan,
-    Strategy,
+    TrainingPlan,
     Tensor,
     search,
 )
@@ -86,7 +86,7 @@ def test_a_search_warns_of_a_noisy_profile_once():
         (lambda: Cluster(HOSTS, None), "memory_bytes is None"),
         (lambda: replace(GRAPH, ties=((0, 5),)), r"a tie is \(0, 5\); it must be \(layers, number of parameters\)"),
         (lambda: Tensor("x", 5, "float32", 0, (1,)), "shape of tensor 'x' is 5"),
-        (lambda: Profile.estimate(GRAPH, flops_per_second="1e12"), "flops_per_second is '1e12'"),
+        (lambda: LayerProfile.estimate(GRAPH, flops_per_second="1e12"), "flops_per_second is '1e12'"),
         (lambda: replace(PROFILE, message_seconds=math.nan), "message_seconds of a profile is nan"),
         (lambda: replace(PROFILE, sums=(0, 0)), r"sums of a profile is \(0, 0\)"),
         (lambda: Sample(1.5, 1, 0, 0, 0), "a sample has 1.5 rows"),
@@ -98,8 +98,8 @@ def test_a_search_warns_of_a_noisy_profile_once():
         (lambda: Choice(recompute=[1]), r"recompute of a choice is \[1\]; it must be a bool"),
         (lambda: StagePlan(0, 1, 0, 1.0, (Choice(),)), r"layers and ranks of a stage are \(0, 1, 0, 1.0\)"),
         (lambda: make_graph(heads=5), "5 heads do not divide hidden"),
-        (lambda: Profile.read("/no/such/file"), "cannot read /no/such/file"),
-        (lambda: Strategy.read("/"), "cannot read /"),
+        (lambda: LayerProfile.read("/no/such/file"), "cannot read /no/such/file"),
+        (lambda: TrainingPlan.read("/"), "cannot read /"),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(make, text):
@@ -134,10 +134,10 @@ def test_a_strategy_whose_parts_do_not_fit_is_not_read(strategy, change, text):
         else:
             data[name] = value
     with pytest.raises(ArgumentError, match=text):
-        Strategy.from_json(json.dumps(data))
+        TrainingPlan.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("kind", [LayerGraph, Profile, Strategy])
+@pytest.mark.parametrize("kind", [LayerGraph, LayerProfile, TrainingPlan])
 def test_a_file_of_another_kind_is_named_with_what_is_wrong(tmp_path, kind):
     path = tmp_path / "file.json"
     missing = "layers" if kind is LayerGraph else "version"
@@ -164,7 +164,7 @@ def test_candidates_of_a_method_must_fit_the_problem():
 
 def test_a_model_without_work_or_parameters_has_a_strategy():
     graph = LayerGraph.chain([Layer(str(number), "empty", 0.0, 0, 0.0) for number in range(4)], [(1, 4)] * 3)
-    found = search(graph, Cluster(HOSTS, 1e9), Profile.estimate(graph, flops_per_second=1e9), rows=8)
+    found = search(graph, Cluster(HOSTS, 1e9), LayerProfile.estimate(graph, flops_per_second=1e9), rows=8)
     assert found.seconds == 0
     assert "no plan of this model takes less than 0 s" in found.explain()
 
@@ -172,7 +172,7 @@ def test_a_model_without_work_or_parameters_has_a_strategy():
 def test_a_tp_degree_that_no_layer_allows_is_named():
     graph = LayerGraph.transformer(layers=2, hidden=8, heads=2, sequence=8, vocabulary=32)
     graph = replace(graph, layers=tuple(replace(each, tp_limit=1, grid_sizes=None) for each in graph.layers))
-    profile = Profile.estimate(graph, flops_per_second=1e9)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e9)
     message = r"no stage can have tp=2: the layers of .* allow tp=1 at most; use a smaller tp, or pass a tp_plan"
     with pytest.raises(ArgumentError, match=message):
         search(graph, CLUSTER, profile, rows=4, keep={"tp": 2})

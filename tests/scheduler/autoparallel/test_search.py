@@ -27,10 +27,10 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Profile,
+    LayerProfile,
     Sample,
     StagePlan,
-    Strategy,
+    TrainingPlan,
     Tensor,
     search,
 )
@@ -47,7 +47,7 @@ def make_graph(**changes):
 
 
 GRAPH = make_graph()
-PROFILE = Profile.estimate(GRAPH, flops_per_second=1e12)
+PROFILE = LayerProfile.estimate(GRAPH, flops_per_second=1e12)
 CLUSTER = Cluster(HOSTS, 1e9)
 
 
@@ -69,10 +69,10 @@ def test_a_strategy_fits_its_model_devices_and_memory(strategy):
 
 def test_formats_are_read_back(strategy, tmp_path):
     strategy.save(tmp_path / "strategy.json")
-    assert Strategy.read(tmp_path / "strategy.json") == strategy
+    assert TrainingPlan.read(tmp_path / "strategy.json") == strategy
     assert LayerGraph.from_json(GRAPH.to_json()) == GRAPH
-    assert Profile.from_json(PROFILE.to_json()) == PROFILE
-    for read in (Strategy.from_json, LayerGraph.from_json, Profile.from_json):
+    assert LayerProfile.from_json(PROFILE.to_json()) == PROFILE
+    for read in (TrainingPlan.from_json, LayerGraph.from_json, LayerProfile.from_json):
         for text in ("", "[]", "{}", '{"version": 1}'):
             with pytest.raises(ArgumentError, match="not a"):
                 read(text)
@@ -148,7 +148,7 @@ def test_search_keeps_the_choices_that_keep_names():
 
 def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
     graph = LayerGraph.transformer(layers=6, hidden=256, heads=4, sequence=16, dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
 
     def one_stage(problem):
         found = problem.choices(4, 2)
@@ -172,7 +172,7 @@ def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
 
 def test_codecs_are_chosen_where_they_make_a_step_shorter():
     graph = make_graph(dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     policy = Policy(dp="int8x128", pp="int8x128")
     slow = Topology.uniform((0, 1, 2), 1e7)
     kept = {"microbatches": 4, "tp": 1}
@@ -187,7 +187,7 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
     assert coded.seconds < 0.5 * plain.seconds
     assert coded.compression is not None
     assert set(coded.compression.dimensions) <= {"dp", "pp"}
-    assert Strategy.from_json(coded.to_json()) == coded
+    assert TrainingPlan.from_json(coded.to_json()) == coded
     assert f"codecs: {coded.compression}" in coded.explain()
     assert replace(find(1e3), cluster_hash="") == replace(plain, cluster_hash="")  # coding takes too long
     with pytest.raises(ArgumentError, match="has the codec int8x128, whose rates the topology of the cluster lacks"):
@@ -199,7 +199,7 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
 @pytest.mark.parametrize(("dimension", "keep"), [("zero", {"zero": 3, "tp": 1}), ("tp", {"grid": (2, 2, 1)})])
 def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dimension, keep):
     graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, vocabulary=64, dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     slow = Topology.uniform((0, 1, 2, 3), 1e7)
     keep = {"microbatches": 1, **keep}
     feedback = ("dp", "zero") if dimension == "zero" else ("dp",)
@@ -224,7 +224,7 @@ def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dime
 
 def test_a_codec_that_is_slow_one_way_codes_the_other():
     graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     rates = (CodecRate("int8x128", 1e10, 1e10), CodecRate("int4x128", 1e3, 1e3))
     cluster = Cluster(replace(Topology.uniform((0, 1), 1e7), codec_rates=rates), 1e9)
 
@@ -252,7 +252,7 @@ def test_zero_1_and_2_are_priced_but_not_run(zero):
         search(GRAPH, CLUSTER, PROFILE, rows=8, keep=keep)
     rules, profile = (
         ChoiceRules(recompute=(False,), max_tp=1, executable=False),
-        Profile.estimate(GRAPH, flops_per_second=1e9),
+        LayerProfile.estimate(GRAPH, flops_per_second=1e9),
     )
     for grid in (None, (1, 2, 2)):
         found = search(GRAPH, CLUSTER, profile, rows=8, rules=rules, keep={**keep, "grid": grid})
@@ -282,7 +282,7 @@ def test_errors_name_the_thing_the_rule_and_the_numbers():
     with pytest.raises(ArgumentError, match="measured on 'guess', not on 'cuda'"):
         PROFILE.check(GRAPH, "cuda")
     with pytest.raises(ArgumentError, match=r"\[8\] rows did not fit the device"):
-        Profile(GRAPH.key, "cpu", "float32", {"block": {1: ClassTimes((), (8,))}})
+        LayerProfile(GRAPH.key, "cpu", "float32", {"block": {1: ClassTimes((), (8,))}})
     with pytest.raises(ArgumentError, match="layers read only what earlier layers have written"):
         Tensor("x", (1, 4), "float32", 1, (1,))
     with pytest.raises(ArgumentError, match="saved_bytes of layer 'a' is -1"):
@@ -329,9 +329,9 @@ def test_less_memory_never_gives_a_faster_strategy():
 
 
 def test_schedules_of_the_strategy_are_valid(strategy):
-    from reshard.scheduler.autoparallel.problem import Problem
+    from reshard.scheduler.autoparallel.problem import SearchProblem
 
-    problem = Problem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
+    problem = SearchProblem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
     check_schedule(strategy.schedule, problem.pipeline(strategy.stages, strategy.microbatches))
 
 
@@ -343,7 +343,7 @@ def test_the_command_prints_and_writes_a_strategy(tmp_path, capsys):
     written = tmp_path / "strategy.json"
     status = main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--output", str(written)])
     assert status == 0
-    assert capsys.readouterr().out.strip() == Strategy.read(written).explain()
+    assert capsys.readouterr().out.strip() == TrainingPlan.read(written).explain()
     for arguments, text in (
         ([str(tmp_path / "graph.json"), *rest], "pass either --profile (measured times) or --flops"),
         (

@@ -16,8 +16,8 @@ from reshard.scheduler.autoparallel import (
     Choice,
     Cluster,
     LayerGraph,
-    Problem,
-    Profile,
+    SearchProblem,
+    LayerProfile,
     StagePlan,
     search,
     trace_module,
@@ -48,9 +48,9 @@ def make_graph(tied=(0, 5)):
 
 def make_problem_of(hosts, ties=((0, 5), SHARED), **options):
     graph = replace(make_graph(), ties=(ties,))
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     cluster = Cluster(replace(Topology.uniform(hosts, NIC), latency_seconds=0.0, inside_latency_seconds=0.0), 1e9)
-    return Problem(graph, cluster, profile, 8, microbatches=(4,), **options)
+    return SearchProblem(graph, cluster, profile, 8, microbatches=(4,), **options)
 
 
 def plan(*stages):

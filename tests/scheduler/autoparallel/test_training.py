@@ -18,9 +18,9 @@ from reshard.scheduler.autoparallel import (
     Choice,
     Cluster,
     LayerGraph,
-    Profile,
+    LayerProfile,
     StagePlan,
-    Strategy,
+    TrainingPlan,
     profile_layers,
     search,
     trace_module,
@@ -59,7 +59,7 @@ def find_strategy(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
         vocabulary=32,
         dtype="float32",
     )
-    profile = Profile.estimate(graph, flops_per_second=flops, efficiency=1.0)
+    profile = LayerProfile.estimate(graph, flops_per_second=flops, efficiency=1.0)
     topology = hosts if isinstance(hosts, Topology) else Topology.uniform(hosts, 1e8)
     cluster = Cluster(topology, memory_bytes)
     keep = keep or {}
@@ -67,7 +67,7 @@ def find_strategy(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
 
 
 def pipe_of_strategy(case, text):
-    return rs.Pipe(case.make_model(), strategy=Strategy.from_json(text))
+    return rs.Pipe(case.make_model(), strategy=TrainingPlan.from_json(text))
 
 
 def check_trains(strategy):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.cli.main import main
-from reshard.scheduler.autoparallel import Cluster, LayerGraph, Profile, search
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
 from reshard.scheduler.training import strategies
 from reshard.scheduler.training.loop import Job, train
 from reshard.scheduler.training.strategies import SearchOptions, find_strategy, tune_strategy
@@ -59,7 +59,7 @@ def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
 def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     graph = LayerGraph.transformer(layers=5, hidden=8, heads=2, sequence=8, vocabulary=32)
-    profile = Profile.estimate(graph, flops_per_second=1e9)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e9)
     search(graph, Cluster(Topology.uniform((0, 0)), 1e9), profile, rows=4).save("plan.json")
     for options, message in (
         (["--strategy", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
