@@ -1,4 +1,4 @@
-from reshard.runtime.weight_grad_store import later_tasks as later_tasks
+from reshard.gradients.weight_grad_store import later_tasks as later_tasks
 
 from .costs import edge_plans as edge_plans, plan_edge as plan_edge
 from .graph import Edge as Edge, Pipeline as Pipeline, Stage as Stage

@@ -26,7 +26,7 @@ from reshard.cli.progress import print_line, track
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
 from reshard.parallel.choice import GridPrice
 from reshard.parallel.grid import AXES
-from reshard.runtime.device_mesh import make_device_mesh
+from reshard.coordination.device_mesh import make_device_mesh
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.topology import Topology

@@ -36,7 +36,7 @@ from reshard.parallel.grid import AXES
 from reshard.parallel.grid.cuts import chunk_spans, size_of
 from reshard.parallel.products.dataflow import PANEL_WIDTH
 from reshard.parallel.products.multiply import Product
-from reshard.runtime.device_mesh import make_device_mesh
+from reshard.coordination.device_mesh import make_device_mesh
 from reshard.topology import Topology
 
 #: Of a collective.

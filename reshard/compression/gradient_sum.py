@@ -23,7 +23,7 @@ from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.public_api import not_compiled
-from reshard.runtime.device_mesh import end_with, new_group
+from reshard.coordination.device_mesh import end_with, new_group
 
 #: Dtypes of gradients. Sums are computed in fp32.
 GRADIENT_DTYPES = ("float32", "bfloat16", "float16")

@@ -12,7 +12,7 @@ from .result.reports import (
     StageReport as StageReport,
     TieReport as TieReport,
 )
-from .result.stages import StagePlan as StagePlan
+from .stages import StagePlan as StagePlan
 from .result.strategy import TrainingPlan as TrainingPlan
 from .searching import choose_training_plan as choose_training_plan, search as search
 from .tuning import Measurement as Measurement, Round as Round, Tuned as Tuned, tune as tune

@@ -12,7 +12,7 @@ from reshard.errors import ArgumentError
 from .cluster import Cluster, Place, ring_seconds
 from .graph import LayerGraph, is_shared
 from .prices.edges import coded_ratio
-from .result.stages import StagePlan
+from .stages import StagePlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

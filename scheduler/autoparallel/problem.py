@@ -22,7 +22,7 @@ from .grids import best_grids, grid_cost, why_no_grid
 from .prices.edges import EdgeCodecs, EdgePrices, End
 from .prices.ties import TieExchange, TiePrices, repeated_bytes
 from .profile import LayerProfile
-from .result.stages import StagePlan
+from .stages import StagePlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

@@ -24,7 +24,7 @@ from .methods.auto import METHODS, Method, auto, decide
 from .problem import SearchProblem
 from .profile import LayerProfile
 from .result.reports import Alternative, EdgeReport, StageReport, TieReport
-from .result.stages import StagePlan
+from .stages import StagePlan
 from .result.strategy import TrainingPlan
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from .choices import shard_1d
 from .grids import compute_share
 from .problem import SearchProblem
 from .profile import ClassTimes, LayerProfile, Sample
-from .result.stages import StagePlan
+from .stages import StagePlan
 from .result.strategy import TrainingPlan
 
 #: A layer class, and the degree of tensor parallelism of its times; the degree is 1 on a grid.

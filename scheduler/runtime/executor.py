@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.runtime.gradient_sums import declared_sums
+from reshard.gradients.sums import declared_sums
 from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline

@@ -20,8 +20,8 @@ from reshard.parallel import (
     sync_during_backward,
     sync_gradients,
 )
-from reshard.runtime import gradient_sums
-from reshard.runtime.weight_grad_store import WeightGradStore
+from reshard.gradients import sums as gradient_sums
+from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
 
 from .models import gradient_errors, make_batch, make_gpt

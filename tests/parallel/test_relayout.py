@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.errors import ArgumentError, ReshardError
 from reshard.parallel import Grid, parallelize, plain_state_dict, relayout, sync_gradients
-from reshard.runtime.weight_grad_store import WeightGradStore
+from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt, train

@@ -10,7 +10,7 @@ from ..choices import GridShape
 from ..grids import why_no_grid
 from ..iteration import Evaluation, evaluate, step_bound
 from ..problem import Candidate, SearchProblem
-from ..result.stages import StagePlan, check_stages
+from ..stages import StagePlan, check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .joint import joint

@@ -14,7 +14,7 @@ from ..costs import LayerCost
 from ..graph import is_shared, own_layer
 from ..prices.ties import tied_share
 from ..problem import SearchProblem
-from ..result.stages import StagePlan
+from ..stages import StagePlan
 
 #: Steps of the memory of a device. What a layer needs is rounded up to whole steps.
 STEPS = 512

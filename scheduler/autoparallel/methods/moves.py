@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..choices import Choice
 from ..problem import Candidate, SearchProblem, Stages
-from ..result.stages import StagePlan
+from ..stages import StagePlan
 
 
 def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:

@@ -29,7 +29,7 @@ from ...ir.communication import RECVS_AHEAD
 from ..choices import Choice, GridShape
 from ..cluster import Place
 from ..problem import SearchProblem, Stages
-from ..result.stages import StagePlan
+from ..stages import StagePlan
 from .option_tables import OptionTables, num_recomputed
 from .range_bytes import RangeBytes, bytes_of_cuts
 

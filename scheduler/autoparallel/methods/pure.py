@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..choices import Choice
 from ..problem import Candidate, SearchProblem, Stages
-from ..result.stages import StagePlan
+from ..stages import StagePlan
 
 
 def pure(problem: SearchProblem) -> tuple[Candidate, ...]:

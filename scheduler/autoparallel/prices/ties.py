@@ -21,7 +21,7 @@ from ..choices import Choice
 from ..cluster import Cluster, Place, hosts_are_alike
 from ..costs import LayerCost
 from ..graph import LayerGraph, is_shared, own_layer
-from ..result.stages import StagePlan
+from ..stages import StagePlan
 
 #: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec codes.
 _DTYPES = {2.0: "bfloat16", 4.0: "float32", 8.0: "float64"}

@@ -17,7 +17,7 @@ from ...ir.text import parse_schedule
 from ..choices import Choice
 from ..files import explain_refusal, read_object
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
-from .stages import StagePlan, check_stages
+from ..stages import StagePlan, check_stages
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
