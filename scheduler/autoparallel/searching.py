@@ -14,17 +14,17 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..ir.text import format_schedule
-from .choices import Choice, ChoiceRules, GridShape
-from .cluster import Cluster
-from .codecs import parts_of_policy, with_codecs
-from .costs import StateBytes
-from .graph import Layer, LayerGraph
-from .iteration import Evaluation, evaluate, evaluate_schedule, wider_links
+from .inputs.choices import Choice, ChoiceRules, GridShape
+from .inputs.cluster import Cluster
+from .costs.codec_costs import parts_of_policy, with_codecs
+from .costs.layer_costs import StateBytes
+from .inputs.layer_graph import Layer, LayerGraph
+from .costs.iteration import Evaluation, evaluate, evaluate_schedule, wider_links
 from .methods.auto import METHODS, Method, auto, decide
-from .problem import SearchProblem
-from .profile import LayerProfile
+from .costs.problem import SearchProblem
+from .inputs.layer_profile import LayerProfile
 from .result.reports import Alternative, EdgeReport, StageReport, TieReport
-from .stages import StagePlan
+from .inputs.stages import StagePlan
 from .result.strategy import TrainingPlan
 
 if TYPE_CHECKING:

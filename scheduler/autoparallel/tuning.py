@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from ..ir.actions import Kind
 from ..simulation.replay import PipelineTimeline
-from .choices import shard_1d
-from .grids import compute_share
-from .problem import SearchProblem
-from .profile import ClassTimes, LayerProfile, Sample
-from .stages import StagePlan
+from .inputs.choices import shard_1d
+from .costs.grid_costs import compute_share
+from .costs.problem import SearchProblem
+from .inputs.layer_profile import ClassTimes, LayerProfile, Sample
+from .inputs.stages import StagePlan
 from .result.strategy import TrainingPlan
 
 #: A layer class, and the degree of tensor parallelism of its times; the degree is 1 on a grid.

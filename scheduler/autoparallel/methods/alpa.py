@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..problem import Candidate, SearchProblem, Stages
-from ..stages import StagePlan
+from ..costs.problem import Candidate, SearchProblem, Stages
+from ..inputs.stages import StagePlan
 from .pace import Tables, make_tables
 
 #: Number of limits on the time of the slowest stage that are tried. If there are more times of stages, the limits are

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import Candidate, SearchProblem, Stages, end_of
+from ..costs.problem import Candidate, SearchProblem, Stages, end_of
 from .pace import Tables, make_tables
 
 #: Ratio of consecutive paces that are tried. The answer is within this factor of the best pace.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..choices import Choice
-from ..problem import Candidate, SearchProblem, Stages
-from ..stages import StagePlan
+from ..inputs.choices import Choice
+from ..costs.problem import Candidate, SearchProblem, Stages
+from ..inputs.stages import StagePlan
 
 
 def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..choices import Choice
-from ..problem import Candidate, SearchProblem, Stages
-from ..stages import StagePlan
+from ..inputs.choices import Choice
+from ..costs.problem import Candidate, SearchProblem, Stages
+from ..inputs.stages import StagePlan
 
 
 def pure(problem: SearchProblem) -> tuple[Candidate, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph import LayerGraph, Tensor
+from ..inputs.layer_graph import LayerGraph, Tensor
 
 
 @dataclass(frozen=True, eq=False)

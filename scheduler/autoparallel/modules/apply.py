@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from reshard.errors import ArgumentError
 
 from ...pipe.placement import Placement, ddp
-from ..stages import StagePlan
+from ..inputs.stages import StagePlan
 
 
 def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[str]]) -> list[Placement]:

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
-from ..profile import ClassTimes, LayerProfile, Sample
+from ..inputs.layer_profile import ClassTimes, LayerProfile, Sample
 from .tracing import TracedModel, layer_inputs, run_layer
 
 #: Rows that are measured, unless others are given.

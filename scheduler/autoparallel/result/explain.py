@@ -8,7 +8,7 @@ from reshard.formatting import count_of, format_bytes
 
 from .record import TrainingPlanRecord
 from .reports import Alternative, EdgeReport, StageReport, TieReport
-from ..stages import StagePlan
+from ..inputs.stages import StagePlan
 
 
 def explain_strategy(strategy: TrainingPlanRecord) -> str:

@@ -14,10 +14,10 @@ from reshard.formatting import count_of
 
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
-from ..choices import Choice
-from ..files import explain_refusal, read_object
+from ..inputs.choices import Choice
+from ..inputs.files import explain_refusal, read_object
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
-from ..stages import StagePlan, check_stages
+from ..inputs.stages import StagePlan, check_stages
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

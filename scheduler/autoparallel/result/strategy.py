@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import read_value, write_text
+from ..inputs.files import read_value, write_text
 from .drawing import draw_strategy
 from .explain import explain_strategy
 from .record import TrainingPlanRecord

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from reshard.parallel.layer_price import LayerSizes
 from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, SearchProblem, LayerProfile, Tensor
-from reshard.scheduler.autoparallel.costs import StageCost
+from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
 from reshard.topology import Host, Port, Topology
 
 

@@ -25,7 +25,7 @@ from reshard.scheduler.autoparallel import (
     Tensor,
     search,
 )
-from reshard.scheduler.autoparallel.files import read_value
+from reshard.scheduler.autoparallel.inputs.files import read_value
 from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROFILE, make_graph
 
 

@@ -34,8 +34,8 @@ from reshard.scheduler.autoparallel import (
     Tensor,
     search,
 )
-from reshard.scheduler.autoparallel.cluster import Place
-from reshard.scheduler.autoparallel.grids import _traffic
+from reshard.scheduler.autoparallel.inputs.cluster import Place
+from reshard.scheduler.autoparallel.costs.grid_costs import _traffic
 from reshard.topology import CodecRate, Host, Port, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
@@ -329,7 +329,7 @@ def test_less_memory_never_gives_a_faster_strategy():
 
 
 def test_schedules_of_the_strategy_are_valid(strategy):
-    from reshard.scheduler.autoparallel.problem import SearchProblem
+    from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 
     problem = SearchProblem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
     check_schedule(strategy.schedule, problem.pipeline(strategy.stages, strategy.microbatches))

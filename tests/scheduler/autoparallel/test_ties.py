@@ -22,11 +22,11 @@ from reshard.scheduler.autoparallel import (
     search,
     trace_module,
 )
-from reshard.scheduler.autoparallel.graph import is_shared
-from reshard.scheduler.autoparallel.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
+from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
 from reshard.scheduler.autoparallel.methods import pace
 from reshard.scheduler.autoparallel.modules.apply import make_placements
-from reshard.scheduler.autoparallel.prices.ties import TiePrices
+from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.testing import run_processes

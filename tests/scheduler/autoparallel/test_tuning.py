@@ -19,8 +19,8 @@ from reshard.scheduler.autoparallel import (
     choose_training_plan,
     tune,
 )
-from reshard.scheduler.autoparallel.iteration import evaluate_schedule
-from reshard.scheduler.autoparallel.problem import Candidate
+from reshard.scheduler.autoparallel.costs.iteration import evaluate_schedule
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.tuning import correct_profile, is_same
 from reshard.topology import Topology
 

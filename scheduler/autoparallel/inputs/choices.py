@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
 
-from .graph import Layer
+from .layer_graph import Layer
 
 #: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`; empty: no grid.
 GridShape = tuple[int, ...]

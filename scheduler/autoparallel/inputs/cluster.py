@@ -12,7 +12,7 @@ from functools import cached_property
 from reshard.errors import ArgumentError, TopologyError
 from reshard.topology import Port, Topology, topology_to_json
 
-from .profile import LayerProfile
+from .layer_profile import LayerProfile
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 LEAST_MEMORY_BYTES = 1 << 20

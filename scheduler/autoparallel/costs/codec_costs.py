@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 
-from .cluster import Cluster, Place, ring_seconds
-from .graph import LayerGraph, is_shared
-from .prices.edges import coded_ratio
-from .stages import StagePlan
+from ..inputs.cluster import Cluster, Place, ring_seconds
+from ..inputs.layer_graph import LayerGraph, is_shared
+from .edge_prices import coded_ratio
+from ..inputs.stages import StagePlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

@@ -14,7 +14,7 @@ from typing import Any
 from reshard.errors import ArgumentError
 
 from .files import explain_refusal, read_object, read_value, write_text
-from .graph import LayerGraph
+from .layer_graph import LayerGraph
 
 VERSION = 1
 

@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from ..graph import Edge, Pipeline, Stage
-from ..ir.communication import RECVS_AHEAD
-from .choices import Choice, ChoiceRules
-from .cluster import Cluster, Place
-from .codecs import CodecCosts, check_policy
-from .costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
-from .graph import Layer, LayerGraph, Tensor
-from .grids import best_grids, grid_cost, why_no_grid
-from .prices.edges import EdgeCodecs, EdgePrices, End
-from .prices.ties import TieExchange, TiePrices, repeated_bytes
-from .profile import LayerProfile
-from .stages import StagePlan
+from ...graph import Edge, Pipeline, Stage
+from ...ir.communication import RECVS_AHEAD
+from ..inputs.choices import Choice, ChoiceRules
+from ..inputs.cluster import Cluster, Place
+from .codec_costs import CodecCosts, check_policy
+from .layer_costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
+from ..inputs.layer_graph import Layer, LayerGraph, Tensor
+from .grid_costs import best_grids, grid_cost, why_no_grid
+from .edge_prices import EdgeCodecs, EdgePrices, End
+from .tie_prices import TieExchange, TiePrices, repeated_bytes
+from ..inputs.layer_profile import LayerProfile
+from ..inputs.stages import StagePlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import ScheduleError
 
-from ..graph import Pipeline
-from ..ir.schedule import Schedule
-from ..schedules.auto import auto_schedule
-from ..schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
-from ..simulation.replay import PipelineTimeline, simulate_within
-from .costs import StageCost
-from .prices.ties import TieExchange
+from ...graph import Pipeline
+from ...ir.schedule import Schedule
+from ...schedules.auto import auto_schedule
+from ...schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
+from ...simulation.replay import PipelineTimeline, simulate_within
+from .layer_costs import StageCost
+from .tie_prices import TieExchange
 from .problem import SCALED_LIMIT, Candidate, SearchProblem
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
