@@ -2,7 +2,7 @@ from reshard.gradients.weight_grad_store import later_tasks as later_tasks
 
 from .costs import edge_plans as edge_plans, plan_edge as plan_edge
 from .graph import Edge as Edge, Pipeline as Pipeline, Stage as Stage
-from .ir.actions import Action as Action, StageChannel as StageChannel, Kind as Kind
+from .ir.actions import Action as Action, Kind as Kind, StageChannel as StageChannel
 from .ir.schedule import Schedule as Schedule
 from .ir.text import (
     format_schedule as format_schedule,

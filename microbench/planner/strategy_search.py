@@ -20,10 +20,10 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    SearchProblem,
     LayerProfile,
+    SearchProblem,
 )
-from reshard.scheduler.autoparallel.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.joint import best_plans
 from reshard.topology import Host, Port, Topology

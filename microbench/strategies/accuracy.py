@@ -25,14 +25,14 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    SearchProblem,
     LayerProfile,
     Sample,
-    TrainingPlan,
+    SearchProblem,
     Tensor,
+    TrainingPlan,
     choose_training_plan,
 )
-from reshard.scheduler.autoparallel.problem import Stages
+from reshard.scheduler.autoparallel.costs.problem import Stages
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.sharding import Mesh
 from reshard.topology import Topology, topology_from_json

@@ -29,7 +29,7 @@ from microbench.training.worker import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import block_transfers, one_f_one_b
 from reshard.scheduler.autoparallel import Choice, Cluster, SearchProblem, StagePlan, TrainingPlan, choose_training_plan
-from reshard.scheduler.autoparallel.problem import Stages
+from reshard.scheduler.autoparallel.costs.problem import Stages
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.topology import topology_from_json
 

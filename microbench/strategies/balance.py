@@ -20,8 +20,8 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    SearchProblem,
     LayerProfile,
+    SearchProblem,
     choose_training_plan,
 )
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, SearchProblem, StagePlan, TrainingPlan
-from reshard.scheduler.autoparallel.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.searching import make_strategy
 from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
 

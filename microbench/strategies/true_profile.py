@@ -32,11 +32,11 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    SearchProblem,
     LayerProfile,
     Sample,
-    TrainingPlan,
+    SearchProblem,
     Tensor,
+    TrainingPlan,
     choose_training_plan,
 )
 from reshard.scheduler.autoparallel.tuning import correct_profile

@@ -12,8 +12,8 @@ from torch import nn
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.public_api import not_compiled
 from reshard.gradients.sums import CHECK_EVERY, digest_of, mark_replaced
+from reshard.public_api import not_compiled
 from reshard.runtime.torch_compat import held_modules
 
 from .graphs import check_graph

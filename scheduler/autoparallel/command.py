@@ -13,12 +13,12 @@ from reshard.cli.progress import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
-from .inputs.cluster import Cluster
 from .costs.layer_costs import MIXED_PRECISION, StateBytes
+from .inputs.cluster import Cluster
 from .inputs.files import read_value, write_text
 from .inputs.layer_graph import LayerGraph
-from .methods.auto import METHODS
 from .inputs.layer_profile import LayerProfile
+from .methods.auto import METHODS
 from .searching import search
 
 HELP = "search for a training strategy: stages, devices, parallelism, schedule and microbatches"

@@ -14,17 +14,17 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..ir.text import format_schedule
+from .costs.codec_costs import parts_of_policy, with_codecs
+from .costs.iteration import Evaluation, evaluate, evaluate_schedule, wider_links
+from .costs.layer_costs import StateBytes
+from .costs.problem import SearchProblem
 from .inputs.choices import Choice, ChoiceRules, GridShape
 from .inputs.cluster import Cluster
-from .costs.codec_costs import parts_of_policy, with_codecs
-from .costs.layer_costs import StateBytes
 from .inputs.layer_graph import Layer, LayerGraph
-from .costs.iteration import Evaluation, evaluate, evaluate_schedule, wider_links
-from .methods.auto import METHODS, Method, auto, decide
-from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
-from .result.reports import Alternative, EdgeReport, StageReport, TieReport
 from .inputs.stages import StagePlan
+from .methods.auto import METHODS, Method, auto, decide
+from .result.reports import Alternative, EdgeReport, StageReport, TieReport
 from .result.strategy import TrainingPlan
 
 if TYPE_CHECKING:

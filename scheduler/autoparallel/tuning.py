@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 
 from ..ir.actions import Kind
 from ..simulation.replay import PipelineTimeline
-from .inputs.choices import shard_1d
 from .costs.grid_costs import compute_share
 from .costs.problem import SearchProblem
+from .inputs.choices import shard_1d
 from .inputs.layer_profile import ClassTimes, LayerProfile, Sample
 from .inputs.stages import StagePlan
 from .result.strategy import TrainingPlan
@@ -83,7 +83,11 @@ class Tuned:
         return "\n".join([*lines, f"{end}; {self.gain:.3f} times as fast as the first choice"])
 
 
-def tune(problem: SearchProblem, choose: Callable[[SearchProblem], TrainingPlan], measure: Callable[[TrainingPlan], Measurement]) -> Tuned:
+def tune(
+    problem: SearchProblem,
+    choose: Callable[[SearchProblem], TrainingPlan],
+    measure: Callable[[TrainingPlan], Measurement],
+) -> Tuned:
     """Search, measure the choice, correct the profile, and search again, until the choice stays; at most two rounds.
 
     Args:
@@ -111,7 +115,9 @@ def is_same(one: TrainingPlan, other: TrainingPlan) -> bool:
     return (one.stages, one.schedule_text) == (other.stages, other.schedule_text)
 
 
-def correct_profile(problem: SearchProblem, strategy: TrainingPlan, timelines: Sequence[PipelineTimeline]) -> LayerProfile:
+def correct_profile(
+    problem: SearchProblem, strategy: TrainingPlan, timelines: Sequence[PipelineTimeline]
+) -> LayerProfile:
     """The profile with times that explain measured steps.
 
     A layer class has one factor for its forward, one for its backward and one for its weight gradients, such that the

@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ..graph import Pipeline
-from .actions import Action, StageChannel, Kind, compute_seconds
+from .actions import Action, Kind, StageChannel, compute_seconds
 from .schedule import Schedule
 
 #: Receives posted on a channel in addition to the one that the next computation needs. Two keep the channel busy: one

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..graph import Pipeline
-from .actions import Action, StageChannel, Kind, compute_seconds
+from .actions import Action, Kind, StageChannel, compute_seconds
 
 if TYPE_CHECKING:
     import networkx as nx

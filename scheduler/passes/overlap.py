@@ -9,7 +9,7 @@ from itertools import accumulate
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
-from ..ir.actions import Action, StageChannel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..ir.communication import RECVS_AHEAD, add_transfers, compute_rows
 from ..ir.schedule import Schedule, check_fits
 from ..simulation.replay import simulate_schedule

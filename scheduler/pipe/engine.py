@@ -25,7 +25,7 @@ from .gradients import LossScale, are_finite, check_clip, combine_norm, local_po
 from .partition.batches import BatchOutline, take_rows, take_unused_row
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
-from .profile import StageProfile, ScheduleBuilder, count_saved_bytes, profile_timelines, restore_training_state
+from .profile import ScheduleBuilder, StageProfile, count_saved_bytes, profile_timelines, restore_training_state
 from .totals import StepResult, Totals, combine_totals
 from .tp_gradients import ReplicatedGradients
 

@@ -44,7 +44,7 @@ from .placement import (
     parse_placements,
 )
 from .planner import Planner
-from .profile import StageProfile, ScheduleBuilder
+from .profile import ScheduleBuilder, StageProfile
 from .tensor_parallel import divides_sequence, find_plan, parallelize, put_on_grid
 
 

@@ -26,7 +26,7 @@ from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
 from .partition.batches import BatchOutline, Entry
 from .partition.stage_graph import FakeModel, StageGraph
-from .profile import StageProfile, ScheduleBuilder
+from .profile import ScheduleBuilder, StageProfile
 
 #: Largest number of programs that an engine keeps. Batches of different shapes need different programs.
 MOST_PROGRAMS = 8

@@ -17,7 +17,7 @@ from reshard.gradients.sums import declared_sums
 from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline
-from ..ir.actions import Action, StageChannel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule
 from . import torch_compat
 from .data_parallel import (

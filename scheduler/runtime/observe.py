@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
-from reshard.coordination import StageChannel as AgreementChannel, Decision, Request, resolve
+from reshard.coordination import Decision, Request, StageChannel as AgreementChannel, resolve
 from reshard.errors import RemoteError, ReshardError
 
-from ..ir.actions import Action, StageChannel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..simulation.channels import StageTransfer
 from ..simulation.replay import PipelineTimeline, Span
 from . import torch_compat

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Pipeline
-from ..ir.actions import Action, StageChannel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..simulation.channels import ChannelState, LinkRates, make_channel_states
 
 

@@ -7,7 +7,7 @@ from collections import Counter
 from reshard.errors import ScheduleError
 
 from ..graph import Pipeline, check_limit
-from ..ir.actions import Action, StageChannel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule, check_fits
 from .replay import simulate_schedule
 

@@ -14,12 +14,12 @@ from reshard.cost.report import CostReport
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
     Action,
-    StageChannel,
     Edge,
     Kind,
     Pipeline,
     Schedule,
     Stage,
+    StageChannel,
     apply_passes,
     auto_schedule,
     block_transfers,
@@ -75,7 +75,9 @@ def test_report_of_a_pass_gives_the_speed_up():
     schedule, (report,) = apply_passes(
         block_transfers(one_f_one_b(pipeline, 4), pipeline), pipeline, [overlap_transfers]
     )
-    seconds = [simulate_schedule(one, pipeline).makespan_seconds for one in (block_transfers(schedule, pipeline), schedule)]
+    seconds = [
+        simulate_schedule(one, pipeline).makespan_seconds for one in (block_transfers(schedule, pipeline), schedule)
+    ]
     assert (report.before_seconds, report.after_seconds) == tuple(seconds) and seconds[0] > seconds[1]
     assert str(report) == (
         f"overlap_transfers: {report.num_moved} transfers moved, {seconds[0]:.6g} s -> {seconds[1]:.6g} s "

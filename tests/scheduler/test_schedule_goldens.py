@@ -15,7 +15,7 @@ from reshard.coordination.messages import Request
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
-from reshard.scheduler.ir.actions import Action, StageChannel, Kind
+from reshard.scheduler.ir.actions import Action, Kind, StageChannel
 from reshard.scheduler.ir.text import format_schedule, parse_schedule
 from reshard.scheduler.runtime import observe
 from reshard.scheduler.runtime.observe import ActionRecord, StepRecord, _merge

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.coordination.device_mesh import end_with, new_group
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
-from reshard.coordination.device_mesh import end_with, new_group
 from reshard.runtime.torch_compat import all_gather_single, is_in_backward
 
 from .failures import Failures

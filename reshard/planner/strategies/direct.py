@@ -84,7 +84,9 @@ def _first_dim(problem: PlanProblem, may_cut: np.ndarray) -> np.ndarray:
     return np.where(gathers, may_cut.argmax(axis=1), -1) if may_cut.shape[1] else np.full(len(problem), -1)
 
 
-def _gather(problem: PlanProblem, cuts: np.ndarray, in_host_order: bool, spread: Callable[[list[int]], Edges]) -> Routes:
+def _gather(
+    problem: PlanProblem, cuts: np.ndarray, in_host_order: bool, spread: Callable[[list[int]], Edges]
+) -> Routes:
     """Each receiver fetches one part of the region and forwards it to the other receivers.
 
     Args:

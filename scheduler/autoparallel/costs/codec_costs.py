@@ -11,8 +11,8 @@ from reshard.errors import ArgumentError
 
 from ..inputs.cluster import Cluster, Place, ring_seconds
 from ..inputs.layer_graph import LayerGraph, is_shared
-from .edge_prices import coded_ratio
 from ..inputs.stages import StagePlan
+from .edge_prices import coded_ratio
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

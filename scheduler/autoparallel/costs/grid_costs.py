@@ -18,9 +18,9 @@ from reshard.topology import Host, Port, Topology
 
 from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.cluster import Place
-from .layer_costs import LayerCost, Workload, overlapped_seconds
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import Sample
+from .layer_costs import LayerCost, Workload, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
 MOST_GRIDS = 2

@@ -14,8 +14,8 @@ from ...schedules.auto import auto_schedule
 from ...schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
 from ...simulation.replay import PipelineTimeline, simulate_within
 from .layer_costs import StageCost
-from .tie_prices import TieExchange
 from .problem import SCALED_LIMIT, Candidate, SearchProblem
+from .tie_prices import TieExchange
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MOST_ACTIONS = 1500

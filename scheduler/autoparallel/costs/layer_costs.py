@@ -15,9 +15,9 @@ from reshard.errors import ArgumentError
 from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, shard_1d
 from ..inputs.cluster import Place, ring_seconds
-from .codec_costs import CodecCosts
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerProfile
+from .codec_costs import CodecCosts
 
 
 @dataclass(frozen=True)

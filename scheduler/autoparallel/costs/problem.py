@@ -15,14 +15,14 @@ from ...graph import Edge, Pipeline, Stage
 from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, ChoiceRules
 from ..inputs.cluster import Cluster, Place
-from .codec_costs import CodecCosts, check_policy
-from .layer_costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor
-from .grid_costs import best_grids, grid_cost, why_no_grid
-from .edge_prices import EdgeCodecs, EdgePrices, End
-from .tie_prices import TieExchange, TiePrices, repeated_bytes
 from ..inputs.layer_profile import LayerProfile
 from ..inputs.stages import StagePlan
+from .codec_costs import CodecCosts, check_policy
+from .edge_prices import EdgeCodecs, EdgePrices, End
+from .grid_costs import best_grids, grid_cost, why_no_grid
+from .layer_costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
+from .tie_prices import TieExchange, TiePrices, repeated_bytes
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from reshard.errors import ArgumentError
 
-from ..inputs.choices import GridShape
 from ..costs.grid_costs import why_no_grid
 from ..costs.iteration import Evaluation, evaluate, step_bound
 from ..costs.problem import Candidate, SearchProblem
+from ..inputs.choices import GridShape
 from ..inputs.stages import StagePlan, check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..costs.layer_costs import LayerCost
+from ..costs.problem import SearchProblem
+from ..costs.tie_prices import tied_share
 from ..inputs.choices import Choice
 from ..inputs.cluster import Place
-from ..costs.layer_costs import LayerCost
 from ..inputs.layer_graph import is_shared, own_layer
-from ..costs.tie_prices import tied_share
-from ..costs.problem import SearchProblem
 from ..inputs.stages import StagePlan
 
 #: Steps of the memory of a device. What a layer needs is rounded up to whole steps.

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from reshard.formatting import count_of, format_bytes
 
+from ..inputs.stages import StagePlan
 from .record import TrainingPlanRecord
 from .reports import Alternative, EdgeReport, StageReport, TieReport
-from ..inputs.stages import StagePlan
 
 
 def explain_strategy(strategy: TrainingPlanRecord) -> str:

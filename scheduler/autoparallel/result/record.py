@@ -16,8 +16,8 @@ from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
 from ..inputs.choices import Choice
 from ..inputs.files import explain_refusal, read_object
-from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
 from ..inputs.stages import StagePlan, check_stages
+from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
 
 if TYPE_CHECKING:
     from reshard.compression import Policy

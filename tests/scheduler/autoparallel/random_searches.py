@@ -10,7 +10,7 @@ import random
 from dataclasses import replace
 
 from reshard.parallel.layer_price import LayerSizes
-from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, SearchProblem, LayerProfile, Tensor
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, SearchProblem, Tensor
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
 from reshard.topology import Host, Port, Topology
 

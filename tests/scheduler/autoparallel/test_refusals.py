@@ -21,8 +21,8 @@ from reshard.scheduler.autoparallel import (
     LayerProfile,
     Sample,
     StagePlan,
-    TrainingPlan,
     Tensor,
+    TrainingPlan,
     search,
 )
 from reshard.scheduler.autoparallel.inputs.files import read_value

@@ -30,12 +30,12 @@ from reshard.scheduler.autoparallel import (
     LayerProfile,
     Sample,
     StagePlan,
-    TrainingPlan,
     Tensor,
+    TrainingPlan,
     search,
 )
-from reshard.scheduler.autoparallel.inputs.cluster import Place
 from reshard.scheduler.autoparallel.costs.grid_costs import _traffic
+from reshard.scheduler.autoparallel.inputs.cluster import Place
 from reshard.topology import CodecRate, Host, Port, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)

@@ -16,17 +16,17 @@ from reshard.scheduler.autoparallel import (
     Choice,
     Cluster,
     LayerGraph,
-    SearchProblem,
     LayerProfile,
+    SearchProblem,
     StagePlan,
     search,
     trace_module,
 )
-from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
+from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.methods import pace
 from reshard.scheduler.autoparallel.modules.apply import make_placements
-from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.testing import run_processes

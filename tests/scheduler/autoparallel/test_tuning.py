@@ -12,10 +12,10 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Measurement,
-    SearchProblem,
     LayerProfile,
+    Measurement,
     Sample,
+    SearchProblem,
     choose_training_plan,
     tune,
 )
