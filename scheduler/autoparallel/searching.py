@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 NUM_ALTERNATIVES = 8
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
-#: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. If five times spread by so
-#: much, the standard error of their median is about 10 %, as much as a prediction may be wrong.
-MOST_SPREAD = 0.25
+#: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the median
+#: of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
+MAX_SPREAD = 0.25
 #: Parts of a strategy that ``keep=`` fixes.
 KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
 
@@ -60,8 +60,8 @@ def search(
         rows: rows of a step.
         keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids.
-        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to candidates.
-            All but ``auto`` are taken as they are, without moves.
+        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to
+            candidates. All but ``auto`` are taken as they are, without moves.
         states: bytes of states of a parameter; default: float32 with Adam.
         rules: choices that are allowed; default: all that ``Pipe`` runs.
         compression: codecs that edges (``pp``), sums of gradients over replicas under DDP (``dp``), collectives of
@@ -98,13 +98,13 @@ def search(
 
 
 def warn_if_noisy(problem: SearchProblem) -> None:
-    """Warn if the times of the profile vary by more than :data:`MOST_SPREAD`, as on a machine with other jobs."""
+    """Warn if the times of the profile vary by more than :data:`MAX_SPREAD`, as on a machine with other jobs."""
     spread, key, most = problem.profile.spread(problem.graph)
-    if spread > MOST_SPREAD:
+    if spread > MAX_SPREAD:
         warnings.warn(
             f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
             f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {most:.0%}; above "
-            f"{MOST_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
+            f"{MAX_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
             stacklevel=3,
         )
 

@@ -33,7 +33,7 @@ from .p2p import PendingTransfer
 logger = logging.getLogger(__name__)
 
 #: ``observe(what, where, microbatch)`` returns a context for one action of a rank, at a stage or in a channel.
-Observe = Callable[[str, "int | Channel", "int | None"], AbstractContextManager[None]]
+Observe = Callable[[str, "int | StageChannel", "int | None"], AbstractContextManager[None]]
 
 _NOTHING = contextlib.nullcontext()
 

@@ -50,7 +50,7 @@ def auto_schedule(
     row_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
-    """Search for the fastest schedule, as predicted by :func:`simulate_schedule`. Gives up at most 0.3 % to save memory.
+    """Search for the fastest schedule by :func:`simulate_schedule`. Gives up at most 0.3 % of its speed to save memory.
 
     To stay busy, a stage needs as many microbatches in flight as the slowest stage or link processes between the
     stage's forward and its backward, transfers included. The search starts from these depths and runs list scheduling
