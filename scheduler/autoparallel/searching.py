@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 NUM_ALTERNATIVES = 8
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
-#: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the median
-#: of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
+#: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the
+#: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
 MAX_SPREAD = 0.25
 #: Parts of a strategy that ``keep=`` fixes.
 KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
