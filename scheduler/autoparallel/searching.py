@@ -118,10 +118,10 @@ def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") 
 
 
 def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> TrainingPlan:
-    """The fastest strategy with some of the codecs of a policy, or without if they gain too little.
+    """The fastest training plan with a subset of the codecs of a policy, or with none if they gain too little.
 
-    The stages are those of two searches: without codecs, and with codecs wherever they are faster. An engine codes the
-    traffic of all stages alike, so each part of the policy is then simulated with these stages.
+    Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
+    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
     """
     raw = replace(problem, compression=None)
     plain = _decide(raw, method)

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from reshard.coordination import Decision, Request, Channel as AgreementChannel, resolve
+from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
 from reshard.errors import RemoteError, ReshardError
 
 from ..ir.actions import Action, Kind, StageChannel

@@ -197,7 +197,7 @@ class _Search:
         self.improve()
 
     def join_backwards(self) -> None:
-        """Make split backwards whole where both passes are adjacent: on each row, for as many microbatches as pays."""
+        """Merge adjacent I and W passes into B, for the first microbatches of each row, while that shortens the step."""
         assert self.best is not None
         for row in range(len(self.best.schedule.rows)):
             best, worse = 0, self.num + 1  # bisection over the number of microbatches

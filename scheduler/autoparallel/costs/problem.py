@@ -34,7 +34,8 @@ Stages = tuple[StagePlan, ...]
 class Candidate:
     """Stages and a number of microbatches that a method proposes.
 
-    ``predicted_seconds`` is what the method itself predicts; None if it predicts nothing.
+    Attributes:
+        predicted_seconds: prediction of the method itself; None if it makes none.
     """
 
     method: str
@@ -44,7 +45,7 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """A text that no other stages and microbatches have."""
+        """Unique text of this candidate."""
         return f"{count_of(self.microbatches, 'microbatch')}: {', '.join(map(str, self.stages))}"
 
 

@@ -110,7 +110,7 @@ class Sharding:
 def shard_1d(layer: Layer, degree: int) -> Sharding:
     """Megatron's: column-wise and then row-wise products, with an all-reduce after each pair.
 
-    A layer that cannot be divided over so many ranks is computed whole by each.
+    If a layer cannot be sharded over so many ranks, every rank computes all of it.
     """
     if degree > layer.tp_limit:
         degree = 1

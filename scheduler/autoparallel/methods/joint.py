@@ -95,7 +95,7 @@ def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, f
 
 
 def pace_grid(tables: Tables) -> list[float]:
-    """Paces from the least that any plan can have to that of one stage, each 1 % above the one before."""
+    """Candidate bottleneck times, 1 % apart, from the lower bound to the time of a plan with one stage."""
     num = len(tables.problem.graph.layers)
     total = tables.forward + tables.backward
     first = np.arange(num)

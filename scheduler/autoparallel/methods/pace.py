@@ -83,7 +83,7 @@ class Tables:
         memory: ``[class, u]``: bytes of a device.
         received, sent: ``[first, end]``: bytes of a microbatch that a stage receives and sends forward, on the wire.
         cut_bytes: ``[first, cut, end]``: bytes between two stages next to each other; chains use ``[0, cut, 0]`` only.
-        factor: ``[class, u, next class]``: seconds per byte of such an edge that no plan beats.
+        factor: ``[class, u, next class]``: lower bound on seconds per byte of such an edge.
     """
 
     problem: SearchProblem
