@@ -197,7 +197,7 @@ class _Search:
         self.improve()
 
     def join_backwards(self) -> None:
-        """Merge adjacent I and W passes into B, for the first microbatches of each row, while that shortens the step."""
+        """Merge adjacent I and W passes of the first microbatches of each row into B, while that shortens the step."""
         assert self.best is not None
         for row in range(len(self.best.schedule.rows)):
             best, worse = 0, self.num + 1  # bisection over the number of microbatches
