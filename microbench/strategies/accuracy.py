@@ -1,7 +1,8 @@
-"""Predicted against measured steps of strategies on emulated hosts: ``python -m microbench.strategies.accuracy``.
+"""Predicted against measured steps of training plans on emulated hosts: ``python -m microbench.strategies.accuracy``.
 
-Devices sleep for the seconds of their stages, and the tensors of the edges cross rate-limited links. The first strategy
-of each model corrects its profile, as ``tune`` does. All others are predicted before they run. Sums of gradients are
+Devices sleep for the seconds of their stages, and the tensors of the edges cross rate-limited links. The first training
+plan of each model corrects its profile, as ``tune`` does. All others are predicted before they run. Sums of gradients
+are
 left out: timed stages have no parameters.
 """
 
@@ -96,7 +97,7 @@ MODELS = (
 
 
 def make_pipeline(problem: SearchProblem, stages: Stages) -> Pipeline:
-    """The pipeline of a strategy with meshes and tensors, as the engine runs it."""
+    """The pipeline of a training plan with meshes and tensors, as the engine runs it."""
     made = problem.pipeline(stages, MICROBATCHES)
     meshes = [Mesh(tuple(range(s.first_rank, s.end_rank)), {"dp": s.num_ranks, "tp": 1}) for s in stages]
     parts = tuple(
@@ -106,18 +107,22 @@ def make_pipeline(problem: SearchProblem, stages: Stages) -> Pipeline:
 
 
 def measure(
-    cluster: EmulatedCluster, problem: SearchProblem, strategy: TrainingPlan, plain: Topology, repeats: int = REPEATS
+    cluster: EmulatedCluster,
+    problem: SearchProblem,
+    training_plan: TrainingPlan,
+    plain: Topology,
+    repeats: int = REPEATS,
 ) -> tuple[list[float], PipelineTimeline]:
-    """Seconds of the kept steps of a strategy, and the timeline of the least disturbed one."""
-    method = Method("strategy", strategy.schedule, None)
-    training = Training(make_pipeline(problem, strategy.stages), (method,), plain, None, repeats)
+    """Seconds of the kept steps of a training plan, and the timeline of the least disturbed one."""
+    method = Method("training_plan", training_plan.schedule, None)
+    training = Training(make_pipeline(problem, training_plan.stages), (method,), plain, None, repeats)
     results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
-    laps = merge_laps([result["laps"]["strategy"] for result in results])
-    return [lap.seconds for lap in laps.kept()], results[0]["timelines"]["strategy"]
+    laps = merge_laps([result["laps"]["training_plan"] for result in results])
+    return [lap.seconds for lap in laps.kept()], results[0]["timelines"]["training_plan"]
 
 
 def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[list[tuple[str, float, float]], float]:
-    """``(strategy, predicted, measured)`` of all cases, and the measured seconds of the choice of the search."""
+    """``(training plan, predicted, measured)`` of all cases, and the measured seconds of the choice of the search."""
     plain = nominal(shaped)
     graph = model.graph()
     devices = Cluster(plain, 1e9)
@@ -125,18 +130,18 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
     rows: list[tuple[str, float, float]] = []
     with EmulatedCluster(shaped) as cluster:
         problem = true
-        for number, text in track(enumerate(cases), "strategies", len(cases)):
-            _, strategy = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
-            seconds, timeline = measure(cluster, true, strategy, plain)
+        for number, text in track(enumerate(cases), "training plans", len(cases)):
+            _, training_plan = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
+            seconds, timeline = measure(cluster, true, training_plan, plain)
             if number == 0:
-                problem = replace(problem, profile=correct_profile(true, strategy, [timeline]))
+                problem = replace(problem, profile=correct_profile(true, training_plan, [timeline]))
                 print_line(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms")
                 continue
-            rows.append((text, strategy.seconds, statistics.median(seconds)))
+            rows.append((text, training_plan.seconds, statistics.median(seconds)))
             print_line(
-                f"{model.name:16}{text:22}{strategy.schedule.name:14} predicted {strategy.seconds:.3f} s, measured "
-                f"{rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
-                f"{strategy.seconds / rows[-1][2]:.3f}",
+                f"{model.name:16}{text:22}{training_plan.schedule.name:14} predicted {training_plan.seconds:.3f} s, "
+                f"measured {rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
+                f"{training_plan.seconds / rows[-1][2]:.3f}",
             )
         chosen = choose_training_plan(problem)
         taken = statistics.median(measure(cluster, true, chosen, plain)[0])
@@ -149,7 +154,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
 
 
 def main() -> None:
-    """Print every strategy, the part that is predicted within 5 and 10 %, and the rank correlation."""
+    """Print every training plan, the part that is predicted within 5 and 10 %, and the rank correlation."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rate", default="1 Gbit/s", help="rate of each NIC (default: 1 Gbit/s)")
     options = parser.parse_args()
@@ -164,7 +169,7 @@ def main() -> None:
     ratios = [predicted / measured for _, predicted, measured in every]
     within = [sum(abs(ratio - 1) <= part for ratio in ratios) for part in (0.05, 0.1)]
     print_line(
-        f"{len(ratios)} strategies: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
+        f"{len(ratios)} training plans: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
         f"{max(ratios):.3f}; rank correlation of each model {', '.join(f'{each:.3f}' for each in correlations)}"
     )
 

@@ -67,9 +67,9 @@ def divisions(problem: SearchProblem) -> Iterator[Stages]:
             )
 
 
-def run_as_alpa(cluster: EmulatedCluster, problem: SearchProblem, strategy: TrainingPlan) -> float:
+def run_as_alpa(cluster: EmulatedCluster, problem: SearchProblem, training_plan: TrainingPlan) -> float:
     """Median seconds of a step under 1F1B whose transfers block the compute stream."""
-    pipeline = make_pipeline(problem, strategy.stages)
+    pipeline = make_pipeline(problem, training_plan.stages)
     schedule = block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)
     training = Training(pipeline, (Method("alpa", schedule, None),), problem.cluster.topology, None, REPEATS)
     results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
@@ -77,10 +77,10 @@ def run_as_alpa(cluster: EmulatedCluster, problem: SearchProblem, strategy: Trai
     return statistics.median(lap.seconds for lap in laps.kept())
 
 
-def describe(strategy: TrainingPlan) -> str:
+def describe(training_plan: TrainingPlan) -> str:
     """Layers and ranks of all stages, and the schedule."""
-    stages = ", ".join(f"{stage.num_layers}:{stage.num_ranks}" for stage in strategy.stages)
-    return f"{stages} ({strategy.schedule.name})"
+    stages = ", ".join(f"{stage.num_layers}:{stage.num_ranks}" for stage in training_plan.stages)
+    return f"{stages} ({training_plan.schedule.name})"
 
 
 def run_case(model: Model, kind: str) -> tuple[float, float]:
@@ -92,8 +92,8 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
     title = f"{model.name}, {kind}"
     with EmulatedCluster(shaped) as cluster:
 
-        def run(strategy: TrainingPlan, repeats: int) -> tuple[float, Any]:
-            seconds, timeline = measure(cluster, true, strategy, plain, repeats)
+        def run(training_plan: TrainingPlan, repeats: int) -> tuple[float, Any]:
+            seconds, timeline = measure(cluster, true, training_plan, plain, repeats)
             return statistics.median(seconds), timeline
 
         _, first = make_by_hand(true, devices, parse_stages(FIRST), MICROBATCHES)
@@ -102,15 +102,15 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
         chosen, alpa = choose_training_plan(problem), choose_training_plan(problem, "alpa")
         found: list[tuple[float, TrainingPlan]] = []
         for stages in track([*divisions(problem)], title):
-            _, strategy = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
-            found.append((run(strategy, REPEATS)[0], strategy))
+            _, training_plan = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
+            found.append((run(training_plan, REPEATS)[0], training_plan))
         found.sort(key=lambda each: each[0])
         slow = run_as_alpa(cluster, true, alpa)
         final = [(run(each, FINAL_REPEATS)[0], each) for each in (chosen, *(s for _, s in found[:NUM_FINAL]))]
-    took, (best, strategy) = final[0][0], min(final, key=lambda each: each[0])
+    took, (best, training_plan) = final[0][0], min(final, key=lambda each: each[0])
     print_line(
         f"{title}: {len(found)} divisions, {found[0][0]:.3f} to {found[-1][0]:.3f} s; choice {describe(chosen)} "
-        f"predicted {chosen.seconds:.3f} s, takes {took:.3f} s; fastest {describe(strategy)} {best:.3f} s; loss "
+        f"predicted {chosen.seconds:.3f} s, takes {took:.3f} s; fastest {describe(training_plan)} {best:.3f} s; loss "
         f"{took / best - 1:.1%}; alpa {describe(alpa)} with blocking 1F1B {slow:.3f} s, {slow / took:.2f} times as long"
     )
     return took / best - 1, slow / took

@@ -1,8 +1,8 @@
 """Compare search methods under several memory limits: ``python -m microbench.strategies.balance``. All is simulated.
 
 Four models, with the shapes of BERT-Large, T5-Large, ViT-Huge and Swin-Large, on two hosts of four devices with 100
-Gbit/s, and four limits of memory each. At the smallest limit only some methods find a strategy that fits. The table
-shows, for each method, the samples per second of its choice under its best schedule, and the balance degrees of
+Gbit/s, and four limits of memory each. At the smallest limit only some methods find a training plan that fits. The
+table shows, for each method, the samples per second of its choice under its best schedule, and the balance degrees of
 time and of memory.
 """
 

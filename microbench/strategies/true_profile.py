@@ -88,12 +88,12 @@ def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
 
 
 def measure(
-    cluster: EmulatedCluster, problem: SearchProblem, strategy: TrainingPlan, topology: Topology, repeats: int
+    cluster: EmulatedCluster, problem: SearchProblem, training_plan: TrainingPlan, topology: Topology, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
     """Seconds of the steps in each way, and a timeline of each; the ways run in turns."""
-    pipeline = make_pipeline(problem, strategy.stages)
+    pipeline = make_pipeline(problem, training_plan.stages)
     plain = one_f_one_b(pipeline, ROWS)
-    schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: strategy.schedule}
+    schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: training_plan.schedule}
     methods = tuple(Method(name, schedule, None) for name, schedule in schedules.items())
     training = Training(pipeline, methods, topology, None, repeats)
     results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
@@ -127,17 +127,17 @@ def main() -> None:
             for method in ("alpa", "auto")
         }
         done = {(str(first.stages), first.schedule_text): seconds}
-        for name, strategy in track(choices.items(), "choices", len(choices)):
-            key = str(strategy.stages), strategy.schedule_text
+        for name, training_plan in track(choices.items(), "choices", len(choices)):
+            key = str(training_plan.stages), training_plan.schedule_text
             if key not in done:
-                done[key] = measure(cluster, true, strategy, plain, options.repeats)[0]
+                done[key] = measure(cluster, true, training_plan, plain, options.repeats)[0]
             measured[name] = {way: statistics.median(each) for way, each in done[key].items()}
-            layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in strategy.stages)
+            layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in training_plan.stages)
             cells = ", ".join(
                 f"{way} {each:.3f} s ({min(done[key][way]):.3f} to {max(done[key][way]):.3f})"
                 for way, each in measured[name].items()
             )
-            print_line(f"{name:22} layers {layers:14} predicted {strategy.seconds:.3f} s: {cells}")
+            print_line(f"{name:22} layers {layers:14} predicted {training_plan.seconds:.3f} s: {cells}")
     base = measured["wrong profile, alpa"][BLOCKING]
     for name, found in measured.items():
         gains = ", ".join(f"{way} {100 * (base / each - 1):+.1f} %" for way, each in found.items())

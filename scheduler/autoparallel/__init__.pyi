@@ -13,6 +13,6 @@ from .result.reports import (
     StageReport as StageReport,
     TieReport as TieReport,
 )
-from .result.strategy import TrainingPlan as TrainingPlan
+from .result.training_plan import TrainingPlan as TrainingPlan
 from .searching import choose_training_plan as choose_training_plan, search as search
 from .tuning import Measurement as Measurement, Round as Round, Tuned as Tuned, tune as tune

@@ -21,7 +21,7 @@ from .inputs.layer_profile import LayerProfile
 from .methods.auto import METHODS
 from .searching import search
 
-HELP = "search for a training strategy: stages, devices, parallelism, schedule and microbatches"
+HELP = "search for a training plan: stages, devices, parallelism, schedule and microbatches"
 EXAMPLES = (
     "reshard search transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257 --topology dgx_a100 "
     "--devices 16 --memory 80GB --flops 312e12 --rows 256 --mixed",
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
     add("--svg", metavar="FILE", help="draw the stages on their hosts")
-    add("--output", metavar="FILE", help="write the strategy here")
+    add("--output", metavar="FILE", help="write the training plan here")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
         find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
     )
     with show_elapsed("searching"):
-        strategy = search(
+        training_plan = search(
             graph,
             cluster,
             profile,
@@ -91,11 +91,11 @@ def run(options: argparse.Namespace) -> int:
             states=MIXED_PRECISION if options.mixed else StateBytes(),
             compression=None if options.compression is None else _read_policy(options.compression),
         )
-    print(strategy.explain())
+    print(training_plan.explain())
     if options.svg:
-        write_text(options.svg, strategy.to_svg())
+        write_text(options.svg, training_plan.to_svg())
     if options.output:
-        strategy.save(options.output)
+        training_plan.save(options.output)
     return 0
 
 

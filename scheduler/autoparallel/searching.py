@@ -1,4 +1,4 @@
-"""``search``: from a model, its devices and its profile to a strategy."""
+"""``search``: from a model, its devices and its profile to a training plan."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from .inputs.layer_profile import LayerProfile
 from .inputs.stages import StagePlan
 from .methods.auto import METHODS, Method, auto, decide
 from .result.reports import Alternative, EdgeReport, StageReport, TieReport
-from .result.strategy import TrainingPlan
+from .result.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
 
-#: Maximum number of alternatives that a strategy lists.
+#: Maximum number of alternatives that a training plan lists.
 NUM_ALTERNATIVES = 8
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
 #: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the
 #: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
 MAX_SPREAD = 0.25
-#: Parts of a strategy that ``keep=`` fixes.
+#: Parts of a training plan that ``keep=`` fixes.
 KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
 
 
@@ -53,7 +53,7 @@ def search(
     rules: ChoiceRules | None = None,
     compression: Policy | None = None,
 ) -> TrainingPlan:
-    """Find the fastest strategy that fits the memory, as the simulator of whole steps predicts it.
+    """Find the fastest training plan that fits the memory, as the simulator of whole steps predicts it.
 
     Args:
         graph, cluster, profile: the model, its devices and the times of its layers.
@@ -68,8 +68,8 @@ def search(
             ZeRO 3 (``zero``) and products on grids (``tp``) may use; default: none. The topology must have their rates.
 
     Returns:
-        The strategy, the same on every rank and from run to run. It has codecs only if its step is then shorter than
-        that of the best strategy without them.
+        The training plan, the same on every rank and from run to run. It has codecs only if its step is then shorter
+        than that of the best training plan without them.
 
     Raises:
         ArgumentError: the profile is of another model, an argument is out of range, or nothing fits the memory.
@@ -110,10 +110,10 @@ def warn_if_noisy(problem: SearchProblem) -> None:
 
 
 def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") -> TrainingPlan:
-    """The fastest strategy of a problem that fits the memory. Arguments and errors: :func:`search`."""
+    """The fastest training plan of a problem that fits the memory. Arguments and errors: :func:`search`."""
     if problem.compression is None:
         found = _decide(problem, method)
-        return make_strategy(problem, found[0], found[1:])
+        return make_training_plan(problem, found[0], found[1:])
     return _choose_codecs(problem, problem.compression, method)
 
 
@@ -134,11 +134,11 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
             if each is not None and not each.short_bytes and each.seconds < best.seconds:
                 best, best_problem = each, fixed
     if best.seconds >= (1 - MIN_GAIN) * plain[0].seconds:
-        return make_strategy(raw, plain[0], plain[1:])
+        return make_training_plan(raw, plain[0], plain[1:])
     thorough = evaluate(best_problem, best.candidate, thorough=True)
     if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
         best = thorough
-    return make_strategy(best_problem, best, [plain[0], *coded[1:]])
+    return make_training_plan(best_problem, best, [plain[0], *coded[1:]])
 
 
 def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
@@ -233,8 +233,8 @@ def _find(method: str | Method) -> Method:
     return METHODS[method]
 
 
-def make_strategy(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
-    """The strategy of an evaluation, with what it is compared to."""
+def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
+    """The training plan of an evaluation, with what it is compared to."""
     candidate, count = best.candidate, best.candidate.microbatches
     busy = [best.timeline.busy_seconds(row) for row in range(len(best.costs))]
     exposed = [best.timeline.exposed_seconds(row) for row in range(len(best.costs))]

@@ -1,4 +1,4 @@
-"""The devices that a strategy may use, and those of a stage: hosts, links and the memory of each device."""
+"""The devices that a training plan may use, and those of a stage: hosts, links and the memory of each device."""
 
 from __future__ import annotations
 

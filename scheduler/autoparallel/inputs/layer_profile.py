@@ -172,7 +172,8 @@ class LayerProfile:
         message_seconds: float = 0.0,
         slowdown: float = 1.0,
     ) -> LayerProfile:
-        """Estimate times from counts of operations. Each strategy that a search finds with them is marked as a guess.
+        """Estimate times from counts of operations. Each training plan that a search finds with them is marked as a
+        guess.
 
         Args:
             graph: the model. flops_per_second: peak rate of a device for the dtype of the graph.

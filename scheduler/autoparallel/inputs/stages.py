@@ -1,4 +1,4 @@
-"""One stage of a strategy: its layers, its ranks and the choices of its layers."""
+"""One stage of a training plan: its layers, its ranks and the choices of its layers."""
 
 from __future__ import annotations
 
@@ -75,4 +75,4 @@ def check_stages(stages: Sequence[StagePlan]) -> None:
             )
         layer, rank = stage.end_layer, stage.end_rank
     if not stages:
-        raise ArgumentError("a strategy needs at least one stage")
+        raise ArgumentError("a training plan needs at least one stage")

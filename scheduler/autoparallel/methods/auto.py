@@ -29,9 +29,10 @@ METHODS: dict[str, Method] = {
 }
 #: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
 MOST_SUMS = 250_000_000
-#: Number of evaluated strategies that local moves improve, and limit on the computations that each simulates for them.
+#: Number of evaluated training plans that local moves improve, and limit on the computations that each simulates for
+#: them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
-#: Number of the best strategies for which ``auto_schedule`` is tried at the end.
+#: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
 #: A move must shorten the time by at least this fraction.
 LEAST_GAIN = 1e-6
@@ -106,7 +107,7 @@ def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
 
 
 def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:
-    """Sort key of evaluations: strategies that fit the memory, then the fastest."""
+    """Sort key of evaluations: training plans that fit the memory, then the fastest."""
     return (found.short_bytes, found.rank_key)
 
 

@@ -181,8 +181,8 @@ def test_a_profile_is_of_one_model(traced):
         assert [sample.rows for sample in times[1].samples] == [1, 2]
     block = profile.classes[traced.graph.layers[1].key][1].samples
     assert block[1].saved_bytes == 2 * block[0].saved_bytes > 0  # of the microbatch alone, without parameters
-    strategy = search(traced.graph, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, rows=4)
-    assert not strategy.is_guess
+    training_plan = search(traced.graph, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, rows=4)
+    assert not training_plan.is_guess
     other = trace_module(make_model(GPTConfig(3, 2, 4, sequence=8, vocabulary=32)), EXAMPLE, ["blocks.*"])
     with pytest.raises(ArgumentError, match="another model"):
         profile.check(other.graph)

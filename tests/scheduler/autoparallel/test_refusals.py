@@ -30,7 +30,7 @@ from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROF
 
 
 @pytest.fixture(scope="module")
-def strategy():
+def training_plan():
     return search(GRAPH, CLUSTER, PROFILE, rows=8)
 
 
@@ -110,24 +110,24 @@ def test_arguments_of_a_wrong_kind_are_refused(make, text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"microbatches": "4"}, "microbatches of the strategy is '4'"),
-        ({"microbatches": 3}, "3 microbatches of the strategy do not divide 8 rows"),
-        ({"stages": []}, "a strategy needs at least one stage"),
-        ({"layer_names": [["a"]] * 9}, "layer_names of the strategy has 9 entries"),
-        ({"seconds": "a"}, "seconds of the strategy is 'a'"),
-        ({"bound_seconds": -1.0}, "bound_seconds of the strategy is -1.0; it must not be negative"),
-        ({"is_guess": 1}, "is_guess of the strategy is 1; it must be true or false"),
+        ({"microbatches": "4"}, "microbatches of the training plan is '4'"),
+        ({"microbatches": 3}, "3 microbatches of the training plan do not divide 8 rows"),
+        ({"stages": []}, "a training plan needs at least one stage"),
+        ({"layer_names": [["a"]] * 9}, "layer_names of the training plan has 9 entries"),
+        ({"seconds": "a"}, "seconds of the training plan is 'a'"),
+        ({"bound_seconds": -1.0}, "bound_seconds of the training plan is -1.0; it must not be negative"),
+        ({"is_guess": 1}, "is_guess of the training plan is 1; it must be true or false"),
         ({"reports": {"busy_seconds": "1"}}, r"busy_seconds of reports\[0\] is '1'; it must be a finite number"),
         ({"reports": {"limit_bytes": math.inf}}, r"limit_bytes of reports\[0\] is inf; it must be a finite number"),
         ({"alternatives": {"text": 3}}, r"text of alternatives\[0\] is 3; it must be a string"),
-        ({"edges": {"dst": 9}}, r"an edge of the strategy is between stages \[0, 9\]"),
-        ({"hosts": [[0, 1]]}, r"hosts of the strategy has \[0, 1\]"),
-        ({"grid_refusals": [["a"]]}, "grid_refusals and ties of the strategy must name layers"),
+        ({"edges": {"dst": 9}}, r"an edge of the training plan is between stages \[0, 9\]"),
+        ({"hosts": [[0, 1]]}, r"hosts of the training plan has \[0, 1\]"),
+        ({"grid_refusals": [["a"]]}, "grid_refusals and ties of the training plan must name layers"),
     ],
     ids=str,
 )
-def test_a_strategy_whose_parts_do_not_fit_is_not_read(strategy, change, text):
-    data = json.loads(strategy.to_json())
+def test_a_training_plan_whose_parts_do_not_fit_is_not_read(training_plan, change, text):
+    data = json.loads(training_plan.to_json())
     for name, value in change.items():
         if isinstance(value, dict):  # of the first entry
             data[name][0].update(value)
@@ -162,7 +162,7 @@ def test_candidates_of_a_method_must_fit_the_problem():
             search(GRAPH, CLUSTER, PROFILE, rows=8, method=lambda _, made=made: made)
 
 
-def test_a_model_without_work_or_parameters_has_a_strategy():
+def test_a_model_without_work_or_parameters_has_a_training_plan():
     graph = LayerGraph.chain([Layer(str(number), "empty", 0.0, 0, 0.0) for number in range(4)], [(1, 4)] * 3)
     found = search(graph, Cluster(HOSTS, 1e9), LayerProfile.estimate(graph, flops_per_second=1e9), rows=8)
     assert found.seconds == 0

@@ -52,24 +52,26 @@ CLUSTER = Cluster(HOSTS, 1e9)
 
 
 @pytest.fixture(scope="module")
-def strategy():
+def training_plan():
     return search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION)
 
 
-def test_a_strategy_fits_its_model_devices_and_memory(strategy):
-    assert [stage.first_layer for stage in strategy.stages[1:]] == [stage.end_layer for stage in strategy.stages[:-1]]
-    assert strategy.stages[0].first_layer == 0
-    assert strategy.stages[-1].end_layer == len(GRAPH.layers)
-    assert strategy.num_ranks == 4
-    assert all(report.memory_bytes <= report.limit_bytes for report in strategy.reports)
-    assert strategy.bound_seconds <= strategy.seconds
-    assert all(other.short_bytes or other.seconds >= strategy.seconds for other in strategy.alternatives)
-    assert strategy.schedule.in_flight == tuple(report.in_flight for report in strategy.reports)
+def test_a_training_plan_fits_its_model_devices_and_memory(training_plan):
+    assert [stage.first_layer for stage in training_plan.stages[1:]] == [
+        stage.end_layer for stage in training_plan.stages[:-1]
+    ]
+    assert training_plan.stages[0].first_layer == 0
+    assert training_plan.stages[-1].end_layer == len(GRAPH.layers)
+    assert training_plan.num_ranks == 4
+    assert all(report.memory_bytes <= report.limit_bytes for report in training_plan.reports)
+    assert training_plan.bound_seconds <= training_plan.seconds
+    assert all(other.short_bytes or other.seconds >= training_plan.seconds for other in training_plan.alternatives)
+    assert training_plan.schedule.in_flight == tuple(report.in_flight for report in training_plan.reports)
 
 
-def test_formats_are_read_back(strategy, tmp_path):
-    strategy.save(tmp_path / "strategy.json")
-    assert TrainingPlan.read(tmp_path / "strategy.json") == strategy
+def test_formats_are_read_back(training_plan, tmp_path):
+    training_plan.save(tmp_path / "plan.json")
+    assert TrainingPlan.read(tmp_path / "plan.json") == training_plan
     assert LayerGraph.from_json(GRAPH.to_json()) == GRAPH
     assert LayerProfile.from_json(PROFILE.to_json()) == PROFILE
     for read in (TrainingPlan.from_json, LayerGraph.from_json, LayerProfile.from_json):
@@ -80,29 +82,34 @@ def test_formats_are_read_back(strategy, tmp_path):
             read(json.dumps({"version": 99}))
 
 
-def test_explain_marks_a_guess_and_names_what_others_lack(strategy):
-    text = strategy.explain()
+def test_explain_marks_a_guess_and_names_what_others_lack(training_plan):
+    text = training_plan.explain()
     assert "GUESS" in text
-    assert f"no plan of this model takes less than {strategy.bound_seconds:.4g} s" in text
-    own = Candidate("", strategy.stages, strategy.microbatches).text
-    assert all((other.text, other.seconds) != (own, strategy.seconds) for other in strategy.alternatives)
-    for other in strategy.alternatives:
+    assert f"no plan of this model takes less than {training_plan.bound_seconds:.4g} s" in text
+    own = Candidate("", training_plan.stages, training_plan.microbatches).text
+    assert all((other.text, other.seconds) != (own, training_plan.seconds) for other in training_plan.alternatives)
+    for other in training_plan.alternatives:
         assert other.text in text
 
 
-def test_explain_shows_the_ranks_of_a_stage_and_no_rounding_error_as_idle_time(strategy):
-    first, report = strategy.stages[0], strategy.reports[0]
+def test_explain_shows_the_ranks_of_a_stage_and_no_rounding_error_as_idle_time(training_plan):
+    first, report = training_plan.stages[0], training_plan.reports[0]
     ranks = f"ranks 0-{first.end_rank - 1}" if first.end_rank > 1 else "rank 0"
-    assert f"stage 0, {ranks}: {first}" in strategy.explain()
-    busy = strategy.seconds * (1 - 1e-15) - report.exposed_seconds - report.gradient_sync_seconds
-    rounded = replace(strategy, reports=(replace(report, busy_seconds=busy), *strategy.reports[1:]))
+    assert f"stage 0, {ranks}: {first}" in training_plan.explain()
+    busy = training_plan.seconds * (1 - 1e-15) - report.exposed_seconds - report.gradient_sync_seconds
+    rounded = replace(training_plan, reports=(replace(report, busy_seconds=busy), *training_plan.reports[1:]))
     assert " 0 s otherwise idle" in rounded.explain().partition("stage 1")[0]
 
 
-def test_explain_prints_both_balance_degrees(strategy):
-    times, memories = ([getattr(each, name) for each in strategy.reports] for name in ("busy_seconds", "memory_bytes"))
-    assert strategy.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
-    assert f"balance of time {strategy.balance[0]:.3f} and of memory {strategy.balance[1]:.3f}" in strategy.explain()
+def test_explain_prints_both_balance_degrees(training_plan):
+    times, memories = (
+        [getattr(each, name) for each in training_plan.reports] for name in ("busy_seconds", "memory_bytes")
+    )
+    assert training_plan.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
+    assert (
+        f"balance of time {training_plan.balance[0]:.3f} and of memory {training_plan.balance[1]:.3f}"
+        in training_plan.explain()
+    )
 
 
 def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
@@ -127,14 +134,14 @@ def split_in_four(problem):
 
 
 @pytest.mark.slow
-def test_the_answer_does_not_depend_on_the_hash_seed(strategy):
+def test_the_answer_does_not_depend_on_the_hash_seed(training_plan):
     code = (
         "from reshard.scheduler.autoparallel import *; from tests.scheduler.autoparallel.test_search import *; "
         "print(search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION).hash)"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert run.stdout.strip() == strategy.hash
+    assert run.stdout.strip() == training_plan.hash
 
 
 def test_search_keeps_the_choices_that_keep_names():
@@ -323,24 +330,24 @@ def test_the_uplinks_of_pods_are_priced():
 
 
 @pytest.mark.integration
-def test_less_memory_never_gives_a_faster_strategy():
+def test_less_memory_never_gives_a_faster_training_plan():
     seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, rows=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
     assert seconds == sorted(seconds)
 
 
-def test_schedules_of_the_strategy_are_valid(strategy):
+def test_schedules_of_the_training_plan_are_valid(training_plan):
     from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 
     problem = SearchProblem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
-    check_schedule(strategy.schedule, problem.pipeline(strategy.stages, strategy.microbatches))
+    check_schedule(training_plan.schedule, problem.pipeline(training_plan.stages, training_plan.microbatches))
 
 
-def test_the_command_prints_and_writes_a_strategy(tmp_path, capsys):
+def test_the_command_prints_and_writes_a_training_plan(tmp_path, capsys):
     from reshard.cli.main import main
 
     (tmp_path / "graph.json").write_text(GRAPH.to_json())
     rest = ["--topology", "tcp", "--devices", "4", "--memory", "1GB", "--rows", "8"]
-    written = tmp_path / "strategy.json"
+    written = tmp_path / "plan.json"
     status = main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--output", str(written)])
     assert status == 0
     assert capsys.readouterr().out.strip() == TrainingPlan.read(written).explain()

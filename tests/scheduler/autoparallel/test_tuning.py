@@ -46,13 +46,13 @@ def make_problem(seconds, message_seconds=0.0, hosts=(0, 1)):
 
 
 def run_on(problem):
-    """Measures a strategy where the times of a problem are true."""
+    """Measures a training plan where the times of a problem are true."""
 
-    def measure(strategy):
-        candidate = Candidate("", strategy.stages, strategy.microbatches)
-        costs = tuple(problem.stage_cost(stage, strategy.microbatches) for stage in strategy.stages)
-        pipeline = problem.pipeline(strategy.stages, strategy.microbatches)
-        found = evaluate_schedule(candidate, pipeline, costs, strategy.schedule)
+    def measure(training_plan):
+        candidate = Candidate("", training_plan.stages, training_plan.microbatches)
+        costs = tuple(problem.stage_cost(stage, training_plan.microbatches) for stage in training_plan.stages)
+        pipeline = problem.pipeline(training_plan.stages, training_plan.microbatches)
+        found = evaluate_schedule(candidate, pipeline, costs, training_plan.schedule)
         return Measurement((found.seconds,), (found.timeline,))
 
     return measure
@@ -67,12 +67,12 @@ def test_a_measured_step_corrects_the_profile(build):
     wrong, true = make_problem(WRONG), make_problem(TRUE, 2e-3)
     chosen = choose_training_plan(wrong)
     schedule = build(wrong.pipeline(chosen.stages, 4), 4)
-    strategy = replace(chosen, schedule_text=format_schedule(schedule))
-    measured = run_on(true)(strategy)
-    assert strategy.seconds < 0.7 * measured.seconds
-    profile = correct_profile(wrong, strategy, measured.timelines)
-    assert len(strategy.stages) == 2
-    again = run_on(replace(wrong, profile=profile))(strategy)
+    training_plan = replace(chosen, schedule_text=format_schedule(schedule))
+    measured = run_on(true)(training_plan)
+    assert training_plan.seconds < 0.7 * measured.seconds
+    profile = correct_profile(wrong, training_plan, measured.timelines)
+    assert len(training_plan.stages) == 2
+    again = run_on(replace(wrong, profile=profile))(training_plan)
     assert again.seconds == pytest.approx(measured.seconds, rel=1e-3)
     assert profile.message_seconds == pytest.approx(2e-3, rel=1e-3)
 
@@ -83,9 +83,9 @@ def test_the_loop_ends_with_the_true_choice():
     tuned = tune(wrong, choose_training_plan, run_on(true))
     assert len(tuned.rounds) <= 2
     assert tuned.gain > 1.1
-    assert run_on(true)(tuned.strategy).seconds <= 1.02 * best.seconds
+    assert run_on(true)(tuned.training_plan).seconds <= 1.02 * best.seconds
     assert f"{tuned.gain:.3f} times as fast as the first choice" in str(tuned)
     settled = tune(true, choose_training_plan, run_on(true))
     assert settled.is_settled
     assert settled.gain == 1.0
-    assert is_same(settled.strategy, best)
+    assert is_same(settled.training_plan, best)
