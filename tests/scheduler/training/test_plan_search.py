@@ -9,7 +9,7 @@ import pytest
 
 from reshard.cli.main import main
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
-from reshard.scheduler.training import strategies
+from reshard.scheduler.training import plan_search
 from reshard.scheduler.training.loop import Job, train
 from reshard.scheduler.training.plan_search import SearchOptions, find_training_plan, tune_training_plan
 from reshard.testing import LaunchError, run_processes
@@ -142,7 +142,7 @@ def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
             tune_training_plan, 2, job, SearchOptions(2, "none.json", "100MB", measures=True), grace_seconds=20
         )
     assert [type(each.error).__name__ for each in raised.value.failures] == ["TopologyError"] * 2
-    monkeypatch.setattr(strategies, "make_job_problem", lambda *_: int("x"))
+    monkeypatch.setattr(plan_search, "make_job_problem", lambda *_: int("x"))
     with pytest.raises(LaunchError) as raised:
         run_processes(tune_training_plan, 2, job, SearchOptions(2, None, "100MB", measures=True), grace_seconds=20)
     assert str(raised.value.failures[1].error).startswith("rank 0 cannot search: ValueError: invalid literal")
