@@ -53,7 +53,7 @@ from .plan.text_parser import parse_plan as parse_plan
 from .planner.planning import (
     make_plan as make_plan,
 )
-from .planner.strategies.problem import Problem as Problem, Routes as Routes
+from .planner.strategies.problem import PlanProblem as PlanProblem, Routes as Routes
 from .ragged import NO_RANK as NO_RANK
 from .sharding.layout import (
     Layout as Layout,

@@ -29,7 +29,7 @@ def encode_exponents(words: Any, out: Any) -> int:
     """Encode bf16 values without loss; return the size of their code, or -1 if it does not fit."""
 
 def decode_exponents(data: Any, words: Any) -> bool:
-    """Decode into bf16 values; return whether the data is a code of so many."""
+    """Decode into bf16 values; return whether the data decodes to exactly that many values."""
 
 def flow(
     queue: Any,

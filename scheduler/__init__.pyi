@@ -1,8 +1,8 @@
-from reshard.runtime.weight_grad_store import later_tasks as later_tasks
+from reshard.gradients.weight_grad_store import later_tasks as later_tasks
 
 from .costs import edge_plans as edge_plans, plan_edge as plan_edge
 from .graph import Edge as Edge, Pipeline as Pipeline, Stage as Stage
-from .ir.actions import Action as Action, Channel as Channel, Kind as Kind
+from .ir.actions import Action as Action, Kind as Kind, StageChannel as StageChannel
 from .ir.schedule import Schedule as Schedule
 from .ir.text import (
     format_schedule as format_schedule,
@@ -21,7 +21,7 @@ from .pipe.engine import PipelineEngine as PipelineEngine
 from .pipe.partition.blocks import Block as Block
 from .pipe.pipe import Pipe as Pipe
 from .pipe.placement import Placement as Placement, ddp as ddp, fsdp as fsdp
-from .pipe.profile import Profile as Profile, StageTimes as StageTimes
+from .pipe.profile import StageProfile as StageProfile, StageTimes as StageTimes
 from .pipe.totals import StepResult as StepResult
 from .runtime.engine import Engine as Engine
 from .runtime.stage import StageOutput as StageOutput
@@ -39,6 +39,6 @@ from .simulation.dependencies import (
     CriticalPath as CriticalPath,
     critical_path as critical_path,
 )
-from .simulation.replay import PipelineTimeline as PipelineTimeline, simulate as simulate
+from .simulation.replay import PipelineTimeline as PipelineTimeline, simulate_schedule as simulate_schedule
 from .simulation.validate import check_schedule as check_schedule
 from .simulation.visualize import to_chrome_trace as to_chrome_trace, to_svg as to_svg

@@ -26,10 +26,10 @@ from microbench.harness.table import Table
 from microbench.harness.turns import Times, medians_of, slowest, time_in_turns
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
+from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, sync_gradients
 from reshard.parallel.choice import GridPrice
 from reshard.parallel.grid import AXES
-from reshard.runtime.device_mesh import make_device_mesh
 from reshard.scheduler.training.models.gpt import GPT
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.topology import Topology

@@ -30,13 +30,13 @@ from microbench.harness.options import OptionError, add_number
 from microbench.parallel.layers import GridShape, LinearStack, layer_products, transformer_linears
 from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
+from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid
 from reshard.parallel.costs import find_product_seconds, find_traffic
 from reshard.parallel.grid import AXES
 from reshard.parallel.grid.cuts import chunk_spans, size_of
 from reshard.parallel.products.dataflow import PANEL_WIDTH
 from reshard.parallel.products.multiply import Product
-from reshard.runtime.device_mesh import make_device_mesh
 from reshard.topology import Topology
 
 #: Of a collective.

@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from microbench.emulation.cluster import Cluster
 from microbench.harness.calibrate import measure_cluster
+from reshard.coordination.device_mesh import new_group
 from reshard.parallel.grid.collectives import Axis
-from reshard.runtime.device_mesh import new_group
 from reshard.topology import Topology
 
 #: Bytes of a message between two ranks of a host, and how many are measured.

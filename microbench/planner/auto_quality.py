@@ -23,7 +23,7 @@ from microbench.harness.options import add_number
 from reshard.cli.progress import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
-from reshard.planner import AUTO, CANDIDATES, Floors, Problem, floor_of_transfers, plan_tensors
+from reshard.planner import AUTO, CANDIDATES, Floors, PlanProblem, floor_of_transfers, plan_tensors
 from reshard.ragged import NO_RANK
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import MACHINES, Host, Port, Topology, load_preset
@@ -162,7 +162,7 @@ def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = T
         lower bound.
     """
     found: dict[str, Any] = {"network": network, "title": str(spec), "bytes": math.prod(spec.shape) * spec.itemsize}
-    problem = Problem.of([spec], topology) if rivals else None
+    problem = PlanProblem.of([spec], topology) if rivals else None
     for name, strategy in {AUTO: None, **(CANDIDATES if rivals else {})}.items():
         if problem is not None and name.endswith("gather"):  # planning one among many receivers would take minutes
             least = Floors(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))

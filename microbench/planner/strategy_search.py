@@ -21,10 +21,10 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Problem,
-    Profile,
+    LayerProfile,
+    SearchProblem,
 )
-from reshard.scheduler.autoparallel.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.joint import best_plans
 from reshard.topology import Host, Port, Topology
@@ -67,14 +67,14 @@ def make_topology(rates: Sequence[float], devices: int) -> Topology:
     )
 
 
-def make_problem(graph: LayerGraph, topology: Topology, rows: int, memory: float = 40e9) -> Problem:
+def make_problem(graph: LayerGraph, topology: Topology, rows: int, memory: float = 40e9) -> SearchProblem:
     """A search with guessed times."""
-    profile = Profile.estimate(graph, flops_per_second=FLOPS)
+    profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
     counts = tuple(count for count in (4, 8, 16, 32) if rows % count == 0)
-    return Problem(graph, Cluster(topology, memory), profile, rows, MIXED_PRECISION, microbatches=counts)
+    return SearchProblem(graph, Cluster(topology, memory), profile, rows, MIXED_PRECISION, microbatches=counts)
 
 
-def compare(problem: Problem) -> dict[str, float]:
+def compare(problem: SearchProblem) -> dict[str, float]:
     """Simulated seconds of each method's own choice, of ``joint`` with its best candidate, and of ``auto``."""
     found: dict[str, float] = {}
     for name, method in METHODS.items():
@@ -104,7 +104,7 @@ def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
         print_line(f"  {name:32} mean {mean:6.3f}  worst {worst:6.3f}  least {least:6.3f}  nothing fits {missing}")
 
 
-def random_problem(seed: int) -> tuple[str, Problem]:
+def random_problem(seed: int) -> tuple[str, SearchProblem]:
     """A model and a cluster drawn at random, and the group of problems that they belong to."""
     rng = random.Random(seed)
     graph = rng.choice([make_gpt(8, 1024), make_gpt(12, 2048), make_backbone(2, 256), make_backbone(2, 384)])
@@ -163,8 +163,8 @@ def speed() -> None:
     for layers, hidden, hosts, counts in ((48, 8192, 8, (16, 32, 64)), (94, 12288, 128, (64, 128, 256))):
         graph = make_gpt(layers, hidden, 2048)
         topology = make_topology([400 * GBIT] * hosts, 8)
-        profile = Profile.estimate(graph, flops_per_second=FLOPS)
-        problem = Problem(graph, Cluster(topology, 80e9), profile, 1024, MIXED_PRECISION, microbatches=counts)
+        profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
+        problem = SearchProblem(graph, Cluster(topology, 80e9), profile, 1024, MIXED_PRECISION, microbatches=counts)
         begun = time.process_time()
         plan = next(best_plans(problem))
         took = time.process_time() - begun

@@ -1,7 +1,8 @@
-"""Predicted against measured steps of strategies on emulated hosts.
+"""Predicted against measured steps of training plans on emulated hosts.
 
-Devices sleep for the seconds of their stages, and the tensors of the edges cross rate-limited links. The first strategy
-of each model corrects its profile, as ``tune`` does. All others are predicted before they run. Sums of gradients are
+Devices sleep for the seconds of their stages, and the tensors of the edges cross rate-limited links. The first training
+plan of each model corrects its profile, as ``tune`` does. All others are predicted before they run. Sums of gradients
+are
 left out: timed stages have no parameters.
 """
 
@@ -27,14 +28,14 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Problem,
-    Profile,
+    LayerProfile,
     Sample,
-    Strategy,
+    SearchProblem,
     Tensor,
-    choose_strategy,
+    TrainingPlan,
+    choose_training_plan,
 )
-from reshard.scheduler.autoparallel.problem import Stages
+from reshard.scheduler.autoparallel.costs.problem import Stages
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.sharding import Mesh
 from reshard.topology import Topology
@@ -79,10 +80,10 @@ class Model:
         ]
         return LayerGraph(tuple(layers), tuple(tensors), name=self.name)
 
-    def profile(self, graph: LayerGraph) -> Profile:
+    def profile(self, graph: LayerGraph) -> LayerProfile:
         """The seconds that the stages sleep."""
         classes = {f"{s:g} s": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for s in self.seconds}
-        return Profile(graph.key, "timed", graph.dtype, classes)
+        return LayerProfile(graph.key, "timed", graph.dtype, classes)
 
 
 MODELS = (
@@ -97,8 +98,8 @@ MODELS = (
 )
 
 
-def make_pipeline(problem: Problem, stages: Stages) -> Pipeline:
-    """The pipeline of a strategy with meshes and tensors, as the engine runs it."""
+def make_pipeline(problem: SearchProblem, stages: Stages) -> Pipeline:
+    """The pipeline of a training plan with meshes and tensors, as the engine runs it."""
     made = problem.pipeline(stages, MICROBATCHES)
     meshes = [Mesh(tuple(range(s.first_rank, s.end_rank)), {"dp": s.num_ranks, "tp": 1}) for s in stages]
     parts = tuple(
@@ -109,7 +110,7 @@ def make_pipeline(problem: Problem, stages: Stages) -> Pipeline:
 
 def measure(
     cluster: EmulatedCluster,
-    problem: Problem,
+    problem: SearchProblem,
     stages: Stages,
     schedules: Mapping[str, Schedule],
     topology: Topology,
@@ -124,37 +125,41 @@ def measure(
 
 
 def measure_strategy(
-    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, topology: Topology, repeats: int = REPEATS
+    cluster: EmulatedCluster,
+    problem: SearchProblem,
+    training_plan: TrainingPlan,
+    topology: Topology,
+    repeats: int = REPEATS,
 ) -> tuple[list[float], PipelineTimeline]:
-    """Seconds of the kept steps of a strategy, and the timeline of the least disturbed one."""
-    schedules = {"strategy": strategy.schedule}
-    seconds, timelines = measure(cluster, problem, strategy.stages, schedules, topology, repeats)
-    return seconds["strategy"], timelines["strategy"]
+    """Seconds of the kept steps of a training plan, and the timeline of the least disturbed one."""
+    schedules = {"training_plan": training_plan.schedule}
+    seconds, timelines = measure(cluster, problem, training_plan.stages, schedules, topology, repeats)
+    return seconds["training_plan"], timelines["training_plan"]
 
 
 def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[list[tuple[str, float, float]], float]:
-    """``(strategy, predicted, measured)`` of all cases, and the measured seconds of the choice of the search."""
+    """``(training plan, predicted, measured)`` of all cases, and the measured seconds of the choice of the search."""
     plain = nominal(shaped)
     graph = model.graph()
     devices = Cluster(plain, 1e9)
-    true = Problem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
     rows: list[tuple[str, float, float]] = []
     with EmulatedCluster(shaped) as cluster:
         problem = true
-        for number, text in track(enumerate(cases), "strategies", len(cases)):
-            _, strategy = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
-            seconds, timeline = measure_strategy(cluster, true, strategy, plain)
+        for number, text in track(enumerate(cases), "training plans", len(cases)):
+            _, training_plan = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
+            seconds, timeline = measure_strategy(cluster, true, training_plan, plain)
             if number == 0:
-                problem = replace(problem, profile=correct_profile(true, strategy, [timeline]))
+                problem = replace(problem, profile=correct_profile(true, training_plan, [timeline]))
                 print_line(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms")
                 continue
-            rows.append((text, strategy.seconds, statistics.median(seconds)))
+            rows.append((text, training_plan.seconds, statistics.median(seconds)))
             print_line(
-                f"{model.name:16}{text:22}{strategy.schedule.name:14} predicted {strategy.seconds:.3f} s, measured "
-                f"{rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
-                f"{strategy.seconds / rows[-1][2]:.3f}",
+                f"{model.name:16}{text:22}{training_plan.schedule.name:14} predicted {training_plan.seconds:.3f} s, "
+                f"measured {rows[-1][2]:.3f} s ({min(seconds):.3f} to {max(seconds):.3f}), ratio "
+                f"{training_plan.seconds / rows[-1][2]:.3f}",
             )
-        chosen = choose_strategy(problem)
+        chosen = choose_training_plan(problem)
         taken = statistics.median(measure_strategy(cluster, true, chosen, plain)[0])
         best = min(rows, key=lambda row: row[2])
         print_line(
@@ -170,7 +175,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print every strategy, the part that is predicted within 5 and 10 %, and the rank correlation."""
+    """Print every training plan, the part that is predicted within 5 and 10 %, and the rank correlation."""
     from scipy.stats import spearmanr
 
     models = {model.name: model for model in MODELS}
@@ -182,6 +187,6 @@ def run(options: argparse.Namespace) -> None:
     ratios = [predicted / measured for _, predicted, measured in every]
     within = [sum(abs(ratio - 1) <= part for ratio in ratios) for part in (0.05, 0.1)]
     print_line(
-        f"{len(ratios)} strategies: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
+        f"{len(ratios)} training plans: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
         f"{max(ratios):.3f}; rank correlation of each model {', '.join(f'{each:.3f}' for each in correlations)}"
     )

@@ -33,8 +33,8 @@ from microbench.strategies.accuracy import (
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import block_transfers, one_f_one_b
-from reshard.scheduler.autoparallel import Choice, Cluster, Problem, StagePlan, Strategy, choose_strategy
-from reshard.scheduler.autoparallel.problem import Stages
+from reshard.scheduler.autoparallel import Choice, Cluster, SearchProblem, StagePlan, TrainingPlan, choose_training_plan
+from reshard.scheduler.autoparallel.costs.problem import Stages
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.topology import topology_from_json
 
@@ -52,7 +52,7 @@ FIRST = "3:2, 2:2"
 FINAL_REPEATS, NUM_FINAL = 7, 2
 
 
-def divisions(problem: Problem) -> Iterator[Stages]:
+def divisions(problem: SearchProblem) -> Iterator[Stages]:
     """All divisions of the layers and devices into stages of replicas that divide the rows of a microbatch."""
     cluster, rows, num_layers = problem.cluster, ROWS // MICROBATCHES, len(problem.graph.layers)
 
@@ -72,10 +72,10 @@ def divisions(problem: Problem) -> Iterator[Stages]:
             )
 
 
-def describe(strategy: Strategy) -> str:
+def describe(training_plan: TrainingPlan) -> str:
     """Layers and ranks of all stages, and the schedule."""
-    stages = ", ".join(f"{stage.num_layers}:{stage.num_ranks}" for stage in strategy.stages)
-    return f"{stages} ({strategy.schedule.name})"
+    stages = ", ".join(f"{stage.num_layers}:{stage.num_ranks}" for stage in training_plan.stages)
+    return f"{stages} ({training_plan.schedule.name})"
 
 
 def run_case(model: Model, kind: str) -> tuple[float, float]:
@@ -83,30 +83,30 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
     shaped = topology_from_json(CLUSTERS[kind])
     plain, graph = nominal(shaped), model.graph()
     devices = Cluster(plain, 1e9)
-    true = Problem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
     title = f"{model.name}, {kind}"
     with EmulatedCluster(shaped) as cluster:
 
-        def seconds_of(strategy: Strategy, repeats: int) -> float:
-            return statistics.median(measure_strategy(cluster, true, strategy, plain, repeats)[0])
+        def seconds_of(training_plan: TrainingPlan, repeats: int) -> float:
+            return statistics.median(measure_strategy(cluster, true, training_plan, plain, repeats)[0])
 
         _, first = make_by_hand(true, devices, parse_stages(FIRST), MICROBATCHES)
         profile = correct_profile(true, first, [measure_strategy(cluster, true, first, plain)[1]])
         problem = replace(true, profile=profile)
-        chosen, alpa = choose_strategy(problem), choose_strategy(problem, "alpa")
-        found: list[tuple[float, Strategy]] = []
+        chosen, alpa = choose_training_plan(problem), choose_training_plan(problem, "alpa")
+        found: list[tuple[float, TrainingPlan]] = []
         for stages in track([*divisions(problem)], title):
-            _, strategy = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
-            found.append((seconds_of(strategy, REPEATS), strategy))
+            _, training_plan = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
+            found.append((seconds_of(training_plan, REPEATS), training_plan))
         found.sort(key=lambda each: each[0])
         pipeline = make_pipeline(true, alpa.stages)  # blocking transfers stop the compute stream
         schedules = {"alpa": block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)}
         slow = statistics.median(measure(cluster, true, alpa.stages, schedules, plain)[0]["alpa"])
         final = [(seconds_of(each, FINAL_REPEATS), each) for each in (chosen, *(s for _, s in found[:NUM_FINAL]))]
-    took, (best, strategy) = final[0][0], min(final, key=lambda each: each[0])
+    took, (best, training_plan) = final[0][0], min(final, key=lambda each: each[0])
     print_line(
         f"{title}: {len(found)} divisions, {found[0][0]:.3f} to {found[-1][0]:.3f} s; choice {describe(chosen)} "
-        f"predicted {chosen.seconds:.3f} s, takes {took:.3f} s; fastest {describe(strategy)} {best:.3f} s; loss "
+        f"predicted {chosen.seconds:.3f} s, takes {took:.3f} s; fastest {describe(training_plan)} {best:.3f} s; loss "
         f"{took / best - 1:.1%}; alpa {describe(alpa)} with blocking 1F1B {slow:.3f} s, {slow / took:.2f} times as long"
     )
     return took / best - 1, slow / took

@@ -1,8 +1,8 @@
 """Search methods under several memory limits. All is simulated.
 
 Four models, with the shapes of BERT-Large, T5-Large, ViT-Huge and Swin-Large, on two hosts of four devices with 100
-Gbit/s, and four limits of memory each. At the smallest limit only some methods find a strategy that fits. The table
-shows, for each method, the samples per second of its choice under its best schedule, and the balance degrees of
+Gbit/s, and four limits of memory each. At the smallest limit only some methods find a training plan that fits. The
+table shows, for each method, the samples per second of its choice under its best schedule, and the balance degrees of
 time and of memory.
 """
 
@@ -21,9 +21,9 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Problem,
-    Profile,
-    choose_strategy,
+    LayerProfile,
+    SearchProblem,
+    choose_training_plan,
 )
 
 METHODS = ("pure", "galvatron", "bmw", "joint", "auto")
@@ -71,10 +71,10 @@ def make_models() -> dict[str, LayerGraph]:
     return found
 
 
-def describe(problem: Problem, method: str) -> str:
+def describe(problem: SearchProblem, method: str) -> str:
     """Samples per second of a method's choice, and its balance degrees of time and memory."""
     try:
-        found = choose_strategy(problem, method)
+        found = choose_training_plan(problem, method)
     except ArgumentError as error:
         if "fits" not in str(error):
             raise
@@ -96,9 +96,9 @@ def run(options: argparse.Namespace) -> None:
     print_line(f"| model | GB | {' | '.join(f'`{method}`' for method in METHODS)} |")
     print_line("|---" * (2 + len(METHODS)) + "|")
     for name, graph in make_models().items():
-        profile = Profile.estimate(graph, flops_per_second=FLOPS)
+        profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
         for limit in track(given or LIMITS[name], f"limits of {name}"):
             cluster = Cluster(topology, limit * 1e9)
-            problem = Problem(graph, cluster, profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts)
+            problem = SearchProblem(graph, cluster, profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts)
             cells = " | ".join(describe(problem, method) for method in METHODS)
             print_line(f"| {name} | {limit:g} | {cells} |")

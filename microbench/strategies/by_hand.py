@@ -1,4 +1,4 @@
-"""Strategies made by hand, for measurements that need many of one model."""
+"""Training plans made by hand, for measurements that need many of one model."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, Problem, StagePlan, Strategy
-from reshard.scheduler.autoparallel.iteration import evaluate
-from reshard.scheduler.autoparallel.searching import make_strategy
+from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, SearchProblem, StagePlan, TrainingPlan
+from reshard.scheduler.autoparallel.costs.iteration import evaluate
+from reshard.scheduler.autoparallel.searching import make_training_plan
 from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
 
 #: Small models that train on CPU processes.
@@ -41,9 +41,9 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
 
 
 def make_by_hand(
-    problem: Problem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int, *, thorough: bool = False
-) -> tuple[Problem, Strategy]:
-    """The strategy of these stages under its fastest schedule, with all predictions, and its problem.
+    problem: SearchProblem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int, *, thorough: bool = False
+) -> tuple[SearchProblem, TrainingPlan]:
+    """The training plan of these stages under its fastest schedule, with all predictions, and its problem.
 
     ``thorough``: ``auto_schedule`` may be its schedule, too.
     """
@@ -51,4 +51,4 @@ def make_by_hand(
     found = evaluate(changed, Candidate("by hand", tuple(stages), microbatches), thorough=thorough)
     if found is None:
         raise ArgumentError(f"no schedule runs {stages}")
-    return changed, make_strategy(changed, found, [])
+    return changed, make_training_plan(changed, found, [])

@@ -1,6 +1,7 @@
 """Predicted against counted bytes of tensors.
 
-Trains strategies on local processes, and counts the storages that each rank keeps: parameters, gradients, states of the
+Trains training plans on local processes, and counts the storages that each rank keeps: parameters, gradients, states of
+    the
 optimizer, activations, gathered parameters and receives.
 """
 
@@ -14,11 +15,11 @@ from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import Job
 from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
-from reshard.scheduler.training.strategies import SearchOptions, make_job_problem
+from reshard.scheduler.training.plan_search import SearchOptions, make_job_problem
 from reshard.testing import run_processes
 from reshard.topology import Topology
 
-#: Strategies of each model: stages, as :func:`parse_stages` reads them, and microbatches.
+#: Training plans of each model: stages, as :func:`parse_stages` reads them, and microbatches.
 CASES = {
     "GPT": (
         ("4:1, 4:1", 4),
@@ -52,22 +53,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print predicted and counted megabytes of the fullest rank of each strategy."""
+    """Print predicted and counted megabytes of the fullest rank of each training plan."""
     ratios = []
     for name in options.model or CASES:
         job = Job("memory", PRESETS[name], 2, "")
         problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
-        for text, count in track(CASES[name], "strategies"):
+        for text, count in track(CASES[name], "training plans"):
             stages = parse_stages(text)
             cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
-            _, strategy = make_by_hand(problem, cluster, stages, count)
-            counted = run_processes(count_peak_bytes, strategy.num_ranks, replace(job, strategy=strategy))
-            pairs = list(zip(predicted_bytes(strategy), counted, strict=True))
+            _, training_plan = make_by_hand(problem, cluster, stages, count)
+            counted = run_processes(
+                count_peak_bytes, training_plan.num_ranks, replace(job, training_plan=training_plan)
+            )
+            pairs = list(zip(predicted_bytes(training_plan), counted, strict=True))
             predicted, most = max(pairs, key=lambda pair: pair[1])
             ratios += [first / second for first, second in pairs]
             every = ", ".join(f"{first / second:.3f}" for first, second in pairs)
             print_line(
-                f"{name:14}{text:34}{count:3} microbatches, {strategy.schedule.name:14} predicted "
+                f"{name:14}{text:34}{count:3} microbatches, {training_plan.schedule.name:14} predicted "
                 f"{predicted / 1e6:7.3f} MB, counted {most / 1e6:7.3f} MB, ratio of each rank {every}",
             )
     within = sum(0.95 <= ratio <= 1.05 for ratio in ratios)

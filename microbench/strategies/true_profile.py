@@ -31,12 +31,12 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Problem,
-    Profile,
+    LayerProfile,
     Sample,
-    Strategy,
+    SearchProblem,
     Tensor,
-    choose_strategy,
+    TrainingPlan,
+    choose_training_plan,
 )
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.topology import Topology, parse_rate
@@ -55,7 +55,7 @@ def layer_seconds() -> list[float]:
     return [each / FLOPS_PER_SECOND for each in flops]
 
 
-def make_problem(topology: Topology, ratio: float, scale: float) -> Problem:
+def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProblem:
     """The search for the layers.
 
     Each layer is a separate class, so that a profile of a step may give each stage other times.
@@ -71,8 +71,8 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> Problem:
         name="GPT of XL's proportions",
     )
     classes = {f"layer {at}": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for at, s in enumerate(seconds)}
-    profile = Profile(graph.key, "timed", graph.dtype, classes)
-    return Problem(graph, Cluster(topology, 1e9), profile, ROWS, microbatches=(ROWS,))
+    profile = LayerProfile(graph.key, "timed", graph.dtype, classes)
+    return SearchProblem(graph, Cluster(topology, 1e9), profile, ROWS, microbatches=(ROWS,))
 
 
 def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
@@ -87,13 +87,13 @@ def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
 
 
 def measure_ways(
-    cluster: EmulatedCluster, problem: Problem, strategy: Strategy, topology: Topology, repeats: int
+    cluster: EmulatedCluster, problem: SearchProblem, training_plan: TrainingPlan, topology: Topology, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
     """Seconds of the steps in each way, and a timeline of each; the ways run in turns."""
-    pipeline = make_pipeline(problem, strategy.stages)
+    pipeline = make_pipeline(problem, training_plan.stages)
     plain = one_f_one_b(pipeline, ROWS)
-    schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: strategy.schedule}
-    return measure(cluster, problem, strategy.stages, schedules, topology, repeats)
+    schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: training_plan.schedule}
+    return measure(cluster, problem, training_plan.stages, schedules, topology, repeats)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -118,22 +118,22 @@ def run(options: argparse.Namespace) -> None:
         }
         choices = {"even division": first}
         choices |= {
-            f"{name} profile, {method}": choose_strategy(problem, method)
+            f"{name} profile, {method}": choose_training_plan(problem, method)
             for name, problem in problems.items()
             for method in ("alpa", "auto")
         }
         done = {(str(first.stages), first.schedule_text): seconds}
-        for name, strategy in track(choices.items(), "choices", len(choices)):
-            key = str(strategy.stages), strategy.schedule_text
+        for name, training_plan in track(choices.items(), "choices", len(choices)):
+            key = str(training_plan.stages), training_plan.schedule_text
             if key not in done:
-                done[key] = measure_ways(cluster, true, strategy, plain, options.repeats)[0]
+                done[key] = measure_ways(cluster, true, training_plan, plain, options.repeats)[0]
             measured[name] = {way: statistics.median(each) for way, each in done[key].items()}
-            layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in strategy.stages)
+            layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in training_plan.stages)
             cells = ", ".join(
                 f"{way} {each:.3f} s ({min(done[key][way]):.3f} to {max(done[key][way]):.3f})"
                 for way, each in measured[name].items()
             )
-            print_line(f"{name:22} layers {layers:14} predicted {strategy.seconds:.3f} s: {cells}")
+            print_line(f"{name:22} layers {layers:14} predicted {training_plan.seconds:.3f} s: {cells}")
     base = measured["wrong profile, alpa"][BLOCKING]
     for name, found in measured.items():
         gains = ", ".join(f"{way} {100 * (base / each - 1):+.1f} %" for way, each in found.items())

@@ -27,7 +27,7 @@ from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
 from microbench.training.worker import MAX_TRIES, Method, Training, measure_stages, train_alone, train_in_turns
 from microbench.training.workload import Workload
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import Edge, Pipeline, Stage, simulate, to_chrome_trace
+from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
 from reshard.scheduler.costs import price_edge
 from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
 from reshard.topology import Topology, topology_from_json
@@ -156,7 +156,7 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
     methods = [Method(spec.name, schedules[spec.name], spec.strategy) for spec in METHODS]
     methods.append(Method(SIGNAL, schedules[OURS], None, signal_only=True))
     expected = {
-        method.name: simulate(method.schedule, pipelines.get(method.name, pipelines[OURS])).makespan_seconds
+        method.name: simulate_schedule(method.schedule, pipelines.get(method.name, pipelines[OURS])).makespan_seconds
         for method in methods
     }
     log(f"{setting.title}: about {sum(expected.values()) * (repeats + 1):.0f} s")
@@ -181,7 +181,7 @@ def run_setting(setting: Setting, repeats: int, log: Callable[[str], None]) -> d
         pipeline = make_pipeline(setting, costs, plain, spec.strategy if spec else None, links, message[method.name])
         if method.signal_only:
             pipeline = with_transfers(pipeline, calibration.message)
-        predicted[method.name] = simulate(method.schedule, pipeline)
+        predicted[method.name] = simulate_schedule(method.schedule, pipeline)
         error = None if alone is None or method.signal_only else _relative_error(alone, results, method.name)
         rows.append(_row(method, results, predicted[method.name].makespan_seconds, error))
     return {

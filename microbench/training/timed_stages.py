@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.runtime.weight_grad_store import later_tasks
+from reshard.gradients.weight_grad_store import later_tasks
 from reshard.scheduler import Pipeline, StageOutput
 
 #: Largest oversleep of ``time.sleep``; usual values are 0.1 to 0.3 ms.

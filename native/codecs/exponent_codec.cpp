@@ -52,5 +52,5 @@ void bind_exponent_codec(nb::module_ &m) {
     m.def("encode_exponents", &encode, nb::arg("words"), nb::arg("out"),
           "Encode bf16 values without loss; return the size of their code, or -1 if it does not fit.");
     m.def("decode_exponents", &decode, nb::arg("data"), nb::arg("words"),
-          "Decode into bf16 values; return whether the data is a code of so many.");
+          "Decode into bf16 values; return whether the data decodes to exactly that many values.");
 }

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from reshard.coordination import Channel, Decision
 from reshard.plan import Plan
-from reshard.runtime.program import Program
+from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.executor import RoundRunner
 
 
@@ -25,7 +25,7 @@ class AgreedPlan:
     """
 
     plan: Plan
-    program: Program
+    program: RankProgram
     runner: RoundRunner | None
     channel: Channel
     call: int

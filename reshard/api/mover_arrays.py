@@ -14,7 +14,7 @@ from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cuda.stream import current_device
-from reshard.runtime.program import Program
+from reshard.runtime.program import RankProgram
 from reshard.sharding import AnyLayout, TensorSpec
 
 
@@ -52,7 +52,7 @@ class ArrayReader:
         device_type: ``"cpu"`` or ``"cuda"``; the same for all arrays.
     """
 
-    def __init__(self, plan: Plan, program: Program, group: Group, device_type: str) -> None:
+    def __init__(self, plan: Plan, program: RankProgram, group: Group, device_type: str) -> None:
         self._plan, self._program, self._group, self.device_type = plan, program, group, device_type
 
     def sources(self, given: Sequence[Any]) -> list[torch.Tensor | None]:

@@ -7,8 +7,6 @@ either, the format does not exist on this rank.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from reshard.codecs.delta import HEADER_BYTES, write_plain

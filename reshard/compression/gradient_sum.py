@@ -20,10 +20,10 @@ from reshard.api.tensor_checks import DEVICE_TYPES, has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
+from reshard.coordination.device_mesh import end_with, new_group
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.public_api import not_compiled
-from reshard.runtime.device_mesh import end_with, new_group
 
 #: Dtypes of gradients. Sums are computed in fp32.
 GRADIENT_DTYPES = ("float32", "bfloat16", "float16")

@@ -38,8 +38,8 @@ class CodecReport:
 
     Attributes:
         error: L2 norm of the error over that of the values. ratio: plain bytes over coded ones.
-        bias: sum of the errors, in units of its standard deviation if they were independent with mean 0. Beyond about
-            3 or -3, the codec is biased.
+        bias: sum of the errors over the standard deviation that independent errors of mean 0 would give it. A codec
+            with an absolute bias above about 3 is biased.
     """
 
     codec: str

@@ -35,7 +35,7 @@ from reshard.plan import Plan
 from reshard.runtime.cpu.staging import Staging
 from reshard.runtime.cuda.nccl_exchange import NcclExchange
 from reshard.runtime.cuda.nccl_library import NcclError
-from reshard.runtime.program import Program
+from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.schedule import Round
 from reshard.runtime.transport import BrokenConnectionError
@@ -68,7 +68,7 @@ class Channel:
         self.idle_staging: tuple[str, Staging] | None = None
         self.idle_runner: RoundRunner | None = None  # of the last call between devices
         self._connections: tuple[int, Connections] | None = None  # (generation, connections)
-        self.cache: OrderedDict[str, tuple[Plan, Program, RoundRunner | None]] = OrderedDict()  # of earlier calls
+        self.cache: OrderedDict[str, tuple[Plan, RankProgram, RoundRunner | None]] = OrderedDict()  # of earlier calls
 
     @property
     def group(self) -> Group:

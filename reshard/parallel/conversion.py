@@ -11,8 +11,8 @@ from torch import nn
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.gradients.sums import CHECK_EVERY, digest_of, mark_replaced
 from reshard.public_api import not_compiled
-from reshard.runtime.gradient_sums import CHECK_EVERY, digest_of, mark_replaced
 
 from . import transformers_models  # noqa: F401  # registers its converters
 from .converters import Conversion, convert_children, find_converter, register

@@ -7,7 +7,7 @@ import hashlib
 import torch
 
 from reshard.errors import DisagreementError
-from reshard.runtime.gradient_sums import CHECK_EVERY, axes_left, check_interval, declared_sums, sum_gradients
+from reshard.gradients.sums import CHECK_EVERY, axes_left, check_interval, declared_sums, sum_gradients
 from reshard.runtime.torch_compat import local_of
 
 from .grid.collectives import Axis

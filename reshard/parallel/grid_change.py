@@ -10,7 +10,7 @@ from torch import nn
 from reshard.api.call import reshard
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.runtime.gradient_sums import mark_replaced
+from reshard.gradients.sums import mark_replaced
 
 from .grid import Grid
 from .grid.grid import check_grid

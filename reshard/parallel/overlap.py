@@ -13,7 +13,7 @@ from functools import partial
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.runtime.gradient_sums import (
+from reshard.gradients.sums import (
     CHECK_EVERY,
     SumState,
     axes_left,

@@ -8,7 +8,7 @@ from reshard.planner.compression import AUTO_CODEC, code_tensors, predict
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import make_plan, plan_tensors
 from reshard.planner.registry import AUTO, STRATEGIES, find_strategy
-from reshard.planner.strategies.problem import Problem, Strategy
+from reshard.planner.strategies.problem import PlanProblem, Strategy
 
 __all__ = [
     "AUTO",
@@ -16,7 +16,7 @@ __all__ = [
     "CANDIDATES",
     "STRATEGIES",
     "Floors",
-    "Problem",
+    "PlanProblem",
     "Strategy",
     "code_tensors",
     "find_strategy",

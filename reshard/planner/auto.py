@@ -27,7 +27,7 @@ from reshard.planner.multicast.workload import Workload
 from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.branch_and_bound import SEARCH_STEPS, search_briefly, search_work
 from reshard.planner.strategies.direct import local_cuts
-from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
+from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy, complete
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
@@ -100,7 +100,7 @@ _MAX_GATHERED = 20_000
 _Candidate = tuple[str, float, Transfers]  # name, floor in seconds, transfers
 
 
-def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
+def choose_fastest(problem: PlanProblem) -> tuple[str, Transfers]:
     """The strategy with the shortest makespan by :func:`reshard.simulate`: its name and its transfers."""
     return _Choice(problem).make()
 
@@ -108,7 +108,7 @@ def choose_fastest(problem: Problem) -> tuple[str, Transfers]:
 class _Choice:
     """The search for the fastest plan: the best strategy so far, its transfers and its time."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanProblem) -> None:
         self.problem = problem
         self.floors = Floors(problem)
         self.num_ranks = len({rank for spec in problem.tensors for rank in (*spec.src.ranks, *spec.dst.ranks)})

@@ -11,7 +11,13 @@ from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
 from reshard.planner.strategies.direct import global_cuts
-from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, SMALL_BYTES, STAGING_PARTS, TREE_CHUNK_BYTES, Problem
+from reshard.planner.strategies.problem import (
+    DIRECT_CHUNK_BYTES,
+    SMALL_BYTES,
+    STAGING_PARTS,
+    TREE_CHUNK_BYTES,
+    PlanProblem,
+)
 from reshard.ragged import NO_RANK, distinct_values, number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
@@ -26,7 +32,7 @@ class Floors:
     They are known before a plan is made.
     """
 
-    problem: Problem
+    problem: PlanProblem
 
     @cached_property
     def host_classes(self) -> HostClasses:
@@ -222,7 +228,7 @@ def _burst_seconds(topology: Topology) -> float:
     return topology.burst_bytes / min(_rates_of_ports(topology)) if topology.burst_bytes else 0.0
 
 
-def floor_of_transfers(problem: Problem, transfers: Transfers) -> float:
+def floor_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
     """Floor of the simulated makespan of these transfers, in seconds: the time of the busiest port.
 
     A message occupies its sender's port for its latency and then for its bytes. Nothing arrives before one latency.
@@ -237,7 +243,7 @@ def floor_of_transfers(problem: Problem, transfers: Transfers) -> float:
 
 
 def floor_of_messages(
-    problem: Problem, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, count: np.ndarray
+    problem: PlanProblem, sender: np.ndarray, receiver: np.ndarray, nbytes: np.ndarray, count: np.ndarray
 ) -> float:
     """Like :func:`floor_of_transfers`, for ``count[i]`` messages of together ``nbytes[i]`` bytes from each sender."""
     topology = problem.topology

@@ -14,7 +14,7 @@ from reshard.planner.auto import choose_fastest
 from reshard.planner.compression import AUTO_CODEC, code_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.stacking import Stacks, stack_problem, unstack
-from reshard.planner.strategies.problem import Problem, Routes, Strategy, complete
+from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy, complete
 from reshard.planner.strategies.routes_check import check_routes
 from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
@@ -131,7 +131,7 @@ def plan_tensors(
     if is_builtin:
         problem = stack_problem(tensors, stacks, topology.only(participants), staging_bytes)
     else:  # a strategy of a caller sees each tensor
-        problem = Problem.of(tensors, topology.only(participants), staging_bytes)
+        problem = PlanProblem.of(tensors, topology.only(participants), staging_bytes)
     if function is None:
         name, transfers = choose_fastest(problem)
     else:
@@ -141,7 +141,7 @@ def plan_tensors(
     return mark_sound(plan) if is_builtin else plan  # a plan from a custom strategy is checked before it runs
 
 
-def _run_strategy(problem: Problem, name: str, function: Strategy, is_builtin: bool) -> Routes | Transfers:
+def _run_strategy(problem: PlanProblem, name: str, function: Strategy, is_builtin: bool) -> Routes | Transfers:
     """What a strategy chooses. What a caller's function returns is checked."""
     try:
         chosen = function(problem)

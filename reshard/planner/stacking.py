@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reshard.plan import Transfers, cut_chunks
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import ranges
 from reshard.sharding import AnyLayout, TensorSpec
 from reshard.topology import Topology
@@ -61,9 +61,9 @@ class Stacks:
         return len(self.tensor) == len(self.at) - 1
 
 
-def stack_problem(tensors: Sequence[TensorSpec], stacks: Stacks, topology: Topology, staging_bytes: int) -> Problem:
+def stack_problem(tensors: Sequence[TensorSpec], stacks: Stacks, topology: Topology, staging_bytes: int) -> PlanProblem:
     """The problem of stacks. Its ``tensors`` are the first members, but its boxes have the new dim in front."""
-    problem = Problem.of([tensors[index] for index in stacks.first.tolist()], topology, staging_bytes)
+    problem = PlanProblem.of([tensors[index] for index in stacks.first.tolist()], topology, staging_bytes)
     if stacks.are_single:
         return problem
     height = stacks.heights[problem.tensor]

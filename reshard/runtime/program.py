@@ -83,7 +83,7 @@ class Send:
 
 
 @dataclass(frozen=True)
-class Program:
+class RankProgram:
     """All operations of one rank, each list in the plan's total order.
 
     Attributes:
@@ -106,7 +106,7 @@ class Program:
     notify: Mapping[Event, tuple[int, ...]] = field(default_factory=dict)
 
 
-def build_program(plan: Plan, rank: int) -> Program:
+def build_program(plan: Plan, rank: int) -> RankProgram:
     """The program of ``rank``, built from its own messages only.
 
     Raises:
@@ -201,7 +201,7 @@ class _Builder:
             raise PlanError(f"{prefix} other boxes than message {source} brings")
         return forwards
 
-    def finish(self) -> Program:
+    def finish(self) -> RankProgram:
         """The program of all added operations."""
         plan, rank = self._plan, self._rank
         _check_complete(plan, rank, self._copies, self._recvs)
@@ -210,7 +210,7 @@ class _Builder:
             shards = spec.src_shards if side == "src" else spec.dst_shards
             return (*shards.local_shape(rank), *_inner_sizes(spec)) if rank in shards.layout.ranks else None
 
-        return Program(
+        return RankProgram(
             rank=rank,
             copies=tuple(self._copies),
             recvs=tuple(_count_staged_forwards(self._recvs, self._queues)),
@@ -235,7 +235,7 @@ def _find_events(
 
     Returns:
         ``(waits, awaited, notify)``: the events that each transfer of the rank waits for, then
-        :attr:`Program.awaited` and :attr:`Program.notify`.
+        :attr:`RankProgram.awaited` and :attr:`RankProgram.notify`.
     """
     found, ids = find_waits(plan), plan.transfers.first_message
     waits: dict[int, tuple[Event, ...]] = {}

@@ -1,7 +1,7 @@
-"""Search for a training strategy: stages, devices, parallelism inside stages, schedule and microbatches.
+"""Search for a training plan: stages, devices, parallelism inside stages, schedule and microbatches.
 
 ``search`` takes a model as a :class:`LayerGraph`, a :class:`Cluster` and a :class:`Profile`, and returns a
-:class:`Strategy`, which ``Pipe(model, strategy=strategy)`` trains. Stands on the planner, the schedules, their
+:class:`TrainingPlan`, which ``Pipe(model, training_plan=found)`` trains. Stands on the planner, the schedules, their
 simulation and ``Pipe``; only ``modules`` imports torch.
 """
 

@@ -13,15 +13,15 @@ from reshard.cli.progress import show_elapsed
 from reshard.errors import ArgumentError
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
-from .cluster import Cluster
-from .costs import MIXED_PRECISION, StateBytes
-from .files import read_value, write_text
-from .graph import LayerGraph
+from .costs.layer_costs import MIXED_PRECISION, StateBytes
+from .inputs.cluster import Cluster
+from .inputs.files import read_value, write_text
+from .inputs.layer_graph import LayerGraph
+from .inputs.layer_profile import LayerProfile
 from .methods.auto import METHODS
-from .profile import Profile
 from .searching import search
 
-HELP = "search for a training strategy: stages, devices, parallelism, schedule and microbatches"
+HELP = "search for a training plan: stages, devices, parallelism, schedule and microbatches"
 EXAMPLES = (
     "reshard search transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257 --topology dgx_a100 "
     "--devices 16 --memory 80GB --flops 312e12 --rows 256 --mixed",
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
     add("--svg", metavar="FILE", help="draw the stages on their hosts")
-    add("--output", metavar="FILE", help="write the strategy here")
+    add("--output", metavar="FILE", help="write the training plan here")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -76,12 +76,12 @@ def run(options: argparse.Namespace) -> int:
         raise ArgumentError("pass either --profile (measured times) or --flops (estimated times)")
     if options.profile is not None and options.efficiency is not None:
         raise ArgumentError("--efficiency is for times that --flops estimates; omit it or pass --flops, not --profile")
-    profile = Profile.read(options.profile) if options.profile is not None else _estimate(graph, options)
+    profile = LayerProfile.read(options.profile) if options.profile is not None else _estimate(graph, options)
     cluster = Cluster(
         find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
     )
     with show_elapsed("searching"):
-        strategy = search(
+        training_plan = search(
             graph,
             cluster,
             profile,
@@ -91,17 +91,17 @@ def run(options: argparse.Namespace) -> int:
             states=MIXED_PRECISION if options.mixed else StateBytes(),
             compression=None if options.compression is None else _read_policy(options.compression),
         )
-    print(strategy.explain())
+    print(training_plan.explain())
     if options.svg:
-        write_text(options.svg, strategy.to_svg())
+        write_text(options.svg, training_plan.to_svg())
     if options.output:
-        strategy.save(options.output)
+        training_plan.save(options.output)
     return 0
 
 
-def _estimate(graph: LayerGraph, options: argparse.Namespace) -> Profile:
+def _estimate(graph: LayerGraph, options: argparse.Namespace) -> LayerProfile:
     given = {} if options.efficiency is None else {"efficiency": options.efficiency}
-    return Profile.estimate(graph, flops_per_second=options.flops, **given)
+    return LayerProfile.estimate(graph, flops_per_second=options.flops, **given)
 
 
 def find_topology(text: str, devices: int | None) -> Topology:

@@ -1,4 +1,4 @@
-"""``search``: from a model, its devices and its profile to a strategy."""
+"""``search``: from a model, its devices and its profile to a training plan."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
 from ..ir.text import format_schedule
-from .choices import Choice, ChoiceRules, GridShape
-from .cluster import Cluster
-from .codecs import parts_of_policy, with_codecs
-from .costs import StateBytes
-from .graph import Layer, LayerGraph
-from .iteration import Evaluation, evaluate, evaluate_schedule, wider_links
+from .costs.codec_costs import parts_of_policy, with_codecs
+from .costs.iteration import Evaluation, evaluate, evaluate_schedule, wider_links
+from .costs.layer_costs import StateBytes
+from .costs.problem import SearchProblem
+from .inputs.choices import Choice, ChoiceRules, GridShape
+from .inputs.cluster import Cluster
+from .inputs.layer_graph import Layer, LayerGraph
+from .inputs.layer_profile import LayerProfile
+from .inputs.stages import StagePlan
 from .methods.auto import METHODS, Method, auto, decide
-from .problem import Problem
-from .profile import Profile
 from .result.reports import Alternative, EdgeReport, StageReport, TieReport
-from .result.stages import StagePlan
-from .result.strategy import Strategy
+from .result.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
 
-#: Maximum number of alternatives that a strategy lists.
+#: Maximum number of alternatives that a training plan lists.
 NUM_ALTERNATIVES = 8
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
-#: Spread of measured layer times (see :meth:`Profile.spread`) above which a search warns. If five times spread by so
-#: much, the standard error of their median is about 10 %, as much as a prediction may be wrong.
-MOST_SPREAD = 0.25
-#: Parts of a strategy that ``keep=`` fixes.
+#: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the
+#: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
+MAX_SPREAD = 0.25
+#: Parts of a training plan that ``keep=`` fixes.
 KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
 
 
 def search(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: Profile,
+    profile: LayerProfile,
     *,
     rows: int,
     keep: Mapping[str, Any] | None = None,
@@ -52,24 +52,24 @@ def search(
     states: StateBytes | None = None,
     rules: ChoiceRules | None = None,
     compression: Policy | None = None,
-) -> Strategy:
-    """Find the fastest strategy that fits the memory, as the simulator of whole steps predicts it.
+) -> TrainingPlan:
+    """Find the fastest training plan that fits the memory, as the simulator of whole steps predicts it.
 
     Args:
         graph, cluster, profile: the model, its devices and the times of its layers.
         rows: rows of a step.
         keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids.
-        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`Problem` to candidates.
-            All but ``auto`` are taken as they are, without moves.
+        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to
+            candidates. All but ``auto`` are taken as they are, without moves.
         states: bytes of states of a parameter; default: float32 with Adam.
         rules: choices that are allowed; default: all that ``Pipe`` runs.
         compression: codecs that edges (``pp``), sums of gradients over replicas under DDP (``dp``), collectives of
             ZeRO 3 (``zero``) and products on grids (``tp``) may use; default: none. The topology must have their rates.
 
     Returns:
-        The strategy, the same on every rank and from run to run. It has codecs only if its step is then shorter than
-        that of the best strategy without them.
+        The training plan, the same on every rank and from run to run. It has codecs only if its step is then shorter
+        than that of the best training plan without them.
 
     Raises:
         ArgumentError: the profile is of another model, an argument is out of range, or nothing fits the memory.
@@ -80,7 +80,7 @@ def search(
     for what, value, kind in (
         ("graph", graph, LayerGraph),
         ("cluster", cluster, Cluster),
-        ("profile", profile, Profile),
+        ("profile", profile, LayerProfile),
     ):
         if not isinstance(value, kind):
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
@@ -94,34 +94,34 @@ def search(
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = replace(problem, compression=compression)
-    return choose_strategy(problem, method)
+    return choose_training_plan(problem, method)
 
 
-def warn_if_noisy(problem: Problem) -> None:
-    """Warn if the times of the profile vary by more than :data:`MOST_SPREAD`, as on a machine with other jobs."""
+def warn_if_noisy(problem: SearchProblem) -> None:
+    """Warn if the times of the profile vary by more than :data:`MAX_SPREAD`, as on a machine with other jobs."""
     spread, key, most = problem.profile.spread(problem.graph)
-    if spread > MOST_SPREAD:
+    if spread > MAX_SPREAD:
         warnings.warn(
             f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
             f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {most:.0%}; above "
-            f"{MOST_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
+            f"{MAX_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
             stacklevel=3,
         )
 
 
-def choose_strategy(problem: Problem, method: str | Method = "auto") -> Strategy:
-    """The fastest strategy of a problem that fits the memory. Arguments and errors: :func:`search`."""
+def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") -> TrainingPlan:
+    """The fastest training plan of a problem that fits the memory. Arguments and errors: :func:`search`."""
     if problem.compression is None:
         found = _decide(problem, method)
-        return make_strategy(problem, found[0], found[1:])
+        return make_training_plan(problem, found[0], found[1:])
     return _choose_codecs(problem, problem.compression, method)
 
 
-def _choose_codecs(problem: Problem, policy: Policy, method: str | Method) -> Strategy:
-    """The fastest strategy with some of the codecs of a policy, or without if they gain too little.
+def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> TrainingPlan:
+    """The fastest training plan with a subset of the codecs of a policy, or with none if they gain too little.
 
-    The stages are those of two searches: without codecs, and with codecs wherever they are faster. An engine codes the
-    traffic of all stages alike, so each part of the policy is then simulated with these stages.
+    Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
+    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
     """
     raw = replace(problem, compression=None)
     plain = _decide(raw, method)
@@ -134,14 +134,14 @@ def _choose_codecs(problem: Problem, policy: Policy, method: str | Method) -> St
             if each is not None and not each.short_bytes and each.seconds < best.seconds:
                 best, best_problem = each, fixed
     if best.seconds >= (1 - MIN_GAIN) * plain[0].seconds:
-        return make_strategy(raw, plain[0], plain[1:])
+        return make_training_plan(raw, plain[0], plain[1:])
     thorough = evaluate(best_problem, best.candidate, thorough=True)
     if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
         best = thorough
-    return make_strategy(best_problem, best, [plain[0], *coded[1:]])
+    return make_training_plan(best_problem, best, [plain[0], *coded[1:]])
 
 
-def _decide(problem: Problem, method: str | Method) -> list[Evaluation]:
+def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
     """Evaluated candidates of a method, the fastest one that fits the memory first."""
     found = decide(problem, _find(method)(problem), moves=method == "auto")
     best = found[0]
@@ -162,12 +162,12 @@ def _decide(problem: Problem, method: str | Method) -> list[Evaluation]:
 def make_problem(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: Profile,
+    profile: LayerProfile,
     rows: int,
     keep: Mapping[str, Any],
     states: StateBytes,
     rules: ChoiceRules,
-) -> Problem:
+) -> SearchProblem:
     """The problem of a search.
 
     Raises:
@@ -194,7 +194,7 @@ def make_problem(
         shape = _kept_grid(keep["grid"], keep, cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)
     counts = (keep["microbatches"],) if "microbatches" in keep else ()
-    return Problem(graph, cluster, profile, rows, states, rules, counts)
+    return SearchProblem(graph, cluster, profile, rows, states, rules, counts)
 
 
 def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShape:
@@ -233,8 +233,8 @@ def _find(method: str | Method) -> Method:
     return METHODS[method]
 
 
-def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluation]) -> Strategy:
-    """The strategy of an evaluation, with what it is compared to."""
+def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
+    """The training plan of an evaluation, with what it is compared to."""
     candidate, count = best.candidate, best.candidate.microbatches
     busy = [best.timeline.busy_seconds(row) for row in range(len(best.costs))]
     exposed = [best.timeline.exposed_seconds(row) for row in range(len(best.costs))]
@@ -272,7 +272,7 @@ def make_strategy(problem: Problem, best: Evaluation, others: Sequence[Evaluatio
         TieReport(tuple(layers[at].name for at in each.layers), each.stages, each.nbytes, each.seconds, each.codec)
         for each in best.exchanges
     )
-    return Strategy(
+    return TrainingPlan(
         candidate.method,
         candidate.stages,
         tuple(tuple(layers[at].name for at in range(s.first_layer, s.end_layer)) for s in candidate.stages),
@@ -315,7 +315,7 @@ def _same_for(others: int) -> str:
     return f"; the same holds for {count_of(others, 'other layer')} of its class" if others else ""
 
 
-def _used_policy(problem: Problem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
+def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
     """The text of the policy of a problem with those of its codecs that stages and edges use.
 
     If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.

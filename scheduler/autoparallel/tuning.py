@@ -1,4 +1,4 @@
-"""The loop of search and measurement: the steps of a strategy correct the profile that it was chosen by.
+"""The loop of search and measurement: the steps of a training plan correct the profile that it was chosen by.
 
 Source of the idea: Hosoki et al., "An optimization pass for training speed-up and strategy search in 3D parallelism"
 (2024): with transfers after their producers, a span of a measured step is computation only, so the profile is true.
@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 
 from ..ir.actions import Kind
 from ..simulation.replay import PipelineTimeline
-from .choices import shard_1d
-from .grids import compute_share
-from .problem import Problem
-from .profile import ClassTimes, Profile, Sample
-from .result.stages import StagePlan
-from .result.strategy import Strategy
+from .costs.grid_costs import compute_share
+from .costs.problem import SearchProblem
+from .inputs.choices import shard_1d
+from .inputs.layer_profile import ClassTimes, LayerProfile, Sample
+from .inputs.stages import StagePlan
+from .result.training_plan import TrainingPlan
 
 #: A layer class, and the degree of tensor parallelism of its times; the degree is 1 on a grid.
 _Entry = tuple[str, int]
@@ -33,7 +33,7 @@ LEAST_FACTOR, MOST_FACTOR = 0.05, 20.0
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measured steps of a strategy: the seconds of each, with the sums of gradients, and timelines."""
+    """Measured steps of a training plan: the seconds of each, with the sums of gradients, and timelines."""
 
     step_seconds: tuple[float, ...]
     timelines: tuple[PipelineTimeline, ...]
@@ -46,9 +46,9 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Round:
-    """A strategy and its measurement."""
+    """A training plan and its measurement."""
 
-    strategy: Strategy
+    training_plan: TrainingPlan
     measurement: Measurement
 
 
@@ -57,73 +57,82 @@ class Tuned:
     """What the loop found.
 
     Attributes:
-        rounds: what was measured, in order; the first strategy is that of the profile alone.
-        strategy: the one with the fewest measured seconds. profile: with the times of all rounds.
-        is_settled: whether the last search chose a strategy that had been measured.
+        rounds: what was measured, in order; the first training plan is that of the profile alone.
+        training_plan: the one with the fewest measured seconds. profile: with the times of all rounds.
+        is_settled: whether the last search chose a training plan that had been measured.
     """
 
     rounds: tuple[Round, ...]
-    strategy: Strategy
-    profile: Profile
+    training_plan: TrainingPlan
+    profile: LayerProfile
     is_settled: bool
 
     @property
     def gain(self) -> float:
-        """How many times as fast the strategy is as the first choice, as measured."""
+        """How many times as fast the training plan is as the first choice, as measured."""
         return self.rounds[0].measurement.seconds / min(each.measurement.seconds for each in self.rounds)
 
     def __str__(self) -> str:
         lines = [
-            f"round {number}: predicted {each.strategy.seconds:.4g} s, measured {each.measurement.seconds:.4g} s "
-            f"({each.strategy.seconds / each.measurement.seconds:.3f}): {each.strategy}"
+            f"round {number}: predicted {each.training_plan.seconds:.4g} s, measured {each.measurement.seconds:.4g} s "
+            f"({each.training_plan.seconds / each.measurement.seconds:.3f}): {each.training_plan}"
             for number, each in enumerate(self.rounds, 1)
         ]
-        again = "the last search chose a measured strategy again"
+        again = "the last search chose a measured training plan again"
         end = again if self.is_settled else f"stopped after {len(self.rounds)} rounds"
         return "\n".join([*lines, f"{end}; {self.gain:.3f} times as fast as the first choice"])
 
 
-def tune(problem: Problem, choose: Callable[[Problem], Strategy], measure: Callable[[Strategy], Measurement]) -> Tuned:
+def tune(
+    problem: SearchProblem,
+    choose: Callable[[SearchProblem], TrainingPlan],
+    measure: Callable[[TrainingPlan], Measurement],
+) -> Tuned:
     """Search, measure the choice, correct the profile, and search again, until the choice stays; at most two rounds.
 
     Args:
-        problem: the search, with its first profile. choose: a search. measure: runs some steps of a strategy.
+        problem: the search, with its first profile. choose: a search. measure: runs some steps of a training plan.
 
     Returns:
-        The strategy with the fewest measured seconds, so the loop never ends with a slower one than the first choice.
+        The training plan with the fewest measured seconds, so the loop never ends with a slower one than the first
+        choice.
     """
     rounds: list[Round] = []
-    strategy = choose(problem)
+    training_plan = choose(problem)
     is_settled = False
     while len(rounds) < MOST_ROUNDS and not is_settled:
-        measurement = measure(strategy)
-        rounds.append(Round(strategy, measurement))
-        coded = replace(problem, compression=strategy.compression, codes_all=True)
-        problem = replace(problem, profile=correct_profile(coded, strategy, measurement.timelines))
-        strategy = choose(problem)
-        is_settled = any(is_same(strategy, each.strategy) for each in rounds)
+        measurement = measure(training_plan)
+        rounds.append(Round(training_plan, measurement))
+        coded = replace(problem, compression=training_plan.compression, codes_all=True)
+        problem = replace(problem, profile=correct_profile(coded, training_plan, measurement.timelines))
+        training_plan = choose(problem)
+        is_settled = any(is_same(training_plan, each.training_plan) for each in rounds)
     best = min(rounds, key=lambda each: each.measurement.seconds)
-    return Tuned(tuple(rounds), best.strategy, problem.profile, is_settled)
+    return Tuned(tuple(rounds), best.training_plan, problem.profile, is_settled)
 
 
-def is_same(one: Strategy, other: Strategy) -> bool:
-    """Whether two strategies train alike, whatever is predicted of them."""
+def is_same(one: TrainingPlan, other: TrainingPlan) -> bool:
+    """Whether two training plans train alike, whatever is predicted of them."""
     return (one.stages, one.schedule_text) == (other.stages, other.schedule_text)
 
 
-def correct_profile(problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline]) -> Profile:
+def correct_profile(
+    problem: SearchProblem, training_plan: TrainingPlan, timelines: Sequence[PipelineTimeline]
+) -> LayerProfile:
     """The profile with times that explain measured steps.
 
     A layer class has one factor for its forward, one for its backward and one for its weight gradients, such that the
-    sums over the layers of each stage are what was measured. Classes that the strategy does not run keep their times.
+    sums over the layers of each stage are what was measured. Classes that the training plan does not run keep their
+    times.
 
     Args:
-        problem: the search that chose the strategy. timelines: of steps of the strategy, whose transfers do not block.
+        problem: the search that chose the training plan. timelines: of steps of the training plan, whose transfers do
+            not block.
     """
     profile = problem.profile
-    forward = _fit(problem, strategy, timelines, _FORWARD)
-    backward = _fit(problem, strategy, timelines, _BACKWARD)
-    weight = _fit(problem, strategy, timelines, _WEIGHT) or backward
+    forward = _fit(problem, training_plan, timelines, _FORWARD)
+    backward = _fit(problem, training_plan, timelines, _BACKWARD)
+    weight = _fit(problem, training_plan, timelines, _WEIGHT) or backward
     classes = {key: dict(degrees) for key, degrees in profile.classes.items()}
     for entry in forward | backward:
         key, tp = entry
@@ -133,7 +142,7 @@ def correct_profile(problem: Problem, strategy: Strategy, timelines: Sequence[Pi
         changes = [share * each.get(entry, 1.0) for each in (forward, backward, weight)]
         samples = tuple(_scaled(sample, *changes) for sample in times.samples)
         classes[key][tp] = ClassTimes(samples, times.failed)
-    return replace(profile, classes=classes, message_seconds=_message_seconds(problem, strategy, timelines))
+    return replace(profile, classes=classes, message_seconds=_message_seconds(problem, training_plan, timelines))
 
 
 def _scaled(sample: Sample, forward: float, backward: float, weight: float) -> Sample:
@@ -153,16 +162,16 @@ _FORWARD, _BACKWARD, _WEIGHT = ((Kind.F,),), ((Kind.B,), (Kind.I, Kind.W)), ((Ki
 
 
 def _fit(
-    problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline], kinds: _Kinds
+    problem: SearchProblem, training_plan: TrainingPlan, timelines: Sequence[PipelineTimeline], kinds: _Kinds
 ) -> dict[_Entry, float]:
     """Factor of each class for computations of some kinds; empty if no step has them.
 
     The factors are those of a multiplicative fit, which keeps them positive (Shepp and Vardi, 1982).
     """
     parts: list[tuple[dict[_Entry, float], float]] = []
-    for number, stage in enumerate(strategy.stages):
+    for number, stage in enumerate(training_plan.stages):
         measured = next((sum(each) for each in _measured(timelines, number, kinds) if all(each)), 0.0)
-        work, other = _work(problem, stage, strategy.microbatches, kinds)
+        work, other = _work(problem, stage, training_plan.microbatches, kinds)
         if measured and sum(work.values()):
             parts.append((work, max(measured - other, LEAST_FACTOR * measured)))
     factors = dict.fromkeys((entry for work, _ in parts for entry in work), 1.0)
@@ -194,7 +203,7 @@ def _median_seconds(timelines: Sequence[PipelineTimeline], stage: int, kind: Kin
     return statistics.median(spans) if spans else 0.0
 
 
-def _work(problem: Problem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
+def _work(problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
     """Predicted seconds of computation of each class of a stage for one microbatch, and of all else in the actions."""
     place, rows = problem.place(stage.first_rank, stage.end_rank), problem.rows // count
     work: dict[_Entry, float] = {}
@@ -219,13 +228,15 @@ def _work(problem: Problem, stage: StagePlan, count: int, kinds: _Kinds) -> tupl
     return work, max(0.0, whole - sum(work.values()))
 
 
-def _message_seconds(problem: Problem, strategy: Strategy, timelines: Sequence[PipelineTimeline]) -> float:
+def _message_seconds(
+    problem: SearchProblem, training_plan: TrainingPlan, timelines: Sequence[PipelineTimeline]
+) -> float:
     """Fixed time of a message: the median, over all channels, of the measured time minus the predicted time without it.
 
     For each channel, the faster half of its transfers counts: the others share links.
     """
     now, extra = problem.profile.message_seconds, []
-    for edge in strategy.edges:
+    for edge in training_plan.edges:
         for ends, seconds in (
             ((edge.src, edge.dst), edge.forward_seconds),
             ((edge.dst, edge.src), edge.backward_seconds),

@@ -80,7 +80,7 @@ class Action:
                 raise ScheduleError(f"the {what} of an action must be an integer, not {number!r}")
 
     @property
-    def channel(self) -> Channel:
+    def channel(self) -> StageChannel:
         """The channel that carries this transfer.
 
         Raises:
@@ -89,11 +89,11 @@ class Action:
         if self.other is None:
             raise ScheduleError(f"{self} names no stage at its other end, so it has no channel")
         ends = (self.stage, self.other) if self.kind.is_send else (self.other, self.stage)
-        return Channel(*ends, self.kind in (Kind.SEND_F, Kind.RECV_F))
+        return StageChannel(*ends, self.kind in (Kind.SEND_F, Kind.RECV_F))
 
 
 @dataclass(frozen=True, slots=True)
-class Channel:
+class StageChannel:
     """One direction of an edge between stages. Its transfers run one at a time, in the order that both ends use."""
 
     sender: int

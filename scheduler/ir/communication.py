@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from ..graph import Pipeline
-from .actions import Action, Channel, Kind, compute_seconds
+from .actions import Action, Kind, StageChannel, compute_seconds
 from .schedule import Schedule
 
 #: Receives posted on a channel in addition to the one that the next computation needs. Two keep the channel busy: one
@@ -134,7 +134,7 @@ def _with_transfers(row: Sequence[Action], transfers: Sequence[Action], pipeline
     latest = [*itertools.accumulate(reversed(latest), min)][::-1]
     out: list[Action] = []
     num_out = 0  # computations in out
-    latest_of: dict[Channel, list[int]] = {}  # latest places of the receives so far
+    latest_of: dict[StageChannel, list[int]] = {}  # latest places of the receives so far
     for transfer, place in zip(transfers, latest, strict=True):
         if not transfer.kind.is_send:
             places = latest_of.setdefault(transfer.channel, [])

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..graph import Pipeline
-from .actions import Action, Channel, Kind, compute_seconds
+from .actions import Action, Kind, StageChannel, compute_seconds
 
 if TYPE_CHECKING:
     import networkx as nx
 
-Node = Action | tuple[Channel, int]
+Node = Action | tuple[StageChannel, int]
 
 
 def build_dependency_graph(rows: Sequence[Sequence[Action]], pipeline: Pipeline) -> nx.DiGraph:
@@ -22,7 +22,7 @@ def build_dependency_graph(rows: Sequence[Sequence[Action]], pipeline: Pipeline)
     for row, actions in enumerate(rows):
         for action in actions:
             _add_node(graph, action, row, pipeline)
-    last_of_channel: dict[tuple[Channel, bool], Node] = {}
+    last_of_channel: dict[tuple[StageChannel, bool], Node] = {}
     for actions in rows:
         before: Node | None = None  # last node that the row has waited for
         for action in actions:
@@ -79,7 +79,7 @@ def _inputs_of(action: Action, pipeline: Pipeline) -> list[Node]:
     is_forward = action.kind is Kind.F
     needed: list[Node] = [] if is_forward else [Action(Kind.F, stage, microbatch)]
     for other in pipeline.inputs[stage] if is_forward else pipeline.outputs[stage]:
-        needed.append((Channel(other, stage, is_forward), microbatch))
+        needed.append((StageChannel(other, stage, is_forward), microbatch))
         kinds = (Kind.F,) if is_forward else (Kind.B, Kind.I)
         needed += [Action(kind, other, microbatch) for kind in kinds]
     return needed

@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from ..graph import Edge, Pipeline
-from ..ir.actions import Channel
+from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
-from ..simulation.replay import simulate
+from ..simulation.replay import simulate_schedule
 
 #: Codecs pay only if the iteration becomes shorter by at least this share.
 MIN_GAIN = 0.01
@@ -16,7 +16,7 @@ MIN_GAIN = 0.01
 MIN_SHARE = 0.001
 
 #: The codec of each coded channel.
-ChannelCodecs = Mapping[Channel, str]
+ChannelCodecs = Mapping[StageChannel, str]
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class CodecChoice:
     schedule: Schedule
     raw_seconds: float
     seconds: float
-    gains: Mapping[Channel, float]
+    gains: Mapping[StageChannel, float]
 
     def __str__(self) -> str:
         lines = [f"iteration {self.seconds:.4g} s with codecs between stages, {self.raw_seconds:.4g} s without"]
@@ -49,7 +49,7 @@ def code_edges(pipeline: Pipeline, codecs: ChannelCodecs) -> Pipeline:
     """The pipeline whose edges have these codecs, and no others. Costs stay as they are."""
 
     def code(edge: Edge) -> Edge:
-        ahead, back = (Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False))
+        ahead, back = (StageChannel(edge.src, edge.dst, True), StageChannel(edge.dst, edge.src, False))
         return replace(edge, forward_codec=codecs.get(ahead), backward_codec=codecs.get(back))
 
     return replace(pipeline, edges=tuple(map(code, pipeline.edges)))
@@ -75,13 +75,13 @@ def choose_codecs(
         codecs: of activations, and of their gradients; None: leave them raw.
         is_forced: code every channel.
     """
-    wanted: dict[Channel, str] = {}
+    wanted: dict[StageChannel, str] = {}
     forward_codec, backward_codec = codecs
     for edge in pipeline.edges:
         if forward_codec is not None:
-            wanted[Channel(edge.src, edge.dst, True)] = forward_codec
+            wanted[StageChannel(edge.src, edge.dst, True)] = forward_codec
         if backward_codec is not None and edge.gradients:
-            wanted[Channel(edge.dst, edge.src, False)] = backward_codec
+            wanted[StageChannel(edge.dst, edge.src, False)] = backward_codec
     priced: dict[Edge, Edge] = {}
 
     def with_costs(codecs: ChannelCodecs) -> Pipeline:
@@ -92,16 +92,16 @@ def choose_codecs(
         return replace(coded, edges=tuple(priced[edge] for edge in coded.edges))
 
     def seconds(codecs: ChannelCodecs, schedule: Schedule) -> float:
-        return simulate(schedule, with_costs(codecs)).makespan_seconds
+        return simulate_schedule(schedule, with_costs(codecs)).makespan_seconds
 
-    def without(codecs: ChannelCodecs, channel: Channel) -> ChannelCodecs:
+    def without(codecs: ChannelCodecs, channel: StageChannel) -> ChannelCodecs:
         return {each: codec for each, codec in codecs.items() if each != channel}
 
     raw_schedule = build(with_costs({}))
     raw_seconds = seconds({}, raw_schedule)
     chosen, schedule = dict(wanted), build(with_costs(wanted))
     found = seconds(chosen, schedule)
-    gains: dict[Channel, float] = {}
+    gains: dict[StageChannel, float] = {}
     while chosen:
         left = {channel: seconds(without(chosen, channel), schedule) - found for channel in chosen}
         gains |= left

@@ -9,10 +9,10 @@ from itertools import accumulate
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
-from ..ir.actions import Action, Channel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..ir.communication import RECVS_AHEAD, add_transfers, compute_rows
 from ..ir.schedule import Schedule, check_fits
-from ..simulation.replay import simulate
+from ..simulation.replay import simulate_schedule
 
 Pass = Callable[[Schedule, Pipeline], Schedule]
 
@@ -67,7 +67,7 @@ def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
 
 def _completes(schedule: Schedule, pipeline: Pipeline) -> bool:
     try:
-        simulate(schedule, pipeline)
+        simulate_schedule(schedule, pipeline)
     except ScheduleError:
         return False
     return True
@@ -98,7 +98,7 @@ def _move_recvs(row: Sequence[Action], pipeline: Pipeline, recvs_ahead: int) -> 
     """
     rest = [action for action in row if action.kind not in _CONSUMERS]
     place = {(a.kind, a.stage, a.microbatch): index for index, a in enumerate(rest) if not a.kind.is_transfer}
-    channels: dict[Channel, list[Action]] = {}
+    channels: dict[StageChannel, list[Action]] = {}
     for action in row:
         if action.kind in _CONSUMERS:
             channels.setdefault(action.channel, []).append(action)
@@ -137,8 +137,8 @@ def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass])
             Report(
                 getattr(one, "__name__", type(one).__name__),
                 _count_moved(schedule, changed),
-                simulate(schedule, pipeline).makespan_seconds,
-                simulate(changed, pipeline).makespan_seconds,
+                simulate_schedule(schedule, pipeline).makespan_seconds,
+                simulate_schedule(changed, pipeline).makespan_seconds,
             )
         )
         schedule = changed

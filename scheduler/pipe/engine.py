@@ -25,7 +25,7 @@ from .gradients import LossScale, are_finite, check_clip, combine_norm, local_po
 from .partition.batches import BatchOutline, take_rows, take_unused_row
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
-from .profile import Profile, ScheduleBuilder, count_saved_bytes, profile_timelines, restore_training_state
+from .profile import ScheduleBuilder, StageProfile, count_saved_bytes, profile_timelines, restore_training_state
 from .totals import StepResult, Totals, combine_totals
 from .tp_gradients import ReplicatedGradients
 
@@ -370,7 +370,7 @@ class PipelineEngine:
 
     # Profile
 
-    def prepare(self, example: Any, profile: Profile | None) -> None:
+    def prepare(self, example: Any, profile: StageProfile | None) -> None:
         """Measure the stages unless a profile is given, and make the program for batches like the example."""
         self._programs.profile = profile if profile is not None else self.measure(example)
         _, outline = self._feeder.agree(example, 1, False)
@@ -378,12 +378,12 @@ class PipelineEngine:
         self._usual_microbatches = len(sizes)
         self._programs.find(outline, sizes, None)
 
-    def profile(self) -> Profile:
+    def profile(self) -> StageProfile:
         """The profile that the schedule was made for: seconds of each stage."""
         assert self._programs.profile is not None
         return self._programs.profile
 
-    def measure(self, batch: Any) -> Profile:
+    def measure(self, batch: Any) -> StageProfile:
         """Measure the seconds of each stage, and the bytes that it saves for the backward, in trial steps on a batch.
 
         Trial steps do not change parameters, buffers, random number generators or ``.grad``.

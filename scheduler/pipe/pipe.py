@@ -44,7 +44,7 @@ from .placement import (
     parse_placements,
 )
 from .planner import Planner
-from .profile import Profile, ScheduleBuilder
+from .profile import ScheduleBuilder, StageProfile
 from .tensor_parallel import divides_sequence, find_plan, parallelize, put_on_grid
 
 
@@ -60,8 +60,8 @@ class Pipe:
             Omit this for a list of modules.
         stages: a :class:`Placement` for each stage, or a text such as ``"1x2,2x2x1"``: dp x tp of each stage, or
             rows x cols x depth of a grid.
-        strategy: cuts, placements, microbatches and schedule that ``reshard.scheduler.autoparallel.search`` found, in
-            place of ``cut_before`` and ``stages``.
+        training_plan: cuts, placements, microbatches and schedule that ``reshard.scheduler.autoparallel.search`` found,
+            in place of ``cut_before`` and ``stages``.
         init: initializes a model on the meta device, as ``model.apply(init)`` does in one process; default: each
             module's ``reset_parameters``.
         autocast: dtype of ``torch.autocast`` in all stages. With ``torch.float16``, the engine scales the loss.
@@ -81,21 +81,24 @@ class Pipe:
         cut_before: Sequence[str] = (),
         *,
         stages: str | Sequence[Placement] = (),
-        strategy: Strategy | None = None,
+        training_plan: Strategy | None = None,
         init: Init | None = None,
         autocast: torch.dtype | None = None,
         loss: Callable[..., Any] | None = None,
         blocks: Callable[[Any], Sequence[Block]] | None = None,
         tp_plan: Mapping[str, Any] | None = None,
     ) -> None:
-        if strategy is not None:
-            if not hasattr(strategy, "cut_before"):
+        if training_plan is not None:
+            if not hasattr(training_plan, "cut_before"):
                 raise ArgumentError(
-                    f"strategy is a {type(strategy).__name__}, not a Strategy; read a file with Strategy.read(path)"
+                    f"training_plan is a {type(training_plan).__name__}, not a TrainingPlan; read a file with "
+                    "TrainingPlan.read(path)"
                 )
             if cut_before or stages:
-                raise ArgumentError("a strategy has its own cuts and placements; pass no cut_before or stages with it")
-            cut_before, stages = strategy.cut_before, list(strategy.placements())
+                raise ArgumentError(
+                    "a training plan has its own cuts and placements; pass no cut_before or stages with it"
+                )
+            cut_before, stages = training_plan.cut_before, list(training_plan.placements())
         if isinstance(model, (list, tuple)) and model and all(isinstance(each, torch.nn.Module) for each in model):
             if cut_before or blocks is not None or loss is not None:
                 raise ArgumentError("a list of modules is already cut; it takes no cut_before, blocks or loss")
@@ -108,7 +111,7 @@ class Pipe:
         if isinstance(cut_before, str) or not all(isinstance(path, str) for path in cut_before):
             raise ArgumentError(f"cut_before must be a list of module paths, not {cut_before!r}")
         self.model, self.cut_before, self._init, self.autocast = model, tuple(cut_before), init, autocast
-        self.placements, self._strategy = parse_placements(stages), strategy
+        self.placements, self._training_plan = parse_placements(stages), training_plan
         if len(self.placements) != len(self.cut_before) + 1:
             raise ArgumentError(
                 f"{len(self.cut_before)} cuts make {len(self.cut_before) + 1} stages, but stages has "
@@ -154,7 +157,7 @@ class Pipe:
                 raise
             return BlockCut(functools.partial(whole_model, loss=self._loss), self.model, ())
 
-    def pipeline(self, example: Any, microbatches: int, profile: Profile, topology: Topology) -> Pipeline:
+    def pipeline(self, example: Any, microbatches: int, profile: StageProfile, topology: Topology) -> Pipeline:
         """The pipeline with the costs of its stages and edges, for one microbatch. One process suffices.
 
         Args:
@@ -177,7 +180,7 @@ class Pipe:
         microbatches: int | None = None,
         *,
         schedule: Schedule | ScheduleBuilder | None = None,
-        profile: Profile | None = None,
+        profile: StageProfile | None = None,
         device: str | torch.device = "cpu",
         group: Any = None,
         topology: Topology | None = None,
@@ -192,9 +195,9 @@ class Pipe:
         Args:
             example: a whole batch; the same on all ranks. Its values matter only if stage times are measured.
             microbatches: number of microbatches of a step. A step has fewer if a microbatch would have fewer rows than
-                replicas. Default: that of the strategy.
+                replicas. Default: that of the training plan.
             schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one. If a batch
-                has fewer microbatches, a schedule runs only for its first ones. Default: that of the strategy, or
+                has fewer microbatches, a schedule runs only for its first ones. Default: that of the training plan, or
                 :func:`auto_schedule`.
             profile: seconds of each stage, as :meth:`PipelineEngine.profile` returns; default: measured in two trial
                 steps on ``example``.
@@ -202,18 +205,18 @@ class Pipe:
             group: process group whose ranks the placements name; default: the world.
             topology: hosts and links; default: hosts are found by host name.
             memory_limit_bytes: limit on the activations of a device. Only a ``schedule`` that is a function gets it.
-            compression: codecs of each parallel dimension; default: those of the strategy, or none. Transfers between
-                stages are coded where this shortens the simulated iteration; ``engine.compression`` lists them.
+            compression: codecs of each parallel dimension; default: those of the training plan, or none. Transfers
+                between stages are coded where this shortens the simulated iteration; ``engine.compression`` lists them.
             timeout_seconds: see :class:`Engine`.
 
         Raises:
             ArgumentError: the model cannot be cut, or the ranks do not fit the placements.
             DisagreementError: ranks pass different arguments.
         """
-        if self._strategy is not None:
-            microbatches = self._strategy.microbatches if microbatches is None else microbatches
-            schedule = schedule or _schedule_of(self._strategy)
-            compression = compression or self._strategy.compression
+        if self._training_plan is not None:
+            microbatches = self._training_plan.microbatches if microbatches is None else microbatches
+            schedule = schedule or _schedule_of(self._training_plan)
+            compression = compression or self._training_plan.compression
         microbatches = _check_compile(schedule, microbatches)
         check_world(self.meshes, torch.distributed.get_world_size(group))
         device, agreement = torch.device(device), Agreement(group, check_timeout(timeout_seconds))
@@ -325,14 +328,14 @@ def _check_compile(schedule: Any, microbatches: Any) -> int:
     return microbatches
 
 
-def _schedule_of(strategy: Strategy) -> ScheduleBuilder:
-    """A builder of the strategy's schedule. For another number of microbatches, it runs :func:`auto_schedule`."""
+def _schedule_of(training_plan: Strategy) -> ScheduleBuilder:
+    """A builder of the training plan's schedule. For another number of microbatches, it runs :func:`auto_schedule`."""
 
     def build(
         pipeline: Pipeline, num_microbatches: int, can_split: bool = True, memory_limit_bytes: int | None = None
     ) -> Schedule:
-        if num_microbatches == strategy.microbatches:
-            return strategy.schedule
+        if num_microbatches == training_plan.microbatches:
+            return training_plan.schedule
         return auto_schedule(pipeline, num_microbatches, can_split=can_split, memory_limit_bytes=memory_limit_bytes)
 
     return build

@@ -60,7 +60,7 @@ def make_device_mesh(mesh: Mesh, device: Any, group: Any, timeout_seconds: float
     import torch
     import torch.distributed as dist
 
-    from reshard.runtime import device_mesh
+    from reshard.coordination import device_mesh
 
     ranks = torch.tensor(dist.get_process_group_ranks(group))[torch.tensor(mesh.array)]
     return device_mesh.make_device_mesh(ranks, mesh.axes, device.type, timeout_seconds)

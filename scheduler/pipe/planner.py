@@ -17,7 +17,7 @@ from reshard.topology import Topology
 
 from ..costs import price_edge
 from ..graph import Pipeline, Stage
-from ..ir.actions import Channel
+from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
 from ..passes.compression import CodecChoice, choose_codecs, code_edges
@@ -26,7 +26,7 @@ from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
 from .partition.batches import BatchOutline, Entry
 from .partition.stage_graph import FakeModel, StageGraph
-from .profile import Profile, ScheduleBuilder
+from .profile import ScheduleBuilder, StageProfile
 
 #: Largest number of programs that an engine keeps. Batches of different shapes need different programs.
 MOST_PROGRAMS = 8
@@ -76,7 +76,7 @@ class Planner:
         edges = self.graph(outline).edges(rows, self.meshes)
         return Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in self.meshes), edges)
 
-    def priced(self, outline: BatchOutline, rows: int, topology: Topology, profile: Profile) -> Pipeline:
+    def priced(self, outline: BatchOutline, rows: int, topology: Topology, profile: StageProfile) -> Pipeline:
         """The pipeline with the costs of its stages and edges."""
         pipeline = profile.apply(self.pipeline(outline, rows), rows)
         return Pipeline(pipeline.stages, tuple(price_edge(edge, topology) for edge in pipeline.edges))
@@ -106,9 +106,9 @@ class Programs:
     ) -> None:
         self._engine, self._planner, self._build, self._options = engine, planner, build, options
         self._policy = policy
-        self.profile: Profile | None = None
+        self.profile: StageProfile | None = None
         self.schedules: dict[int, Schedule] = {}  # by number of microbatches
-        self._codecs: dict[int, dict[Channel, str]] = {}  # by number of microbatches
+        self._codecs: dict[int, dict[StageChannel, str]] = {}  # by number of microbatches
         self.choices = ""
         self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
 
@@ -148,7 +148,7 @@ class Programs:
         check_schedule(schedule, self._planner.pipeline(outline, rows))
         self._check_fit(schedule, num_microbatches)
         self.schedules[num_microbatches] = schedule
-        self._codecs[num_microbatches] = {Channel(*channel): name for *channel, name in codecs}
+        self._codecs[num_microbatches] = {StageChannel(*channel): name for *channel, name in codecs}
         return schedule
 
     def _check_fit(self, schedule: Schedule, num_microbatches: int) -> None:

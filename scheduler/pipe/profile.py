@@ -39,7 +39,7 @@ class StageTimes:
 
 
 @dataclass(frozen=True)
-class Profile:
+class StageProfile:
     """Times of all stages, for microbatches of ``rows`` rows."""
 
     rows: int
@@ -71,7 +71,7 @@ class Profile:
         Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @classmethod
-    def load(cls, path: str | Path) -> Profile:
+    def load(cls, path: str | Path) -> StageProfile:
         """Read what :meth:`save` wrote.
 
         Raises:
@@ -98,7 +98,7 @@ class Profile:
 
 def profile_timelines(
     timelines: Iterable[PipelineTimeline], num_stages: int, rows: int, activation_bytes: Sequence[int]
-) -> Profile:
+) -> StageProfile:
     """Medians over all microbatches of measured timelines.
 
     If no timeline has split backwards, half of a whole backward counts as its weight-gradient pass.
@@ -121,7 +121,7 @@ def profile_timelines(
                 activation_bytes[stage],
             )
         )
-    return Profile(rows, tuple(stages))
+    return StageProfile(rows, tuple(stages))
 
 
 @dataclass

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.runtime.gradient_sums import declared_sums
+from reshard.gradients.sums import declared_sums
 from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline
-from ..ir.actions import Action, Channel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule
 from . import torch_compat
 from .data_parallel import (
@@ -152,7 +152,7 @@ class Iteration:
     def __init__(self, state: EngineState, program: Program, inputs: StepInputs) -> None:
         self.state, self.program, self.inputs = state, program, inputs
         self.schedule, self.pipeline, self.stages = program.schedule, program.pipelines[0], state.stages
-        self.pending: dict[tuple[Channel, int], PendingTransfer] = {}  # posted receives, and outputs not yet sent
+        self.pending: dict[tuple[StageChannel, int], PendingTransfer] = {}  # posted receives, and outputs not yet sent
         self.sends: deque[PendingTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: list[tuple[int, float, torch.Tensor | None, Mapping[str, float]]] = []
@@ -356,7 +356,7 @@ class Iteration:
         others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
         found = {}
         for other in others:
-            channel = Channel(other, stage, is_forward)
+            channel = StageChannel(other, stage, is_forward)
             transfer = self.pending.pop((channel, microbatch))
             with self.observe("wait for", channel, microbatch):
                 found[other] = transfer.take()
@@ -366,7 +366,7 @@ class Iteration:
         """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same row."""
         now = self.measured.clock.now()
         for other, tensors in sent.items():
-            channel = Channel(stage, other, is_forward)
+            channel = StageChannel(stage, other, is_forward)
             versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}
             if self.schedule.row_of_stage[other] == self.state.row:
                 transfer = self.transfers(microbatch).send(channel, tensors)
@@ -378,7 +378,7 @@ class Iteration:
             self.pending[channel, microbatch] = transfer
 
 
-def _check_unchanged(channel: Channel, tensors: Tensors, versions: Mapping[str, int]) -> None:
+def _check_unchanged(channel: StageChannel, tensors: Tensors, versions: Mapping[str, int]) -> None:
     for name, version in versions.items():
         if torch_compat.version_of(tensors[name]) != version:
             raise ArgumentError(

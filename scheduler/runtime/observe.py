@@ -25,7 +25,7 @@ from reshard.api.handle import times_of
 from reshard.coordination import Channel as AgreementChannel, Decision, Request, resolve
 from reshard.errors import RemoteError, ReshardError
 
-from ..ir.actions import Action, Channel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..simulation.channels import StageTransfer
 from ..simulation.replay import PipelineTimeline, Span
 from . import torch_compat
@@ -34,7 +34,7 @@ from .p2p import PendingTransfer
 logger = logging.getLogger(__name__)
 
 #: ``observe(what, where, microbatch)`` returns a context for one action of a rank, at a stage or in a channel.
-Observe = Callable[[str, "int | Channel", "int | None"], AbstractContextManager[None]]
+Observe = Callable[[str, "int | StageChannel", "int | None"], AbstractContextManager[None]]
 
 _NOTHING = contextlib.nullcontext()
 
@@ -46,13 +46,13 @@ def find_observer(rank: int) -> Observe:
     return functools.partial(_record, rank)
 
 
-def _ignore(what: str, where: int | Channel, microbatch: int | None) -> AbstractContextManager[None]:
+def _ignore(what: str, where: int | StageChannel, microbatch: int | None) -> AbstractContextManager[None]:
     return _NOTHING
 
 
 @contextlib.contextmanager
-def _record(rank: int, what: str, where: int | Channel, microbatch: int | None) -> Iterator[None]:
-    place = str(where) if isinstance(where, Channel) else f"stage {where}"
+def _record(rank: int, what: str, where: int | StageChannel, microbatch: int | None) -> Iterator[None]:
+    place = str(where) if isinstance(where, StageChannel) else f"stage {where}"
     text = f"{what} {place}" if microbatch is None else f"{what} {place}, microbatch {microbatch}"
     logger.debug("rank %d begins: %s", rank, text)
     with torch.profiler.record_function(f"reshard: {text}"):
@@ -95,7 +95,7 @@ class ActionRecord:
 class TransferRecord:
     """The end of a transfer on this rank."""
 
-    channel: Channel
+    channel: StageChannel
     microbatch: int
     is_send: bool
     transfer: PendingTransfer
@@ -176,7 +176,7 @@ class StepRecord:
 
 
 #: channel, microbatch, whether this end sends; times at which the data was computed, and this end began and ended
-_TransferTimes = tuple[Channel, int, bool, float | None, float | None, float | None]
+_TransferTimes = tuple[StageChannel, int, bool, float | None, float | None, float | None]
 #: row, actions, transfers, boot id of the host, and this rank's clock just after the rendezvous
 _RankTimes = tuple[int, list[ActionRecord], list[_TransferTimes], str, float]
 
@@ -227,7 +227,7 @@ def _to_json(own: _RankTimes) -> list[Any]:
 def _from_json(data: Any) -> _RankTimes:
     row, actions, transfers, boot, now = data
     records = [ActionRecord(Action(Kind(kind), *rest[:4]), *rest[4:]) for kind, *rest in actions]
-    return row, records, [(Channel(*entry[:3]), *entry[3:]) for entry in transfers], boot, now
+    return row, records, [(StageChannel(*entry[:3]), *entry[3:]) for entry in transfers], boot, now
 
 
 def _boot_id() -> str:
@@ -256,7 +256,7 @@ def _merge(ranks: Sequence[Any]) -> PipelineTimeline:
     first = min(
         record.since - clock for (_, actions, *_), clock in zip(ranks, clocks, strict=True) for record in actions
     )
-    ends: dict[tuple[Channel, int], _Ends] = {}
+    ends: dict[tuple[StageChannel, int], _Ends] = {}
     for (_, _, records, *_), clock in zip(ranks, clocks, strict=True):
         for channel, microbatch, is_send, computed, begun, ended in records:
             at = ends.setdefault((channel, microbatch), _Ends())

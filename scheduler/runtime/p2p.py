@@ -21,7 +21,7 @@ from reshard.topology import Topology
 
 from ..costs import plan_coded
 from ..graph import Edge, Pipeline
-from ..ir.actions import Channel
+from ..ir.actions import StageChannel
 
 Tensors = dict[str, torch.Tensor]
 
@@ -30,7 +30,7 @@ Tensors = dict[str, torch.Tensor]
 class ChannelPlan:
     """The tensors and the plan of a channel. The plan is None if no rank has to send data to another one."""
 
-    channel: Channel
+    channel: StageChannel
     tensors: tuple[TensorSpec, ...]
     plan: Plan | None
 
@@ -80,10 +80,10 @@ def plan_channels(
     return plans
 
 
-def _directions(edge: Edge) -> list[tuple[Channel, tuple[TensorSpec, ...]]]:
+def _directions(edge: Edge) -> list[tuple[StageChannel, tuple[TensorSpec, ...]]]:
     return [
-        (Channel(edge.src, edge.dst, True), edge.tensors),
-        (Channel(edge.dst, edge.src, False), edge.gradients),
+        (StageChannel(edge.src, edge.dst, True), edge.tensors),
+        (StageChannel(edge.dst, edge.src, False), edge.gradients),
     ]
 
 
@@ -166,9 +166,9 @@ class StageTransfers:
     ) -> None:
         self._rank, self._signal_only, self._device = group.rank, signal_only, device
         self.must_warm_up = device in STREAMS
-        self._plans: dict[Channel, ChannelPlan] = {}
-        self._movers: dict[Channel, Mover] = {}
-        self._zeros: dict[Channel, Tensors] = {}
+        self._plans: dict[StageChannel, ChannelPlan] = {}
+        self._movers: dict[StageChannel, Mover] = {}
+        self._zeros: dict[StageChannel, Tensors] = {}
         for entry in channels:
             self._plans[entry.channel] = entry
             if entry.plan is not None and group.rank in entry.plan.ranks:
@@ -176,7 +176,7 @@ class StageTransfers:
                     entry.plan, group, timeout_seconds=timeout_seconds, device=device, both_ways=True
                 )
 
-    def send(self, channel: Channel, tensors: Tensors) -> PendingTransfer:
+    def send(self, channel: StageChannel, tensors: Tensors) -> PendingTransfer:
         """Start to send the tensors of one microbatch."""
         mover = self._movers.get(channel)
         if mover is None:
@@ -185,7 +185,7 @@ class StageTransfers:
             tensors = {name: array.new_ones(1) for name, array in tensors.items()}
         return PendingTransfer(mover.start(tensors))
 
-    def recv(self, channel: Channel) -> PendingTransfer:
+    def recv(self, channel: StageChannel) -> PendingTransfer:
         """Start to receive the tensors of one microbatch."""
         mover = self._movers.get(channel)
         if mover is None:

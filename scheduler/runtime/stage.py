@@ -15,8 +15,8 @@ import torch
 from reshard.api.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
-from reshard.runtime.gradient_sums import CHECK_EVERY, sum_gradients
-from reshard.runtime.weight_grad_store import WeightGradStore
+from reshard.gradients.sums import CHECK_EVERY, sum_gradients
+from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline

@@ -13,7 +13,7 @@ from ..graph import Pipeline, check_limit
 from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers, compute_rows
 from ..ir.schedule import Schedule
-from ..simulation.replay import simulate
+from ..simulation.replay import simulate_schedule
 from .classic import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
 from .list_scheduling import Policy, order_greedily
 
@@ -50,7 +50,7 @@ def auto_schedule(
     row_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
-    """Search for the fastest schedule, as predicted by :func:`simulate`. Gives up at most 0.3 % to save memory.
+    """Search for the fastest schedule by :func:`simulate_schedule`. Gives up at most 0.3 % of its speed to save memory.
 
     To stay busy, a stage needs as many microbatches in flight as the slowest stage or link processes between the
     stage's forward and its backward, transfers included. The search starts from these depths and runs list scheduling
@@ -144,7 +144,7 @@ class _Search:
         if any(depth > most for depth, most in zip(schedule.in_flight, self.most, strict=True)):
             return None
         try:
-            seconds = simulate(schedule, self.pipeline).makespan_seconds
+            seconds = simulate_schedule(schedule, self.pipeline).makespan_seconds
         except ScheduleError:
             return None
         return _Candidate(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rows)))
@@ -197,7 +197,7 @@ class _Search:
         self.improve()
 
     def join_backwards(self) -> None:
-        """Make split backwards whole where both passes are adjacent: on each row, for as many microbatches as pays."""
+        """Merge adjacent I and W passes of the first microbatches of each row into B, while that shortens the step."""
         assert self.best is not None
         for row in range(len(self.best.schedule.rows)):
             best, worse = 0, self.num + 1  # bisection over the number of microbatches

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..graph import Pipeline
-from ..ir.actions import Action, Channel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..simulation.channels import ChannelState, LinkRates, make_channel_states
 
 
@@ -131,7 +131,7 @@ class _ListScheduler:
         for stage in self.stages_of_row[row]:
             at = self.stages[stage]
             for (other, is_forward), arrived in at.arrived.items():
-                state = self.channels[Channel(other, stage, is_forward)]
+                state = self.channels[StageChannel(other, stage, is_forward)]
                 if state.remaining is None or state.seconds_remaining >= limit:
                     continue
                 if arrived == (at.forwards if is_forward else at.backwards) and (
@@ -175,7 +175,7 @@ class _ListScheduler:
             if self.row_of[other] == self.row_of[stage]:
                 self.stages[other].arrived[stage, is_forward] += 1
                 continue
-            state = self.channels[Channel(stage, other, is_forward)]
+            state = self.channels[StageChannel(stage, other, is_forward)]
             state.sent.append((action.microbatch, self.now))
             self.start_next(state)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from ..graph import Loads, Pipeline
-from ..ir.actions import Channel
+from ..ir.actions import StageChannel
 
 #: Relative tolerance of times and of transferred shares: smaller differences are rounding errors.
 TOLERANCE = 1e-12
@@ -18,7 +18,7 @@ TOLERANCE = 1e-12
 class StageTransfer:
     """One transfer. Times in seconds: its data was computed at ``ready``, and it moved from ``start`` to ``end``."""
 
-    channel: Channel
+    channel: StageChannel
     microbatch: int
     ready: float
     start: float
@@ -42,7 +42,7 @@ class ChannelState:
         arrived: arrival time by microbatch.
     """
 
-    channel: Channel
+    channel: StageChannel
     number: int
     seconds: float
     loads: Loads
@@ -87,11 +87,11 @@ class ChannelState:
         return StageTransfer(self.channel, microbatch, ready, self.started, now)
 
 
-def make_channel_states(pipeline: Pipeline) -> dict[Channel, ChannelState]:
+def make_channel_states(pipeline: Pipeline) -> dict[StageChannel, ChannelState]:
     """Initial states of the forward and the backward channel of every edge."""
-    states: dict[Channel, ChannelState] = {}
+    states: dict[StageChannel, ChannelState] = {}
     for edge in pipeline.edges:
-        forward, backward = Channel(edge.src, edge.dst, True), Channel(edge.dst, edge.src, False)
+        forward, backward = StageChannel(edge.src, edge.dst, True), StageChannel(edge.dst, edge.src, False)
         states[forward] = ChannelState(forward, len(states), edge.forward_seconds, edge.forward_loads)
         states[backward] = ChannelState(backward, len(states), edge.backward_seconds, edge.backward_loads)
     return states

@@ -10,7 +10,7 @@ from functools import cached_property
 from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
-from ..ir.actions import Action, Channel, Kind, compute_seconds
+from ..ir.actions import Action, Kind, StageChannel, compute_seconds
 from ..ir.schedule import Schedule, check_fits
 from .channels import TOLERANCE, ChannelState, LinkRates, StageTransfer, make_channel_states
 from .dependencies import describe_cycle
@@ -67,7 +67,7 @@ class PipelineTimeline:
         return sum(span.end - span.start for span in self.spans if span.row == row and not span.action.kind.is_transfer)
 
 
-def simulate(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
+def simulate_schedule(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
     """Predict when each action starts and ends.
 
     A row does one computation at a time, in order. Each computation waits for the transfers of its inputs. A transfer
@@ -87,7 +87,7 @@ def simulate(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
 def simulate_within(
     schedule: Schedule, pipeline: Pipeline, limit_seconds: float, after_seconds: Sequence[float]
 ) -> PipelineTimeline | None:
-    """:func:`simulate`, but stop as soon as no row can be done by a limit.
+    """:func:`simulate_schedule`, but stop as soon as no row can be done by a limit.
 
     Args:
         schedule, pipeline: what to simulate.
@@ -98,7 +98,7 @@ def simulate_within(
         The timeline; None if a row certainly ends later than ``limit_seconds``. A returned timeline may end later, too.
 
     Raises:
-        ScheduleError: see :func:`simulate`. A schedule that is stopped before its deadlock raises nothing.
+        ScheduleError: see :func:`simulate_schedule`. A schedule that is stopped before its deadlock raises nothing.
     """
     check_fits(schedule, pipeline)
     return _Replay(schedule, pipeline, limit_seconds, after_seconds).run()
@@ -286,7 +286,7 @@ class _Replay:
                 return None
             row_of = self.schedule.row_of_stage
             if row_of[other] != row_of[stage]:
-                state = self.channels[Channel(other, stage, is_forward)]
+                state = self.channels[StageChannel(other, stage, is_forward)]
                 if microbatch not in state.arrived:
                     return None
             ready = max(ready, made)

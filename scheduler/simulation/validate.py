@@ -7,9 +7,9 @@ from collections import Counter
 from reshard.errors import ScheduleError
 
 from ..graph import Pipeline, check_limit
-from ..ir.actions import Action, Channel, Kind
+from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule, check_fits
-from .replay import simulate
+from .replay import simulate_schedule
 
 #: An error text shows this many actions of the row before and after the wrong action.
 _SHOWN = 6
@@ -42,7 +42,7 @@ def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: i
     for row, actions in enumerate(schedule.rows):
         _check_order(schedule, pipeline, row, actions)
     _check_channels(schedule)
-    simulate(schedule, pipeline)
+    simulate_schedule(schedule, pipeline)
     if memory_limit_bytes is not None:
         for row, peak in enumerate(schedule.peak_bytes(pipeline)):
             if peak > memory_limit_bytes:
@@ -129,7 +129,7 @@ def _check_order(schedule: Schedule, pipeline: Pipeline, row: int, actions: tupl
 
 
 def _check_channels(schedule: Schedule) -> None:
-    ends: dict[tuple[Channel, bool], list[int]] = {}
+    ends: dict[tuple[StageChannel, bool], list[int]] = {}
     for _, action in schedule:
         if action.kind.is_transfer:
             ends.setdefault((action.channel, action.kind.is_send), []).append(action.microbatch)

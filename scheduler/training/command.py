@@ -17,19 +17,19 @@ from reshard.formatting import count_of
 from .presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
-    from ..autoparallel import Strategy
+    from ..autoparallel import TrainingPlan
     from .loop import Job
 
 HELP = "train GPT or U-Transformer over pipeline stages"
 EXAMPLES = (
     "reshard train gpt3-125m --shrink 8 --meshes 1x2,2x2,1x4 --steps 200    # 10 local processes",
     "reshard train gpt3-125m --meshes 1x2,2x2,1x4 --data FILE --steps 1000 --resume",
-    "reshard train gpt3-125m --shrink 8 --strategy auto --devices 4 --steps 200    # it searches for the stages",
+    "reshard train gpt3-125m --shrink 8 --plan auto --devices 4 --steps 200    # it searches for the stages",
     "reshard train u-transformer-470m --shrink 20 --meshes 2x1,4x1,4x1",
     "torchrun --nproc-per-node 8 -m reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64",
     "reshard train gpt3-1.3b --meshes 2x2,2x2 --batch 64 --launcher ray    # actors of a Ray cluster",
 )
-#: Values of ``--strategy`` that search.
+#: Values of ``--plan`` that search.
 SEARCHES = ("auto", "tune")
 _SCHEDULES = ("auto", "1f1b", "eager", "zb_h1")
 
@@ -58,12 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search codes where steps get shorter",
     )
     add(
-        "--strategy",
+        "--plan",
         metavar="auto|tune|FILE",
         help="search for the stages with measured times of layers (auto), correct these times by steps of the choice "
-        "and search again (tune), or read a strategy",
+        "and search again (tune), or read a training plan",
     )
-    add("--save-strategy", metavar="FILE", help="write the strategy that was found")
+    add("--save-plan", metavar="FILE", help="write the training plan that was found")
     add("--devices", type=int, help="number of ranks that a search may use (default: all of the topology)")
     add("--topology", help="hosts and links for a search, as for reshard search (default: one host)")
     add("--memory", help="memory of a device for a search, such as 16GB (default: 90 %% of what it has)")
@@ -72,7 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix a part of the strategy in a search, such as tp=2",
+        help="fix a part of the training plan in a search, such as tp=2",
     )
     add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: the preset's)")
     add(
@@ -115,7 +115,7 @@ def run(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("torch") is None:
         raise ArgumentError("training needs torch: pip install 'reshard[torch]'")
     preset = find_preset(options.preset)
-    stages = "" if options.strategy else options.meshes or preset.stages
+    stages = "" if options.plan else options.meshes or preset.stages
     job = make_job(options, preset, stages)
     if options.shrink > 1 and os.environ.get("RANK", "0") == "0":
         factor = preset.config.shrink_factor(options.shrink)
@@ -125,17 +125,17 @@ def run(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     from .launch import launch
-    from .strategies import SearchOptions
+    from .plan_search import SearchOptions
 
-    wanted = SearchOptions.of(options) if options.strategy in SEARCHES else None
+    wanted = SearchOptions.of(options) if options.plan in SEARCHES else None
     if wanted is not None:
-        job = replace(job, compression=None)  # the strategy names the codecs that it uses
+        job = replace(job, compression=None)  # the training plan names the codecs that it uses
     result = launch(job, options.device, options.launcher == "ray", wanted, options.share_gpus)
     if result is not None:
         losses = f"loss {result.losses[0]:.4f} -> {result.losses[-1]:.4f}, " if result.losses else ""
         skipped = f", {count_of(len(result.skipped), 'step')} skipped" if result.skipped else ""
         steps = f"steps {result.start} to {max(result.start, job.steps)}"
-        print(f"{job.name} on {stages or 'a strategy'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
+        print(f"{job.name} on {stages or 'a training_plan'}, {steps}: {losses}held-out {result.held_out:.4f}{skipped}")
     return 0
 
 
@@ -162,8 +162,8 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
     rate = options.learning_rate
     if rate is not None and not 0 < rate < math.inf:
         raise ArgumentError(f"--learning-rate is {rate}; it must be positive and finite")
-    strategy = _read_strategy(options)
-    num_stages = stages.count(",") + 1 if strategy is None else 1  # the search shrinks the preset for one stage
+    training_plan = _read_training_plan(options)
+    num_stages = stages.count(",") + 1 if training_plan is None else 1  # the search shrinks the preset for one stage
     preset = preset.shrunk(options.shrink, num_stages)
     changes: dict[str, Any] = {"rows": options.batch, "microbatches": options.microbatches}
     changes["learning_rate"] = options.learning_rate
@@ -195,43 +195,45 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         save_every=options.save_every,
         resume=options.resume,
         trust_pickle=options.trust_pickle,
-        strategy=strategy,
+        training_plan=training_plan,
         dump=options.dump_tensors,
     )
 
 
-def _read_strategy(options: argparse.Namespace) -> Strategy | None:
-    """The strategy of a file; None if there is none, or one is still to be searched for.
+def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
+    """The training plan of a file; None if there is none, or one is still to be searched for.
 
     Raises:
-        ArgumentError: the file is not a strategy, or other options do not fit it.
+        ArgumentError: the file is not a training plan, or other options do not fit it.
     """
-    if options.strategy is None:
-        _refuse_search_options(options, "pass --strategy auto with it")
+    if options.plan is None:
+        _refuse_search_options(options, "pass --plan auto with it")
         return None
     for name in ("meshes", "layers"):
         if getattr(options, name) is not None:
-            raise ArgumentError(f"a strategy has its own stages; omit --{name} or --strategy")
+            raise ArgumentError(f"a training plan has its own stages; omit --{name} or --plan")
     if options.schedule != "auto":
-        raise ArgumentError("a strategy has its own schedule; omit --schedule or --strategy")
-    if options.strategy in SEARCHES:
+        raise ArgumentError("a training plan has its own schedule; omit --schedule or --plan")
+    if options.plan in SEARCHES:
         return None
-    from ..autoparallel import Strategy
+    from ..autoparallel import TrainingPlan
 
-    if not Path(options.strategy).is_file():
-        raise ArgumentError(f"there is no strategy {options.strategy!r}; pass auto, tune, or the file of a strategy")
-    _refuse_search_options(options, f"the strategy {options.strategy} has been found already: omit one of the two")
-    strategy = Strategy.read(options.strategy)
-    if options.microbatches not in (None, strategy.microbatches):
+    if not Path(options.plan).is_file():
         raise ArgumentError(
-            f"the strategy {options.strategy} has {strategy.microbatches} microbatches, not {options.microbatches}; "
-            "omit --microbatches"
+            f"there is no training plan {options.plan!r}; pass auto, tune, or the file of a training plan"
         )
-    return strategy
+    _refuse_search_options(options, f"the training plan {options.plan} has been found already: omit one of the two")
+    training_plan = TrainingPlan.read(options.plan)
+    if options.microbatches not in (None, training_plan.microbatches):
+        raise ArgumentError(
+            f"the training plan {options.plan} has {training_plan.microbatches} microbatches, not "
+            f"{options.microbatches}; omit --microbatches"
+        )
+    return training_plan
 
 
 def _refuse_search_options(options: argparse.Namespace, rule: str) -> None:
-    for name in ("devices", "topology", "memory", "keep", "save_strategy"):
+    for name in ("devices", "topology", "memory", "keep", "save_plan"):
         if getattr(options, name):
             raise ArgumentError(f"--{name.replace('_', '-')} is for a search; {rule}")
 

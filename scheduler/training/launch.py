@@ -21,9 +21,9 @@ from reshard.formatting import describe_ranks
 from reshard.testing import LaunchError, run_processes
 from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 
-from ..autoparallel import Strategy, Tuned
+from ..autoparallel import TrainingPlan, Tuned
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
-from .strategies import SearchOptions, find_strategy, tune_strategy
+from .plan_search import SearchOptions, find_training_plan, tune_training_plan
 
 if TYPE_CHECKING:
     from reshard.ray import ActorMesh
@@ -41,7 +41,7 @@ def launch(
     Args:
         job: its device is replaced. device: "cpu", "cuda", or "auto" for CUDA if every rank can have a GPU.
         on_ray: start the ranks as actors of the Ray cluster to which this process is or can be connected.
-        options: search for the strategy of the job first, on one rank, or on all if its steps are measured too.
+        options: search for the training plan of the job first, on one rank, or on all if its steps are measured too.
         shares_gpus: let ranks share GPUs, see :func:`reshard.testing.share_gpus`.
 
     Returns:
@@ -68,9 +68,9 @@ def launch(
         num_ranks = options.devices or len(options.find_topology(None).host_of_rank)
         job = replace(job, device=_find_local_device(device, num_ranks, shares_gpus))
         if options.measures:
-            job = _with_strategy(job, options, _tune_locally(job, options, num_ranks, shares_gpus))
+            job = _with_training_plan(job, options, _tune_locally(job, options, num_ranks, shares_gpus))
         else:
-            job = _with_strategy(job, options, _run_alone(find_strategy, job, options))
+            job = _with_training_plan(job, options, _run_alone(find_training_plan, job, options))
     num_ranks = sum(map(math.prod, job.shapes))
     job = replace(job, device=_find_local_device(device, num_ranks, shares_gpus))
     if job.device == "cpu":
@@ -135,19 +135,19 @@ def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args:
 
 def _tune_locally(job: Job, options: SearchOptions, num_ranks: int, shares_gpus: bool) -> Tuned:
     on_gpu = job.device == "cuda"
-    function, more = (_on_gpu, (num_ranks, shares_gpus, tune_strategy)) if on_gpu else (tune_strategy, ())
+    function, more = (_on_gpu, (num_ranks, shares_gpus, tune_training_plan)) if on_gpu else (tune_training_plan, ())
     found: Tuned = run_locally(function, num_ranks, *more, job, options, init_group=not on_gpu)
     return found
 
 
-def _with_strategy(job: Job, options: SearchOptions, found: Strategy | Tuned, shows: bool = True) -> Job:
-    """The job with the strategy that was found, which is shown and saved."""
-    strategy = found.strategy if isinstance(found, Tuned) else found
+def _with_training_plan(job: Job, options: SearchOptions, found: TrainingPlan | Tuned, shows: bool = True) -> Job:
+    """The job with the training plan that was found, which is shown and saved."""
+    training_plan = found.training_plan if isinstance(found, Tuned) else found
     if shows:
         print(found, file=sys.stderr)
         if options.output is not None:
-            strategy.save(options.output)
-    return replace(job, strategy=strategy)
+            training_plan.save(options.output)
+    return replace(job, training_plan=training_plan)
 
 
 def _join_launcher(job: Job, options: SearchOptions | None, shares_gpus: bool) -> TrainResult | None:
@@ -155,9 +155,9 @@ def _join_launcher(job: Job, options: SearchOptions | None, shares_gpus: bool) -
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     num_ranks = size if options is not None else sum(map(math.prod, job.shapes))
     if size != num_ranks:
-        what = f"the stages {job.stages}" if job.strategy is None else "the strategy"
+        what = f"the stages {job.stages}" if job.training_plan is None else "the training plan"
         raise ArgumentError(
-            f"{what} need{'s' * (job.strategy is not None)} {num_ranks} ranks, but the launcher started {size}"
+            f"{what} need{'s' * (job.training_plan is not None)} {num_ranks} ranks, but the launcher started {size}"
         )
     if job.device == "cuda":
         choose_gpu(rank, int(os.environ.get("LOCAL_RANK", rank)), shares_gpus)
@@ -165,7 +165,7 @@ def _join_launcher(job: Job, options: SearchOptions | None, shares_gpus: bool) -
     dist.init_process_group(_BACKENDS[job.device])
     try:
         if options is not None:
-            job = _with_strategy(job, options, _find_on_all_ranks(job, options), shows=rank == 0)
+            job = _with_training_plan(job, options, _find_on_all_ranks(job, options), shows=rank == 0)
         result = train(rank, job)
     finally:
         dist.destroy_process_group()
@@ -181,21 +181,21 @@ def _skip_last_collection() -> None:
         gc.freeze()
 
 
-def _find_on_all_ranks(job: Job, options: SearchOptions) -> Strategy | Tuned:
-    """The strategy that rank 0 finds, or its error, on all ranks alike."""
+def _find_on_all_ranks(job: Job, options: SearchOptions) -> TrainingPlan | Tuned:
+    """The training plan that rank 0 finds, or its error, on all ranks alike."""
     if options.measures:
-        return tune_strategy(dist.get_rank(), job, options)
+        return tune_training_plan(dist.get_rank(), job, options)
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:
-            found[0] = find_strategy(job, options, dist.get_world_size())
+            found[0] = find_training_plan(job, options, dist.get_world_size())
         except ArgumentError as error:
             found[1] = str(error)
     dist.broadcast_object_list(found, src=0)
     if found[1] is not None:
         raise ArgumentError(found[1])
-    strategy: Strategy = found[0]
-    return strategy
+    training_plan: TrainingPlan = found[0]
+    return training_plan
 
 
 def _on_gpu(rank: int, port: int, num_ranks: int, shares_gpus: bool, function: Callable[..., Any], *args: Any) -> Any:
@@ -206,8 +206,8 @@ def _on_gpu(rank: int, port: int, num_ranks: int, shares_gpus: bool, function: C
     return function(rank, *args)
 
 
-def _search_on_actor(_rank: int, job: Job, options: SearchOptions) -> Strategy:
-    return find_strategy(job, options)
+def _search_on_actor(_rank: int, job: Job, options: SearchOptions) -> TrainingPlan:
+    return find_training_plan(job, options)
 
 
 def _train_on_ray(job: Job, wanted: str, options: SearchOptions | None) -> TrainResult:
@@ -239,10 +239,10 @@ def _train_on_ray(job: Job, wanted: str, options: SearchOptions | None) -> Train
     job = replace(job, device=device, data=data, checkpoint=checkpoint, dump=dump)
     gpus = 1.0 if device == "cuda" else 0.0
     if options is not None:
-        shape, function = ((1, num_ranks), tune_strategy) if options.measures else ((1, 1), _search_on_actor)
+        shape, function = ((1, num_ranks), tune_training_plan) if options.measures else ((1, 1), _search_on_actor)
         with ActorMesh(shape, name="search", num_gpus=gpus) as actors:
             found = run([actors], function, job, options, timeout_seconds=_FOREVER_SECONDS, backend=_BACKENDS[device])
-        job = _with_strategy(job, options, found[0])
+        job = _with_training_plan(job, options, found[0])
     with contextlib.ExitStack() as stack:
         meshes: list[ActorMesh] = [
             stack.enter_context(ActorMesh(shape, name=f"stage {number}", num_gpus=gpus))

@@ -14,7 +14,7 @@ from reshard.cli.progress import show_elapsed
 from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 
-from ..autoparallel import Strategy
+from ..autoparallel import TrainingPlan
 from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
@@ -54,7 +54,7 @@ class Job:
         eval_every: steps between evaluations; 0: at the end only. eval_batches: batches of an evaluation.
         checkpoint: folder to save to; None: do not save. save_every: steps between saves; 0: at the end only.
         resume: continue from the newest checkpoint there, if there is one. trust_pickle: even if it is pickled.
-        strategy: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
+        training_plan: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
         dump: folder for tensors of some steps; None: save none.
     """
 
@@ -77,12 +77,12 @@ class Job:
     resume: bool = False
     trust_pickle: bool = False
     dump: str | None = None
-    strategy: Strategy | None = None
+    training_plan: TrainingPlan | None = None
 
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Sizes of the mesh axes of each stage."""
-        placements = parse_placements(self.stages) if self.strategy is None else self.strategy.placements()
+        placements = parse_placements(self.stages) if self.training_plan is None else self.training_plan.placements()
         return [tuple(each.axis_sizes.values()) for each in placements]
 
 
@@ -107,7 +107,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     torch.manual_seed(job.seed)
     options: dict[str, Any] = {}
-    if job.strategy is None:
+    if job.training_plan is None:
         options = {"microbatches": job.preset.microbatches, "schedule": SCHEDULES[job.schedule]}
     if job.compression is not None:
         options["compression"] = parse_policy(job.compression)
@@ -160,9 +160,9 @@ def make_pipe(job: Job) -> Pipe:
         "init": type(model).initialize,
         "autocast": getattr(torch, job.preset.autocast) if job.preset.autocast else None,
     }
-    if job.strategy is not None:
-        check_strategy(job.strategy, job)
-        return Pipe(model, strategy=job.strategy, **options)
+    if job.training_plan is not None:
+        check_training_plan(job.training_plan, job)
+        return Pipe(model, training_plan=job.training_plan, **options)
     num_stages = job.stages.count(",") + 1
     layers = job.layers or job.preset.divide_layers(num_stages)
     if sum(layers) != job.preset.config.num_layers or min(layers) < 1 or len(layers) != num_stages:
@@ -173,19 +173,19 @@ def make_pipe(job: Job) -> Pipe:
     return Pipe(model, find_cuts(job.preset.config, layers), stages=job.stages, **options)
 
 
-def check_strategy(strategy: Strategy, job: Job) -> None:
-    """Raise ArgumentError unless a strategy is of the model and the rows of a job."""
-    names = [name for stage in strategy.layer_names for name in stage][1:]
+def check_training_plan(training_plan: TrainingPlan, job: Job) -> None:
+    """Raise ArgumentError unless a training plan is of the model and the rows of a job."""
+    names = [name for stage in training_plan.layer_names for name in stage][1:]
     paths = layer_paths(job.preset.config)
     if names != paths:
         raise ArgumentError(
-            f"the strategy has {len(names) + 1} layers ({', '.join(names[:3])}, ...), but {job.name} has "
+            f"the training plan has {len(names) + 1} layers ({', '.join(names[:3])}, ...), but {job.name} has "
             f"{len(paths) + 1} ({', '.join(paths[:3])}, ...); search with this model"
         )
-    if strategy.rows != job.preset.rows:
+    if training_plan.rows != job.preset.rows:
         raise ArgumentError(
-            f"the strategy is for {strategy.rows} rows of a step, but {job.name} has {job.preset.rows}; pass --batch "
-            f"{strategy.rows} or search again"
+            f"the training plan is for {training_plan.rows} rows of a step, but {job.name} has {job.preset.rows}; "
+            f"pass --batch {training_plan.rows} or search again"
         )
 
 

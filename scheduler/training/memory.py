@@ -1,4 +1,4 @@
-"""Measure the peak memory of the tensors that a rank keeps in training, and predict it from a strategy."""
+"""Measure the peak memory of the tensors that a rank keeps in training, and predict it from a training plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from reshard.runtime.torch_compat import is_in_backward
 
-from ..autoparallel import Strategy
+from ..autoparallel import TrainingPlan
 from ..runtime import torch_compat
 from .loop import Job, make_loaders, make_optimizer, make_pipe
 
@@ -76,10 +76,10 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
 
     Args:
         rank: not used; ``run_processes`` passes it.
-        job: a training run with a strategy.
+        job: a training run with a training plan.
         steps: number of steps.
     """
-    assert isinstance(job.strategy, Strategy)
+    assert isinstance(job.training_plan, TrainingPlan)
     batch = make_loaders(job)[0].batch(0)
     counter = StorageCounter(batch)
     with counter, _sampled_products(counter), make_pipe(job).compile(batch) as engine:
@@ -113,10 +113,10 @@ def _sampled_products(counter: StorageCounter) -> Iterator[None]:
         yield
 
 
-def predicted_bytes(strategy: Strategy) -> list[float]:
+def predicted_bytes(training_plan: TrainingPlan) -> list[float]:
     """For each rank, the peak memory in bytes that the search predicts."""
     return [
         report.memory_bytes
-        for stage, report in zip(strategy.stages, strategy.reports, strict=True)
+        for stage, report in zip(training_plan.stages, training_plan.reports, strict=True)
         for _ in range(stage.num_ranks)
     ]

@@ -15,7 +15,7 @@ import numpy as np
 
 from reshard.planner.multicast.strategy import make_workload
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.sharding.tensor_spec import TensorSpec
 from tests.support.random_problems import random_problem
 
@@ -28,11 +28,11 @@ def make_lines() -> Iterator[str]:
     for seed in range(1000, 1000 + NUM_PROBLEMS):
         src, dst, shape, topology = random_problem(seed)
         tensors = [TensorSpec(shape, "float32", src, dst), TensorSpec(shape[::-1], "int8", src, dst, "other")]
-        problem = Problem.of(tensors[: 1 + seed % 2], topology, staging_bytes=2**16 << seed % 5)
+        problem = PlanProblem.of(tensors[: 1 + seed % 2], topology, staging_bytes=2**16 << seed % 5)
         chosen = [f"{name} {_hash_arrays(strategy(problem))}" for name, strategy in STRATEGIES.items()]
         yield f"{seed}: {', '.join(chosen)}"
         large = TensorSpec((32 * shape[0], 4 * shape[1]), "float32", src, dst)
-        workload, _ = make_workload(Problem.of([large], topology, staging_bytes=2**16 << seed % 9))
+        workload, _ = make_workload(PlanProblem.of([large], topology, staging_bytes=2**16 << seed % 9))
         counts = np.bincount(workload.host_class_of, minlength=len(workload.host_class_size))
         nbytes = workload.piece_bytes.tolist() or [0]
         yield (

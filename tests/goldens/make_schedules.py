@@ -17,7 +17,7 @@ from reshard.scheduler.ir.text import format_schedule
 from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
 from reshard.scheduler.schedules.auto import auto_schedule
 from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
-from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_schedule
 
 FILE = Path(__file__).with_name("schedules.txt")
@@ -74,7 +74,7 @@ def make_lines() -> Iterator[str]:
         pipeline, num = make_pipeline(chance), chance.randint(1, 6)
         for name, schedule in schedules_of(pipeline, num):
             check_schedule(schedule, pipeline)
-            timeline = simulate(schedule, pipeline)
+            timeline = simulate_schedule(schedule, pipeline)
             exposed = sum(timeline.exposed_seconds(row) for row in range(len(schedule.rows)))
             digest = hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:12]
             peaks = " ".join(map(str, schedule.peak_bytes(pipeline)))

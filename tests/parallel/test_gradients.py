@@ -10,6 +10,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
+from reshard.gradients import sums as gradient_sums
+from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.parallel import (
     Grid,
     Linear,
@@ -20,8 +22,6 @@ from reshard.parallel import (
     sync_during_backward,
     sync_gradients,
 )
-from reshard.runtime import gradient_sums
-from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
 
 from .models import gradient_errors, make_batch, make_gpt

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.parallel import Grid, parallelize
 from reshard.parallel.grid.collectives import Axis
-from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt

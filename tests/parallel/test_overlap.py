@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from reshard.errors import ArgumentError, DisagreementError, RemoteError
+from reshard.gradients.sums import sum_state_of as state_of
 from reshard.parallel import Grid, overlap, parallelize, sync_during_backward, sync_gradients
-from reshard.runtime.gradient_sums import sum_state_of as state_of
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt

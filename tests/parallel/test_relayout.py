@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.errors import ArgumentError, ReshardError
+from reshard.gradients.weight_grad_store import WeightGradStore
 from reshard.parallel import Grid, parallelize, plain_state_dict, relayout, sync_gradients
-from reshard.runtime.weight_grad_store import WeightGradStore
 from reshard.testing import run_processes
 
 from .models import make_batch, make_gpt, train

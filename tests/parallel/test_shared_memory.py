@@ -19,11 +19,11 @@ from microbench.emulation.cluster import Cluster
 from microbench.emulation.namespaces import why_unsupported
 from microbench.parallel.links import measure_shared_memory
 from reshard import _native
+from reshard.coordination.device_mesh import new_group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.parallel import Grid
 from reshard.parallel.grid import shared_memory
 from reshard.parallel.grid.collectives import Axis
-from reshard.runtime.device_mesh import new_group
 from reshard.runtime.torch_compat import timeout_of
 from reshard.testing import LaunchError, run_processes
 from reshard.topology import Topology

@@ -16,7 +16,7 @@ from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_greedy
 from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
-from reshard.planner.strategies.problem import Problem, complete
+from reshard.planner.strategies.problem import PlanProblem, complete
 from reshard.ragged import NO_RANK
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
@@ -60,7 +60,7 @@ def test_default_latency_limits_the_number_of_messages(topology):
 @pytest.mark.parametrize("seed", range(60))
 def test_no_plan_is_faster_than_its_floors(seed):
     src, dst, shape, topology = random_problem(seed)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
     floors = Floors(problem)
     num_receivers = (problem.receivers != NO_RANK).sum(axis=1)
     for name, strategy in CANDIDATES.items():
@@ -94,7 +94,7 @@ def test_send_recv_is_ruled_out_unplanned(monkeypatch):
     """Each rank must receive its host's region, which multicast brings into the host once."""
     topology = Topology.uniform([rank // 4 for rank in range(32)])
     src, dst = Layout(Mesh.of("4x4"), "S01 R"), Layout(Mesh.of("4x4", first_rank=16), "R S0")
-    problem = Problem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
     floor = floor_of_transfers(problem, complete(problem, CANDIDATES["send_recv"](problem)))
     assert Floors(problem).of_direct == pytest.approx(floor, rel=1e-6)
     monkeypatch.setitem(CANDIDATES, "send_recv", None)
@@ -105,7 +105,7 @@ def test_broadcasts_of_regions_on_one_host_are_ruled_out_unplanned(monkeypatch):
     """The layouts determine the busiest host of all chains: here the first receiver, which forwards everything."""
     topology = Topology.uniform([rank // 4 for rank in range(32)])
     src, dst = Layout(Mesh.of("4x4"), "S0 R"), Layout(Mesh.of("4x4", first_rank=16), "R S1")
-    problem = Problem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec((8192, 8192), "float32", src, dst)], topology)
     for name in ("broadcast_naive", "broadcast_size", "broadcast_greedy"):
         floor = floor_of_transfers(problem, complete(problem, CANDIDATES[name](problem)))
         assert Floors(problem).of_broadcasts == pytest.approx(floor, rel=1e-9)
@@ -118,7 +118,7 @@ def test_floor_of_broadcasts_allows_large_chunks_in_a_star():
     """Each holder sends to one rank of its host and to one of the other host, so chunks may be larger than 1 MiB."""
     topology = Topology.uniform([0] * 4 + [1] * 4, 3.125e9)
     spec = TensorSpec((32, 512, 256), "bfloat16", Layout(Mesh.of("2x2"), "S1"), Layout(Mesh.of("2x4"), "S1"))
-    problem = Problem.of([spec], topology)
+    problem = PlanProblem.of([spec], topology)
     transfers = complete(problem, CANDIDATES["broadcast_naive"](problem))
     seconds = simulate(Plan((spec,), topology, "", transfers)).makespan_seconds
     assert Floors(problem).of_broadcasts <= seconds * (1 + 1e-9)

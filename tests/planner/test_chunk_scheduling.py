@@ -15,7 +15,7 @@ from reshard.planner.multicast import strategy as multicast_module
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, multicast, ports_of
 from reshard.planner.registry import STRATEGIES
-from reshard.planner.strategies.problem import Problem, Routes
+from reshard.planner.strategies.problem import PlanProblem, Routes
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
 from tests.reference.pod_chunk_scheduler import PodChunkScheduler
@@ -26,7 +26,7 @@ from tests.support.random_problems import random_problem
 def _broadcast(shape, num, topology=None):
     """A broadcast from rank 0 to ``num`` ranks, each on its own host by default."""
     spec = TensorSpec(shape, "int8", Layout(Mesh([0])), Layout(Mesh(range(1, num + 1))))
-    return Problem.of([spec], topology or Topology(tuple(range(num + 1)), latency_seconds=0))
+    return PlanProblem.of([spec], topology or Topology(tuple(range(num + 1)), latency_seconds=0))
 
 
 def _num_chunks(problem):
@@ -101,7 +101,7 @@ def test_ranks_take_turns_if_one_rank_cannot_forward_everything(receivers, insid
 def test_topology_must_cover_destination_ranks():
     problem = TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([3])))
     with pytest.raises(TopologyError, match="rank 3"):
-        Problem.of([problem], Topology((0, 1)))
+        PlanProblem.of([problem], Topology((0, 1)))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -148,6 +148,6 @@ def test_chosen_pod_transfers_cannot_be_improved_by_an_exchange(monkeypatch):
     for seed in (*range(60), 646, 997, 1135):  # in the last three, one exchange makes another one gain
         src, dst, shape, topology = random_problem(seed)
         if topology.pods:
-            problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+            problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
             schedule_python(ports_of(problem), make_workload(problem)[0])
     assert seen["rounds"] > 1000 and not seen["gains"]

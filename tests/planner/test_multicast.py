@@ -20,7 +20,7 @@ from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, multicast_from_fast, ports_of, without_slow_holders
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
 from reshard.topology.presets import load_preset
@@ -143,7 +143,7 @@ def test_native_and_reference_schedules_are_equal(case, nics, in_pods, rates, in
     plan = make_plan(src, dst, shape, "float32", strategy="multicast", topology=topology)
     check_plan(plan)
     copy.copy(plan.transfers)  # through the constructor, which checks ``after`` and ``source``
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], plan.topology)
     workload = replace(make_workload(problem)[0], near_first=near_first, keeps_partners=partners)
     ports = ports_of(problem)
     native, reference = make_schedule(ports, workload), schedule_python(ports, workload)
@@ -234,14 +234,14 @@ def test_slow_host_that_needs_a_region_stays_a_holder():
         Layout(Mesh.of("3")),
     )  # ranks 0 and 1 hold replicas; slow rank 0 also needs the region
     topology = Topology((0, 1, 2), (_gbit(1), _gbit(25), _gbit(25)))
-    problem = Problem.of([TensorSpec((2**20,), "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec((2**20,), "float32", src, dst)], topology)
     assert without_slow_holders(problem) is None
     slow = Topology((0, 1, 2, 3), (_gbit(1), _gbit(1), _gbit(25), _gbit(25)))
     two = [
         TensorSpec((8,), "int8", Layout(Mesh(ranks)), Layout(Mesh([2])), name)
         for name, ranks in (("a", [0, 1]), ("b", [0]))
     ]
-    assert without_slow_holders(Problem.of(two, slow)) is None  # no fast host holds anything
+    assert without_slow_holders(PlanProblem.of(two, slow)) is None  # no fast host holds anything
     for strategy in (multicast_from_fast, None):
         check_plan(make_plan(src, dst, (2**20,), "float32", topology=topology, strategy=strategy))
     mixed = Layout(Mesh([0, 1, 2], {"x": 3}))
@@ -254,7 +254,7 @@ def test_slow_host_that_needs_a_region_stays_a_holder():
 @given(cases(), st.integers(1, 40))
 def test_chunks_cover_their_host_class_evenly(case, count):
     shape, src, dst, topology = case
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
     classes = Classes.of(problem)
     host_classes = HostClasses.of(classes, topology)
     assert host_classes.nbytes.sum() == classes.nbytes.sum()

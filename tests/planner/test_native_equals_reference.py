@@ -11,7 +11,7 @@ import pytest
 
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, ports_of
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
@@ -30,7 +30,7 @@ RARE_SEEDS = (105, 199, 285, 561, 872, 1045)
 @pytest.mark.parametrize("seed", [*range(60), *RARE_SEEDS])
 def test_native_and_reference_schedules_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2 ** (16 + seed % 5))
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2 ** (16 + seed % 5))
     workload = replace(make_workload(problem)[0], near_first=seed % 3 == 1, keeps_partners=seed % 3 == 2)
     ports = ports_of(problem)
     native, twin = make_schedule(ports, workload), schedule_python(ports, workload)
@@ -45,7 +45,7 @@ def test_native_and_reference_broadcasts_are_equal(num_hosts, spec):
     """n chunks from one host to h others pass in n - 1 + ceil(log2(h + 1)) slots, and at most three more."""
     topology = Topology.uniform([rank // 2 for rank in range(2 * num_hosts)]).without_latency()
     src, dst = Layout(Mesh.of((1, 2)), "S1 R"), Layout(Mesh.of((num_hosts - 1, 2), first_rank=2), spec)
-    problem = Problem.of([TensorSpec((4096, 96), "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec((4096, 96), "float32", src, dst)], topology)
     workload, ports = replace(make_workload(problem)[0], is_broadcast=True), ports_of(problem)
     native, twin = make_schedule(ports, workload), schedule_python(ports, workload)
     for name in native.__dataclass_fields__:
@@ -58,7 +58,7 @@ def test_native_and_reference_broadcasts_are_equal(num_hosts, spec):
 
 def test_what_is_no_broadcast_is_refused():
     src, dst, shape, topology = random_problem(0)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
     workload = replace(make_workload(problem)[0], is_broadcast=True)
     assert not workload.has_one_holder
     with pytest.raises(ValueError, match="the chunks are not a broadcast from one host"):
@@ -67,7 +67,7 @@ def test_what_is_no_broadcast_is_refused():
 
 def test_chunks_without_a_holder_are_refused():
     src, dst, shape, topology = random_problem(0)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology, staging_bytes=2**16)
     workload, ports = make_workload(problem)[0], ports_of(problem)
     nobody = np.zeros_like(workload.host_class_holders[0]), workload.host_class_holders[1][:0]
     assert len(nobody[0]) > 1
@@ -79,7 +79,7 @@ def test_chunks_without_a_holder_are_refused():
 @pytest.mark.parametrize("seed", range(60))
 def test_native_and_reference_senders_and_trees_are_equal(seed):
     src, dst, shape, topology = random_problem(seed)
-    problem = Problem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
     task, replica = np.nonzero(problem.receivers != NO_RANK)
     receiver, loads = problem.receivers[task, replica], SendLoads(problem)
     rows = zip(task.tolist(), receiver.tolist(), strict=True)

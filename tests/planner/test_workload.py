@@ -22,7 +22,7 @@ from reshard.planner.multicast.workload import Workload
 from reshard.planner.planning import plan_tensors
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import Problem, Routes
+from reshard.planner.strategies.problem import PlanProblem, Routes
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
 from tests.support.random_problems import random_problem
@@ -106,7 +106,7 @@ def test_estimates_of_plans_that_take_too_long_to_simulate(strategy, monkeypatch
 def test_workload_counts_steps_and_by_default_messages_inside_hosts_are_free():
     """Each chunk visits all hosts, holders and destinations once per destination."""
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0])), Layout(Mesh([1, 2, 3])))
-    workload, _ = make_workload(Problem.of([spec], Topology((0, 1, 2, 3))))
+    workload, _ = make_workload(PlanProblem.of([spec], Topology((0, 1, 2, 3))))
     assert workload.num_steps == len(workload.host_class_of) * 3 * (4 + 1 + 3)
     needed = [name for name, field in Workload.__dataclass_fields__.items() if field.default is MISSING]
     plain = Workload(**{name: getattr(workload, name) for name in needed})
@@ -118,15 +118,15 @@ def test_workload_counts_steps_and_by_default_messages_inside_hosts_are_free():
 def test_regions_are_broadcast_above_the_step_limit(steps, monkeypatch):
     monkeypatch.setattr(Workload, "num_steps", steps)
     spec = TensorSpec((64, 64), "float32", Layout(Mesh([0, 1])), Layout(Mesh([2, 3])))
-    problem = Problem.of([spec], Topology((0, 1, 2, 3)))
+    problem = PlanProblem.of([spec], Topology((0, 1, 2, 3)))
     assert isinstance(multicast(problem), Routes if steps > 2 * 10**9 else Transfers)
 
 
 def test_rotation_sends_directly_if_each_region_has_one_holder_and_receiver():
-    several = Problem.of([TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))], Topology((0, 1, 2)))
+    several = PlanProblem.of([TensorSpec((8,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))], Topology((0, 1, 2)))
     assert broadcast_in_rotation(several).sender.tolist() == [0, 1]
     halves = Layout(Mesh([2, 3]), "S0")
-    exchange = Problem.of([TensorSpec((8,), "int8", Layout(Mesh([0, 1]), "S0"), halves)], Topology((0, 1, 2, 3)))
+    exchange = PlanProblem.of([TensorSpec((8,), "int8", Layout(Mesh([0, 1]), "S0"), halves)], Topology((0, 1, 2, 3)))
     assert broadcast_in_rotation(exchange).receiver.tolist() == send_recv(exchange).receiver.tolist() == [2, 3]
 
 
@@ -155,7 +155,7 @@ def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
     def problem(num, holders, receivers, hosts):
         layouts = Layout(Mesh(holders)), Layout(Mesh(receivers))
         specs = [TensorSpec((64,), "int8", *layouts, str(at)) for at in range(num)]
-        return Problem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
+        return PlanProblem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
 
     slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
     always = {"send_recv", "multicast", "broadcast_naive", "multicast_from_partners"}
@@ -208,7 +208,7 @@ def test_find_waits_and_find_turns_match_a_plan_by_hand():
 def test_auto_compares_estimates_above_the_simulation_limit(monkeypatch):
     """Two replicas on one host: send_recv sends the bytes twice over the link, so it takes twice as long."""
     spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
-    problem = Problem.of([spec], Topology((0, 1, 1)))
+    problem = PlanProblem.of([spec], Topology((0, 1, 1)))
     chosen = auto.choose_fastest(problem)[0]
     monkeypatch.setattr("reshard.cost.prediction.MOST_OPERATIONS", 0)
     monkeypatch.setattr(auto, "_LARGE", 0)

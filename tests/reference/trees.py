@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.planner.strategies.sender_selection import real_ranks
 from reshard.ragged import NO_RANK
 
@@ -15,7 +15,7 @@ from reshard.ragged import NO_RANK
 class Trees:
     """Builds one broadcast tree after another; see :func:`reshard.planner.strategies.trees.along_trees`."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanProblem) -> None:
         self._problem = problem
         self._host_of = problem.topology.host_of_rank
         self._pod_of = [problem.topology.host(host).pod or 0 for host in range(problem.topology.num_hosts)]
@@ -68,7 +68,7 @@ def _ranks_after(first: int, ranks: list[int]) -> list[int]:
     return sorted((rank for rank in ranks if rank != first), key=lambda rank: (rank < first, rank))
 
 
-def grow_python(problem: Problem, order: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+def grow_python(problem: PlanProblem, order: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """The edges of the trees of ``(task, sender)`` in this order, tree after tree."""
     trees = Trees(problem)
     return [edge for task, sender in order for edge in trees.edges(task, sender)]

@@ -14,12 +14,12 @@ from reshard.cost.report import CostReport
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
     Action,
-    Channel,
     Edge,
     Kind,
     Pipeline,
     Schedule,
     Stage,
+    StageChannel,
     apply_passes,
     auto_schedule,
     block_transfers,
@@ -30,7 +30,7 @@ from reshard.scheduler import (
     one_f_one_b,
     overlap_transfers,
     plan_edge,
-    simulate,
+    simulate_schedule,
     to_chrome_trace,
     to_svg,
     zb_h1,
@@ -49,7 +49,7 @@ def test_blocking_1f1b_takes_the_published_time(c, ratio):
     pipeline = chain(c)
     schedule = block_transfers(one_f_one_b(pipeline, 32), pipeline)
     check_schedule(schedule, pipeline)
-    took = simulate(schedule, pipeline).makespan_seconds / pipeline.ideal_seconds(32)
+    took = simulate_schedule(schedule, pipeline).makespan_seconds / pipeline.ideal_seconds(32)
     assert took == pytest.approx(ratio, abs=6e-4)
 
 
@@ -75,7 +75,9 @@ def test_report_of_a_pass_gives_the_speed_up():
     schedule, (report,) = apply_passes(
         block_transfers(one_f_one_b(pipeline, 4), pipeline), pipeline, [overlap_transfers]
     )
-    seconds = [simulate(one, pipeline).makespan_seconds for one in (block_transfers(schedule, pipeline), schedule)]
+    seconds = [
+        simulate_schedule(one, pipeline).makespan_seconds for one in (block_transfers(schedule, pipeline), schedule)
+    ]
     assert (report.before_seconds, report.after_seconds) == tuple(seconds) and seconds[0] > seconds[1]
     assert str(report) == (
         f"overlap_transfers: {report.num_moved} transfers moved, {seconds[0]:.6g} s -> {seconds[1]:.6g} s "
@@ -117,7 +119,7 @@ def test_edges_of_one_host_share_its_nic():
     tensors = [TensorSpec((2**20,), "float32", Layout(ranks[a]), Layout(ranks[b]), "x") for a, b in ((0, 2), (1, 3))]
     edges = (plan_edge(0, 2, tensors[:1], topology), plan_edge(1, 3, tensors[1:], topology))
     pipeline = Pipeline((Stage(0.001, 0.001, 0.001),) * 4, edges)
-    timeline = simulate(one_f_one_b(pipeline, 1), pipeline)
+    timeline = simulate_schedule(one_f_one_b(pipeline, 1), pipeline)
     forward = [c for c in timeline.transfers if c.channel.is_forward]
     assert max(c.end for c in forward) == pytest.approx(0.001 + 2 * 2**22 / 1e9, rel=0.02)
 
@@ -125,7 +127,7 @@ def test_edges_of_one_host_share_its_nic():
 def test_traces_and_pictures_have_every_action():
     pipeline = chain(0.5)
     schedule = zb_h1(pipeline, 3)
-    timeline = simulate(schedule, pipeline)
+    timeline = simulate_schedule(schedule, pipeline)
     events = json.loads(to_chrome_trace(timeline))["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
     assert sum(event["pid"] == 0 for event in spans) == 2 * 3 * 3
@@ -215,7 +217,7 @@ def test_costs_may_be_zero_and_a_load_the_whole_transfer():
 @pytest.mark.parametrize("method", ["busy_seconds", "exposed_seconds"])
 def test_timeline_rejects_unknown_rows(method):
     pipeline = chain(1.0)
-    timeline = simulate(gpipe(pipeline, 2), pipeline)
+    timeline = simulate_schedule(gpipe(pipeline, 2), pipeline)
     assert getattr(timeline, method)(1) >= 0
     for row in (-1, 2):
         with pytest.raises(ArgumentError, match=re.escape(f"the timeline has no row {row}, only [0, 1]")):
@@ -229,10 +231,10 @@ def test_simulation_rejects_actions_before_their_dependencies():
         row = tuple(Action(Kind(word[0]), 0, int(word[1])) for word in words.split())
         schedule = Schedule("by hand", (row,), (0,), 1)
         if words.startswith("F0") and "W0 I0" not in words:
-            assert simulate(schedule, pipeline).makespan_seconds == 3
+            assert simulate_schedule(schedule, pipeline).makespan_seconds == 3
         else:
             with pytest.raises(ScheduleError, match="row 0"):
-                simulate(schedule, pipeline)
+                simulate_schedule(schedule, pipeline)
 
 
 @pytest.mark.parametrize(
@@ -254,7 +256,7 @@ def test_stages_may_be_on_any_rows(rows):
 
 
 def test_a_choice_of_codecs_says_what_coding_each_channel_saves_or_would_save():
-    there, back = Channel(0, 1, True), Channel(1, 0, False)
+    there, back = StageChannel(0, 1, True), StageChannel(1, 0, False)
     schedule = gpipe(Pipeline.of_costs([1.0, 1.0], [2.0, 2.0], [0.5]), 2)
     choice = CodecChoice({there: "int8x128"}, schedule, 2.0, 1.5, {there: 0.5, back: -0.001})
     assert str(choice).splitlines()[1:] == [

@@ -16,7 +16,7 @@ from reshard.scheduler import (
     gpipe,
     one_f_one_b,
     parse_schedule,
-    simulate,
+    simulate_schedule,
     zb_h1,
 )
 
@@ -31,7 +31,7 @@ def test_critical_path_is_as_long_as_the_simulation_without_contention(build, nu
     schedule = build(PIPELINE, num_microbatches)
     for variant in (schedule, block_transfers(schedule, PIPELINE)):
         path = critical_path(variant, PIPELINE)
-        assert path.seconds == pytest.approx(simulate(variant, PIPELINE).makespan_seconds)
+        assert path.seconds == pytest.approx(simulate_schedule(variant, PIPELINE).makespan_seconds)
         assert path.nodes[0] == "0F0"
 
 
@@ -51,7 +51,7 @@ def test_deadlock_error_names_the_transfers_of_the_cycle():
     )
     pipeline = Pipeline((Stage(1.0, 1.0, 1.0),) * 2, (Edge(0, 1, 0.5, 0.5),))
     with pytest.raises(ScheduleError, match="deadlocks") as raised:
-        simulate(parse_schedule(text), pipeline)
+        simulate_schedule(parse_schedule(text), pipeline)
     message = str(raised.value)
     assert "activations of microbatch 0 from stage 0 to 1" in message and ", which waits for " in message
     assert "gradients of microbatch 0 from stage 1 to 0" in message

@@ -15,12 +15,12 @@ from reshard.coordination.messages import Request
 from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
-from reshard.scheduler.ir.actions import Action, Channel, Kind
+from reshard.scheduler.ir.actions import Action, Kind, StageChannel
 from reshard.scheduler.ir.text import format_schedule, parse_schedule
 from reshard.scheduler.runtime import observe
 from reshard.scheduler.runtime.observe import ActionRecord, StepRecord, _merge
 from reshard.scheduler.schedules.classic import one_f_one_b, zb_h1
-from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_schedule
 from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
 from reshard.testing.processes import run_processes
@@ -46,7 +46,7 @@ def test_schedules_equal_the_golden_file():
 
 def test_text_trace_and_picture_equal_the_golden_file():
     schedule = zb_h1(SMALL, 2)
-    timeline = simulate(schedule, SMALL)
+    timeline = simulate_schedule(schedule, SMALL)
     made = "\n\n".join((format_schedule(schedule), to_chrome_trace(timeline), to_svg(schedule, timeline)))
     assert made + "\n" == (GOLDENS / "zb_h1_2x2.txt").read_text()
 
@@ -89,7 +89,7 @@ def _measured(row, machine, clock, actions, transfers):
 
 def test_measurements_of_ranks_are_merged_into_one_timeline():
     """Two rows on one machine share a clock. Row 1 waits 3.5 s, of which 3 s are after row 0 computed its input."""
-    there, back = Channel(0, 1, True), Channel(1, 0, False)
+    there, back = StageChannel(0, 1, True), StageChannel(1, 0, False)
     first = [ActionRecord(Action(Kind.F, 0, 0), 10.0, 10.0, 11.0), ActionRecord(Action(Kind.B, 0, 0), 11.0, 16.5, 18.0)]
     second = [
         ActionRecord(Action(Kind.F, 1, 0), 10.5, 14.0, 15.0),

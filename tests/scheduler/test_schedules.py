@@ -26,7 +26,7 @@ from reshard.scheduler.schedules.classic import (
     one_f_one_b,
     zb_h1,
 )
-from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_schedule
 from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
 
@@ -71,7 +71,7 @@ def pipelines(draw, most_stages=4):
 def test_known_schedules_take_published_times(communication, num, build, ratio):
     """The figures of docs/algorithms.md, computed with another simulator."""
     pipeline = chain(*communication)
-    took = simulate(build(pipeline, num), pipeline).makespan_seconds / pipeline.ideal_seconds(num)
+    took = simulate_schedule(build(pipeline, num), pipeline).makespan_seconds / pipeline.ideal_seconds(num)
     assert took == pytest.approx(ratio, abs=6e-4)
 
 
@@ -83,14 +83,14 @@ def test_auto_schedule_hides_communication(communication, num, ratio):
     pipeline = chain(*communication)
     schedule = auto_schedule(pipeline, num)
     check_schedule(schedule, pipeline)
-    assert simulate(schedule, pipeline).makespan_seconds <= ratio * pipeline.ideal_seconds(num)
+    assert simulate_schedule(schedule, pipeline).makespan_seconds <= ratio * pipeline.ideal_seconds(num)
 
 
 def test_auto_schedule_keeps_no_more_than_1f1b_without_communication():
     pipeline = chain(0.0, 0.0, 0.0)
     schedule, plain = auto_schedule(pipeline, 16), one_f_one_b(pipeline, 16)
     assert schedule.in_flight == plain.in_flight == (4, 3, 2, 1)
-    assert simulate(schedule, pipeline).makespan_seconds <= simulate(plain, pipeline).makespan_seconds
+    assert simulate_schedule(schedule, pipeline).makespan_seconds <= simulate_schedule(plain, pipeline).makespan_seconds
 
 
 @settings(max_examples=20)
@@ -104,8 +104,8 @@ def test_all_schedules_are_valid_and_auto_schedule_is_never_slower(pipeline, num
     ours = auto_schedule(pipeline, num, memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     fit = [schedule for schedule in schedules if max(schedule.peak_bytes(pipeline)) <= limit]
-    took = simulate(ours, pipeline).makespan_seconds
-    assert took <= min(simulate(schedule, pipeline).makespan_seconds for schedule in fit) * (1 + 1e-9)
+    took = simulate_schedule(ours, pipeline).makespan_seconds
+    assert took <= min(simulate_schedule(schedule, pipeline).makespan_seconds for schedule in fit) * (1 + 1e-9)
 
 
 @given(pipelines(), st.integers(1, 5))
@@ -113,7 +113,7 @@ def test_timelines_respect_costs_and_dependencies(pipeline, num):
     """Rows are busy for the cost of their actions, and no action starts before its inputs are ready."""
     for build in (one_f_one_b, zb_h1):
         schedule = build(pipeline, num)
-        timeline = simulate(schedule, pipeline)
+        timeline = simulate_schedule(schedule, pipeline)
         for stage, costs in enumerate(pipeline.stages):
             assert timeline.busy_seconds(stage) == pytest.approx(num * (costs.forward_seconds + costs.backward_seconds))
             assert timeline.exposed_seconds(stage) >= 0
@@ -131,10 +131,10 @@ def test_timelines_respect_costs_and_dependencies(pipeline, num):
 def test_transfers_share_a_link_equally():
     stages = (Stage(1.0, 1.0, 1.0),) * 3
     edges = (Edge(0, 1, 2.0, 0.0), Edge(0, 2, 4.0, 0.0, (("nic", 4.0),)), Edge(1, 2, 0.0, 0.0))
-    alone = simulate(one_f_one_b(Pipeline(stages, edges), 1), Pipeline(stages, edges))
+    alone = simulate_schedule(one_f_one_b(Pipeline(stages, edges), 1), Pipeline(stages, edges))
     shared = replace(edges[0], forward_loads=(("nic", 2.0),))
     pipeline = Pipeline(stages, (shared, *edges[1:]))
-    both = simulate(one_f_one_b(pipeline, 1), pipeline)
+    both = simulate_schedule(one_f_one_b(pipeline, 1), pipeline)
 
     def ends(timeline):
         return {c.channel.receiver: c.end for c in timeline.transfers if c.channel.sender == 0 and c.channel.is_forward}
@@ -150,8 +150,8 @@ def test_memory_limit_excludes_eager_1f1b():
     check_schedule(ours, pipeline, limit)
     with pytest.raises(ScheduleError, match=r"row 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
         check_schedule(eager_1f1b(pipeline, 16), pipeline, limit)
-    took = simulate(ours, pipeline).makespan_seconds
-    assert took < simulate(zb_h1(pipeline, 16), pipeline).makespan_seconds
+    took = simulate_schedule(ours, pipeline).makespan_seconds
+    assert took < simulate_schedule(zb_h1(pipeline, 16), pipeline).makespan_seconds
     with pytest.raises(ScheduleError, match="keeps at most 0 bytes of activations; one microbatch takes 1"):
         auto_schedule(pipeline, 4, memory_limit_bytes=0)
 
@@ -181,14 +181,14 @@ def test_auto_schedule_is_not_slower_than_interleaved_1f1b():
     limit = max(known.peak_bytes(pipeline))
     ours = auto_schedule(pipeline, 8, row_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
-    assert simulate(ours, pipeline).makespan_seconds <= simulate(known, pipeline).makespan_seconds
+    assert simulate_schedule(ours, pipeline).makespan_seconds <= simulate_schedule(known, pipeline).makespan_seconds
     with pytest.raises(ArgumentError, match="3 rows must divide 4 stages"):
         interleaved_1f1b(pipeline, 8, 3)
 
 
 def test_zero_costs_take_zero_time():
     pipeline = Pipeline.of_costs([0.0, 0.0], [0.0, 0.0], [0.0])
-    assert simulate(gpipe(pipeline, 3), pipeline).makespan_seconds == 0
+    assert simulate_schedule(gpipe(pipeline, 3), pipeline).makespan_seconds == 0
 
 
 def test_arguments_of_builders_are_checked():
@@ -217,7 +217,7 @@ def test_arguments_of_builders_are_checked():
 def test_auto_schedule_keeps_stages_on_given_rows():
     pipeline = chain(0.1, 0.5, 0.1)
     in_order, permuted = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, row_of_stage=(2, 0, 3, 1))
-    seconds = [simulate(one, pipeline).makespan_seconds for one in (in_order, permuted)]
+    seconds = [simulate_schedule(one, pipeline).makespan_seconds for one in (in_order, permuted)]
     assert seconds[0] == seconds[1] and permuted.row_of_stage == (2, 0, 3, 1)
     check_schedule(permuted, pipeline)
     in_blocks = auto_schedule(
@@ -238,7 +238,7 @@ def test_costs_and_edges_are_checked():
     with pytest.raises(ArgumentError, match="edge 0 -> True must lead forward"):
         Pipeline((Stage(1, 1, 1),) * 2, (Edge(0, True),))
     slow = Pipeline((Stage(1e15, 1e-9, 0), Stage(1e-9, 1e15, 3)), (Edge(0, 1, 1e-9, 1e15),))
-    assert simulate(one_f_one_b(slow, 4), slow).makespan_seconds >= 4e15
+    assert simulate_schedule(one_f_one_b(slow, 4), slow).makespan_seconds >= 4e15
 
 
 def test_receives_follow_the_order_of_sends():

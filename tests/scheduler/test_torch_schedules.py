@@ -19,7 +19,7 @@ from reshard.scheduler import (
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
-    simulate,
+    simulate_schedule,
     to_torch_csv,
     zb_h1,
 )
@@ -105,7 +105,7 @@ def test_torch_schedules_run_in_our_simulator(name, tmp_path):
     pipeline = chain(rows * stages_per_row)
     schedule = from_torch_csv(path.read_text(), pipeline, name)
     check_schedule(schedule, pipeline)
-    timeline = simulate(schedule, pipeline)
+    timeline = simulate_schedule(schedule, pipeline)
     work = stages_per_row * num_microbatches * 3.0  # of each row: a forward takes 1, a backward 2
     assert work <= timeline.makespan_seconds <= 1.8 * work
     again = from_torch_csv(to_torch_csv(schedule), pipeline, name)
@@ -117,7 +117,7 @@ def test_torch_schedules_run_in_our_simulator(name, tmp_path):
     original._dump_csv(str(path), format="compute_comms")
     assert "UNSHARD" in path.read_text()
     with_transfers = from_torch_csv(path.read_text(), pipeline, name)
-    assert simulate(with_transfers, pipeline).makespan_seconds >= work
+    assert simulate_schedule(with_transfers, pipeline).makespan_seconds >= work
 
 
 def test_waits_for_sends_and_for_sums_of_gradients_are_skipped():

@@ -19,7 +19,7 @@ from reshard.scheduler.ir.text import parse_schedule
 from reshard.scheduler.passes.overlap import block_transfers, defer_recvs, overlap_transfers
 from reshard.scheduler.schedules.auto import auto_schedule
 from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
-from reshard.scheduler.simulation.replay import simulate
+from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_one_order, check_schedule, show
 
 
@@ -97,7 +97,7 @@ stuck: 2 microbatches, stages on rows 0 1
         check_schedule(parse_schedule(text), pipeline)
     longer = text.replace("1: ", "1: 1RECV_F2<0 1RECV_F3<0 ").replace("0: ", "0: 0F2 0F3 0SEND_F2>1 0SEND_F3>1 ")
     with pytest.raises(ScheduleError, match=r"row 1: 1RECV_F3<0 1RECV_F0<0! 1F0 1B0 \[1SEND_B0>0!\] 1RECV_F1"):
-        simulate(parse_schedule(longer.replace("2 micro", "4 micro")), pipeline)
+        simulate_schedule(parse_schedule(longer.replace("2 micro", "4 micro")), pipeline)
     fixed = text.replace("0F1 0SEND_F1>1! 0RECV_B0<1!", "0RECV_B0<1 0F1 0SEND_F1>1!").replace(
         "1SEND_B0>0! 1RECV_F1<0!", "1RECV_F1<0 1SEND_B0>0!"
     )
@@ -132,7 +132,7 @@ def test_invalid_actions_are_rejected_everywhere():
     ):
         schedule = Schedule("x", ((action,), ()), (0, 1), 1)
         for use in (
-            simulate,
+            simulate_schedule,
             check_schedule,
             overlap_transfers,
             block_transfers,

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.coordination.device_mesh import end_with, new_group
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
-from reshard.runtime.device_mesh import end_with, new_group
 from reshard.runtime.torch_compat import all_gather_single, is_in_backward
 
 from .failures import Failures
@@ -102,8 +102,8 @@ class Axis:
     def separate_backwards(self) -> None:
         """Give the collectives of backwards their own process groups. All ranks of the axis call this.
 
-        If a rank skips its backward and goes on, its next collective then does not meet those of the backwards of its
-        peers. Gloo ends the process if two such collectives differ in size, and mixes their data if they do not.
+        Without them, the next collective of a rank that skips its backward would meet the backwards of its peers. Gloo
+        then ends the process if the two collectives differ in size, and mixes their data if they have the same size.
         """
         if self.size == 1 or self._for_backwards is not None or dist.get_backend(self.group) != "gloo":
             return

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec, parse_codec
+from reshard.coordination.device_mesh import end_with, make_device_mesh, new_group
 from reshard.errors import ArgumentError, MeshError, ReshardError
-from reshard.runtime.device_mesh import end_with, make_device_mesh, new_group
 from reshard.sharding import MAX_RANK, Mesh, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 

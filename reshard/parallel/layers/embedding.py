@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError
+from reshard.gradients.sums import declare_sums
 from reshard.public_api import not_compiled
-from reshard.runtime.gradient_sums import declare_sums
 
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, intersect, size_of

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError
+from reshard.gradients.sums import declare_sums
+from reshard.gradients.weight_grad_store import WeightGradStore, weight_grad_store
 from reshard.public_api import not_compiled
-from reshard.runtime.gradient_sums import declare_sums
-from reshard.runtime.weight_grad_store import WeightGradStore, weight_grad_store
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK, hash_rows, ranges
 
 #: Chunks end at whole slices of a dim if a chunk has at least ``MIN_SLICES`` slices. Chunk sizes then differ by at most
@@ -36,7 +36,7 @@ class Classes:
     receivers: np.ndarray
 
     @classmethod
-    def of(cls, problem: Problem) -> Classes:
+    def of(cls, problem: PlanProblem) -> Classes:
         """All classes of a problem, ordered by first task."""
         needed = np.flatnonzero((problem.receivers != NO_RANK).any(axis=1) & (problem.nbytes > 0))
         itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor]
@@ -118,7 +118,7 @@ class Pieces:
 
 
 def cut_pieces(
-    problem: Problem, classes: Classes, host_class: np.ndarray, num_chunks: np.ndarray, is_even: np.ndarray
+    problem: PlanProblem, classes: Classes, host_class: np.ndarray, num_chunks: np.ndarray, is_even: np.ndarray
 ) -> Pieces:
     """Concatenate the classes of each host class and cut them into ``num_chunks`` chunks of nearly equal size.
 
@@ -183,7 +183,7 @@ class _Boxes:
 
 
 def _cut_boxes(
-    problem: Problem, classes: Classes, class_of: np.ndarray, lo: np.ndarray, hi: np.ndarray, per_slice: np.ndarray
+    problem: PlanProblem, classes: Classes, class_of: np.ndarray, lo: np.ndarray, hi: np.ndarray, per_slice: np.ndarray
 ) -> _Boxes:
     """The boxes of elements ``lo:hi`` of the concatenated tasks of each class.
 
@@ -233,7 +233,7 @@ def _grains(size: np.ndarray, numel: np.ndarray, per_slice: np.ndarray) -> np.nd
 
 
 def _flat_boxes(
-    problem: Problem,
+    problem: PlanProblem,
     task: np.ndarray,
     size: np.ndarray,
     piece: np.ndarray,

@@ -8,7 +8,7 @@ from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes, cut_pieces
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds, is_fast_inside
 from reshard.planner.multicast.workload import Ports
-from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW, Problem
+from reshard.planner.strategies.problem import DIRECT_CHUNK_BYTES, INSIDE_WINDOW, STAGING_PARTS, WINDOW, PlanProblem
 from reshard.ragged import NO_RANK, number_values, ranges
 
 #: Up to this many pairs of a class and a receiver, chunks are scheduled one by one.
@@ -17,7 +17,7 @@ MAX_SCHEDULED = 10_000
 _MAX_UNEVEN = 1.005
 
 
-def rotate_hosts(problem: Problem, host_classes: HostClasses, ports: Ports) -> Transfers | None:
+def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, ports: Ports) -> Transfers | None:
     """Send each class directly to every host that needs it, in rotation over the hosts, and there along a chain.
 
     Steps: 1, and the ranks of a host that need a class. Bytes between hosts: unique. A message between hosts comes
@@ -71,7 +71,7 @@ class _Groups:
         self.receiver_at, self.receivers = arrays["receiver_at"], arrays["receivers"]
 
     @classmethod
-    def of(cls, problem: Problem, classes: Classes) -> _Groups:
+    def of(cls, problem: PlanProblem, classes: Classes) -> _Groups:
         """The groups of a problem whose classes have one holder host each."""
         host, num_hosts = problem.topology.host_by_rank, problem.topology.num_hosts
         of, column = np.nonzero(classes.receivers != NO_RANK)
@@ -99,7 +99,7 @@ class _Groups:
         )
 
 
-def _to_transfers(problem: Problem, host_classes: HostClasses, groups: _Groups) -> Transfers:
+def _to_transfers(problem: PlanProblem, host_classes: HostClasses, groups: _Groups) -> Transfers:
     classes = host_classes.classes
     limit = min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS)
     cuts = np.where(classes.nbytes <= limit, 1, -(-classes.nbytes // max(limit * 15 // 16, 1)))  # cuts snap to slices

@@ -20,7 +20,7 @@ from reshard.planner.strategies.problem import (
     INSIDE_WINDOW,
     STAGING_PARTS,
     WINDOW,
-    Problem,
+    PlanProblem,
     Routes,
 )
 from reshard.ragged import NO_RANK
@@ -46,7 +46,7 @@ _MAX_CUTS = 500_000
 _SLOW_HOLDER_RATE = 0.3
 
 
-def multicast(problem: Problem) -> Routes | Transfers:
+def multicast(problem: PlanProblem) -> Routes | Transfers:
     """Cut regions into equal chunks and schedule each chunk on a port as soon as the port is free.
 
     Steps: the chunks of the busiest port, plus a few until the first chunks reach the last host. Bytes between hosts:
@@ -65,13 +65,13 @@ def multicast(problem: Problem) -> Routes | Transfers:
     return schedule_chunks(problem)
 
 
-def has_many_hosts(problem: Problem) -> bool:
+def has_many_hosts(problem: PlanProblem) -> bool:
     """Whether there are too many hosts to schedule chunks."""
     return problem.topology.num_hosts > _MAX_HOSTS
 
 
 def schedule_chunks(
-    problem: Problem,
+    problem: PlanProblem,
     near_first: bool = False,
     keeps_partners: bool = False,
     prepared: tuple[Workload, Pieces] | None = None,
@@ -95,12 +95,12 @@ def schedule_chunks(
     return _to_transfers(problem, pieces, limit_relay_staging(schedule, workload, num_ranks, problem.staging_bytes))
 
 
-def multicast_near(problem: Problem) -> Routes | Transfers:
+def multicast_near(problem: PlanProblem) -> Routes | Transfers:
     """Like :func:`multicast`, but each NIC prefers chunks that its own ranks hold or need over the rarest chunks."""
     return schedule_chunks(problem, near_first=True)
 
 
-def multicast_from_partners(problem: Problem) -> Routes | Transfers:
+def multicast_from_partners(problem: PlanProblem) -> Routes | Transfers:
     """Like :func:`multicast`, but each sender keeps the same receiver for as long as it can.
 
     This helps if holders have different rates and receivers exchange what they get: each receiver then keeps the
@@ -109,12 +109,12 @@ def multicast_from_partners(problem: Problem) -> Routes | Transfers:
     return schedule_chunks(problem, keeps_partners=True)
 
 
-def multicast_from_fast(problem: Problem) -> Routes | Transfers:
+def multicast_from_fast(problem: PlanProblem) -> Routes | Transfers:
     """Like :func:`multicast`, but slow holders do not send regions that a fast host holds too."""
     return multicast(without_slow_holders(problem) or problem)
 
 
-def without_slow_holders(problem: Problem) -> Problem | None:
+def without_slow_holders(problem: PlanProblem) -> PlanProblem | None:
     """The problem without holders on hosts much slower than another holder's host; None if there are none.
 
     A slow host that also needs the region stays a holder; otherwise the region would be sent to it.
@@ -128,7 +128,7 @@ def without_slow_holders(problem: Problem) -> Problem | None:
     return replace(problem, holders=np.where(slow, NO_RANK, problem.holders)) if slow.any() else None
 
 
-def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> tuple[Workload, Pieces]:
+def make_workload(problem: PlanProblem, host_classes: HostClasses | None = None) -> tuple[Workload, Pieces]:
     """The workload of a problem and its pieces; ``host_classes`` are those of the problem, if known.
 
     Raises:
@@ -171,7 +171,7 @@ def make_workload(problem: Problem, host_classes: HostClasses | None = None) -> 
     return workload, pieces
 
 
-def _largest_chunks(problem: Problem, host_classes: HostClasses) -> np.ndarray:
+def _largest_chunks(problem: PlanProblem, host_classes: HostClasses) -> np.ndarray:
     """``(host_classes,)`` largest chunk in bytes; several packed or staged chunks must fit the staging at once."""
     packed = max(min(DIRECT_CHUNK_BYTES, problem.staging_bytes // STAGING_PARTS) * 15 // 16, 1)  # cuts snap to slices
     largest = np.full(len(host_classes), packed, dtype=np.int64)
@@ -191,7 +191,7 @@ def _largest_chunks(problem: Problem, host_classes: HostClasses) -> np.ndarray:
     )
 
 
-def ports_of(problem: Problem) -> Ports:
+def ports_of(problem: PlanProblem) -> Ports:
     """One port per NIC. Rates are relative to the largest, and nearly equal rates are made equal."""
     topology = problem.topology
     ranks = {rank for spec in problem.tensors for rank in (*spec.src.ranks, *spec.dst.ranks)}
@@ -234,7 +234,7 @@ def _snap_rates(rates: list[float]) -> dict[float, float]:
     return snapped
 
 
-def _to_transfers(problem: Problem, pieces: Pieces, schedule: Schedule) -> Transfers:
+def _to_transfers(problem: PlanProblem, pieces: Pieces, schedule: Schedule) -> Transfers:
     host = problem.topology.host_by_rank
     return Transfers.unchecked(
         box_at=pieces.at,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from reshard.planner.strategies.broadcast import Option, broadcast_greedy, pick_on_host, port_classes, ports_of_mask
-from reshard.planner.strategies.problem import Problem, Routes
+from reshard.planner.strategies.problem import PlanProblem, Routes
 from reshard.planner.strategies.sender_selection import SendLoads
 from reshard.planner.strategies.trees import along_trees
 
@@ -15,7 +15,7 @@ SEARCH_STEPS = 20_000
 MAX_CLASSES = 400
 
 
-def broadcast_search(problem: Problem) -> Routes:
+def broadcast_search(problem: PlanProblem) -> Routes:
     """Broadcast in an order found by depth-first search over (next region, sending host), with pruning.
 
     Steps: one chunked chain per region. Bytes between hosts: unique. A region starts when all its ports (see
@@ -27,13 +27,13 @@ def broadcast_search(problem: Problem) -> Routes:
     return search_briefly(problem, SEARCH_STEPS)
 
 
-def search_work(problem: Problem) -> int:
+def search_work(problem: PlanProblem) -> int:
     """Number of choices that the search for the first order compares, at most."""
     queues, _ = port_classes(problem)
     return len(problem) * sum(len(options) for options, _ in queues)
 
 
-def search_briefly(problem: Problem, num_steps: int) -> Routes:
+def search_briefly(problem: PlanProblem, num_steps: int) -> Routes:
     """Like :func:`broadcast_search`, but end after ``num_steps`` steps, or after the first order if that takes more."""
     queues, rank_port = port_classes(problem)
     if len(queues) > MAX_CLASSES:
@@ -51,7 +51,7 @@ def search_briefly(problem: Problem, num_steps: int) -> Routes:
 
 
 class _Search:
-    def __init__(self, problem: Problem, queues: list[tuple[tuple[Option, ...], list[int]]]) -> None:
+    def __init__(self, problem: PlanProblem, queues: list[tuple[tuple[Option, ...], list[int]]]) -> None:
         self.options = [[(option, ports_of_mask(option[1])) for option in options] for options, _ in queues]
         rates = _port_rates(problem)
         # rate of the slowest port, by queue and option
@@ -150,7 +150,7 @@ class _Search:
         )
 
 
-def _port_rates(problem: Problem) -> dict[int, float]:
+def _port_rates(problem: PlanProblem) -> dict[int, float]:
     """Bytes per second by host port; ports of ranks inside a host have no limit."""
     rates: dict[int, float] = {}
     for host in set(problem.topology.host_of_rank):

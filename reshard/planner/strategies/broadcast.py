@@ -8,7 +8,7 @@ import numpy as np
 
 from reshard.planner.strategies.direct import send_recv
 from reshard.planner.strategies.greedy import GreedyProblem, order_greedily
-from reshard.planner.strategies.problem import Problem, Routes
+from reshard.planner.strategies.problem import PlanProblem, Routes
 from reshard.planner.strategies.sender_selection import SendLoads, real_ranks, rotation
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
@@ -17,18 +17,18 @@ from reshard.ragged import NO_RANK
 _GREEDY_TASKS = 20_000
 
 
-def crosses_hosts(problem: Problem, task: int, sender: int) -> bool:
+def crosses_hosts(problem: PlanProblem, task: int, sender: int) -> bool:
     """Whether the task has a receiver on another host than the sender."""
     hosts = problem.topology.host_of_rank
     return any(hosts[rank] != hosts[sender] for rank in real_ranks(problem.receivers[task]))
 
 
-def needed_tasks(problem: Problem) -> list[int]:
+def needed_tasks(problem: PlanProblem) -> list[int]:
     """Tasks with at least one receiver, ascending."""
     return np.flatnonzero((problem.receivers != NO_RANK).any(axis=1)).tolist()
 
 
-def broadcast_naive(problem: Problem) -> Routes:
+def broadcast_naive(problem: PlanProblem) -> Routes:
     """Broadcast each region from its first holder, in task order.
 
     Steps: one chunked chain per region. Bytes between hosts: unique.
@@ -36,7 +36,7 @@ def broadcast_naive(problem: Problem) -> Routes:
     return along_trees(problem, ((task, int(problem.holders[task, 0])) for task in needed_tasks(problem)))
 
 
-def broadcast_size(problem: Problem) -> Routes:
+def broadcast_size(problem: PlanProblem) -> Routes:
     """Broadcast each region from the host with the fewest bytes to send so far, in task order.
 
     Steps: one chunked chain per region. Bytes between hosts: unique.
@@ -52,7 +52,7 @@ def broadcast_size(problem: Problem) -> Routes:
     return along_trees(problem, order())
 
 
-def broadcast_greedy(problem: Problem) -> Routes:
+def broadcast_greedy(problem: PlanProblem) -> Routes:
     """Broadcast in rounds of regions that share no port.
 
     Steps: one chunked chain per region. Bytes between hosts: unique. Each round draws random maximal sets of
@@ -67,7 +67,7 @@ def broadcast_greedy(problem: Problem) -> Routes:
     return along_trees(problem, _greedy_order(problem))
 
 
-def broadcast_in_rotation(problem: Problem) -> Routes:
+def broadcast_in_rotation(problem: PlanProblem) -> Routes:
     """Broadcast regions in :func:`rotation` order, each from the host with the fewest bytes to send so far."""
     if problem.holders.shape[1] == 1 and (problem.receivers != NO_RANK).sum(axis=1).max() <= 1:
         return send_recv(problem)  # no sender to choose, no tree to build
@@ -89,7 +89,7 @@ def broadcast_in_rotation(problem: Problem) -> Routes:
 Option = tuple[int, int]
 
 
-def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Option, ...], list[int]]], int]:
+def port_classes(problem: PlanProblem) -> tuple[list[tuple[tuple[Option, ...], list[int]]], int]:
     """Group the tasks into classes with the same broadcast options.
 
     A task uses the egress port of its sender's host (bit ``2 * host``) and the ingress port of each receiving host (bit
@@ -123,7 +123,7 @@ def port_classes(problem: Problem) -> tuple[list[tuple[tuple[Option, ...], list[
     return [(options, sorted(tasks, reverse=True)) for options, tasks in classes.items()], rank_port
 
 
-def pick_on_host(problem: Problem, task: int, option: Option, rank_port: int, loads: SendLoads) -> int:
+def pick_on_host(problem: PlanProblem, task: int, option: Option, rank_port: int, loads: SendLoads) -> int:
     """Pick the holder that sends a task with this option: the one with the fewest bytes so far. Add to ``loads``."""
     home, mask = option
     holders = [rank for rank in real_ranks(problem.holders[task]) if problem.topology.host_of_rank[rank] == home]
@@ -135,7 +135,7 @@ def pick_on_host(problem: Problem, task: int, option: Option, rank_port: int, lo
     return sender
 
 
-def _greedy_order(problem: Problem) -> Iterable[tuple[int, int]]:
+def _greedy_order(problem: PlanProblem) -> Iterable[tuple[int, int]]:
     queues, rank_port = port_classes(problem)
     if not queues:
         return

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from reshard.planner.strategies.problem import Problem, Routes
+from reshard.planner.strategies.problem import PlanProblem, Routes
 from reshard.planner.strategies.sender_selection import (
     SendLoads,
     pick_sender,
@@ -20,7 +20,7 @@ from reshard.ragged import NO_RANK
 Edges = list[tuple[int, int]]
 
 
-def send_recv(problem: Problem) -> Routes:
+def send_recv(problem: PlanProblem) -> Routes:
     """Send each region from a holder directly to each receiver.
 
     Steps: 1. Bytes between hosts: total. The sender is a holder on the receiver's host if there is one, else a holder
@@ -37,7 +37,7 @@ def send_recv(problem: Problem) -> Routes:
     return Routes.direct(problem, task[order], sender[order], receiver[order])
 
 
-def local_all_gather(problem: Problem) -> Routes:
+def local_all_gather(problem: PlanProblem) -> Routes:
     """The k receivers of a region each fetch 1/k of it, and all-gather it inside their host.
 
     Steps: 2. Bytes between hosts: unique; inside hosts: (k - 1) times that. Applies to a region whose k >= 2 receivers
@@ -47,7 +47,7 @@ def local_all_gather(problem: Problem) -> Routes:
     return _gather(problem, local_cuts(problem), False, lambda part: [(part[0], other) for other in part[1:]])
 
 
-def global_all_gather(problem: Problem) -> Routes:
+def global_all_gather(problem: PlanProblem) -> Routes:
     """The k receivers of a region each fetch 1/k of it, and all-gather it in a ring, also across hosts.
 
     Steps: k, in chunks. Bytes between hosts: unique for the parts, plus up to (hosts of the receivers) times that for
@@ -58,7 +58,7 @@ def global_all_gather(problem: Problem) -> Routes:
     return _gather(problem, global_cuts(problem), True, lambda part: list(itertools.pairwise(part)))
 
 
-def local_cuts(problem: Problem) -> np.ndarray:
+def local_cuts(problem: PlanProblem) -> np.ndarray:
     """``(tasks,)`` the dim along which :func:`local_all_gather` cuts each region, -1 if it sends it directly."""
     host = np.append(problem.topology.host_by_rank, -1)[problem.receivers]
     first = np.where(host < 0, problem.topology.num_hosts, host).min(axis=1, initial=problem.topology.num_hosts)
@@ -66,25 +66,27 @@ def local_cuts(problem: Problem) -> np.ndarray:
     return np.where(on_one_host, _first_dim(problem, _divides(problem)), -1)
 
 
-def global_cuts(problem: Problem) -> np.ndarray:
+def global_cuts(problem: PlanProblem) -> np.ndarray:
     """``(tasks,)`` the dim along which :func:`global_all_gather` cuts each region, -1 if it sends it directly."""
     fits = problem.stop - problem.start >= problem.num_receivers[:, None]
     even = _first_dim(problem, fits & _divides(problem))
     return np.where(even >= 0, even, _first_dim(problem, fits))
 
 
-def _divides(problem: Problem) -> np.ndarray:
+def _divides(problem: PlanProblem) -> np.ndarray:
     """``(tasks, ndim)`` whether the number of receivers divides the size of the dim."""
     return (problem.stop - problem.start) % np.maximum(problem.num_receivers, 1)[:, None] == 0
 
 
-def _first_dim(problem: Problem, may_cut: np.ndarray) -> np.ndarray:
+def _first_dim(problem: PlanProblem, may_cut: np.ndarray) -> np.ndarray:
     """``(tasks,)`` the first dim that may be cut, -1 without any, or if the region should not be gathered."""
     gathers = may_cut.any(axis=1) & (problem.num_receivers > 1) & ~problem.has_near_holder
     return np.where(gathers, may_cut.argmax(axis=1), -1) if may_cut.shape[1] else np.full(len(problem), -1)
 
 
-def _gather(problem: Problem, cuts: np.ndarray, in_host_order: bool, spread: Callable[[list[int]], Edges]) -> Routes:
+def _gather(
+    problem: PlanProblem, cuts: np.ndarray, in_host_order: bool, spread: Callable[[list[int]], Edges]
+) -> Routes:
     """Each receiver fetches one part of the region and forwards it to the other receivers.
 
     Args:

@@ -37,7 +37,7 @@ STAGING_PARTS = 8
 
 
 @dataclass(frozen=True, eq=False)
-class Problem:
+class PlanProblem:
     """The unit tasks of all tensors of one plan, as one table. Arrays are int64 unless noted.
 
     Attributes:
@@ -65,7 +65,7 @@ class Problem:
     @classmethod
     def of(
         cls, tensors: Sequence[TensorSpec], topology: Topology, staging_bytes: int = DEFAULT_STAGING_BYTES
-    ) -> Problem:
+    ) -> PlanProblem:
         """Put the unit tasks of all tensors in one table.
 
         Raises:
@@ -149,7 +149,7 @@ class Routes:
     receiver: np.ndarray
 
     @classmethod
-    def of(cls, problem: Problem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:
+    def of(cls, problem: PlanProblem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:
         """Routes for whole tasks, from rows ``(task, edges)``. Raises PlanError if the problem lacks a task."""
         task = np.array([row[0] for row in rows], dtype=np.int64)
         if ((task < 0) | (task >= len(problem))).any():
@@ -165,7 +165,7 @@ class Routes:
         )
 
     @classmethod
-    def direct(cls, problem: Problem, task: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> Routes:
+    def direct(cls, problem: PlanProblem, task: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> Routes:
         """Routes for whole tasks with one edge each; all arguments ``(routes,)``."""
         return cls(task, problem.start[task], problem.stop[task], np.arange(len(task) + 1), sender, receiver)
 
@@ -204,10 +204,10 @@ class Routes:
 
 #: A strategy chooses senders, trees and their order so that every receiver of every task gets its region. It returns
 #: transfers if it also cuts the regions into chunks.
-Strategy = Callable[[Problem], Routes | Transfers]
+Strategy = Callable[[PlanProblem], Routes | Transfers]
 
 
-def copy_routes(problem: Problem) -> Routes:
+def copy_routes(problem: PlanProblem) -> Routes:
     """Local copies: one for each task and each destination that already holds the region."""
     task, replica = np.nonzero(problem.keeps)
     rank = problem.destinations[task, replica]
@@ -238,7 +238,7 @@ def join_transfers(first: Transfers, second: Transfers) -> Transfers:
     )
 
 
-def cut_transfers(problem: Problem, routes: Routes, staging_bytes: int, *, is_trusted: bool = True) -> Transfers:
+def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, is_trusted: bool = True) -> Transfers:
     """Cut large routes into chunks, bundle small ones that share a tree, and put local copies first.
 
     Args:
@@ -291,7 +291,7 @@ def _check_staging(staging_bytes: int) -> None:
         raise PlanError(f"staging_bytes is {staging_bytes}; use at least {MIN_STAGING_BYTES}")
 
 
-def complete(problem: Problem, chosen: Routes | Transfers, *, is_trusted: bool = True) -> Transfers:
+def complete(problem: PlanProblem, chosen: Routes | Transfers, *, is_trusted: bool = True) -> Transfers:
     """All transfers of a plan: local copies, then the strategy's result, cut into chunks if it is routes.
 
     ``is_trusted`` is as in :func:`cut_transfers`.
@@ -320,7 +320,7 @@ def _crosses(routes: Routes, topology: Topology) -> np.ndarray:
     return topology.host_by_rank[routes.sender] != topology.host_by_rank[routes.receiver]
 
 
-def _tree_chunks(problem: Problem, routes: Routes, nbytes: np.ndarray) -> np.ndarray:
+def _tree_chunks(problem: PlanProblem, routes: Routes, nbytes: np.ndarray) -> np.ndarray:
     """``(routes,)`` chunk sizes in bytes that minimize the time until the last host of a chain has all data.
 
     With h hops after the first, n chunks take ``n * latency + (n + h) / n * bytes / rate``, which is smallest for

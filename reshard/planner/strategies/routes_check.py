@@ -8,10 +8,10 @@ from reshard.errors import PlanError
 from reshard.formatting import format_ranks
 from reshard.ragged import NO_RANK
 
-from .problem import Problem, Routes
+from .problem import PlanProblem, Routes
 
 
-def check_routes(problem: Problem, routes: Routes) -> Routes:
+def check_routes(problem: PlanProblem, routes: Routes) -> Routes:
     """The routes as int64 arrays.
 
     Raises:

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import Problem
+from reshard.planner.strategies.problem import PlanProblem
 from reshard.ragged import NO_RANK
 
 
 class SendLoads:
     """Bytes assigned to each sending host and rank so far."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PlanProblem) -> None:
         self.host_of = problem.topology.host_of_rank
         self.host = dict.fromkeys(self.host_of, 0)
         self.rank: dict[int, int] = {}
@@ -48,7 +48,7 @@ def pick_sender(loads: SendLoads, holders: list[int], receiver: int, nbytes: int
     return sender
 
 
-def pick_senders(problem: Problem, task: np.ndarray, receiver: np.ndarray) -> np.ndarray:
+def pick_senders(problem: PlanProblem, task: np.ndarray, receiver: np.ndarray) -> np.ndarray:
     """The senders that :func:`pick_sender` picks for the messages in turn, as an array ``(messages,)``.
 
     Args:

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 import numpy as np
 
 from reshard import _native
-from reshard.planner.strategies.problem import Problem, Routes
+from reshard.planner.strategies.problem import PlanProblem, Routes
 from reshard.ragged import NO_RANK
 
 
-def along_trees(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
+def along_trees(problem: PlanProblem, order: Iterable[tuple[int, int]]) -> Routes:
     """Broadcast each task along one tree, one task after another.
 
     Each byte enters each host once. Hosts form a chain in cyclic host order from the sender's host, pod by pod. On
@@ -37,7 +37,7 @@ def along_trees(problem: Problem, order: Iterable[tuple[int, int]]) -> Routes:
     return Routes(task, problem.start[task], problem.stop[task], edge_at, source, target)
 
 
-def _busiest_receiver_bytes(problem: Problem) -> np.ndarray:
+def _busiest_receiver_bytes(problem: PlanProblem) -> np.ndarray:
     """``(hosts,)`` bytes that the rank with the most to receive on each host receives."""
     host = problem.topology.host_by_rank
     task, replica = np.nonzero(problem.receivers != NO_RANK)

@@ -33,7 +33,7 @@ from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, Queue
 from reshard.runtime.cpu.staging import MANY_BOXES, Staging, copy_into, pack, unpack, view_of
 from reshard.runtime.cpu.verification import Digests, is_copy_of
-from reshard.runtime.program import Event, LocalBox, Program, Recv, Send
+from reshard.runtime.program import Event, LocalBox, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, wait_for
 
 #: Interval between calls of ``check`` while a queue has no posted operation to wait for.
@@ -75,7 +75,7 @@ class RunOptions:
 class _Execution:
     def __init__(
         self,
-        program: Program,
+        program: RankProgram,
         transport: Transport,
         src: Sequence[torch.Tensor | None],
         dst: Sequence[torch.Tensor | None],
@@ -367,7 +367,7 @@ def _flatten(arrays: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]
 
 
 def run_program(
-    program: Program,
+    program: RankProgram,
     transport: Transport,
     src: Sequence[torch.Tensor | None],
     dst: Sequence[torch.Tensor | None],

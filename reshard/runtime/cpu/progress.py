@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.plan import Plan
-from reshard.runtime.program import Program
+from reshard.runtime.program import RankProgram
 
 
 @dataclass
@@ -17,7 +17,7 @@ class Tally:
     received_bytes: int = 0
 
 
-def describe_progress(plan: Plan, program: Program, tally: Tally) -> str:
+def describe_progress(plan: Plan, program: RankProgram, tally: Tally) -> str:
     """The progress of a rank in a transfer, for an error message."""
     total = sum(recv.nbytes for recv in program.recvs)
     return (

@@ -12,7 +12,7 @@ import torch
 from reshard.plan import num_recv_slots
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
-from reshard.runtime.program import Program, Recv, Send, Slices
+from reshard.runtime.program import RankProgram, Recv, Send, Slices
 
 #: Most staging slots of one send queue, regardless of the windows in the plan.
 MAX_WINDOW = 4
@@ -23,7 +23,7 @@ MANY_BOXES = 4
 class Staging:
     """The staging slots of one program, allocated on first use: half for receives, a quarter for each send queue."""
 
-    def __init__(self, program: Program, staging_bytes: int) -> None:
+    def __init__(self, program: RankProgram, staging_bytes: int) -> None:
         self.recv = Pool(program.recvs, num_recv_slots(staging_bytes, _largest(program.recvs)))
         self.across = Pool(program.sends_across, _num_send_slots(program.sends_across, staging_bytes))
         self.inside = Pool(program.sends_inside, _num_send_slots(program.sends_inside, staging_bytes))

@@ -22,7 +22,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.runtime.cpu.staging import TorchMemory
-from reshard.runtime.program import Program
+from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, RoundStreams
 from reshard.runtime.rounds.schedule import find_rounds
@@ -229,7 +229,7 @@ def find_copier(device: torch.device) -> Copier | None:
     return RegionCopier(device)
 
 
-def make_runner(plan: Plan, program: Program, device_type: str) -> RoundRunner | None:
+def make_runner(plan: Plan, program: RankProgram, device_type: str) -> RoundRunner | None:
     """Make the runner of a rank's rounds on the current device; None if transfers of this device type run in threads.
 
     Raises:

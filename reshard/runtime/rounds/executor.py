@@ -14,7 +14,7 @@ from typing import Any
 
 from reshard.errors import PlanError
 from reshard.runtime.byte_runs import box_span
-from reshard.runtime.program import Program, Recv, Send, Slices
+from reshard.runtime.program import RankProgram, Recv, Send, Slices
 from reshard.runtime.rounds.memory import (
     ONE_STREAM,
     PACK,
@@ -58,7 +58,7 @@ class RoundRunner:
 
     def __init__(
         self,
-        program: Program,
+        program: RankProgram,
         round_of: Mapping[int, int],
         memory: Memory,
         itemsizes: Sequence[int],

@@ -19,7 +19,7 @@ import numpy as np
 
 from reshard.errors import PlanError
 from reshard.plan import MessageTable, Plan, tabulate_messages
-from reshard.runtime.program import Program, Recv, Send
+from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.sharding import find_overlaps
 
 #: Size limit of a round per rank and direction, in multiples of the largest message: between hosts, and inside a host,
@@ -170,7 +170,7 @@ def _used(used: Mapping[tuple[int, bool, bool], list[int]], end: tuple[int, bool
     return loads[at] if at < len(loads) else 0
 
 
-def rounds_of(program: Program, round_of: Mapping[int, int]) -> tuple[Round, ...]:
+def rounds_of(program: RankProgram, round_of: Mapping[int, int]) -> tuple[Round, ...]:
     """The rounds of one rank, in order. Rounds in which it has no message are omitted."""
     recvs: dict[int, list[Recv]] = {}
     sends: dict[int, list[Send]] = {}

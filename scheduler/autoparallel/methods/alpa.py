@@ -8,8 +8,8 @@ from functools import cached_property
 
 import numpy as np
 
-from ..problem import Candidate, Problem, Stages
-from ..result.stages import StagePlan
+from ..costs.problem import Candidate, SearchProblem, Stages
+from ..inputs.stages import StagePlan
 from .pace import Tables, make_tables
 
 #: Number of limits on the time of the slowest stage that are tried. If there are more times of stages, the limits are
@@ -19,7 +19,7 @@ MOST_LIMITS = 300
 SAME = 1e-6
 
 
-def alpa(problem: Problem) -> tuple[Candidate, ...]:
+def alpa(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The best stages for each number of microbatches if edges took no time, best first.
 
     The time of a stage has its part of the gradient sum. A stage with s - 1 stages after it keeps s microbatches in
@@ -38,7 +38,7 @@ def alpa(problem: Problem) -> tuple[Candidate, ...]:
     return tuple(sorted(found, key=lambda each: (each.predicted_seconds, each.microbatches)))[:3]
 
 
-def num_sums(problem: Problem) -> int:
+def num_sums(problem: SearchProblem) -> int:
     """How many sums of times one pass of the dynamic programming compares, at most."""
     num_ranks, num_layers = problem.cluster.num_ranks, len(problem.graph.layers)
     return num_ranks * len(problem.cluster.mesh_sizes) * min(num_layers, num_ranks) * num_layers**2

@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 
 from reshard.errors import ArgumentError
 
-from ..choices import GridShape
-from ..grids import why_no_grid
-from ..iteration import Evaluation, evaluate, step_bound
-from ..problem import Candidate, Problem
-from ..result.stages import StagePlan, check_stages
+from ..costs.grid_costs import why_no_grid
+from ..costs.iteration import Evaluation, evaluate, step_bound
+from ..costs.problem import Candidate, SearchProblem
+from ..inputs.choices import GridShape
+from ..inputs.stages import StagePlan, check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .joint import joint
@@ -18,7 +18,7 @@ from .moves import neighbours
 from .pure import pure
 
 #: A search method: candidates, its own choice first.
-Method = Callable[[Problem], Sequence[Candidate]]
+Method = Callable[[SearchProblem], Sequence[Candidate]]
 #: Methods by name.
 METHODS: dict[str, Method] = {
     "joint": joint,
@@ -29,15 +29,16 @@ METHODS: dict[str, Method] = {
 }
 #: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
 MOST_SUMS = 250_000_000
-#: Number of evaluated strategies that local moves improve, and limit on the computations that each simulates for them.
+#: Number of evaluated training plans that local moves improve, and limit on the computations that each simulates for
+#: them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
-#: Number of the best strategies for which ``auto_schedule`` is tried at the end.
+#: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
 #: A move must shorten the time by at least this fraction.
 LEAST_GAIN = 1e-6
 
 
-def auto(problem: Problem) -> tuple[Candidate, ...]:
+def auto(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves."""
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
@@ -48,7 +49,7 @@ def auto(problem: Problem) -> tuple[Candidate, ...]:
     return tuple(found.values())
 
 
-def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
+def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
     """Evaluate candidates in the simulator. Candidates that fit come first, then the fastest.
 
     Args:
@@ -79,7 +80,7 @@ def decide(problem: Problem, candidates: Sequence[Candidate], *, moves: bool) ->
     return found
 
 
-def _check_candidate(problem: Problem, candidate: Candidate) -> None:
+def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
     """Raise ArgumentError unless a candidate of a method has all layers and ranks, and rows that its stages divide."""
     if not isinstance(candidate, Candidate):
         raise ArgumentError(f"a method must return Candidates, not {candidate!r:.100}")
@@ -106,11 +107,11 @@ def _check_candidate(problem: Problem, candidate: Candidate) -> None:
 
 
 def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:
-    """Sort key of evaluations: strategies that fit the memory, then the fastest."""
+    """Sort key of evaluations: training plans that fit the memory, then the fastest."""
     return (found.short_bytes, found.rank_key)
 
 
-def improve(problem: Problem, start: Evaluation) -> Evaluation:
+def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
     """Hill climbing: take the first move that gains until none does, or the tries are spent."""
     best, tried, gained, left = start, {start.candidate.text}, True, MOVE_BUDGET
     while gained:
@@ -130,14 +131,14 @@ def improve(problem: Problem, start: Evaluation) -> Evaluation:
     return best
 
 
-def _why_refused(problem: Problem, grid: GridShape) -> str:
+def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
     """Which layer cannot be on a grid, and why."""
     reasons = ((layer.name, why_no_grid(layer, grid)) for layer in problem.graph.layers)
     name, reason = next((name, reason) for name, reason in reasons if reason is not None)
     return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
 
 
-def _why_nothing_fits(problem: Problem) -> str:
+def _why_nothing_fits(problem: SearchProblem) -> str:
     """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
     count, total = max(problem.microbatches), problem.cluster.num_ranks
     least: tuple[float, str] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from ..problem import Candidate, Problem
+from ..costs.problem import Candidate, SearchProblem
 from .knapsack import PackedStage, pack_stage
 from .pure import even_cuts
 
@@ -13,7 +13,7 @@ from .pure import even_cuts
 Cuts = tuple[int, ...]
 
 
-def bmw(problem: Problem) -> tuple[Candidate, ...]:
+def bmw(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The best balanced plan of each number of microbatches and pipeline degree, best first.
 
     Stages have equal meshes. From the partition that balances memory, one layer at a time moves away from the slowest
@@ -25,17 +25,17 @@ def bmw(problem: Problem) -> tuple[Candidate, ...]:
     return _best(problem, "bmw", _balanced)
 
 
-def galvatron_released(problem: Problem) -> tuple[Candidate, ...]:
+def galvatron_released(problem: SearchProblem) -> tuple[Candidate, ...]:
     """As the released code of Galvatron-BMW searches: stages of equal numbers of layers only."""
 
-    def even(problem: Problem, degree: int, count: int) -> Sequence[PackedStage] | None:
+    def even(problem: SearchProblem, degree: int, count: int) -> Sequence[PackedStage] | None:
         return _pack(problem, tuple(even_cuts(len(problem.graph.layers), degree)), count)
 
     return _best(problem, "galvatron", even)
 
 
 def _best(
-    problem: Problem, name: str, divide: Callable[[Problem, int, int], Sequence[PackedStage] | None]
+    problem: SearchProblem, name: str, divide: Callable[[SearchProblem, int, int], Sequence[PackedStage] | None]
 ) -> tuple[Candidate, ...]:
     found = []
     for count in problem.microbatches:
@@ -47,7 +47,7 @@ def _best(
     return tuple(sorted(found, key=lambda each: (each.predicted_seconds, len(each.stages), each.microbatches)))[:4]
 
 
-def degrees(problem: Problem) -> Iterator[int]:
+def degrees(problem: SearchProblem) -> Iterator[int]:
     """Pipeline degrees: powers of two that divide the devices into equal meshes. Pipelines cross the slowest links."""
     total, degree = problem.cluster.num_ranks, 1
     while degree <= min(total, len(problem.graph.layers)):
@@ -63,7 +63,7 @@ def seconds_of(packed: Sequence[PackedStage], count: int) -> float:
     return sum(times) + (count - 1) * max(times)
 
 
-def _balanced(problem: Problem, degree: int, count: int) -> Sequence[PackedStage] | None:
+def _balanced(problem: SearchProblem, degree: int, count: int) -> Sequence[PackedStage] | None:
     """The stages after all moves; None if neither extreme fits."""
     by_time, by_memory = (partition(_weights(problem, degree, count, what), degree) for what in ("time", "memory"))
     timed = _pack(problem, by_time, count)
@@ -99,7 +99,7 @@ def _moves_away(cuts: Cuts, stage: int) -> Iterator[Cuts]:
         yield (*cuts[: stage + 1], cuts[stage + 1] - 1, *cuts[stage + 2 :])
 
 
-def _pack(problem: Problem, cuts: Cuts, count: int) -> list[PackedStage] | None:
+def _pack(problem: SearchProblem, cuts: Cuts, count: int) -> list[PackedStage] | None:
     degree = len(cuts) - 1
     size, packed = problem.cluster.num_ranks // degree, []
     for stage in range(degree):
@@ -111,7 +111,7 @@ def _pack(problem: Problem, cuts: Cuts, count: int) -> list[PackedStage] | None:
     return packed
 
 
-def _weights(problem: Problem, degree: int, count: int, what: str) -> list[list[float]]:
+def _weights(problem: SearchProblem, degree: int, count: int, what: str) -> list[list[float]]:
     """``[stage][layer]``: time or memory of a layer under its first choice, with 1F1B's microbatches in flight."""
     size = problem.cluster.num_ranks // degree
     weights = []

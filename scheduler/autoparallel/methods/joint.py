@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..problem import Candidate, Problem, Stages, end_of
+from ..costs.problem import Candidate, SearchProblem, Stages, end_of
 from .pace import Tables, make_tables
 
 #: Ratio of consecutive paces that are tried. The answer is within this factor of the best pace.
@@ -19,7 +19,7 @@ PACE_STEP = 1.01
 NUM_CANDIDATES, PER_COUNT = 6, 3
 
 
-def joint(problem: Problem) -> tuple[Candidate, ...]:
+def joint(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The plans that are fastest in the model of :mod:`.pace`, with true prices of all their edges, best first."""
     found: list[Candidate] = []
     counts: dict[int, int] = {}
@@ -44,7 +44,7 @@ class _Entry:
     stages: Stages
 
 
-def best_plans(problem: Problem) -> Iterator[Candidate]:
+def best_plans(problem: SearchProblem) -> Iterator[Candidate]:
     """Plans of all paces and numbers of microbatches, by their seconds in the model.
 
     Edges start with prices that no plan beats. The planner prices the edges of the best plan, and that pace is searched
@@ -95,7 +95,7 @@ def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, f
 
 
 def pace_grid(tables: Tables) -> list[float]:
-    """Paces from the least that any plan can have to that of one stage, each 1 % above the one before."""
+    """Candidate bottleneck times, 1 % apart, from the lower bound to the time of a plan with one stage."""
     num = len(tables.problem.graph.layers)
     total = tables.forward + tables.backward
     first = np.arange(num)

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..choices import Choice
-from ..cluster import Place
-from ..costs import LayerCost
-from ..graph import is_shared, own_layer
-from ..prices.ties import tied_share
-from ..problem import Problem
-from ..result.stages import StagePlan
+from ..costs.layer_costs import LayerCost
+from ..costs.problem import SearchProblem
+from ..costs.tie_prices import tied_share
+from ..inputs.choices import Choice
+from ..inputs.cluster import Place
+from ..inputs.layer_graph import is_shared, own_layer
+from ..inputs.stages import StagePlan
 
 #: Steps of the memory of a device. What a layer needs is rounded up to whole steps.
 STEPS = 512
@@ -32,7 +32,7 @@ class PackedStage:
 
 
 def pack_stage(
-    problem: Problem, first: int, end: int, ranks: tuple[int, int], count: int, in_flight: int
+    problem: SearchProblem, first: int, end: int, ranks: tuple[int, int], count: int, in_flight: int
 ) -> PackedStage | None:
     """The fastest choices of layers ``first`` to ``end - 1`` that fit, or None.
 
@@ -57,7 +57,7 @@ def pack_stage(
 
 
 def _pack(
-    problem: Problem,
+    problem: SearchProblem,
     first: int,
     end: int,
     ranks: tuple[int, int],
@@ -108,7 +108,7 @@ def _pack(
 
 
 def held_back(
-    problem: Problem,
+    problem: SearchProblem,
     first: int,
     end: int,
     ranks: tuple[int, int],
@@ -129,7 +129,7 @@ def held_back(
 
 
 def _with_ties(
-    problem: Problem, first: int, end: int, costs: list[list[LayerCost]], choices: Sequence[Choice], place: Place
+    problem: SearchProblem, first: int, end: int, costs: list[list[LayerCost]], choices: Sequence[Choice], place: Place
 ) -> list[list[LayerCost]]:
     """Costs in which layers that share parameters count them once, and their sums over stages take time."""
     changed = [list(row) for row in costs]

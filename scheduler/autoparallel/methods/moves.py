@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..choices import Choice
-from ..problem import Candidate, Problem, Stages
-from ..result.stages import StagePlan
+from ..costs.problem import Candidate, SearchProblem, Stages
+from ..inputs.choices import Choice
+from ..inputs.stages import StagePlan
 
 
-def neighbours(problem: Problem, candidate: Candidate) -> Iterator[Candidate]:
+def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that differ by one move, in a fixed order.
 
     Moves: a cut by one or two layers, another choice for all layers of a stage, one recomputed layer more or less, two
@@ -45,7 +45,7 @@ def _moved_cuts(stages: Stages) -> Iterator[Stages]:
             )
 
 
-def _other_choices(problem: Problem, stages: Stages, count: int) -> Iterator[Stages]:
+def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterator[Stages]:
     for at, stage in enumerate(stages):
         for choice in problem.choices(stage.num_ranks, problem.rows // count):
             if stage.choices != (choice,) * stage.num_layers:
@@ -58,7 +58,7 @@ def _other_choices(problem: Problem, stages: Stages, count: int) -> Iterator[Sta
                     yield _with(stages, at, replace(stage, choices=choices))
 
 
-def _merged(problem: Problem, stages: Stages) -> Iterator[Stages]:
+def _merged(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
     for at in range(1, len(stages)):
         left, right = stages[at - 1], stages[at]
         if not problem.cluster.is_mesh(left.first_rank, right.end_rank):
@@ -75,7 +75,7 @@ def _with(stages: Stages, at: int, stage: StagePlan) -> Stages:
     return (*stages[:at], stage, *stages[at + 1 :])
 
 
-def _is_valid(problem: Problem, stages: Stages, count: int) -> bool:
+def _is_valid(problem: SearchProblem, stages: Stages, count: int) -> bool:
     """Whether the rules of the search allow every choice of every stage."""
     for stage in stages:
         allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.rows // count))

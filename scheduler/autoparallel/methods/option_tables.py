@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..choices import Choice
-from ..cluster import Place
-from ..costs import LayerCost
-from ..prices.ties import tied_share
-from ..problem import Problem
+from ..costs.layer_costs import LayerCost
+from ..costs.problem import SearchProblem
+from ..costs.tie_prices import tied_share
+from ..inputs.choices import Choice
+from ..inputs.cluster import Place
 
 
 def num_recomputed(part: float, count: int) -> int:
@@ -26,7 +26,7 @@ SUMMED = ("forward_seconds", "backward_seconds", "activation_bytes", "state_byte
 class OptionTables:
     """Makes the tables of options, for one number of microbatches. Layers of one class share their costs."""
 
-    def __init__(self, problem: Problem, microbatches: int) -> None:
+    def __init__(self, problem: SearchProblem, microbatches: int) -> None:
         self.problem, self.microbatches = problem, microbatches
         self._num = len(problem.graph.layers)
         self._first, self._end = np.indices((self._num + 1, self._num + 1))
@@ -82,9 +82,9 @@ class OptionTables:
         return _ChoiceCosts.of(costs, [again[c] for c in class_of], [is_able[c] for c in class_of], ties)
 
     def _find_ties(self, costs: Sequence[LayerCost], choice: Choice, place: Place) -> np.ndarray:
-        """``[3, first, end]``: bytes of states counted twice, and seconds and bytes of sums over stages, at least.
+        """``[3, first, end]``: bytes of states counted twice; lower bounds on seconds and bytes of sums over stages.
 
-        As ``repeated_bytes`` and ``TiePrices.least`` find them for one stage.
+        The values equal those of ``repeated_bytes`` and ``TiePrices.least`` for one stage.
         """
         graph, first, end = self.problem.graph, self._first, self._end
         repeated, seconds, most = (np.zeros(first.shape) for _ in range(3))
@@ -103,17 +103,20 @@ class OptionTables:
 
 @dataclass(frozen=True, eq=False)
 class _ChoiceCosts:
-    """Costs of all layers under one choice on one place.
+    """Costs of all layers under one choice on one place. Layers ``first`` to ``end - 1`` are a possible stage.
 
     Attributes:
-        sums: of each of :data:`SUMMED`, running sums from the first layer on, with all layers recomputed and with none.
-        kept: running sum of activations with all layers recomputed.
-        peaks: ``[first, end]``: most bytes that one of these recomputed layers and those before it need.
-        gathering_peaks: the same, with the parameters of the layer and the buffer into which they are gathered.
-        gathered, most_gathered, panels: ``[first, end]``: gathered parameters in a forward, those of the largest layer,
-            and panels of the largest product.
-        repeated, tie_seconds, tie_bytes: ``[first, end]``: of layers that share parameters.
-        unable: running number of layers that cannot have the choice.
+        sums: prefix sums over the layers of each cost in :data:`SUMMED`: if all layers are recomputed, and if none is.
+        kept: prefix sum of activation bytes if all layers are recomputed.
+        peaks: ``[first, end]``: peak bytes of activations while the layers are recomputed one after another.
+        gathering_peaks: the same, with the parameters of the recomputed layer and the buffer of their gather.
+        gathered: ``[first, end]``: bytes of gathered parameters in a forward.
+        most_gathered: ``[first, end]``: bytes of the gathered parameters of the largest layer.
+        panels: ``[first, end]``: bytes of the panels of the largest matrix product.
+        repeated: ``[first, end]``: bytes of states that layers with shared parameters count twice.
+        tie_seconds: ``[first, end]``: lower bound on seconds of sums over stages that share parameters.
+        tie_bytes: ``[first, end]``: lower bound on bytes of these sums.
+        unable: prefix count of layers that cannot have the choice.
     """
 
     sums: dict[str, tuple[np.ndarray, np.ndarray]]

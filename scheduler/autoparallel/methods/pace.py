@@ -26,10 +26,10 @@ import numpy as np
 from reshard import _native
 
 from ...ir.communication import RECVS_AHEAD
-from ..choices import Choice, GridShape
-from ..cluster import Place
-from ..problem import Problem, Stages
-from ..result.stages import StagePlan
+from ..costs.problem import SearchProblem, Stages
+from ..inputs.choices import Choice, GridShape
+from ..inputs.cluster import Place
+from ..inputs.stages import StagePlan
 from .option_tables import OptionTables, num_recomputed
 from .range_bytes import RangeBytes, bytes_of_cuts
 
@@ -83,10 +83,10 @@ class Tables:
         memory: ``[class, u]``: bytes of a device.
         received, sent: ``[first, end]``: bytes of a microbatch that a stage receives and sends forward, on the wire.
         cut_bytes: ``[first, cut, end]``: bytes between two stages next to each other; chains use ``[0, cut, 0]`` only.
-        factor: ``[class, u, next class]``: seconds per byte of such an edge that no plan beats.
+        factor: ``[class, u, next class]``: lower bound on seconds per byte of such an edge.
     """
 
-    problem: Problem
+    problem: SearchProblem
     microbatches: int
     classes: tuple[StageClass, ...]
     options: tuple[Option, ...]
@@ -180,7 +180,7 @@ class Tables:
         return StagePlan(first, end, begin, begin + self.classes[chosen.stage_class].num_ranks, choices)
 
 
-def make_tables(problem: Problem, microbatches: int) -> Tables | None:
+def make_tables(problem: SearchProblem, microbatches: int) -> Tables | None:
     """The tables of a problem, made once for each number of microbatches; None if no stage can have its rows."""
     key = ("tables of stages", microbatches)
     if key not in problem.memo:
@@ -188,7 +188,7 @@ def make_tables(problem: Problem, microbatches: int) -> Tables | None:
     return problem.memo[key]
 
 
-def _make_tables(problem: Problem, microbatches: int) -> Tables | None:
+def _make_tables(problem: SearchProblem, microbatches: int) -> Tables | None:
     graph, rows = problem.graph, problem.rows // microbatches
     ends = _reachable(problem)
     classes, options, places = _find_options(problem, ends, rows)
@@ -218,7 +218,7 @@ def _make_tables(problem: Problem, microbatches: int) -> Tables | None:
 
 
 def _positions(
-    problem: Problem, ends: Sequence[int], classes: Sequence[StageClass], places: Sequence[Place]
+    problem: SearchProblem, ends: Sequence[int], classes: Sequence[StageClass], places: Sequence[Place]
 ) -> tuple[np.ndarray, ...]:
     """``next_at``, ``port_in``, ``port_out`` and ``memory`` of :class:`Tables`, and the index of the place, -1 if none.
 
@@ -243,7 +243,7 @@ def _positions(
     return next_at, port_in, port_out, memory, place_at
 
 
-def _reachable(problem: Problem) -> tuple[int, ...]:
+def _reachable(problem: SearchProblem) -> tuple[int, ...]:
     """Numbers of devices that a suffix of stages can use, ascending."""
     total = problem.cluster.num_ranks
     whole_hosts = total > 128  # in larger clusters, a suffix begins at the start of a host
@@ -261,7 +261,7 @@ def _reachable(problem: Problem) -> tuple[int, ...]:
 
 
 def _find_options(
-    problem: Problem, ends: Sequence[int], rows: int
+    problem: SearchProblem, ends: Sequence[int], rows: int
 ) -> tuple[tuple[StageClass, ...], tuple[Option, ...], tuple[Place, ...]]:
     """All classes and options, and the kinds of places they stand on."""
     total, known = problem.cluster.num_ranks, set(ends)
@@ -293,7 +293,7 @@ def _find_options(
     return tuple(classes), tuple(options), tuple(places)
 
 
-def _port_seconds(problem: Problem, begin: int, end: int) -> tuple[float, float]:
+def _port_seconds(problem: SearchProblem, begin: int, end: int) -> tuple[float, float]:
     """Seconds that the ports of a stage take for a byte from or to the stage before it, and the stage after it.
 
     If exactly one neighbour of a stage inside a host is on another host, the stage may use half of the port, because
@@ -311,7 +311,7 @@ def _port_seconds(problem: Problem, begin: int, end: int) -> tuple[float, float]
 
 
 def _bound_factors(
-    problem: Problem, classes: Sequence[StageClass], ends: Sequence[int], next_at: np.ndarray
+    problem: SearchProblem, classes: Sequence[StageClass], ends: Sequence[int], next_at: np.ndarray
 ) -> np.ndarray:
     """``[class, u, next class]``: seconds per byte of an edge that no plan beats."""
     total = problem.cluster.num_ranks

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..choices import Choice
-from ..problem import Candidate, Problem, Stages
-from ..result.stages import StagePlan
+from ..costs.problem import Candidate, SearchProblem, Stages
+from ..inputs.choices import Choice
+from ..inputs.stages import StagePlan
 
 
-def pure(problem: Problem) -> tuple[Candidate, ...]:
+def pure(problem: SearchProblem) -> tuple[Candidate, ...]:
     """Data parallelism, ZeRO, tensor with data parallelism, pipelines of equal stages, and Megatron's rule.
 
     A pipeline has equal numbers of layers and devices. Each variant comes with every allowed number of microbatches and
@@ -30,7 +30,7 @@ def pure(problem: Problem) -> tuple[Candidate, ...]:
     return tuple(Candidate("pure", stages, count, seconds) for seconds, stages, count in found[:6])
 
 
-def even_stages(problem: Problem, degree: int, count: int) -> Iterator[Stages]:
+def even_stages(problem: SearchProblem, degree: int, count: int) -> Iterator[Stages]:
     """Pipelines of ``degree`` stages with equal layers and devices, one for each choice of all their layers."""
     size = problem.cluster.num_ranks // degree
     firsts = [stage * size for stage in range(degree)]
@@ -59,7 +59,7 @@ def even_cuts(num_layers: int, degree: int) -> list[int]:
     return cuts
 
 
-def one_f_one_b_seconds(problem: Problem, stages: Stages, count: int) -> float:
+def one_f_one_b_seconds(problem: SearchProblem, stages: Stages, count: int) -> float:
     """Seconds of 1F1B if edges cost nothing: one pass through all stages, then the pace of the slowest, then its
     sum.
     """
@@ -68,6 +68,6 @@ def one_f_one_b_seconds(problem: Problem, stages: Stages, count: int) -> float:
     return sum(cost.seconds for cost in costs) + (count - 1) * slowest + max(cost.ending_seconds for cost in costs)
 
 
-def _pipeline_degrees(problem: Problem) -> list[int]:
+def _pipeline_degrees(problem: SearchProblem) -> list[int]:
     ranks, layers = problem.cluster.num_ranks, len(problem.graph.layers)
     return [d for d in range(1, min(ranks, layers) + 1) if ranks % d == 0]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graph import LayerGraph, Tensor
+from ..inputs.layer_graph import LayerGraph, Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,9 +59,10 @@ def bytes_of_cuts(graph: LayerGraph) -> np.ndarray:
 
 
 def _neighbours(graph: LayerGraph) -> Iterator[tuple[Tensor, np.ndarray, np.ndarray]]:
-    """Each tensor, with the last layer that has it before each layer (-1: none), and its first reader from there on.
+    """For each tensor and each layer: the last holder of the tensor before the layer, and its next reader.
 
-    If no reader is left, the latter is the number of layers + 1.
+    A holder is the writer or a reader. The last holder is -1 if there is none; the next reader is the number of layers
+    + 1 if there is none. The layer itself counts as next.
     """
     size = len(graph.layers) + 1
     layers = np.arange(size)

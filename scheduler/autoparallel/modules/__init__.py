@@ -1,1 +1,1 @@
-"""The code that uses torch modules: tracing a model into layers, measuring them, and running a strategy on them."""
+"""The code that uses torch modules: tracing a model into layers, measuring them, and running a training plan."""

@@ -1,4 +1,4 @@
-"""Placements that run the stages of a strategy."""
+"""Placements that run the stages of a training plan."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from reshard.errors import ArgumentError
 
 from ...pipe.placement import Placement, ddp
-from ..result.stages import StagePlan
+from ..inputs.stages import StagePlan
 
 
 def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[str]]) -> list[Placement]:
-    """A placement for each stage of a strategy.
+    """A placement for each stage of a training plan.
 
     Args:
         stages: the stages. layer_names: for each stage, the module paths of its layers.

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
-from ..profile import ClassTimes, Profile, Sample
+from ..inputs.layer_profile import ClassTimes, LayerProfile, Sample
 from .tracing import TracedModel, layer_inputs, run_layer
 
 #: Rows that are measured, unless others are given.
@@ -32,7 +32,7 @@ def profile_layers(
     repeats: int = 5,
     message_seconds: float = 0.0,
     slowdown: float = 1.0,
-) -> Profile:
+) -> LayerProfile:
     """Measure one layer of each class: forward, input gradients alone, and a whole backward.
 
     If a number of rows does not fit the device, the profile records it, and larger numbers are not measured for this
@@ -42,7 +42,7 @@ def profile_layers(
         traced: the model, from :func:`trace_module`.
         device: what to measure on.
         rows: numbers of rows of one forward. repeats: number of measurements; the median counts.
-        message_seconds, slowdown: see :class:`Profile`. One process cannot measure them.
+        message_seconds, slowdown: see :class:`LayerProfile`. One process cannot measure them.
 
     Raises:
         ArgumentError: no size of some class fits, or an argument is out of range.
@@ -58,7 +58,7 @@ def profile_layers(
             module.outputs = tuple(value.name for value in traced.stage_graph.values if value.writer == number)
         classes[layer.key] = {1: _measure_class(traced, number, module, device, sorted(rows), repeats)}
     software = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
-    return Profile(
+    return LayerProfile(
         traced.graph.key,
         torch.device(device).type,
         traced.graph.dtype,

@@ -26,7 +26,7 @@ from ...pipe.placement import Placement
 from ...pipe.profile import SavedBytes, count_saved_bytes
 from ...pipe.tensor_parallel import find_plan
 from ...runtime import torch_compat
-from ..graph import Layer, LayerGraph, Tensor
+from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from .grid_sizes import SizeRecorder, find_grid_refusal
 
 

@@ -1,4 +1,4 @@
-"""A strategy as a drawing: stages on hosts, and the edges between them."""
+"""A training plan as a drawing: stages on hosts, and the edges between them."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ from html import escape
 
 from reshard.formatting import format_bytes
 
-from .record import StrategyRecord
+from .record import TrainingPlanRecord
 
 #: Sizes in pixels.
 _WIDTH, _HOST_WIDTH, _ROW, _GAP, _LEFT = 1000, 120, 58, 46, 10
 
 
-def draw_strategy(strategy: StrategyRecord) -> str:
+def draw_training_plan(training_plan: TrainingPlanRecord) -> str:
     """An SVG: one column of hosts, one box for each stage beside the hosts of its ranks, and a line for each edge.
 
     A stage says its layers, ranks, busy seconds of a step and memory; an edge its bytes and seconds for one microbatch
     forward and backward, and the port that is busiest.
     """
-    tops = [_GAP + number * (_ROW + _GAP) for number in range(len(strategy.stages))]
+    tops = [_GAP + number * (_ROW + _GAP) for number in range(len(training_plan.stages))]
     height = tops[-1] + _ROW + _GAP
     box = _LEFT + _HOST_WIDTH + 20
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' font-family='sans-serif' "
         "font-size='12'>",
-        f"<text x='{_LEFT}' y='20'>{escape(str(strategy).partition(':')[0])}: {strategy.seconds:.4g} s for "
-        f"{strategy.rows} rows in {strategy.microbatches} microbatches</text>",
+        f"<text x='{_LEFT}' y='20'>{escape(str(training_plan).partition(':')[0])}: {training_plan.seconds:.4g} s for "
+        f"{training_plan.rows} rows in {training_plan.microbatches} microbatches</text>",
     ]
-    longest = max(report.busy_seconds for report in strategy.reports) or 1.0
-    for number, (stage, report, top) in enumerate(zip(strategy.stages, strategy.reports, tops, strict=True)):
-        hosts = [host for host, first, end in strategy.hosts if first < stage.end_rank and end > stage.first_rank]
+    longest = max(report.busy_seconds for report in training_plan.reports) or 1.0
+    for number, (stage, report, top) in enumerate(zip(training_plan.stages, training_plan.reports, tops, strict=True)):
+        hosts = [host for host, first, end in training_plan.hosts if first < stage.end_rank and end > stage.first_rank]
         name = "hosts" if len(hosts) > 1 else "host"
         ranks = f"ranks {stage.first_rank}-{stage.end_rank - 1}" if stage.num_ranks > 1 else f"rank {stage.first_rank}"
         busy = (_WIDTH - box - 20) * report.busy_seconds / longest
@@ -46,7 +46,7 @@ def draw_strategy(strategy: StrategyRecord) -> str:
             f"waiting for transfers; {format_bytes(round(report.memory_bytes))} of "
             f"{format_bytes(round(report.limit_bytes))} ({share:.0%})</text>",
         ]
-    for place, edge in enumerate(strategy.edges):
+    for place, edge in enumerate(training_plan.edges):
         start, end = tops[edge.src] + _ROW, tops[edge.dst]
         is_skip = edge.dst != edge.src + 1
         x = _WIDTH - 12 - 4 * (place % 3) if is_skip else box + 40

@@ -1,4 +1,4 @@
-"""A strategy as text: where time and memory go, and why other candidates are slower or do not fit."""
+"""A training plan as text: where time and memory go, and why other candidates are slower or do not fit."""
 
 from __future__ import annotations
 
@@ -6,46 +6,46 @@ from collections.abc import Sequence
 
 from reshard.formatting import count_of, format_bytes
 
-from .record import StrategyRecord
+from ..inputs.stages import StagePlan
+from .record import TrainingPlanRecord
 from .reports import Alternative, EdgeReport, StageReport, TieReport
-from .stages import StagePlan
 
 
-def explain_strategy(strategy: StrategyRecord) -> str:
-    """The text of :meth:`reshard.scheduler.autoparallel.Strategy.explain`."""
-    lines = _summary_lines(strategy)
-    for number, (stage, report) in enumerate(zip(strategy.stages, strategy.reports, strict=True)):
-        over_stages = sum(tie.seconds for tie in strategy.ties if number in tie.stages)
-        lines += _layer_lines(number, stage, strategy.layer_names[number])
-        lines += _time_and_memory_lines(report, step_seconds=strategy.seconds, tie_seconds=over_stages)
-    lines += map(_edge_line, strategy.edges)
-    lines += map(_tie_line, strategy.ties)
-    if strategy.compression_text:
-        lines.append(f"codecs: {strategy.compression_text}; values that they code are rounded")
-    for name, reason in strategy.grid_refusals:
+def explain_training_plan(training_plan: TrainingPlanRecord) -> str:
+    """The text of :meth:`reshard.scheduler.autoparallel.TrainingPlan.explain`."""
+    lines = _summary_lines(training_plan)
+    for number, (stage, report) in enumerate(zip(training_plan.stages, training_plan.reports, strict=True)):
+        over_stages = sum(tie.seconds for tie in training_plan.ties if number in tie.stages)
+        lines += _layer_lines(number, stage, training_plan.layer_names[number])
+        lines += _time_and_memory_lines(report, step_seconds=training_plan.seconds, tie_seconds=over_stages)
+    lines += map(_edge_line, training_plan.edges)
+    lines += map(_tie_line, training_plan.ties)
+    if training_plan.compression_text:
+        lines.append(f"codecs: {training_plan.compression_text}; values that they code are rounded")
+    for name, reason in training_plan.grid_refusals:
         lines.append(f"layer {name!r} cannot be on a grid: {reason}")
-    lines += _improvement_lines(strategy)
-    if strategy.alternatives:
+    lines += _improvement_lines(training_plan)
+    if training_plan.alternatives:
         lines.append("other candidates, fastest first; in brackets, the seconds of the stage that ends last:")
-    lines += [_alternative_line(other, strategy.seconds) for other in strategy.alternatives]
+    lines += [_alternative_line(other, training_plan.seconds) for other in training_plan.alternatives]
     return "\n".join(lines)
 
 
-def _summary_lines(strategy: StrategyRecord) -> list[str]:
+def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
     """Seconds, method and schedule; the bound; the balance over stages."""
     lines = [
-        f"{strategy.seconds:.4g} s for {count_of(strategy.rows, 'row')} in "
-        f"{count_of(strategy.microbatches, 'microbatch')}, found by {strategy.method}, "
-        f"schedule {strategy.schedule.name}"
+        f"{training_plan.seconds:.4g} s for {count_of(training_plan.rows, 'row')} in "
+        f"{count_of(training_plan.microbatches, 'microbatch')}, found by {training_plan.method}, "
+        f"schedule {training_plan.schedule.name}"
     ]
-    if strategy.is_guess:
+    if training_plan.is_guess:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
     lines.append(
-        f"no plan of this model takes less than {strategy.bound_seconds:.4g} s "
-        f"({strategy.bound_seconds / (strategy.seconds or 1.0):.0%} of this one's time is work that cannot be avoided)"
+        f"no plan of this model takes less than {training_plan.bound_seconds:.4g} s, which is "
+        f"{training_plan.bound_seconds / (training_plan.seconds or 1.0):.0%} of this one's time"
     )
-    time, memory = strategy.balance
-    most = 1 - 1 / len(strategy.stages)
+    time, memory = training_plan.balance
+    most = 1 - 1 / len(training_plan.stages)
     lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {most:.3f}")
     return lines
 
@@ -97,11 +97,13 @@ def _tie_line(tie: TieReport) -> str:
     )
 
 
-def _improvement_lines(strategy: StrategyRecord) -> list[str]:
+def _improvement_lines(training_plan: TrainingPlanRecord) -> list[str]:
     """What faster links and more memory would gain."""
-    gain = strategy.seconds - strategy.wider_links_seconds
+    gain = training_plan.seconds - training_plan.wider_links_seconds
     lines = [f"links 10 % faster would gain {max(0.0, gain):.3g} s"]
-    short = [other for other in strategy.alternatives if other.short_bytes and other.seconds < strategy.seconds]
+    short = [
+        other for other in training_plan.alternatives if other.short_bytes and other.seconds < training_plan.seconds
+    ]
     if short:
         least = min(short, key=lambda other: other.short_bytes)
         lines.append(

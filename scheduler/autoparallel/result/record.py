@@ -1,4 +1,4 @@
-"""The values of a strategy, saved as JSON."""
+"""The values of a training plan, saved as JSON."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from reshard.formatting import count_of
 
 from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
-from ..choices import Choice
-from ..files import explain_refusal, read_object
+from ..inputs.choices import Choice
+from ..inputs.files import explain_refusal, read_object
+from ..inputs.stages import StagePlan, check_stages
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
-from .stages import StagePlan, check_stages
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -26,8 +26,8 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class StrategyRecord:
-    """The values of a :class:`Strategy`, which documents them, and their JSON."""
+class TrainingPlanRecord:
+    """The values of a :class:`TrainingPlan`, which documents them, and their JSON."""
 
     method: str
     stages: tuple[StagePlan, ...]
@@ -110,17 +110,19 @@ class StrategyRecord:
         return json.dumps({"version": VERSION, **data}, indent=1, sort_keys=True)
 
     def _check(self) -> None:
-        """Raise ArgumentError unless the parts of a strategy that was read fit each other."""
-        check_values(self, "the strategy")
+        """Raise ArgumentError unless the parts of a training plan that was read fit each other."""
+        check_values(self, "the training plan")
         for name in ("seconds", "bound_seconds", "wider_links_seconds"):
             if getattr(self, name) < 0:
-                raise ArgumentError(f"{name} of the strategy is {getattr(self, name)}; it must not be negative")
+                raise ArgumentError(f"{name} of the training plan is {getattr(self, name)}; it must not be negative")
         if self.microbatches < 1 or self.rows < 1 or self.rows % self.microbatches:
-            raise ArgumentError(f"{self.microbatches} microbatches of the strategy do not divide {self.rows} rows")
+            raise ArgumentError(f"{self.microbatches} microbatches of the training plan do not divide {self.rows} rows")
         check_stages(self.stages)
         for what, found in (("layer_names", self.layer_names), ("reports", self.reports)):
             if len(found) != len(self.stages):
-                raise ArgumentError(f"{what} of the strategy has {len(found)} entries for {len(self.stages)} stages")
+                raise ArgumentError(
+                    f"{what} of the training plan has {len(found)} entries for {len(self.stages)} stages"
+                )
         for number, (stage, layers) in enumerate(zip(self.stages, self.layer_names, strict=True)):
             if len(layers) != stage.num_layers or not all(isinstance(name, str) for name in layers):
                 raise ArgumentError(f"stage {number} has {stage.num_layers} layers, but layer_names {list(layers)}")
@@ -136,15 +138,17 @@ class StrategyRecord:
             ("a tie", tie.stages) for tie in self.ties
         ]:
             if not all(isinstance(stage, int) and stage in numbers for stage in ends):
-                raise ArgumentError(f"{what} of the strategy is between stages {list(ends)}; there are {len(numbers)}")
+                raise ArgumentError(
+                    f"{what} of the training plan is between stages {list(ends)}; there are {len(numbers)}"
+                )
         names = [name for tie in self.ties for name in tie.layer_names]
         texts = [each for row in self.grid_refusals for each in row] + names
         if any(len(row) != 2 for row in self.grid_refusals) or not all(isinstance(each, str) for each in texts):
-            raise ArgumentError("grid_refusals and ties of the strategy must name layers by strings")
+            raise ArgumentError("grid_refusals and ties of the training plan must name layers by strings")
         for row in self.hosts:
             if len(row) != 3 or not all(isinstance(each, int) for each in row):
                 raise ArgumentError(
-                    f"hosts of the strategy has {list(row)}; it must be a host, a first rank and an end"
+                    f"hosts of the training plan has {list(row)}; it must be a host, a first rank and an end"
                 )
 
     @classmethod
@@ -152,14 +156,14 @@ class StrategyRecord:
         """The inverse of :meth:`to_json`.
 
         Raises:
-            ArgumentError: the text is not a strategy of this version.
+            ArgumentError: the text is not a training plan of this version.
         """
         try:
             data = read_object(text)
             version = data.pop("version")
             data.setdefault("ties", [])
             if version != VERSION:
-                raise ArgumentError(f"the strategy has version {version!r}; this release reads version {VERSION}")
+                raise ArgumentError(f"the training plan has version {version!r}; this release reads version {VERSION}")
             stages = tuple(_read_stage(stage) for stage in data.pop("stages"))
             kinds: Mapping[str, Any] = {
                 "reports": StageReport,
@@ -177,7 +181,7 @@ class StrategyRecord:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):
                 raise
-            raise ArgumentError(f"this is not a strategy: {explain_refusal(error)}") from error
+            raise ArgumentError(f"this is not a training plan: {explain_refusal(error)}") from error
 
 
 def _read_stage(data: dict[str, Any]) -> StagePlan:

@@ -1,4 +1,4 @@
-"""What a search predicts of the stages and edges of a strategy, and of other candidates."""
+"""What a search predicts of the stages and edges of a training plan, and of other candidates."""
 
 from __future__ import annotations
 

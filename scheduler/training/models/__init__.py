@@ -28,7 +28,7 @@ def find_cuts(config: GPTConfig | UTransformerConfig, layers: tuple[int, ...]) -
 
 
 def layer_paths(config: GPTConfig | UTransformerConfig) -> list[str]:
-    """Paths of all modules before which a strategy may cut, in the order of the forward."""
+    """Paths of all modules before which a training plan may cut, in the order of the forward."""
     if isinstance(config, GPTConfig):
         return [*(f"blocks.{layer}" for layer in range(config.num_layers)), "norm"]
     return [f"layers.{layer}" for layer in range(config.num_layers)]

@@ -10,8 +10,8 @@ import random
 from dataclasses import replace
 
 from reshard.parallel.layer_price import LayerSizes
-from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, Problem, Profile, Tensor
-from reshard.scheduler.autoparallel.costs import StageCost
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, SearchProblem, Tensor
+from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
 from reshard.topology import Host, Port, Topology
 
 
@@ -69,11 +69,11 @@ def make_problem(seed, *, most_layers=3, executable=True, grids=False, ties=Fals
     if ties:
         graph = tie_layers(rng, graph)
     sizes = rng.choice([(1, 1), (2,), (2, 1), (2, 2), (1, 1, 1)])
-    profile = Profile.estimate(graph, flops_per_second=1e11)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e11)
     memory = rng.choice([1e9, 2e8, 1e8])
     rules = ChoiceRules(executable=executable)
     counts = (rng.choice([2, 4]),)
-    return Problem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatches=counts)
+    return SearchProblem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatches=counts)
 
 
 def all_plans(tables):

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from reshard.scheduler.autoparallel import Candidate, Choice
-from reshard.scheduler.autoparallel.costs import late_bytes, working_bytes
-from reshard.scheduler.autoparallel.iteration import evaluate, evaluate_schedule, step_bound
+from reshard.scheduler.autoparallel.costs.iteration import evaluate, evaluate_schedule, step_bound
+from reshard.scheduler.autoparallel.costs.layer_costs import late_bytes, working_bytes
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
 from reshard.scheduler.autoparallel.result.reports import balance_degrees
-from reshard.scheduler.autoparallel.result.stages import StagePlan
 from reshard.scheduler.schedules.classic import eager_1f1b, one_f_one_b
 from reshard.scheduler.simulation.replay import simulate_within
 from tests.reference.pace import best_stages as reference_stages

@@ -13,8 +13,8 @@ from reshard.scheduler.autoparallel import (
     Choice,
     Cluster,
     LayerGraph,
-    Problem,
-    Profile,
+    LayerProfile,
+    SearchProblem,
     StagePlan,
     profile_layers,
     search,
@@ -77,7 +77,7 @@ def test_layers_that_no_grid_can_cut_say_why():
     found = search(
         graph,
         Cluster(Topology.uniform((0, 0), 1e9), 1e9),
-        Profile.estimate(graph, flops_per_second=1e6),
+        LayerProfile.estimate(graph, flops_per_second=1e6),
         rows=4,
         keep={"grid": (1, 2, 1)},
     )
@@ -110,9 +110,9 @@ def test_layers_of_a_class_that_no_grid_can_cut_are_one_class_and_one_line():
             return {"x": x, "loss": x.square().mean()}["loss"]
 
     graph = trace_module(Net(), torch.zeros(2, 4), "blocks.[0-3]").graph
-    profile = Profile.estimate(graph, flops_per_second=1e6)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e6)
     cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
-    assert len(Problem(graph, cluster, profile, 4).layer_classes) == 3
+    assert len(SearchProblem(graph, cluster, profile, 4).layer_classes) == 3
     lines = [line for line in search(graph, cluster, profile, rows=4).explain().splitlines() if "on a grid" in line]
     assert [line.partition(" cannot")[0] for line in lines] == ["layer 'blocks.0'", "layer 'blocks.3'"]
     assert lines[0].endswith("; the same holds for 2 other layers of its class")
@@ -123,8 +123,8 @@ def test_tied_parameters_of_one_stage_count_once():
     size = CONFIG.vocabulary * CONFIG.hidden
     assert tied.ties == (((0, 4), size),)
     assert LayerGraph.from_json(tied.to_json()) == tied
-    profile = Profile.estimate(tied, flops_per_second=1e9)
-    problem = Problem(tied, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, 4, microbatches=(2,))
+    profile = LayerProfile.estimate(tied, flops_per_second=1e9)
+    problem = SearchProblem(tied, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, 4, microbatches=(2,))
     plain = (Choice(),) * 5
     whole = problem.stage_cost(StagePlan(0, 5, 0, 1, plain), 2)
     parts = [
@@ -176,13 +176,13 @@ def test_a_profile_is_of_one_model(traced):
     profile = profile_layers(traced, rows=(1, 2), repeats=1)
     assert profile.device == "cpu"
     assert not profile.is_guess
-    assert Profile.from_json(profile.to_json()) == profile
+    assert LayerProfile.from_json(profile.to_json()) == profile
     for times in profile.classes.values():
         assert [sample.rows for sample in times[1].samples] == [1, 2]
     block = profile.classes[traced.graph.layers[1].key][1].samples
     assert block[1].saved_bytes == 2 * block[0].saved_bytes > 0  # of the microbatch alone, without parameters
-    strategy = search(traced.graph, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, rows=4)
-    assert not strategy.is_guess
+    training_plan = search(traced.graph, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, rows=4)
+    assert not training_plan.is_guess
     other = trace_module(make_model(GPTConfig(3, 2, 4, sequence=8, vocabulary=32)), EXAMPLE, ["blocks.*"])
     with pytest.raises(ArgumentError, match="another model"):
         profile.check(other.graph)

@@ -18,19 +18,19 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Profile,
+    LayerProfile,
     Sample,
     StagePlan,
-    Strategy,
     Tensor,
+    TrainingPlan,
     search,
 )
-from reshard.scheduler.autoparallel.files import read_value
+from reshard.scheduler.autoparallel.inputs.files import read_value
 from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROFILE, make_graph
 
 
 @pytest.fixture(scope="module")
-def strategy():
+def training_plan():
     return search(GRAPH, CLUSTER, PROFILE, rows=8)
 
 
@@ -86,7 +86,7 @@ def test_a_search_warns_of_a_noisy_profile_once():
         (lambda: Cluster(HOSTS, None), "memory_bytes is None"),
         (lambda: replace(GRAPH, ties=((0, 5),)), r"a tie is \(0, 5\); it must be \(layers, number of parameters\)"),
         (lambda: Tensor("x", 5, "float32", 0, (1,)), "shape of tensor 'x' is 5"),
-        (lambda: Profile.estimate(GRAPH, flops_per_second="1e12"), "flops_per_second is '1e12'"),
+        (lambda: LayerProfile.estimate(GRAPH, flops_per_second="1e12"), "flops_per_second is '1e12'"),
         (lambda: replace(PROFILE, message_seconds=math.nan), "message_seconds of a profile is nan"),
         (lambda: replace(PROFILE, sums=(0, 0)), r"sums of a profile is \(0, 0\)"),
         (lambda: Sample(1.5, 1, 0, 0, 0), "a sample has 1.5 rows"),
@@ -98,8 +98,8 @@ def test_a_search_warns_of_a_noisy_profile_once():
         (lambda: Choice(recompute=[1]), r"recompute of a choice is \[1\]; it must be a bool"),
         (lambda: StagePlan(0, 1, 0, 1.0, (Choice(),)), r"layers and ranks of a stage are \(0, 1, 0, 1.0\)"),
         (lambda: make_graph(heads=5), "5 heads do not divide hidden"),
-        (lambda: Profile.read("/no/such/file"), "cannot read /no/such/file"),
-        (lambda: Strategy.read("/"), "cannot read /"),
+        (lambda: LayerProfile.read("/no/such/file"), "cannot read /no/such/file"),
+        (lambda: TrainingPlan.read("/"), "cannot read /"),
     ],
 )
 def test_arguments_of_a_wrong_kind_are_refused(make, text):
@@ -110,34 +110,34 @@ def test_arguments_of_a_wrong_kind_are_refused(make, text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"microbatches": "4"}, "microbatches of the strategy is '4'"),
-        ({"microbatches": 3}, "3 microbatches of the strategy do not divide 8 rows"),
-        ({"stages": []}, "a strategy needs at least one stage"),
-        ({"layer_names": [["a"]] * 9}, "layer_names of the strategy has 9 entries"),
-        ({"seconds": "a"}, "seconds of the strategy is 'a'"),
-        ({"bound_seconds": -1.0}, "bound_seconds of the strategy is -1.0; it must not be negative"),
-        ({"is_guess": 1}, "is_guess of the strategy is 1; it must be true or false"),
+        ({"microbatches": "4"}, "microbatches of the training plan is '4'"),
+        ({"microbatches": 3}, "3 microbatches of the training plan do not divide 8 rows"),
+        ({"stages": []}, "a training plan needs at least one stage"),
+        ({"layer_names": [["a"]] * 9}, "layer_names of the training plan has 9 entries"),
+        ({"seconds": "a"}, "seconds of the training plan is 'a'"),
+        ({"bound_seconds": -1.0}, "bound_seconds of the training plan is -1.0; it must not be negative"),
+        ({"is_guess": 1}, "is_guess of the training plan is 1; it must be true or false"),
         ({"reports": {"busy_seconds": "1"}}, r"busy_seconds of reports\[0\] is '1'; it must be a finite number"),
         ({"reports": {"limit_bytes": math.inf}}, r"limit_bytes of reports\[0\] is inf; it must be a finite number"),
         ({"alternatives": {"text": 3}}, r"text of alternatives\[0\] is 3; it must be a string"),
-        ({"edges": {"dst": 9}}, r"an edge of the strategy is between stages \[0, 9\]"),
-        ({"hosts": [[0, 1]]}, r"hosts of the strategy has \[0, 1\]"),
-        ({"grid_refusals": [["a"]]}, "grid_refusals and ties of the strategy must name layers"),
+        ({"edges": {"dst": 9}}, r"an edge of the training plan is between stages \[0, 9\]"),
+        ({"hosts": [[0, 1]]}, r"hosts of the training plan has \[0, 1\]"),
+        ({"grid_refusals": [["a"]]}, "grid_refusals and ties of the training plan must name layers"),
     ],
     ids=str,
 )
-def test_a_strategy_whose_parts_do_not_fit_is_not_read(strategy, change, text):
-    data = json.loads(strategy.to_json())
+def test_a_training_plan_whose_parts_do_not_fit_is_not_read(training_plan, change, text):
+    data = json.loads(training_plan.to_json())
     for name, value in change.items():
         if isinstance(value, dict):  # of the first entry
             data[name][0].update(value)
         else:
             data[name] = value
     with pytest.raises(ArgumentError, match=text):
-        Strategy.from_json(json.dumps(data))
+        TrainingPlan.from_json(json.dumps(data))
 
 
-@pytest.mark.parametrize("kind", [LayerGraph, Profile, Strategy])
+@pytest.mark.parametrize("kind", [LayerGraph, LayerProfile, TrainingPlan])
 def test_a_file_of_another_kind_is_named_with_what_is_wrong(tmp_path, kind):
     path = tmp_path / "file.json"
     missing = "layers" if kind is LayerGraph else "version"
@@ -162,9 +162,9 @@ def test_candidates_of_a_method_must_fit_the_problem():
             search(GRAPH, CLUSTER, PROFILE, rows=8, method=lambda _, made=made: made)
 
 
-def test_a_model_without_work_or_parameters_has_a_strategy():
+def test_a_model_without_work_or_parameters_has_a_training_plan():
     graph = LayerGraph.chain([Layer(str(number), "empty", 0.0, 0, 0.0) for number in range(4)], [(1, 4)] * 3)
-    found = search(graph, Cluster(HOSTS, 1e9), Profile.estimate(graph, flops_per_second=1e9), rows=8)
+    found = search(graph, Cluster(HOSTS, 1e9), LayerProfile.estimate(graph, flops_per_second=1e9), rows=8)
     assert found.seconds == 0
     assert "no plan of this model takes less than 0 s" in found.explain()
 
@@ -172,7 +172,7 @@ def test_a_model_without_work_or_parameters_has_a_strategy():
 def test_a_tp_degree_that_no_layer_allows_is_named():
     graph = LayerGraph.transformer(layers=2, hidden=8, heads=2, sequence=8, vocabulary=32)
     graph = replace(graph, layers=tuple(replace(each, tp_limit=1, grid_sizes=None) for each in graph.layers))
-    profile = Profile.estimate(graph, flops_per_second=1e9)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e9)
     message = r"no stage can have tp=2: the layers of .* allow tp=1 at most; use a smaller tp, or pass a tp_plan"
     with pytest.raises(ArgumentError, match=message):
         search(graph, CLUSTER, profile, rows=4, keep={"tp": 2})

@@ -27,15 +27,15 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
-    Profile,
+    LayerProfile,
     Sample,
     StagePlan,
-    Strategy,
     Tensor,
+    TrainingPlan,
     search,
 )
-from reshard.scheduler.autoparallel.cluster import Place
-from reshard.scheduler.autoparallel.grids import _traffic
+from reshard.scheduler.autoparallel.costs.grid_costs import _traffic
+from reshard.scheduler.autoparallel.inputs.cluster import Place
 from reshard.topology import CodecRate, Host, Port, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
@@ -47,32 +47,34 @@ def make_graph(**changes):
 
 
 GRAPH = make_graph()
-PROFILE = Profile.estimate(GRAPH, flops_per_second=1e12)
+PROFILE = LayerProfile.estimate(GRAPH, flops_per_second=1e12)
 CLUSTER = Cluster(HOSTS, 1e9)
 
 
 @pytest.fixture(scope="module")
-def strategy():
+def training_plan():
     return search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION)
 
 
-def test_a_strategy_fits_its_model_devices_and_memory(strategy):
-    assert [stage.first_layer for stage in strategy.stages[1:]] == [stage.end_layer for stage in strategy.stages[:-1]]
-    assert strategy.stages[0].first_layer == 0
-    assert strategy.stages[-1].end_layer == len(GRAPH.layers)
-    assert strategy.num_ranks == 4
-    assert all(report.memory_bytes <= report.limit_bytes for report in strategy.reports)
-    assert strategy.bound_seconds <= strategy.seconds
-    assert all(other.short_bytes or other.seconds >= strategy.seconds for other in strategy.alternatives)
-    assert strategy.schedule.in_flight == tuple(report.in_flight for report in strategy.reports)
+def test_a_training_plan_fits_its_model_devices_and_memory(training_plan):
+    assert [stage.first_layer for stage in training_plan.stages[1:]] == [
+        stage.end_layer for stage in training_plan.stages[:-1]
+    ]
+    assert training_plan.stages[0].first_layer == 0
+    assert training_plan.stages[-1].end_layer == len(GRAPH.layers)
+    assert training_plan.num_ranks == 4
+    assert all(report.memory_bytes <= report.limit_bytes for report in training_plan.reports)
+    assert training_plan.bound_seconds <= training_plan.seconds
+    assert all(other.short_bytes or other.seconds >= training_plan.seconds for other in training_plan.alternatives)
+    assert training_plan.schedule.in_flight == tuple(report.in_flight for report in training_plan.reports)
 
 
-def test_formats_are_read_back(strategy, tmp_path):
-    strategy.save(tmp_path / "strategy.json")
-    assert Strategy.read(tmp_path / "strategy.json") == strategy
+def test_formats_are_read_back(training_plan, tmp_path):
+    training_plan.save(tmp_path / "plan.json")
+    assert TrainingPlan.read(tmp_path / "plan.json") == training_plan
     assert LayerGraph.from_json(GRAPH.to_json()) == GRAPH
-    assert Profile.from_json(PROFILE.to_json()) == PROFILE
-    for read in (Strategy.from_json, LayerGraph.from_json, Profile.from_json):
+    assert LayerProfile.from_json(PROFILE.to_json()) == PROFILE
+    for read in (TrainingPlan.from_json, LayerGraph.from_json, LayerProfile.from_json):
         for text in ("", "[]", "{}", '{"version": 1}'):
             with pytest.raises(ArgumentError, match="not a"):
                 read(text)
@@ -80,29 +82,34 @@ def test_formats_are_read_back(strategy, tmp_path):
             read(json.dumps({"version": 99}))
 
 
-def test_explain_marks_a_guess_and_names_what_others_lack(strategy):
-    text = strategy.explain()
+def test_explain_marks_a_guess_and_names_what_others_lack(training_plan):
+    text = training_plan.explain()
     assert "GUESS" in text
-    assert f"no plan of this model takes less than {strategy.bound_seconds:.4g} s" in text
-    own = Candidate("", strategy.stages, strategy.microbatches).text
-    assert all((other.text, other.seconds) != (own, strategy.seconds) for other in strategy.alternatives)
-    for other in strategy.alternatives:
+    assert f"no plan of this model takes less than {training_plan.bound_seconds:.4g} s" in text
+    own = Candidate("", training_plan.stages, training_plan.microbatches).text
+    assert all((other.text, other.seconds) != (own, training_plan.seconds) for other in training_plan.alternatives)
+    for other in training_plan.alternatives:
         assert other.text in text
 
 
-def test_explain_shows_the_ranks_of_a_stage_and_no_rounding_error_as_idle_time(strategy):
-    first, report = strategy.stages[0], strategy.reports[0]
+def test_explain_shows_the_ranks_of_a_stage_and_no_rounding_error_as_idle_time(training_plan):
+    first, report = training_plan.stages[0], training_plan.reports[0]
     ranks = f"ranks 0-{first.end_rank - 1}" if first.end_rank > 1 else "rank 0"
-    assert f"stage 0, {ranks}: {first}" in strategy.explain()
-    busy = strategy.seconds * (1 - 1e-15) - report.exposed_seconds - report.gradient_sync_seconds
-    rounded = replace(strategy, reports=(replace(report, busy_seconds=busy), *strategy.reports[1:]))
+    assert f"stage 0, {ranks}: {first}" in training_plan.explain()
+    busy = training_plan.seconds * (1 - 1e-15) - report.exposed_seconds - report.gradient_sync_seconds
+    rounded = replace(training_plan, reports=(replace(report, busy_seconds=busy), *training_plan.reports[1:]))
     assert " 0 s otherwise idle" in rounded.explain().partition("stage 1")[0]
 
 
-def test_explain_prints_both_balance_degrees(strategy):
-    times, memories = ([getattr(each, name) for each in strategy.reports] for name in ("busy_seconds", "memory_bytes"))
-    assert strategy.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
-    assert f"balance of time {strategy.balance[0]:.3f} and of memory {strategy.balance[1]:.3f}" in strategy.explain()
+def test_explain_prints_both_balance_degrees(training_plan):
+    times, memories = (
+        [getattr(each, name) for each in training_plan.reports] for name in ("busy_seconds", "memory_bytes")
+    )
+    assert training_plan.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
+    assert (
+        f"balance of time {training_plan.balance[0]:.3f} and of memory {training_plan.balance[1]:.3f}"
+        in training_plan.explain()
+    )
 
 
 def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
@@ -127,14 +134,14 @@ def split_in_four(problem):
 
 
 @pytest.mark.slow
-def test_the_answer_does_not_depend_on_the_hash_seed(strategy):
+def test_the_answer_does_not_depend_on_the_hash_seed(training_plan):
     code = (
         "from reshard.scheduler.autoparallel import *; from tests.scheduler.autoparallel.test_search import *; "
         "print(search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION).hash)"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
-    assert run.stdout.strip() == strategy.hash
+    assert run.stdout.strip() == training_plan.hash
 
 
 def test_search_keeps_the_choices_that_keep_names():
@@ -148,7 +155,7 @@ def test_search_keeps_the_choices_that_keep_names():
 
 def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
     graph = LayerGraph.transformer(layers=6, hidden=256, heads=4, sequence=16, dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
 
     def one_stage(problem):
         found = problem.choices(4, 2)
@@ -172,7 +179,7 @@ def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
 
 def test_codecs_are_chosen_where_they_make_a_step_shorter():
     graph = make_graph(dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     policy = Policy(dp="int8x128", pp="int8x128")
     slow = Topology.uniform((0, 1, 2), 1e7)
     kept = {"microbatches": 4, "tp": 1}
@@ -187,7 +194,7 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
     assert coded.seconds < 0.5 * plain.seconds
     assert coded.compression is not None
     assert set(coded.compression.dimensions) <= {"dp", "pp"}
-    assert Strategy.from_json(coded.to_json()) == coded
+    assert TrainingPlan.from_json(coded.to_json()) == coded
     assert f"codecs: {coded.compression}" in coded.explain()
     assert replace(find(1e3), cluster_hash="") == replace(plain, cluster_hash="")  # coding takes too long
     with pytest.raises(ArgumentError, match="has the codec int8x128, whose rates the topology of the cluster lacks"):
@@ -199,7 +206,7 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
 @pytest.mark.parametrize(("dimension", "keep"), [("zero", {"zero": 3, "tp": 1}), ("tp", {"grid": (2, 2, 1)})])
 def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dimension, keep):
     graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, vocabulary=64, dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     slow = Topology.uniform((0, 1, 2, 3), 1e7)
     keep = {"microbatches": 1, **keep}
     feedback = ("dp", "zero") if dimension == "zero" else ("dp",)
@@ -224,7 +231,7 @@ def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dime
 
 def test_a_codec_that_is_slow_one_way_codes_the_other():
     graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, dtype="float32")
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     rates = (CodecRate("int8x128", 1e10, 1e10), CodecRate("int4x128", 1e3, 1e3))
     cluster = Cluster(replace(Topology.uniform((0, 1), 1e7), codec_rates=rates), 1e9)
 
@@ -252,7 +259,7 @@ def test_zero_1_and_2_are_priced_but_not_run(zero):
         search(GRAPH, CLUSTER, PROFILE, rows=8, keep=keep)
     rules, profile = (
         ChoiceRules(recompute=(False,), max_tp=1, executable=False),
-        Profile.estimate(GRAPH, flops_per_second=1e9),
+        LayerProfile.estimate(GRAPH, flops_per_second=1e9),
     )
     for grid in (None, (1, 2, 2)):
         found = search(GRAPH, CLUSTER, profile, rows=8, rules=rules, keep={**keep, "grid": grid})
@@ -282,7 +289,7 @@ def test_errors_name_the_thing_the_rule_and_the_numbers():
     with pytest.raises(ArgumentError, match="measured on 'guess', not on 'cuda'"):
         PROFILE.check(GRAPH, "cuda")
     with pytest.raises(ArgumentError, match=r"\[8\] rows did not fit the device"):
-        Profile(GRAPH.key, "cpu", "float32", {"block": {1: ClassTimes((), (8,))}})
+        LayerProfile(GRAPH.key, "cpu", "float32", {"block": {1: ClassTimes((), (8,))}})
     with pytest.raises(ArgumentError, match="layers read only what earlier layers have written"):
         Tensor("x", (1, 4), "float32", 1, (1,))
     with pytest.raises(ArgumentError, match="saved_bytes of layer 'a' is -1"):
@@ -323,27 +330,27 @@ def test_the_uplinks_of_pods_are_priced():
 
 
 @pytest.mark.integration
-def test_less_memory_never_gives_a_faster_strategy():
+def test_less_memory_never_gives_a_faster_training_plan():
     seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, rows=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
     assert seconds == sorted(seconds)
 
 
-def test_schedules_of_the_strategy_are_valid(strategy):
-    from reshard.scheduler.autoparallel.problem import Problem
+def test_schedules_of_the_training_plan_are_valid(training_plan):
+    from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 
-    problem = Problem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
-    check_schedule(strategy.schedule, problem.pipeline(strategy.stages, strategy.microbatches))
+    problem = SearchProblem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
+    check_schedule(training_plan.schedule, problem.pipeline(training_plan.stages, training_plan.microbatches))
 
 
-def test_the_command_prints_and_writes_a_strategy(tmp_path, capsys):
+def test_the_command_prints_and_writes_a_training_plan(tmp_path, capsys):
     from reshard.cli.main import main
 
     (tmp_path / "graph.json").write_text(GRAPH.to_json())
     rest = ["--topology", "tcp", "--devices", "4", "--memory", "1GB", "--rows", "8"]
-    written = tmp_path / "strategy.json"
+    written = tmp_path / "plan.json"
     status = main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--output", str(written)])
     assert status == 0
-    assert capsys.readouterr().out.strip() == Strategy.read(written).explain()
+    assert capsys.readouterr().out.strip() == TrainingPlan.read(written).explain()
     for arguments, text in (
         ([str(tmp_path / "graph.json"), *rest], "pass either --profile (measured times) or --flops"),
         (

@@ -16,17 +16,17 @@ from reshard.scheduler.autoparallel import (
     Choice,
     Cluster,
     LayerGraph,
-    Problem,
-    Profile,
+    LayerProfile,
+    SearchProblem,
     StagePlan,
     search,
     trace_module,
 )
-from reshard.scheduler.autoparallel.graph import is_shared
-from reshard.scheduler.autoparallel.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
+from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.methods import pace
 from reshard.scheduler.autoparallel.modules.apply import make_placements
-from reshard.scheduler.autoparallel.prices.ties import TiePrices
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.testing import run_processes
@@ -48,9 +48,9 @@ def make_graph(tied=(0, 5)):
 
 def make_problem_of(hosts, ties=((0, 5), SHARED), **options):
     graph = replace(make_graph(), ties=(ties,))
-    profile = Profile.estimate(graph, flops_per_second=1e12)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     cluster = Cluster(replace(Topology.uniform(hosts, NIC), latency_seconds=0.0, inside_latency_seconds=0.0), 1e9)
-    return Problem(graph, cluster, profile, 8, microbatches=(4,), **options)
+    return SearchProblem(graph, cluster, profile, 8, microbatches=(4,), **options)
 
 
 def plan(*stages):

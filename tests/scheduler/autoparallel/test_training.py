@@ -1,4 +1,4 @@
-"""A strategy that a search has found trains on real processes, and gives the same results as one process."""
+"""A training plan that a search has found trains on real processes, and gives the same results as one process."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from reshard.scheduler.autoparallel import (
     Choice,
     Cluster,
     LayerGraph,
-    Profile,
+    LayerProfile,
     StagePlan,
-    Strategy,
+    TrainingPlan,
     profile_layers,
     search,
     trace_module,
@@ -50,7 +50,7 @@ def make_case():
     )
 
 
-def find_strategy(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
+def find_training_plan(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
     graph = LayerGraph.transformer(
         layers=CONFIG.num_layers,
         hidden=CONFIG.hidden,
@@ -59,56 +59,58 @@ def find_strategy(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
         vocabulary=32,
         dtype="float32",
     )
-    profile = Profile.estimate(graph, flops_per_second=flops, efficiency=1.0)
+    profile = LayerProfile.estimate(graph, flops_per_second=flops, efficiency=1.0)
     topology = hosts if isinstance(hosts, Topology) else Topology.uniform(hosts, 1e8)
     cluster = Cluster(topology, memory_bytes)
     keep = keep or {}
     return search(graph, cluster, profile, rows=8, keep=keep if "grid" in keep else {"tp": 1, **keep}, **options)
 
 
-def pipe_of_strategy(case, text):
-    return rs.Pipe(case.make_model(), strategy=Strategy.from_json(text))
+def pipe_of_training_plan(case, text):
+    return rs.Pipe(case.make_model(), training_plan=TrainingPlan.from_json(text))
 
 
-def check_trains(strategy):
-    check_equal(make_case(), functools.partial(pipe_of_strategy, text=strategy.to_json()), strategy.num_ranks)
+def check_trains(training_plan):
+    check_equal(
+        make_case(), functools.partial(pipe_of_training_plan, text=training_plan.to_json()), training_plan.num_ranks
+    )
 
 
-def test_a_strategy_trains_as_one_process():
-    strategy = find_strategy((0, 0, 1))
-    assert strategy.num_ranks == 3
-    assert len(strategy.stages) > 1
-    check_trains(strategy)
+def test_a_training_plan_trains_as_one_process():
+    training_plan = find_training_plan((0, 0, 1))
+    assert training_plan.num_ranks == 3
+    assert len(training_plan.stages) > 1
+    check_trains(training_plan)
 
 
 @pytest.mark.integration
 def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
-    strategy = find_strategy((0,) * 5, {"grid": (2, 2, 1), "microbatches": 1}, flops=1e7)
-    assert sorted(str(stage.choices[0]) for stage in strategy.stages) == ["grid=2x2x1", "tp=1"]
-    check_trains(strategy)
+    training_plan = find_training_plan((0,) * 5, {"grid": (2, 2, 1), "microbatches": 1}, flops=1e7)
+    assert sorted(str(stage.choices[0]) for stage in training_plan.stages) == ["grid=2x2x1", "tp=1"]
+    check_trains(training_plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("grid", [(2, 2, 1), (2, 2, 2)], ids=str)
 def test_a_first_stage_on_a_grid_that_a_search_has_chosen_trains_as_one_process(grid):
     on_grid = math.prod(grid)
-    strategy = find_strategy((0,) * on_grid + (1,), {"grid": grid, "microbatches": 2}, flops=1e7)
-    assert [stage.num_ranks for stage in strategy.stages] == [on_grid, 1]
-    assert {choice.grid for choice in strategy.stages[0].choices} == {grid}
-    check_trains(strategy)
+    training_plan = find_training_plan((0,) * on_grid + (1,), {"grid": grid, "microbatches": 2}, flops=1e7)
+    assert [stage.num_ranks for stage in training_plan.stages] == [on_grid, 1]
+    assert {choice.grid for choice in training_plan.stages[0].choices} == {grid}
+    check_trains(training_plan)
 
 
 @pytest.mark.slow
-def test_a_strategy_trains_with_its_codecs():
+def test_a_training_plan_trains_with_its_codecs():
     topology = replace(Topology.uniform((0, 1, 2), 1e6), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))
     policy = Policy(dp="int8x128", pp="int8x128")
-    strategy = find_strategy(topology, {"microbatches": 4}, compression=policy)
-    assert strategy.compression is not None
+    training_plan = find_training_plan(topology, {"microbatches": 4}, compression=policy)
+    assert training_plan.compression is not None
     case = replace(make_case(), tolerance=0.02)
-    make_pipe = functools.partial(pipe_of_strategy, text=strategy.to_json())
+    make_pipe = functools.partial(pipe_of_training_plan, text=training_plan.to_json())
     with pytest.raises(AssertionError):  # values are rounded
-        check_equal(make_case(), make_pipe, strategy.num_ranks)
-    check_equal(case, make_pipe, strategy.num_ranks)
+        check_equal(make_case(), make_pipe, training_plan.num_ranks)
+    check_equal(case, make_pipe, training_plan.num_ranks)
 
 
 @pytest.mark.slow
@@ -121,18 +123,18 @@ def test_codecs_of_zero_and_grids_train(dimension):
         return [Candidate("one stage", (StagePlan(0, 6, 0, 4, (choice,) * 6),), 2)]
 
     policy = Policy(**{dimension: "int8x128"})
-    strategy = find_strategy(topology, {"microbatches": 2}, method=one_stage, compression=policy)
-    assert strategy.compression.dimensions == (dimension,)
+    training_plan = find_training_plan(topology, {"microbatches": 2}, method=one_stage, compression=policy)
+    assert training_plan.compression.dimensions == (dimension,)
     case = replace(make_case(), tolerance=0.02)
-    make_pipe = functools.partial(pipe_of_strategy, text=strategy.to_json())
+    make_pipe = functools.partial(pipe_of_training_plan, text=training_plan.to_json())
     with pytest.raises(AssertionError):  # values are rounded
-        check_equal(make_case(), make_pipe, strategy.num_ranks)
-    check_equal(case, make_pipe, strategy.num_ranks)
+        check_equal(make_case(), make_pipe, training_plan.num_ranks)
+    check_equal(case, make_pipe, training_plan.num_ranks)
 
 
 def made_by_hand(stages):
-    """A strategy with these stages, the 1F1B schedule and four microbatches."""
-    plain = find_strategy((0,) * stages[-1].end_rank, {"microbatches": 4})
+    """A training plan with these stages, the 1F1B schedule and four microbatches."""
+    plain = find_training_plan((0,) * stages[-1].end_rank, {"microbatches": 4})
     names = [name for stage in plain.layer_names for name in stage]
     num = len(stages)
     schedule = format_schedule(rs.one_f_one_b(rs.Pipeline.of_costs([1] * num, [1] * num, [0] * (num - 1)), 4))
@@ -176,13 +178,13 @@ def test_every_choice_trains_as_one_process(stages):
 
 
 def test_pipe_refuses_what_it_cannot_run():
-    strategy = find_strategy((0, 0), {"microbatches": 2})
+    training_plan = find_training_plan((0, 0), {"microbatches": 2})
     with pytest.raises(ArgumentError, match="its own cuts and placements"):
-        rs.Pipe(make_gpt(), ["blocks.1"], strategy=strategy)
+        rs.Pipe(make_gpt(), ["blocks.1"], training_plan=training_plan)
     stage = StagePlan(0, 6, 0, 2, (Choice(zero=3), *(Choice(),) * 5))
-    mixed = replace(strategy, stages=(stage,), layer_names=(tuple("abcdef"),))
+    mixed = replace(training_plan, stages=(stage,), layer_names=(tuple("abcdef"),))
     with pytest.raises(ArgumentError, match="stage 0 mixes 2 kinds of parallelism"):
-        rs.Pipe(make_gpt(), strategy=mixed)
+        rs.Pipe(make_gpt(), training_plan=mixed)
 
 
 class Untraceable(torch.nn.Module):
@@ -214,14 +216,14 @@ def test_a_model_that_cannot_be_traced_is_one_layer_and_trains(choice):
     profile = profile_layers(traced, rows=(1, 2), repeats=1)
     cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
     keep = {"microbatches": 2, "zero": choice.zero, "recompute": choice.recompute}
-    strategy = search(traced.graph, cluster, profile, rows=4, keep=keep)
-    assert strategy.layer_names == (("Untraceable",),)
-    strategy = replace(strategy, stages=(StagePlan(0, 1, 0, 2, (choice,)),))
+    training_plan = search(traced.graph, cluster, profile, rows=4, keep=keep)
+    assert training_plan.layer_names == (("Untraceable",),)
+    training_plan = replace(training_plan, stages=(StagePlan(0, 1, 0, 2, (choice,)),))
     if choice.recompute:
-        (placement,) = strategy.placements()
+        (placement,) = training_plan.placements()
         module, runs = make_untraceable(), []
         module.first.register_forward_hook(lambda *_: runs.append(1))
         placement.prepare(module)(**batch).backward()
         assert len(runs) == 2  # forward, and again in the backward
     case = Case(make_untraceable, [batch, batch], batch, lambda model, batch: (model(**batch), {}), microbatches=None)
-    check_equal(case, functools.partial(pipe_of_strategy, text=strategy.to_json()), 2)
+    check_equal(case, functools.partial(pipe_of_training_plan, text=training_plan.to_json()), 2)

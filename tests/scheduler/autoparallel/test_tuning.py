@@ -12,15 +12,15 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     Layer,
     LayerGraph,
+    LayerProfile,
     Measurement,
-    Problem,
-    Profile,
     Sample,
-    choose_strategy,
+    SearchProblem,
+    choose_training_plan,
     tune,
 )
-from reshard.scheduler.autoparallel.iteration import evaluate_schedule
-from reshard.scheduler.autoparallel.problem import Candidate
+from reshard.scheduler.autoparallel.costs.iteration import evaluate_schedule
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.tuning import correct_profile, is_same
 from reshard.topology import Topology
 
@@ -36,23 +36,23 @@ def make_profile(graph, seconds, message_seconds=0.0):
         key: {1: ClassTimes((Sample(1, s, s, s, 2 * s), Sample(2, 2 * s, 2 * s, 2 * s, 4 * s)))}
         for key, s in seconds.items()
     }
-    return Profile(graph.key, "cpu", graph.dtype, classes, message_seconds=message_seconds)
+    return LayerProfile(graph.key, "cpu", graph.dtype, classes, message_seconds=message_seconds)
 
 
 def make_problem(seconds, message_seconds=0.0, hosts=(0, 1)):
     graph = make_graph()
     cluster = Cluster(Topology.uniform(hosts, 1e9), 1e9)
-    return Problem(graph, cluster, make_profile(graph, seconds, message_seconds), 16, microbatches=(4,))
+    return SearchProblem(graph, cluster, make_profile(graph, seconds, message_seconds), 16, microbatches=(4,))
 
 
 def run_on(problem):
-    """Measures a strategy where the times of a problem are true."""
+    """Measures a training plan where the times of a problem are true."""
 
-    def measure(strategy):
-        candidate = Candidate("", strategy.stages, strategy.microbatches)
-        costs = tuple(problem.stage_cost(stage, strategy.microbatches) for stage in strategy.stages)
-        pipeline = problem.pipeline(strategy.stages, strategy.microbatches)
-        found = evaluate_schedule(candidate, pipeline, costs, strategy.schedule)
+    def measure(training_plan):
+        candidate = Candidate("", training_plan.stages, training_plan.microbatches)
+        costs = tuple(problem.stage_cost(stage, training_plan.microbatches) for stage in training_plan.stages)
+        pipeline = problem.pipeline(training_plan.stages, training_plan.microbatches)
+        found = evaluate_schedule(candidate, pipeline, costs, training_plan.schedule)
         return Measurement((found.seconds,), (found.timeline,))
 
     return measure
@@ -65,27 +65,27 @@ WRONG = {"kind 0": 1e-3, "kind 1": 1e-3, "kind 2": 1e-3}
 @pytest.mark.parametrize("build", [one_f_one_b, zb_h1])
 def test_a_measured_step_corrects_the_profile(build):
     wrong, true = make_problem(WRONG), make_problem(TRUE, 2e-3)
-    chosen = choose_strategy(wrong)
+    chosen = choose_training_plan(wrong)
     schedule = build(wrong.pipeline(chosen.stages, 4), 4)
-    strategy = replace(chosen, schedule_text=format_schedule(schedule))
-    measured = run_on(true)(strategy)
-    assert strategy.seconds < 0.7 * measured.seconds
-    profile = correct_profile(wrong, strategy, measured.timelines)
-    assert len(strategy.stages) == 2
-    again = run_on(replace(wrong, profile=profile))(strategy)
+    training_plan = replace(chosen, schedule_text=format_schedule(schedule))
+    measured = run_on(true)(training_plan)
+    assert training_plan.seconds < 0.7 * measured.seconds
+    profile = correct_profile(wrong, training_plan, measured.timelines)
+    assert len(training_plan.stages) == 2
+    again = run_on(replace(wrong, profile=profile))(training_plan)
     assert again.seconds == pytest.approx(measured.seconds, rel=1e-3)
     assert profile.message_seconds == pytest.approx(2e-3, rel=1e-3)
 
 
 def test_the_loop_ends_with_the_true_choice():
     wrong, true = make_problem(WRONG), make_problem(TRUE, 1e-3)
-    best = choose_strategy(true)
-    tuned = tune(wrong, choose_strategy, run_on(true))
+    best = choose_training_plan(true)
+    tuned = tune(wrong, choose_training_plan, run_on(true))
     assert len(tuned.rounds) <= 2
     assert tuned.gain > 1.1
-    assert run_on(true)(tuned.strategy).seconds <= 1.02 * best.seconds
+    assert run_on(true)(tuned.training_plan).seconds <= 1.02 * best.seconds
     assert f"{tuned.gain:.3f} times as fast as the first choice" in str(tuned)
-    settled = tune(true, choose_strategy, run_on(true))
+    settled = tune(true, choose_training_plan, run_on(true))
     assert settled.is_settled
     assert settled.gain == 1.0
-    assert is_same(settled.strategy, best)
+    assert is_same(settled.training_plan, best)

@@ -86,8 +86,10 @@ def test_wrong_cuts_and_placements_are_refused():
         rs.Pipe([nn.Linear(2, 2)], ["0"], stages="1x1")
     with pytest.raises(ArgumentError, match="a list with the module of each stage, not list"):
         rs.Pipe([], stages="1x1")
-    with pytest.raises(ArgumentError, match=r"strategy is a str, not a Strategy; .* Strategy.read\(path\)"):
-        rs.Pipe(make_chain(), strategy="plan.json")
+    with pytest.raises(
+        ArgumentError, match=r"training plan is a str, not a Training plan; .* TrainingPlan.read\(path\)"
+    ):
+        rs.Pipe(make_chain(), training_plan="plan.json")
     with pytest.raises(ArgumentError, match="schedule is '1f1b'; it must be a Schedule, or a function"):
         rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2, schedule="1f1b")
 
@@ -349,4 +351,4 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text, message):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ArgumentError, match=message):
-        rs.Profile.load(path)
+        rs.StageProfile.load(path)

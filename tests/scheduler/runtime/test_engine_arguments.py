@@ -24,7 +24,7 @@ from reshard.scheduler import (
     check_schedule,
     gpipe,
     one_f_one_b,
-    simulate,
+    simulate_schedule,
     to_svg,
 )
 from reshard.scheduler.runtime import grad_sync
@@ -195,7 +195,7 @@ def test_actions_of_unknown_stages_and_microbatches_are_rejected():
             check_schedule(wrong, TWO)
         if action.microbatch == 0:
             with pytest.raises(ScheduleError, match="names stage 2; there are stages 0 to 1"):
-                simulate(wrong, TWO)
+                simulate_schedule(wrong, TWO)
 
 
 def test_lists_are_stored_as_tuples():
@@ -211,7 +211,7 @@ def test_picture_needs_a_schedule_and_a_timeline():
     with pytest.raises(ArgumentError, match="a PipelineTimeline is needed, not NoneType"):
         to_svg(schedule, None)
     with pytest.raises(ArgumentError, match="Schedule"):
-        to_svg(None, simulate(schedule, TWO))
+        to_svg(None, simulate_schedule(schedule, TWO))
 
 
 def test_modules_of_a_rank_are_on_one_type_of_device():

@@ -10,7 +10,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from reshard.scheduler import zb_h1
-from reshard.scheduler.ir.actions import Channel
+from reshard.scheduler.ir.actions import StageChannel
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.observe import find_observer
 from reshard.testing import run_processes
@@ -65,7 +65,7 @@ def test_ranges_and_records_name_edge_direction_and_microbatch():
 
 
 def test_an_observer_that_records_nothing_makes_no_text():
-    class Silent(Channel):
+    class Silent(StageChannel):
         def __getattribute__(self, name):
             raise AssertionError("read while nothing records")
 

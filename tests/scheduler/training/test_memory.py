@@ -1,4 +1,6 @@
-"""Predicted bytes of a strategy against those that its ranks keep. ``microbench.strategies.memory`` has more of them."""
+"""Predicted bytes of a training plan against those that its ranks keep. ``microbench.strategies.memory`` has more of
+them.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from microbench.strategies.by_hand import GPT, make_by_hand, parse_stages
 from reshard.scheduler.autoparallel import Cluster
 from reshard.scheduler.training.loop import Job
 from reshard.scheduler.training.memory import count_peak_bytes, predicted_bytes
-from reshard.scheduler.training.strategies import SearchOptions, make_job_problem
+from reshard.scheduler.training.plan_search import SearchOptions, make_job_problem
 from reshard.testing import run_processes
 from reshard.topology import Topology
 
@@ -45,6 +47,8 @@ def problem():
 def test_predicted_memory_is_within_5_percent(problem, text, microbatches):
     stages = parse_stages(text)
     cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
-    _, strategy = make_by_hand(problem, cluster, stages, microbatches)
-    counted = run_processes(count_peak_bytes, strategy.num_ranks, replace(JOB, strategy=strategy), timeout_seconds=300)
-    assert counted == pytest.approx(predicted_bytes(strategy), rel=0.05)
+    _, training_plan = make_by_hand(problem, cluster, stages, microbatches)
+    counted = run_processes(
+        count_peak_bytes, training_plan.num_ranks, replace(JOB, training_plan=training_plan), timeout_seconds=300
+    )
+    assert counted == pytest.approx(predicted_bytes(training_plan), rel=0.05)

@@ -12,7 +12,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from reshard.errors import ArgumentError
-from reshard.runtime.weight_grad_store import WeightGradStore, later_tasks
+from reshard.gradients.weight_grad_store import WeightGradStore, later_tasks
 
 
 class Tied(nn.Module):

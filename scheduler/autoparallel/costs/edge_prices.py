@@ -12,9 +12,9 @@ from reshard.sharding import Mesh, TensorSpec
 from ...costs import price_edge
 from ...graph import Edge
 from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
-from ..choices import GridShape
-from ..cluster import Cluster, hosts_are_alike
-from ..graph import LayerGraph, Tensor
+from ..inputs.choices import GridShape
+from ..inputs.cluster import Cluster, hosts_are_alike
+from ..inputs.layer_graph import LayerGraph, Tensor
 
 #: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.
 End = tuple[int, int, int | GridShape]

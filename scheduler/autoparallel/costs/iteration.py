@@ -8,14 +8,14 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import ScheduleError
 
-from ..graph import Pipeline
-from ..ir.schedule import Schedule
-from ..schedules.auto import auto_schedule
-from ..schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
-from ..simulation.replay import PipelineTimeline, simulate_within
-from .costs import StageCost
-from .prices.ties import TieExchange
-from .problem import SCALED_LIMIT, Candidate, Problem
+from ...graph import Pipeline
+from ...ir.schedule import Schedule
+from ...schedules.auto import auto_schedule
+from ...schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
+from ...simulation.replay import PipelineTimeline, simulate_within
+from .layer_costs import StageCost
+from .problem import SCALED_LIMIT, Candidate, SearchProblem
+from .tie_prices import TieExchange
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MOST_ACTIONS = 1500
@@ -66,7 +66,7 @@ class Evaluation:
 
 
 def evaluate(
-    problem: Problem, candidate: Candidate, *, thorough: bool = False, below_seconds: float = math.inf
+    problem: SearchProblem, candidate: Candidate, *, thorough: bool = False, below_seconds: float = math.inf
 ) -> Evaluation | None:
     """Simulate a candidate under each known schedule, and return the best.
 
@@ -145,7 +145,7 @@ def _short_bytes(costs: Sequence[StageCost], schedule: Schedule) -> float:
     return max(0.0, *(cost.peak_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, depths, strict=True)))
 
 
-def step_bound(problem: Problem, candidate: Candidate) -> float:
+def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
     """A lower bound, in seconds, on the step time of a candidate under any schedule.
 
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
 
-from .graph import Layer
+from .layer_graph import Layer
 
 #: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`; empty: no grid.
 GridShape = tuple[int, ...]
@@ -110,7 +110,7 @@ class Sharding:
 def shard_1d(layer: Layer, degree: int) -> Sharding:
     """Megatron's: column-wise and then row-wise products, with an all-reduce after each pair.
 
-    A layer that cannot be divided over so many ranks is computed whole by each.
+    If a layer cannot be sharded over so many ranks, every rank computes all of it.
     """
     if degree > layer.tp_limit:
         degree = 1

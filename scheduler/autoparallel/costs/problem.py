@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from ..graph import Edge, Pipeline, Stage
-from ..ir.communication import RECVS_AHEAD
-from .choices import Choice, ChoiceRules
-from .cluster import Cluster, Place
-from .codecs import CodecCosts, check_policy
-from .costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
-from .graph import Layer, LayerGraph, Tensor
-from .grids import best_grids, grid_cost, why_no_grid
-from .prices.edges import EdgeCodecs, EdgePrices, End
-from .prices.ties import TieExchange, TiePrices, repeated_bytes
-from .profile import Profile
-from .result.stages import StagePlan
+from ...graph import Edge, Pipeline, Stage
+from ...ir.communication import RECVS_AHEAD
+from ..inputs.choices import Choice, ChoiceRules
+from ..inputs.cluster import Cluster, Place
+from ..inputs.layer_graph import Layer, LayerGraph, Tensor
+from ..inputs.layer_profile import LayerProfile
+from ..inputs.stages import StagePlan
+from .codec_costs import CodecCosts, check_policy
+from .edge_prices import EdgeCodecs, EdgePrices, End
+from .grid_costs import best_grids, grid_cost, why_no_grid
+from .layer_costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
+from .tie_prices import TieExchange, TiePrices, repeated_bytes
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -34,7 +34,8 @@ Stages = tuple[StagePlan, ...]
 class Candidate:
     """Stages and a number of microbatches that a method proposes.
 
-    ``predicted_seconds`` is what the method itself predicts; None if it predicts nothing.
+    Attributes:
+        predicted_seconds: prediction of the method itself; None if it makes none.
     """
 
     method: str
@@ -44,12 +45,12 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        """A text that no other stages and microbatches have."""
+        """Unique text of this candidate."""
         return f"{count_of(self.microbatches, 'microbatch')}: {', '.join(map(str, self.stages))}"
 
 
 @dataclass(frozen=True)
-class Problem:
+class SearchProblem:
     """A search: what to train, where, and which choices are allowed.
 
     Args:
@@ -67,7 +68,7 @@ class Problem:
 
     graph: LayerGraph
     cluster: Cluster
-    profile: Profile
+    profile: LayerProfile
     rows: int
     states: StateBytes = field(default_factory=StateBytes)
     rules: ChoiceRules = field(default_factory=ChoiceRules)
@@ -362,7 +363,7 @@ class Problem:
         return list(range(1, self.cluster.num_ranks + 1))
 
 
-#: Limit of the scaled activations of :meth:`Problem.pipeline`.
+#: Limit of the scaled activations of :meth:`SearchProblem.pipeline`.
 SCALED_LIMIT = 1 << 40
 
 

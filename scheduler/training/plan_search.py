@@ -1,4 +1,4 @@
-"""Find a strategy for a preset: measure the layers of its model on one rank, then search."""
+"""Find a training plan for a preset: measure the layers of its model on one rank, then search."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from reshard.topology import MACHINES, CodecRate, Topology
 from ..autoparallel import (
     ChoiceRules,
     Cluster,
+    LayerProfile,
     Measurement,
-    Problem,
-    Profile,
+    SearchProblem,
     StateBytes,
-    Strategy,
     TracedModel,
+    TrainingPlan,
     Tuned,
-    choose_strategy,
+    choose_training_plan,
     profile_layers,
     trace_module,
     tune,
@@ -39,11 +39,11 @@ from .presets import GPTConfig
 
 #: Numbers of rows for which a forward is measured. Numbers above the rows of a step are skipped.
 ROWS = (1, 2, 4, 8)
-#: Number of measured steps of a strategy.
+#: Number of measured steps of a training plan.
 MEASURED_STEPS = 3
 #: Bytes per parameter of AdamW with float32 parameters and gradients.
 STATES = StateBytes(4.0, 4.0, 8.0)
-#: Fraction of the memory of a device that a strategy may use unless ``--memory`` is given.
+#: Fraction of the memory of a device that a training plan may use unless ``--memory`` is given.
 USABLE = 0.9
 #: Rate inside a host if no topology is given, in bytes per second.
 INSIDE_BYTES_PER_SECOND = 5e9
@@ -51,16 +51,16 @@ INSIDE_BYTES_PER_SECOND = 5e9
 
 @dataclass(frozen=True)
 class SearchOptions:
-    """Options of a search for a strategy, in addition to the preset.
+    """Options of a search for a training plan, in addition to the preset.
 
     Attributes:
         devices: number of ranks; None: the number of ranks of the topology.
         topology: name of a machine, or path of a topology file; None: one host.
         memory: memory limit of a device, such as ``"16GB"``; None: :data:`USABLE` of what it has.
         keep: ``(name, value)`` pairs of fixed parts, see :func:`reshard.scheduler.autoparallel.search`.
-        measures: whether to run steps of the chosen strategy, correct the layer times by them, and search again.
-        output: path of the file for the strategy; None: none.
-        compression: text of a policy whose codecs the strategy may use; None: none.
+        measures: whether to run steps of the chosen training plan, correct the layer times by them, and search again.
+        output: path of the file for the training plan; None: none.
+        compression: text of a policy whose codecs the training plan may use; None: none.
     """
 
     devices: int | None = None
@@ -90,8 +90,8 @@ class SearchOptions:
             options.topology,
             options.memory,
             tuple(sorted(keep.items())),
-            options.strategy == "tune",
-            options.save_strategy,
+            options.plan == "tune",
+            options.save_plan,
             None if options.compression is None else str(parse_policy(options.compression)),
         )
 
@@ -109,7 +109,7 @@ class SearchOptions:
         if self.topology is None:
             local = int(os.environ.get("LOCAL_WORLD_SIZE", devices or 0))
             if devices is None:
-                raise ArgumentError("--strategy auto needs --devices N, the number of ranks, or --topology FILE")
+                raise ArgumentError("--plan auto needs --devices N, the number of ranks, or --topology FILE")
             if num_ranks is not None and local < num_ranks:
                 raise ArgumentError(
                     f"the launcher started {num_ranks} ranks with {local} on each host; pass --topology with the rates "
@@ -120,7 +120,7 @@ class SearchOptions:
             found = find_topology(self.topology, devices if self.topology in MACHINES else None)
         if num_ranks is not None and num_ranks != (self.devices or len(found.host_of_rank)):
             raise ArgumentError(
-                f"the strategy is for {self.devices or len(found.host_of_rank)} devices, but the launcher started "
+                f"the training plan is for {self.devices or len(found.host_of_rank)} devices, but the launcher started "
                 f"{num_ranks} ranks"
             )
         return found
@@ -139,7 +139,7 @@ def trace_job(job: Job) -> TracedModel:
     )
 
 
-def profile_job(traced: TracedModel, job: Job) -> Profile:
+def profile_job(traced: TracedModel, job: Job) -> LayerProfile:
     """Measure the layers on the device of this process."""
     rows = [rows for rows in ROWS if rows <= job.preset.rows]
     return profile_layers(traced, job.device, rows=rows, repeats=3)
@@ -161,7 +161,7 @@ def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> 
     return Cluster(topology, memory, options.devices or 0)
 
 
-def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Problem:
+def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = None) -> SearchProblem:
     """The search problem of a job, with layer times that this process measures."""
     cluster = find_cluster(options, job.device, num_ranks)
     policy = None
@@ -189,44 +189,44 @@ def _with_rates(topology: Topology, policy: Policy, device: str) -> Topology:
     return replace(topology, codec_rates=(*topology.codec_rates, *measured))
 
 
-def find_strategy(job: Job, options: SearchOptions, num_ranks: int | None = None) -> Strategy:
+def find_training_plan(job: Job, options: SearchOptions, num_ranks: int | None = None) -> TrainingPlan:
     """Measure the layers of a job in this process, and search.
 
     Raises:
-        ArgumentError: no strategy fits the memory, or the options contradict each other.
+        ArgumentError: no training plan fits the memory, or the options contradict each other.
     """
     with show_elapsed("measuring layers and searching"):
-        return choose_strategy(make_job_problem(job, options, num_ranks))
+        return choose_training_plan(make_job_problem(job, options, num_ranks))
 
 
-def tune_strategy(rank: int, job: Job, options: SearchOptions) -> Tuned:
+def tune_training_plan(rank: int, job: Job, options: SearchOptions) -> Tuned:
     """Search, run steps of the choice on all ranks, correct the layer times, and search again. Every rank calls this.
 
-    Rank 0 measures the layers and searches. All ranks run the strategies that it chooses.
+    Rank 0 measures the layers and searches. All ranks run the training plans that it chooses.
 
     Raises:
-        ArgumentError: rank 0 finds no strategy that fits. Every rank raises the same error.
+        ArgumentError: rank 0 finds no training plan that fits. Every rank raises the same error.
     """
     world = dist.get_world_size()
     if rank:
         while True:
             message = _broadcast(None)
-            if not isinstance(message, Strategy):
+            if not isinstance(message, TrainingPlan):
                 break
-            measure_steps(rank, replace(job, strategy=message))
+            measure_steps(rank, replace(job, training_plan=message))
     else:
         is_measuring = False
 
-        def measure(strategy: Strategy) -> Measurement:
+        def measure(training_plan: TrainingPlan) -> Measurement:
             nonlocal is_measuring
             is_measuring = True  # an error in here ends all ranks, so none waits for a broadcast
-            measured = measure_steps(rank, replace(job, strategy=_broadcast(strategy)))
+            measured = measure_steps(rank, replace(job, training_plan=_broadcast(training_plan)))
             is_measuring = False
             return measured
 
         try:
             with show_elapsed("measuring layers and steps, and searching"):
-                message = tune(make_job_problem(job, options, world), choose_strategy, measure)
+                message = tune(make_job_problem(job, options, world), choose_training_plan, measure)
         except Exception as error:
             if not is_measuring:
                 own = f"rank 0 cannot search: {type(error).__name__}: {error}"

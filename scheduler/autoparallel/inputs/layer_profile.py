@@ -14,7 +14,7 @@ from typing import Any
 from reshard.errors import ArgumentError
 
 from .files import explain_refusal, read_object, read_value, write_text
-from .graph import LayerGraph
+from .layer_graph import LayerGraph
 
 VERSION = 1
 
@@ -102,7 +102,7 @@ def _mixed(low: Sample, high: Sample, share: float, scale: float, rows: float) -
 
 
 @dataclass(frozen=True)
-class Profile:
+class LayerProfile:
     """Times of the layer classes of a model on one kind of device.
 
     Args:
@@ -171,8 +171,9 @@ class Profile:
         device: str = "guess",
         message_seconds: float = 0.0,
         slowdown: float = 1.0,
-    ) -> Profile:
-        """Estimate times from counts of operations. Each strategy that a search finds with them is marked as a guess.
+    ) -> LayerProfile:
+        """Estimate times from counts of operations. Each training plan that a search finds with them is marked as a
+        guess.
 
         Args:
             graph: the model. flops_per_second: peak rate of a device for the dtype of the graph.
@@ -244,7 +245,7 @@ class Profile:
         return json.dumps(data, indent=1, sort_keys=True)
 
     @classmethod
-    def from_json(cls, text: str) -> Profile:
+    def from_json(cls, text: str) -> LayerProfile:
         """The inverse of :meth:`to_json`.
 
         Raises:
@@ -274,7 +275,7 @@ class Profile:
         write_text(path, self.to_json() + "\n")
 
     @classmethod
-    def read(cls, path: str | Path) -> Profile:
+    def read(cls, path: str | Path) -> LayerProfile:
         """Read what :meth:`save` wrote.
 
         Raises:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 
-from .cluster import Cluster, Place, ring_seconds
-from .graph import LayerGraph, is_shared
-from .prices.edges import coded_ratio
-from .result.stages import StagePlan
+from ..inputs.cluster import Cluster, Place, ring_seconds
+from ..inputs.layer_graph import LayerGraph, is_shared
+from ..inputs.stages import StagePlan
+from .edge_prices import coded_ratio
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -92,7 +92,8 @@ class CodecCosts:
         sums: of gradients over replicas under DDP. gathers, scatters: of parameters and gradients under ZeRO 3.
         panels: of matrix products on grids.
         is_optional: whether each layer may leave its traffic raw where that is faster. This holds while the search
-            looks for stages. It does not hold for the chosen strategy, because an engine has one policy for all stages.
+            looks for stages. It does not hold for the chosen training plan, because an engine has one policy for all
+            stages.
     """
 
     sums: CodecCost | None = None

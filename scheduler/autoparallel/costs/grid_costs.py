@@ -16,11 +16,11 @@ from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
 from reshard.topology import Host, Port, Topology
 
-from .choices import Choice, ChoiceRules, GridShape
-from .cluster import Place
-from .costs import LayerCost, Workload, overlapped_seconds
-from .graph import Layer
-from .profile import Sample
+from ..inputs.choices import Choice, ChoiceRules, GridShape
+from ..inputs.cluster import Place
+from ..inputs.layer_graph import Layer
+from ..inputs.layer_profile import Sample
+from .layer_costs import LayerCost, Workload, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
 MOST_GRIDS = 2

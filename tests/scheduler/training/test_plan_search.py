@@ -1,4 +1,4 @@
-"""``reshard train --strategy``: strategies of presets, found or read, train as one process."""
+"""``reshard train --plan``: training plans of presets, found or read, train as one process."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from reshard.cli.main import main
-from reshard.scheduler.autoparallel import Cluster, LayerGraph, Profile, search
-from reshard.scheduler.training import strategies
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
+from reshard.scheduler.training import plan_search
 from reshard.scheduler.training.loop import Job, train
-from reshard.scheduler.training.strategies import SearchOptions, find_strategy, tune_strategy
+from reshard.scheduler.training.plan_search import SearchOptions, find_training_plan, tune_training_plan
 from reshard.testing import LaunchError, run_processes
 from reshard.topology import Topology
 from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
@@ -27,12 +27,12 @@ from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
     ],
     ids=["gpt", "u-transformer", "tensor parallel", "autocast"],
 )
-def test_a_strategy_that_was_found_trains_as_one_process(preset, devices, keep):
+def test_a_training_plan_that_was_found_trains_as_one_process(preset, devices, keep):
     job = Job("test", preset, 3, "", warmup=2)
-    strategy = find_strategy(job, SearchOptions(devices, None, "100MB", keep))
-    assert strategy.num_ranks == devices
-    assert not strategy.is_guess
-    results = run_processes(train, devices, replace(job, strategy=strategy), False, timeout_seconds=300)
+    training_plan = find_training_plan(job, SearchOptions(devices, None, "100MB", keep))
+    assert training_plan.num_ranks == devices
+    assert not training_plan.is_guess
+    results = run_processes(train, devices, replace(job, training_plan=training_plan), False, timeout_seconds=300)
     losses, held_out = train_alone(replace(job, preset=replace(preset, autocast="")))
     close = {"rel": 5e-3} if preset.autocast else {"abs": 1e-5}
     for result in results:
@@ -46,11 +46,11 @@ SMALL = ["train", "gpt3-125m", "--shrink", "24", "--batch", "4", "--steps", "1"]
 @pytest.mark.slow
 def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*SMALL, "--devices", "2", "--memory", "1GB", "--strategy", "auto", "--keep", "microbatches=2"]) == 0
+    assert main([*SMALL, "--devices", "2", "--memory", "1GB", "--plan", "auto", "--keep", "microbatches=2"]) == 0
     shown = capfd.readouterr()
     assert "2 microbatches" in shown.err
-    assert "gpt3-125m/24 on a strategy, steps 0 to 1: loss 5." in shown.out
-    assert main([*SMALL, "--devices", "2", "--strategy", "auto", "--memory", "1.1MB", "--shrink", "8"]) == 2
+    assert "gpt3-125m/24 on a training plan, steps 0 to 1: loss 5." in shown.out
+    assert main([*SMALL, "--devices", "2", "--plan", "auto", "--memory", "1.1MB", "--shrink", "8"]) == 2
     shown = capfd.readouterr().err
     assert "nothing fits" in shown
     assert "Traceback" not in shown
@@ -59,34 +59,37 @@ def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
 def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     graph = LayerGraph.transformer(layers=5, hidden=8, heads=2, sequence=8, vocabulary=32)
-    profile = Profile.estimate(graph, flops_per_second=1e9)
+    profile = LayerProfile.estimate(graph, flops_per_second=1e9)
     search(graph, Cluster(Topology.uniform((0, 0)), 1e9), profile, rows=4).save("plan.json")
     for options, message in (
-        (["--strategy", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
+        (["--plan", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
         (
-            ["--strategy", "plan.json", "--microbatches", "3"],
+            ["--plan", "plan.json", "--microbatches", "3"],
             "plan.json has 4 microbatches, not 3; omit --microbatches",
         ),
         (
-            ["--strategy", "plan.json", "--devices", "2"],
-            "--devices is for a search; the strategy plan.json has been found already: omit one of the two",
+            ["--plan", "plan.json", "--devices", "2"],
+            "--devices is for a search; the training plan plan.json has been found already: omit one of the two",
         ),
         (
-            ["--strategy", "plan.json", "--save-strategy", "copy.json"],
-            "--save-strategy is for a search; the strategy plan.json",
+            ["--plan", "plan.json", "--save-plan", "copy.json"],
+            "--save-plan is for a search; the training plan plan.json",
         ),
-        (["--strategy", "none.json"], "there is no strategy 'none.json'; pass auto, tune, or the file of a strategy"),
-        (["--strategy", "auto", "--meshes", "1x1"], "a strategy has its own stages; omit --meshes or --strategy"),
-        (["--strategy", "auto", "--schedule", "1f1b"], "a strategy has its own schedule"),
         (
-            ["--devices", "2", "--strategy", "auto", "--compression", "optimizer=int8x128"],
+            ["--plan", "none.json"],
+            "there is no training plan 'none.json'; pass auto, tune, or the file of a training plan",
+        ),
+        (["--plan", "auto", "--meshes", "1x1"], "a training plan has its own stages; omit --meshes or --plan"),
+        (["--plan", "auto", "--schedule", "1f1b"], "a training plan has its own schedule"),
+        (
+            ["--devices", "2", "--plan", "auto", "--compression", "optimizer=int8x128"],
             "a search prices dp, pp, tp, zero of a policy",
         ),
         (
-            ["--devices", "2", "--strategy", "auto", "--memory", "80 GHz"],
+            ["--devices", "2", "--plan", "auto", "--memory", "80 GHz"],
             "must be a number of bytes with a unit, such as 80GB",
         ),
-        (["--devices", "2"], "--devices is for a search; pass --strategy auto with it"),
+        (["--devices", "2"], "--devices is for a search; pass --plan auto with it"),
     ):
         assert main([*SMALL, *options]) == 2
         assert message in capfd.readouterr().err
@@ -98,9 +101,9 @@ def test_a_search_uses_codecs_where_links_are_slow(tmp_path):
     (tmp_path / "hosts.json").write_text(json.dumps({"hosts": hosts}))
     options = SearchOptions(None, str(tmp_path / "hosts.json"), "100MB", compression="dp=int8x128,pp=int8x128")
     job = Job("test", replace(GPT, config=replace(GPT.config, head_size=32)), 3, "", warmup=2)
-    strategy = find_strategy(job, options)
-    assert strategy.compression is not None
-    losses = run_processes(train, 2, replace(job, strategy=strategy), False, timeout_seconds=300)[0].losses
+    training_plan = find_training_plan(job, options)
+    assert training_plan.compression is not None
+    losses = run_processes(train, 2, replace(job, training_plan=training_plan), False, timeout_seconds=300)[0].losses
     assert list(losses) == pytest.approx(train_alone(job)[0], rel=0.02)
     assert list(losses) != pytest.approx(train_alone(job)[0], abs=1e-6)  # values are rounded
 
@@ -109,16 +112,16 @@ def test_a_search_uses_codecs_where_links_are_slow(tmp_path):
 def test_the_loop_of_search_and_measurement_trains_as_one_process():
     job = Job("test", GPT, 3, "", warmup=2)
     options = SearchOptions(2, None, "100MB", (("microbatches", 4),), measures=True)
-    found = run_processes(tune_strategy, 2, job, options, timeout_seconds=300)
+    found = run_processes(tune_training_plan, 2, job, options, timeout_seconds=300)
     assert found[0] == found[1]
     tuned = found[0]
     assert 1 <= len(tuned.rounds) <= 2
     assert tuned.gain >= 1.0
     for each in tuned.rounds:
         assert {span.action.stage for span in each.measurement.timelines[0].spans} == set(
-            range(len(each.strategy.stages))
+            range(len(each.training_plan.stages))
         )
-    result = run_processes(train, 2, replace(job, strategy=tuned.strategy), False, timeout_seconds=300)[0]
+    result = run_processes(train, 2, replace(job, training_plan=tuned.training_plan), False, timeout_seconds=300)[0]
     assert list(result.losses) == pytest.approx(train_alone(job)[0], abs=1e-5)
 
 
@@ -126,16 +129,20 @@ def test_the_loop_of_search_and_measurement_trains_as_one_process():
 def test_an_error_of_the_search_reaches_all_ranks():
     job = Job("test", GPT, 3, "")
     with pytest.raises(LaunchError) as raised:
-        run_processes(tune_strategy, 2, job, SearchOptions(2, None, "100MB", (("microbatches", 3),), measures=True))
+        run_processes(
+            tune_training_plan, 2, job, SearchOptions(2, None, "100MB", (("microbatches", 3),), measures=True)
+        )
     assert [str(each.error) for each in raised.value.failures] == ["3 microbatches do not divide 8 rows evenly"] * 2
 
 
 def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
     job = Job("test", GPT, 3, "")
     with pytest.raises(LaunchError) as raised:
-        run_processes(tune_strategy, 2, job, SearchOptions(2, "none.json", "100MB", measures=True), grace_seconds=20)
+        run_processes(
+            tune_training_plan, 2, job, SearchOptions(2, "none.json", "100MB", measures=True), grace_seconds=20
+        )
     assert [type(each.error).__name__ for each in raised.value.failures] == ["TopologyError"] * 2
-    monkeypatch.setattr(strategies, "make_job_problem", lambda *_: int("x"))
+    monkeypatch.setattr(plan_search, "make_job_problem", lambda *_: int("x"))
     with pytest.raises(LaunchError) as raised:
-        run_processes(tune_strategy, 2, job, SearchOptions(2, None, "100MB", measures=True), grace_seconds=20)
+        run_processes(tune_training_plan, 2, job, SearchOptions(2, None, "100MB", measures=True), grace_seconds=20)
     assert str(raised.value.failures[1].error).startswith("rank 0 cannot search: ValueError: invalid literal")

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..files import read_value, write_text
-from .drawing import draw_strategy
-from .explain import explain_strategy
-from .record import StrategyRecord
+from ..inputs.files import read_value, write_text
+from .drawing import draw_training_plan
+from .explain import explain_training_plan
+from .record import TrainingPlanRecord
 
 
 @dataclass(frozen=True)
-class Strategy(StrategyRecord):
+class TrainingPlan(TrainingPlanRecord):
     """Stages, schedule and microbatches of a training, and what they are predicted to take.
 
-    ``Pipe(model, strategy=strategy)`` trains it. It is the same on every rank and from run to run.
+    ``Pipe(model, training_plan=found)`` trains it. It is the same on every rank and from run to run.
 
     Attributes:
         method: the method that found it. stages: the stages, in order.
@@ -36,31 +36,31 @@ class Strategy(StrategyRecord):
 
     def explain(self) -> str:
         """Where time and memory go, what the edges cost, how far the bound is, and what other candidates lack."""
-        return explain_strategy(self)
+        return explain_training_plan(self)
 
     def to_svg(self) -> str:
         """A drawing of the stages on their hosts, with the seconds and the busiest link of each edge."""
-        return draw_strategy(self)
+        return draw_training_plan(self)
 
     def placements(self) -> list[Any]:
         """A :class:`reshard.scheduler.Placement` for each stage. Imports torch.
 
         Raises:
-            ArgumentError: ``Pipe`` cannot run the strategy.
+            ArgumentError: ``Pipe`` cannot run the training plan.
         """
         from ..modules.apply import make_placements
 
         return make_placements(self.stages, self.layer_names)
 
     def save(self, path: str | Path) -> None:
-        """Write the strategy as JSON."""
+        """Write the training plan as JSON."""
         write_text(path, self.to_json() + "\n")
 
     @classmethod
-    def read(cls, path: str | Path) -> Strategy:
+    def read(cls, path: str | Path) -> TrainingPlan:
         """Read what :meth:`save` wrote.
 
         Raises:
-            ArgumentError: the file cannot be read, or does not hold a strategy of this version.
+            ArgumentError: the file cannot be read, or does not hold a training plan of this version.
         """
         return read_value(path, cls.from_json)

@@ -1,4 +1,4 @@
-"""The devices that a strategy may use, and those of a stage: hosts, links and the memory of each device."""
+"""The devices that a training plan may use, and those of a stage: hosts, links and the memory of each device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import cached_property
 from reshard.errors import ArgumentError, TopologyError
 from reshard.topology import Port, Topology, topology_to_json
 
-from .profile import Profile
+from .layer_profile import LayerProfile
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 LEAST_MEMORY_BYTES = 1 << 20
@@ -163,7 +163,7 @@ class Place:
     uplinks: tuple[float, ...] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, profile: Profile, first: int, end: int) -> Place:
+    def of(cls, cluster: Cluster, profile: LayerProfile, first: int, end: int) -> Place:
         """The place of ranks ``first`` to ``end - 1``. Measured collectives replace those of the topology."""
         latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
         if profile.sums is not None:

@@ -12,12 +12,12 @@ from typing import NamedTuple
 
 from reshard.errors import ArgumentError
 
-from ..ir.communication import RECVS_AHEAD
-from .choices import Choice, shard_1d
-from .cluster import Place, ring_seconds
-from .codecs import CodecCosts
-from .graph import Layer
-from .profile import Profile
+from ...ir.communication import RECVS_AHEAD
+from ..inputs.choices import Choice, shard_1d
+from ..inputs.cluster import Place, ring_seconds
+from ..inputs.layer_graph import Layer
+from ..inputs.layer_profile import LayerProfile
+from .codec_costs import CodecCosts
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Workload:
         codec_costs: which traffic inside stages is coded.
     """
 
-    profile: Profile
+    profile: LayerProfile
     states: StateBytes
     rows: int
     microbatches: int

@@ -32,7 +32,7 @@ def new_group(
     """
     import torch.distributed as dist
 
-    from .torch_compat import gloo_devices, gloo_groups_on, named_group
+    from reshard.runtime.torch_compat import gloo_devices, gloo_groups_on, named_group
 
     _destroy_groups_without_owner()
     made = _num_made.setdefault(dist.group.WORLD, Counter())
@@ -54,7 +54,7 @@ def end_with(owner: Any, groups: Sequence[Any]) -> None:
 def _destroy_groups_without_owner() -> None:
     import torch.distributed as dist
 
-    from .torch_compat import is_alive
+    from reshard.runtime.torch_compat import is_alive
 
     while _without_owner:
         group = _without_owner.pop()

@@ -17,11 +17,11 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 
 from ...costs import price_edge
 from ...graph import Edge
-from ..choices import Choice
-from ..cluster import Cluster, Place, hosts_are_alike
-from ..costs import LayerCost
-from ..graph import LayerGraph, is_shared, own_layer
-from ..result.stages import StagePlan
+from ..inputs.choices import Choice
+from ..inputs.cluster import Cluster, Place, hosts_are_alike
+from ..inputs.layer_graph import LayerGraph, is_shared, own_layer
+from ..inputs.stages import StagePlan
+from .layer_costs import LayerCost
 
 #: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec codes.
 _DTYPES = {2.0: "bfloat16", 4.0: "float32", 8.0: "float64"}

@@ -1,4 +1,4 @@
-"""One stage of a strategy: its layers, its ranks and the choices of its layers."""
+"""One stage of a training plan: its layers, its ranks and the choices of its layers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from ..choices import Choice
+from .choices import Choice
 
 
 @dataclass(frozen=True, order=True)
@@ -75,4 +75,4 @@ def check_stages(stages: Sequence[StagePlan]) -> None:
             )
         layer, rank = stage.end_layer, stage.end_rank
     if not stages:
-        raise ArgumentError("a strategy needs at least one stage")
+        raise ArgumentError("a training plan needs at least one stage")

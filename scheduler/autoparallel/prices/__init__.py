@@ -1,1 +1,0 @@
-"""Costs of transfers between stages: edges, and sums of the gradients of parameters that stages share."""
