@@ -116,7 +116,7 @@ def _lose_a_rank(rank):
         dtype=WHOLE.dtype,
         out=out,
         on_loss="recover",
-        timeout_seconds=20,
+        timeout_seconds=6,
     )
     return moved is out and (out is None or torch.equal(out, wanted))
 

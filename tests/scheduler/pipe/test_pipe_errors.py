@@ -87,7 +87,7 @@ def test_wrong_cuts_and_placements_are_refused():
     with pytest.raises(ArgumentError, match="a list with the module of each stage, not list"):
         rs.Pipe([], stages="1x1")
     with pytest.raises(
-        ArgumentError, match=r"training plan is a str, not a Training plan; .* TrainingPlan.read\(path\)"
+        ArgumentError, match=r"training_plan is a str, not a TrainingPlan; .* TrainingPlan.read\(path\)"
     ):
         rs.Pipe(make_chain(), training_plan="plan.json")
     with pytest.raises(ArgumentError, match="schedule is '1f1b'; it must be a Schedule, or a function"):
