@@ -1,8 +1,9 @@
 """Small messages between the ranks of a channel, in a star: every rank sends to the first rank, which answers all.
 
-The first rank, called the hub, listens on a socket and publishes its address and a secret in the store. The other
-ranks, called spokes, connect to it. A frame is a length and JSON. Waiting is split into short slices so that a rank can
-check for errors in between.
+The first rank, called the hub, listens on a socket and publishes its address and a nonce in the store. The other
+ranks, called spokes, connect to it and prove that they may. The proof is the nonce, or its HMAC with the secret of the
+job in the environment variable ``RESHARD_SECRET``. A frame is a length and JSON. Waiting is split into short slices so
+that a rank can check for errors in between.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import os
 import secrets
 import select
 import socket
@@ -21,7 +23,7 @@ from typing import Any
 from reshard.coordination.addresses import is_loopback, own_address
 from reshard.coordination.descriptors import is_descriptor_shortage, out_of_descriptors
 from reshard.coordination.store import Store
-from reshard.errors import RemoteError
+from reshard.errors import ArgumentError, RemoteError
 from reshard.forks import close_in_child
 from reshard.formatting import format_ranks
 
@@ -33,6 +35,16 @@ MAX_HELLO_BYTES = 1024
 CONNECT_SECONDS = 5.0
 #: Timeout for sending a frame: the receiver may be stopped with full buffers.
 SEND_SECONDS = 5.0
+
+
+#: Environment variable with a secret that the launcher gives to all ranks of a job, and to nobody else.
+SECRET_VARIABLE = "RESHARD_SECRET"
+
+
+def _prove(nonce: str, purpose: str) -> str:
+    """The HMAC of a nonce with the secret of the job; "" without a secret."""
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    return hmac.new(secret.encode(), f"{purpose} {nonce}".encode(), "sha256").hexdigest() if secret else ""
 
 
 class DeadlineError(Exception):
@@ -127,7 +139,8 @@ class Hub:
 
     def __init__(self, store: Store, others: tuple[int, ...], seconds: float) -> None:
         self._others = others
-        self._secret = secrets.token_hex(16)
+        nonce = secrets.token_hex(16)
+        self._proof = _prove(nonce, "connect") or nonce
         address = own_address(store.raw)
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self._listener = close_in_child(socket.create_server((address, 0), family=family, backlog=len(others) + 8))
@@ -141,7 +154,8 @@ class Hub:
         self.timed_out: set[int] = set()  # ranks with a pending request whose deadline has passed
         self._departed: set[int] = set()  # ranks that said goodbye
         self.reason: Sequence[str] | None = None  # error that the first of them gave
-        store.set("hub", json.dumps([address, self._listener.getsockname()[1], self._secret]), seconds)
+        entry = [address, self._listener.getsockname()[1], nonce, _prove(nonce, "listen")]
+        store.set("hub", json.dumps(entry), seconds)
 
     @classmethod
     def listen(cls, store: Store, rank: int, others: tuple[int, ...], seconds: float) -> Hub:
@@ -252,7 +266,7 @@ class Hub:
                 raise
 
     def _read_hello(self, peer: _Peer) -> None:
-        """Read the first frame of a connection, and close it unless the frame has the secret and names a new member."""
+        """Read the first frame of a connection, and close it unless the frame has the proof and names a new member."""
         try:
             peer.read()
             hello = peer.frame(MAX_HELLO_BYTES)
@@ -263,7 +277,7 @@ class Hub:
         self._unverified.remove(peer)
         well_formed = isinstance(hello, list) and [type(each) for each in hello] == [str, int]
         given = hello[0].encode(errors="surrogatepass") if well_formed else b""  # a stranger may send any text
-        if not hmac.compare_digest(given, self._secret.encode()):
+        if not hmac.compare_digest(given, self._proof.encode()):
             peer.close()
         elif hello[1] in self._others and hello[1] not in self._peers:
             self._peers[hello[1]] = peer
@@ -324,13 +338,19 @@ class Spoke:
         Raises:
             RemoteError: the hub has left or cannot be reached.
             ResourceError: no file descriptor is free.
+            ArgumentError: this rank and the hub have different secrets of the job.
         """
-        address, port, secret = json.loads(store.get("hub", seconds))
+        address, port, nonce, proof_of_hub = json.loads(store.get("hub", seconds))
+        if not hmac.compare_digest(proof_of_hub.encode(), _prove(nonce, "listen").encode()):
+            raise ArgumentError(
+                f"{SECRET_VARIABLE} of rank {rank} differs from that of rank {hub}: set it to one value on all ranks, "
+                "or on none"
+            )
         begun = time.monotonic()
         while True:
             try:
                 peer = _Peer(socket.create_connection((address, port), timeout=CONNECT_SECONDS))
-                peer.send([secret, rank])
+                peer.send([_prove(nonce, "connect") or nonce, rank])
                 return cls(peer)
             except ConnectionRefusedError:  # final, since the hub listened before it published the address
                 advice = "; if it runs on another host, set GLOO_SOCKET_IFNAME there" if is_loopback(address) else ""

@@ -46,7 +46,7 @@ from reshard.coordination.liveness.survivors import propose_verdict, read_verdic
 from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, rebuild_error
 from reshard.coordination.process_group import RESUME_SECONDS, Group
 from reshard.coordination.store import LOST_STORE_SECONDS, Store, StoreSilentError
-from reshard.errors import RemoteError, ReshardError, ResourceError, TransferTimeoutError
+from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import format_ranks
 
 #: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
@@ -312,7 +312,7 @@ class Rendezvous:
                 try:
                     limit = self._store_limit(args, answer_deadline)
                     self.links.spoke = Spoke.connect(self._store, self.group.rank, hub, limit)
-                except ResourceError as error:
+                except (ResourceError, ArgumentError) as error:
                     mark_out_of_sync(self.group, self.members, str(error))
                     raise
                 except RemoteError as error:

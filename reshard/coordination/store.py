@@ -7,7 +7,7 @@ machine may take seconds to answer, so callers may repeat a read. A store that a
 
 Keys of a group:
 
-``u/<members>/hub``        address and secret of the first member
+``u/<members>/hub``        address and nonce of the first member
 ``error/<rank>/<attempt>`` error for the rank to raise in that round (its rounds are numbered)
 ``status/<rank>``          what a rank waits for, or why it left
 ``beat/<rank>``            heartbeat counter

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import time
 
 import pytest
+import torch
 import torch.distributed as dist
 
+import reshard
+from reshard import Layout, Mesh
 from reshard.coordination.control_channel import MAX_STRANGERS, Hub, Spoke
 from reshard.coordination.links import Links
 from reshard.coordination.store import Store
+from reshard.testing.processes import run_processes
+
+ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
 
 
 @pytest.fixture
@@ -101,15 +108,15 @@ def test_connections_without_secret_or_known_rank_are_closed(ends):
     strange = (
         ["\ud800", 1],
         [None, 2],
-        [hub._secret, [2]],
-        [hub._secret, {}],
-        [hub._secret, True],
+        [hub._proof, [2]],
+        [hub._proof, {}],
+        [hub._proof, True],
         [[], []],
         None,
         "",
         1e999,
     )
-    hellos = (["wrong", 2], [hub._secret, 7], {"a": 1}, *strange)
+    hellos = (["wrong", 2], [hub._proof, 7], {"a": 1}, *strange)
     threads = [threading.Thread(target=connect, args=(hello,)) for hello in hellos]
     for thread in threads:
         thread.start()
@@ -117,6 +124,47 @@ def test_connections_without_secret_or_known_rank_are_closed(ends):
     for thread in threads:
         thread.join()
     assert closed == [b""] * len(hellos) and not hub.is_connected(2) and not hub.is_connected(7)
+
+
+def test_secret_of_the_job_keeps_out_who_only_reads_the_store(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv("RESHARD_SECRET", "of the job")
+    store = Store(dist.HashStore())
+    hub = Hub(store, (1, 2), 5.0)
+    address, port, nonce, proof_of_hub = json.loads(store.get("hub", 5.0))
+    for guess in (nonce, proof_of_hub):
+        with socket.create_connection((address, port), timeout=5) as stranger:
+            body = json.dumps([guess, 2]).encode()
+            stranger.sendall(len(body).to_bytes(4, "big") + body)
+            _pump(hub, lambda: not hub._unverified)
+            assert stranger.recv(1) == b"" and not hub.is_connected(2)
+    spoke = Spoke.connect(store, 1, 0, 5.0)
+    _pump(hub, lambda: hub.is_connected(1))
+    hub.close()
+    spoke.close()
+    store.close()
+
+
+def _move_with_secret(rank, secrets):
+    if secrets[rank] is not None:
+        os.environ["RESHARD_SECRET"] = secrets[rank]
+    try:
+        out = reshard.reshard(
+            torch.full((1, 2), float(rank)), ROWS, COLUMNS, shape=(2, 2), dtype="float32", timeout_seconds=20
+        )
+    except reshard.ReshardError as error:
+        return f"{type(error).__name__}: {error}"
+    return out.flatten().tolist()
+
+
+@pytest.mark.parametrize("secrets", [("a", "a"), ("a", "b"), ("a", None), (None, "b")])
+def test_all_ranks_name_the_rank_with_another_secret(secrets):
+    found = run_processes(_move_with_secret, 2, secrets)
+    if secrets == ("a", "a"):
+        assert found == [[0.0, 1.0], [0.0, 1.0]]
+    else:
+        assert found[1].startswith("ArgumentError: RESHARD_SECRET of rank 1 differs from that of rank 0")
+        assert "RESHARD_SECRET of rank 1 differs from that of rank 0" in found[0]
 
 
 def test_an_end_that_another_thread_has_closed_reads_nothing(ends):
