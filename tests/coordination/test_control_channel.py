@@ -131,13 +131,22 @@ def test_secret_of_the_job_keeps_out_who_only_reads_the_store(monkeypatch):
     monkeypatch.setenv("RESHARD_SECRET", "of the job")
     store = Store(dist.HashStore())
     hub = Hub(store, (1, 2), 5.0)
-    address, port, nonce, proof_of_hub = json.loads(store.get("hub", 5.0))
-    for guess in (nonce, proof_of_hub):
-        with socket.create_connection((address, port), timeout=5) as stranger:
+    address, port, *entries = json.loads(store.get("hub", 5.0))
+    closed = []
+
+    def connect(guess):
+        with socket.create_connection((address, port), timeout=5) as connection:
             body = json.dumps([guess, 2]).encode()
-            stranger.sendall(len(body).to_bytes(4, "big") + body)
-            _pump(hub, lambda: not hub._unverified)
-            assert stranger.recv(1) == b"" and not hub.is_connected(2)
+            connection.sendall(len(body).to_bytes(4, "big") + body)
+            closed.append(connection.recv(1))
+
+    threads = [threading.Thread(target=connect, args=(entry,)) for entry in entries]
+    for thread in threads:
+        thread.start()
+    _pump(hub, lambda: len(closed) == len(entries))
+    for thread in threads:
+        thread.join()
+    assert closed == [b"", b""] and not hub.is_connected(2)
     spoke = Spoke.connect(store, 1, 0, 5.0)
     _pump(hub, lambda: hub.is_connected(1))
     hub.close()

@@ -100,9 +100,9 @@ class StoredCheckpoint:
                         target = local[tuple(slice(low - at, high - at) for (low, high), at, _ in pairs)]
                         inside = tuple(slice(low - at, high - at) for (low, high), _, at in pairs)
                         reads.append(Read(key, shard, inside, target))
-        for file, inside in self._by_file(reads).items():
+        for file, reads_of_file in self._by_file(reads).items():
             with self._open(file) as opened:
-                for each in inside:
+                for each in reads_of_file:
                     stored = opened.get_slice(each.key)
                     dtype = CODES[self.tensors[each.key].dtype]
                     if tuple(stored.get_shape()) != each.shard.shape or stored.get_dtype() != dtype:
@@ -118,9 +118,9 @@ class StoredCheckpoint:
         Raises:
             ArgumentError: a file cannot be read.
         """
-        for file, inside in self._by_file(reads).items():
+        for file, reads_of_file in self._by_file(reads).items():
             with self._open(file) as opened:
-                for each in inside:
+                for each in reads_of_file:
                     stored = opened.get_slice(each.key)[each.inside] if each.inside else opened.get_tensor(each.key)
                     each.target.copy_(stored)
 

@@ -62,8 +62,8 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int)
     if depth == MAX_DEPTH:
         raise ArgumentError(f"{path[:200]}... is nested deeper than {MAX_DEPTH} levels; a checkpoint cannot hold it")
     if kind in (list, tuple):
-        items = [_encode(each, f"{path}[{number}]", tensors, depth + 1) for number, each in enumerate(value)]
-        return items if kind is list else {"$tuple": items}
+        entries = [_encode(each, f"{path}[{number}]", tensors, depth + 1) for number, each in enumerate(value)]
+        return entries if kind is list else {"$tuple": entries}
     if kind not in (dict, OrderedDict, Counter):
         raise _refuse(path, value)
     items = {key: _encode(each, f"{path}[{brief(key)}]", tensors, depth + 1) for key, each in value.items()}
