@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import reshard
-import reshard.api.call
+import reshard.api.prepare
 import reshard.api.recovery
 from reshard import Layout, Mesh
 from reshard.coordination import rendezvous
@@ -42,7 +42,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "listening": (Hub, "listen"),
     "connecting to the first rank": (Spoke, "connect"),
     "sending a request": (Spoke, "send_request"),
-    "planning": (reshard.api.call, "plan_tensors"),
+    "planning": (reshard.api.prepare, "plan_tensors"),
     "connecting ranks": (Connections, "_make_group"),
     "transfer": (GlooTransport, "recv"),
     "error report": (Channel, "fail"),

@@ -268,6 +268,10 @@ def busiest_port_seconds(topology: Topology, host_classes: HostClasses) -> float
     )
 
 
+#: Part of the time that chunks which end where classes end must save if they make more messages.
+MIN_GAIN = 0.05
+
+
 def count_chunks(
     topology: Topology, host_classes: HostClasses, largest: np.ndarray, largest_piece: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -336,9 +340,12 @@ def count_chunks(
     if num_classes > 1 and len(set(counts[moves].tolist())) == 1:
         count = int(counts[moves][0])
 
+        def num_pieces(number: int) -> int:
+            return number + num_classes - math.gcd(number, num_classes)
+
         def seconds(number: int) -> float:
             """Like the cost above, for ``number`` chunks of each host class, whose pieces are messages."""
-            size, pieces = nbytes / number, number + num_classes - math.gcd(number, num_classes)
+            size, pieces = nbytes / number, num_pieces(number)
             messages = np.where(moves, pieces, 0.0)[None]
             across = loads.seconds_of_chunks(np.where(moves, number, 0.0)[None], size[None], 0.0)
             latencies = loads.seconds_of_chunks(messages, np.zeros_like(messages), topology.latency_seconds)
@@ -349,7 +356,12 @@ def count_chunks(
         aligned = _aligned_counts(
             count, num_classes, float(nbytes[moves][0]), float(largest[moves].min()), largest_piece
         )
-        best = min([count, *aligned], key=lambda number: (seconds(number), number))
+        # more messages, whose time on the CPU is not simulated, must gain something
+        limits = {
+            number: seconds(count) * (1.0 - MIN_GAIN * (num_pieces(number) > num_pieces(count))) for number in aligned
+        }
+        faster = [number for number in aligned if seconds(number) <= limits[number]]
+        best = min(faster, key=lambda number: (seconds(number), number), default=count)
         counts = np.where(moves, best, counts)
     return counts, relative_size
 
