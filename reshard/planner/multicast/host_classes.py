@@ -268,7 +268,8 @@ def busiest_port_seconds(topology: Topology, host_classes: HostClasses) -> float
     )
 
 
-#: Part of the time that chunks which end where classes end must save if they make more messages.
+#: Part of the estimated time that chunks which end where classes end must save if they make more messages, because the
+#: time of messages on the CPU is not estimated.
 MIN_GAIN = 0.05
 
 
@@ -279,7 +280,7 @@ def count_chunks(
 
     Small chunks fill the pipeline fast, large chunks pay few latencies, and ports that pass whole chunks lose time to
     rounding. Slow ports get smaller chunks, so that all chunks take the same time. If all classes are equally large,
-    chunks end where classes end if that saves messages and time.
+    chunks end where classes end if that takes no longer, and saves :data:`MIN_GAIN` if it makes more messages.
 
     Args:
         topology: the network.
@@ -292,78 +293,131 @@ def count_chunks(
     """
     if not len(host_classes):
         return np.zeros(0, dtype=np.int64), np.zeros(0)
-    nbytes = host_classes.nbytes.astype(np.float64)
     min_counts = -(-host_classes.nbytes // largest)
-    num_destinations, moves = np.diff(host_classes.destinations[0]), host_classes.moves
+    moves = host_classes.moves
     if not moves.any():
         return min_counts, np.ones(len(host_classes))
-    senders = _senders(host_classes)
-    loads = _find_loads(host_classes, topology, senders)
-    least = loads.seconds(nbytes)
-    most_copies = int(num_destinations.max())
-    fill = max(math.ceil(math.log2(most_copies / len(senders) + 1)) - 1, 1)
-    receivers = np.unique(host_classes.destinations[1]).tolist()
-    fastest = max(
-        *(nic.egress_bytes_per_second for h in senders for nic in topology.host(h).nics),
-        *(nic.ingress_bytes_per_second for h in receivers for nic in topology.host(h).nics),
-    )
-    speed = _speeds(host_classes, topology)
-    relative_size = np.where(moves, speed / speed.max(), 1.0)
+    times = _ChunkTimes.of(topology, host_classes)
     cap = float(largest[moves].max())
-    fan_out = _FanOut.of(host_classes, topology)
-
-    def cheapest(numbers: Sequence[int]) -> int:
-        """The number of slots with the lowest cost, the smallest of several."""
-        costs: list[float] = []
-        at_once = max(_MAX_LOADS_AT_ONCE // (len(loads.link) + 1), 1)
-        for first in range(0, len(numbers), at_once):
-            slots = np.array(numbers[first : first + at_once])[:, None]
-            size = np.minimum(least * fastest / slots * relative_size, cap)
-            counts = np.where(moves, np.maximum(np.ceil(nbytes / size - 1e-9), min_counts), 0.0)
-            per_hop = size.max(axis=1) / fastest + topology.latency_seconds
-            across = loads.seconds_of_chunks(counts, size, topology.latency_seconds)
-            costs += (np.maximum(across, fan_out.seconds(counts, size)) + fill * per_hop).tolist()
-        return min(zip(costs, numbers, strict=True))[1]
-
+    senders, receivers = _senders(host_classes), np.unique(host_classes.destinations[1])
     most = _most_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
     first, last = most, most * 3 // 2
     if not topology.latency_seconds and not topology.inside_latency_seconds:  # the cost of a message is unknown
-        last = max(min(last, int(least * fastest) // _MIN_CHUNK_BYTES), 1)
+        last = max(min(last, int(times.slot_bytes) // _MIN_CHUNK_BYTES), 1)
         first = min(first, last)
     else:
-        near = cheapest(sorted({round(1.25**i) for i in range(40) if 1.25**i < most}))
+        near = times.cheapest(sorted({round(1.25**i) for i in range(40) if 1.25**i < most}), cap, min_counts)
         first, last = max(round(near / 1.25), 1), min(round(near * 1.25), last)
-    n = cheapest(range(first, last + 1, max(1, (last - first) // 32)))
-    counts = np.ceil(nbytes * n / (least * fastest * relative_size) - 1e-9).astype(np.int64)
+    n = times.cheapest(range(first, last + 1, max(1, (last - first) // 32)), cap, min_counts)
+    counts = np.ceil(times.nbytes * n / (times.slot_bytes * times.relative_size) - 1e-9).astype(np.int64)
     counts = np.maximum(np.where(moves, counts, 1), min_counts)
     num_classes = _equal_classes(host_classes)
     if num_classes > 1 and len(set(counts[moves].tolist())) == 1:
-        count = int(counts[moves][0])
+        count, nbytes = int(counts[moves][0]), float(times.nbytes[moves][0])
+        aligned = _aligned_counts(count, num_classes, nbytes, float(largest[moves].min()), largest_piece)
+        counts = np.where(moves, times.find_faster(count, aligned, num_classes), counts)
+    return counts, times.relative_size
 
-        def num_pieces(number: int) -> int:
-            return number + num_classes - math.gcd(number, num_classes)
 
-        def seconds(number: int) -> float:
-            """Like the cost above, for ``number`` chunks of each host class, whose pieces are messages."""
-            size, pieces = nbytes / number, num_pieces(number)
-            messages = np.where(moves, pieces, 0.0)[None]
-            across = loads.seconds_of_chunks(np.where(moves, number, 0.0)[None], size[None], 0.0)
-            latencies = loads.seconds_of_chunks(messages, np.zeros_like(messages), topology.latency_seconds)
-            inside = fan_out.seconds(messages, (nbytes / pieces)[None])
-            per_hop = float(size[moves].max()) / fastest + topology.latency_seconds
-            return float(np.maximum(across + latencies, inside)[0]) + fill * per_hop
+@dataclass(frozen=True, eq=False)
+class _ChunkTimes:
+    """Estimates of the time of a plan: the busiest link, plus the hops of the first chunk to the last host.
 
-        aligned = _aligned_counts(
-            count, num_classes, float(nbytes[moves][0]), float(largest[moves].min()), largest_piece
+    Attributes:
+        topology: the network.
+        moves: ``(host_classes,)`` whether a host class moves between hosts.
+        nbytes: ``(host_classes,)`` bytes of a host class.
+        relative_size: ``(host_classes,)`` chunk sizes relative to chunks between the fastest ports.
+        loads: load of each link by host class.
+        fan_out: load inside hosts.
+        fastest: rate of the fastest port, in bytes per second.
+        slot_bytes: bytes that the fastest port passes in the time of the busiest link.
+        fill: number of hops in which the first chunk reaches the last host.
+    """
+
+    topology: Topology
+    moves: np.ndarray
+    nbytes: np.ndarray
+    relative_size: np.ndarray
+    loads: _LinkLoads
+    fan_out: _FanOut
+    fastest: float
+    slot_bytes: float
+    fill: int
+
+    @classmethod
+    def of(cls, topology: Topology, host_classes: HostClasses) -> _ChunkTimes:
+        senders, nbytes = _senders(host_classes), host_classes.nbytes.astype(np.float64)
+        loads = _find_loads(host_classes, topology, senders)
+        fastest = max(
+            *(nic.egress_bytes_per_second for h in senders for nic in topology.host(h).nics),
+            *(
+                nic.ingress_bytes_per_second
+                for h in np.unique(host_classes.destinations[1]).tolist()
+                for nic in topology.host(h).nics
+            ),
         )
-        # more messages, whose time on the CPU is not simulated, must gain something
-        limits = {
-            number: seconds(count) * (1.0 - MIN_GAIN * (num_pieces(number) > num_pieces(count))) for number in aligned
-        }
-        faster = [number for number in aligned if seconds(number) <= limits[number]]
-        best = min(faster, key=lambda number: (seconds(number), number), default=count)
-        counts = np.where(moves, best, counts)
-    return counts, relative_size
+        speed, moves = _speeds(host_classes, topology), host_classes.moves
+        most_copies = int(np.diff(host_classes.destinations[0]).max())
+        return cls(
+            topology,
+            moves,
+            nbytes,
+            np.where(moves, speed / speed.max(), 1.0),
+            loads,
+            _FanOut.of(host_classes, topology),
+            fastest,
+            loads.seconds(nbytes) * fastest,
+            max(math.ceil(math.log2(most_copies / len(senders) + 1)) - 1, 1),
+        )
+
+    def cheapest(self, numbers: Sequence[int], cap: float, min_counts: np.ndarray) -> int:
+        """The number of slots that takes the shortest time, the smallest of several.
+
+        Args:
+            numbers: the numbers to compare.
+            cap: largest chunk in bytes.
+            min_counts: ``(host_classes,)`` lowest numbers of chunks.
+        """
+        costs: list[float] = []
+        at_once = max(_MAX_LOADS_AT_ONCE // (len(self.loads.link) + 1), 1)
+        for first in range(0, len(numbers), at_once):
+            slots = np.array(numbers[first : first + at_once])[:, None]
+            size = np.minimum(self.slot_bytes / slots * self.relative_size, cap)
+            counts = np.where(self.moves, np.maximum(np.ceil(self.nbytes / size - 1e-9), min_counts), 0.0)
+            per_hop = size.max(axis=1) / self.fastest + self.topology.latency_seconds
+            across = self.loads.seconds_of_chunks(counts, size, self.topology.latency_seconds)
+            costs += (np.maximum(across, self.fan_out.seconds(counts, size)) + self.fill * per_hop).tolist()
+        return min(zip(costs, numbers, strict=True))[1]
+
+    def find_faster(self, count: int, aligned: Sequence[int], num_classes: int) -> int:
+        """The fastest number of chunks of each host class: ``count``, or one whose chunks end where classes end.
+
+        Args:
+            count: a number of chunks.
+            aligned: numbers of chunks that end where classes end.
+            num_classes: number of equally large classes in each host class.
+        """
+        seconds = {number: self._seconds(number, num_classes) for number in (count, *aligned)}
+        most_messages = _num_pieces(count, num_classes)
+        limits = seconds[count] * (1.0 - MIN_GAIN), seconds[count]
+        faster = [n for n in aligned if seconds[n] <= limits[_num_pieces(n, num_classes) <= most_messages]]
+        return min(faster, key=lambda number: (seconds[number], number), default=count)
+
+    def _seconds(self, number: int, num_classes: int) -> float:
+        """The time with this number of chunks of each host class. Each piece of a class in a chunk is a message."""
+        size, pieces = self.nbytes / number, _num_pieces(number, num_classes)
+        messages = np.where(self.moves, pieces, 0.0)[None]
+        across = self.loads.seconds_of_chunks(np.where(self.moves, number, 0.0)[None], size[None], 0.0)
+        latencies = self.loads.seconds_of_chunks(messages, np.zeros_like(messages), self.topology.latency_seconds)
+        inside = self.fan_out.seconds(messages, (self.nbytes / pieces)[None])
+        per_hop = float(size[self.moves].max()) / self.fastest + self.topology.latency_seconds
+        return float(np.maximum(across + latencies, inside)[0]) + self.fill * per_hop
+
+
+def _num_pieces(num_chunks: int, num_classes: int) -> int:
+    """The number of pieces that chunks and classes of equal sizes cut each other into."""
+    return num_chunks + num_classes - math.gcd(num_chunks, num_classes)
 
 
 def _aligned_counts(count: int, num_classes: int, nbytes: float, largest: float, largest_piece: int) -> list[int]:
