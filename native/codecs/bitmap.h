@@ -30,10 +30,10 @@ namespace codecs {
 static_assert(std::endian::native == std::endian::little, "eight bytes are packed as one integer");
 
 constexpr size_t BITMAP_WORDS = 64, BITMAP_BYTES = 8, PACKED = 8;
-// Bytes that a block may touch: its largest size, and those that packing writes or reads beyond.
+// Bytes that a block may touch: its largest size, and what packing writes or reads beyond.
 template <class Word> constexpr size_t BLOCK_ROOM = BITMAP_BYTES + BITMAP_WORDS * (1 + sizeof(Word)) + PACKED;
 
-// For each choice of eight bytes, those that move by 1, then by 2, then by 4 places to close the gaps before them.
+// For each choice of eight bytes, which of them move by 1, then by 2, then by 4 places to close the gaps before them.
 struct PackMoves {
     uint64_t of[3];
 };

@@ -102,8 +102,11 @@ def choose_format(numel: int, width: int, sample: Sample, rates: Rates, formats:
     """The format in which a tensor travels.
 
     Args:
-        numel, width: number and bytes of the words of the tensor. formats: those that all ranks know and that code its
-            dtype, ``"raw"`` among them.
+        numel: number of words of the tensor.
+        width: bytes of a word.
+        sample: what a sample of the tensor's words shows.
+        rates: rates of the formats and of the link.
+        formats: names of the formats that all ranks know and that encode the dtype, with ``"raw"``.
     """
     if "delta" in formats and (numel * width < SMALL_BYTES or not sample.changed):
         return "delta"

@@ -57,7 +57,7 @@ class SyncFormats:
         """Use the formats that all ranks know, and the rates of the slowest rank.
 
         Args:
-            reports: what each rank told.
+            reports: the report of each rank.
 
         Raises:
             DisagreementError: ranks pass other values of ``compression``. ArgumentError: a rank lacks the format.

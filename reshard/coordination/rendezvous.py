@@ -42,7 +42,7 @@ from reshard.coordination.liveness.membership import (
 )
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import LOST_SECONDS, HeartbeatReader, is_reported_dead, publish_status
-from reshard.coordination.liveness.survivors import propose_verdict, read_verdicts
+from reshard.coordination.liveness.survivors import propose_exclusion, read_exclusions
 from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, rebuild_error
 from reshard.coordination.process_group import RESUME_SECONDS, Group
 from reshard.coordination.store import LOST_STORE_SECONDS, Store, StoreSilentError
@@ -69,8 +69,8 @@ class _RoundArgs:
     deadline: float
 
 
-class _VerdictError(RoundEndedError):
-    """A verdict carries the decision of the round in which this rank waits."""
+class _ExclusionError(RoundEndedError):
+    """An exclusion carries the decision of the round in which this rank waits."""
 
 
 class Rendezvous:
@@ -234,7 +234,7 @@ class Rendezvous:
     def _decide(self, hub: Hub, args: _RoundArgs) -> Decision:
         """The decision on the requests that have arrived.
 
-        If members are lost, or a member may be about to exclude this rank, the decision becomes a verdict first.
+        If members are lost, or a member may be about to exclude this rank, the store must accept it first.
         """
         while True:
             hub.drain()  # a rank may have withdrawn or timed out
@@ -251,9 +251,9 @@ class Rendezvous:
             if gone <= self.group.lost and not hub.timed_out:
                 return decision
             hub.defer()
-            verdict = propose_verdict(self.group, gone, decision, args.request.attempt)
-            if verdict is not None:
-                return verdict
+            exclusion = propose_exclusion(self.group, gone, decision, args.request.attempt)
+            if exclusion is not None:
+                return exclusion
             if self.group.rank in self.group.lost:
                 raise ExcludedError(self.group)
 
@@ -349,7 +349,7 @@ class Rendezvous:
                 decision = self._decide_missing([hub], args.timeout_seconds)
             if decision.attempts:  # the first member has decided
                 return decision
-        except _VerdictError as error:
+        except _ExclusionError as error:
             return error.decision
         except RoundEndedError as error:
             generation = max(error.decision.generation, request.generation)
@@ -419,9 +419,9 @@ class Rendezvous:
     def _check_reported(self, args: _RoundArgs) -> None:
         """Raise an error that another rank reported for this attempt or for all, or the loss of a connection."""
         check_claims(self.group)
-        decision = read_verdicts(self.group, args.request.attempt)
+        decision = read_exclusions(self.group, args.request.attempt)
         if decision is not None and self.group.rank not in self.group.lost:
-            raise _VerdictError(decision)
+            raise _ExclusionError(decision)
         if self.group.lost:
             self._check_lost(args)
         key = f"error/{self.group.rank}/{args.request.attempt}"
@@ -467,12 +467,12 @@ class Rendezvous:
             RemoteError: this rank is lost.
         """
         with contextlib.suppress(StoreSilentError):  # read again in the round
-            read_verdicts(self.group)
+            read_exclusions(self.group)
         check_membership(self.group, self.members, args.fault_tolerant)
         return sorted(self.group.lost.intersection(self.members))
 
     def _check_lost(self, args: _RoundArgs) -> None:
-        """Raise if a verdict ends the round in which this rank waits.
+        """Raise if an exclusion ends the round in which this rank waits.
 
         The first member is not lost: it decides with whom the round goes on.
         """
@@ -488,13 +488,13 @@ class Rendezvous:
         """The decision after the first member is gone or has not answered."""
         attempt = args.request.attempt
         while True:
-            verdict = read_verdicts(self.group, attempt, LOST_STORE_SECONDS)
-            if verdict is None and not {hub, self.group.rank} & self.group.lost:
-                verdict = propose_verdict(self.group, [hub], None, attempt)
+            exclusion = read_exclusions(self.group, attempt, LOST_STORE_SECONDS)
+            if exclusion is None and not {hub, self.group.rank} & self.group.lost:
+                exclusion = propose_exclusion(self.group, [hub], None, attempt)
             if self.group.rank in self.group.lost:
                 return ExcludedError(self.group).decision
-            if verdict is not None:
-                return verdict
+            if exclusion is not None:
+                return exclusion
             if hub in self.group.lost:
                 lost = sorted(self.group.lost.intersection(self.members))
                 return Decision(lost=lost, generation=args.request.generation)

@@ -13,7 +13,7 @@ Keys of a group:
 ``beat/<rank>``            heartbeat counter
 ``claim/<rank>``           host and process of the rank, in a joined group
 ``presence/<rank>``        host, address and port of the rank's process
-``lost/<number>``          verdict about the ranks that are lost
+``lost/<number>``          the ranks that are lost by then
 ``duplicate``              error about two processes with one rank
 """
 

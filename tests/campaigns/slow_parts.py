@@ -47,7 +47,7 @@ STEPS: dict[str, tuple[Any, str]] = {
     "transfer": (GlooTransport, "recv"),
     "error report": (Channel, "fail"),
     "report of outcomes": (reshard.api.recovery.Recovery, "_exchange_outcomes"),
-    "verdict": (rendezvous, "propose_verdict"),
+    "exclusion": (rendezvous, "propose_exclusion"),
     "answer": (Hub, "answer"),
     "planning the recovery": (reshard.api.recovery, "plan_remainder"),
     "recovery": (reshard.api.recovery.Recovery, "_run_attempt"),
@@ -55,7 +55,7 @@ STEPS: dict[str, tuple[Any, str]] = {
 }
 #: Steps that only the first rank, or only other ranks, reach; and steps that need a rank that is killed.
 OF_FIRST, OF_OTHERS = ("listening", "answer"), ("connecting to the first rank",)
-OF_RECOVERY = ("error report", "verdict", "planning the recovery", "recovery")
+OF_RECOVERY = ("error report", "exclusion", "planning the recovery", "recovery")
 PARTS = ("store", "link", "rank")
 #: Limits of the text in docs/reliability.md, and what a loaded machine may take longer.
 GONE_SECONDS, SILENT_SECONDS, SLACK_SECONDS = 5.0, 30.0, 6.0

@@ -14,7 +14,7 @@ from tests.campaigns.slow_parts import Trial, check, make_trial, play
         Trial("sending a request", "rank", 3, 2.0),
         Trial("answer", "rank", 0, 4.0, victim=1, timeout_seconds=1.5),
         Trial("report of outcomes", "store", 2, 4.0, victim=0),
-        Trial("verdict", "link", 0, 3.0, victim=3),
+        Trial("exclusion", "link", 0, 3.0, victim=3),
         Trial("planning", "store", 1, 5.0, victim=2, timeout_seconds=2.0),
     ],
     ids=str,

@@ -15,7 +15,7 @@ from reshard import Layout, Mesh
 from reshard.coordination.control_channel import Hub
 from reshard.coordination.liveness import status as statuses
 from reshard.coordination.liveness.status import HeartbeatReader, beat_key
-from reshard.coordination.liveness.survivors import propose_verdict, read_verdicts
+from reshard.coordination.liveness.survivors import propose_exclusion, read_exclusions
 from reshard.coordination.messages import Decision
 from reshard.coordination.process_group import Group
 from reshard.coordination.store import Store
@@ -25,16 +25,16 @@ from tests.support.pausable_store import PausableStore
 SRC, DST = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
 
 
-def test_first_proposal_is_the_verdict_of_all_ranks():
+def test_first_proposal_is_the_exclusion_of_all_ranks():
     store = dist.HashStore()
     groups = [Group(store, rank, 4) for rank in range(4)]
     decision = Decision(lost=[1], attempts={0: 5, 2: 7})
-    assert propose_verdict(groups[0], [1], decision, 5).attempts == decision.attempts
-    assert propose_verdict(groups[1], [0], None, 3) is None  # the first rank came first
-    assert read_verdicts(groups[2], 7).lost == [1]  # though it got no answer
-    assert read_verdicts(groups[3], 7) is None  # it is in another round
-    assert propose_verdict(groups[3], [2], None, 8) is None
-    assert read_verdicts(groups[0]) is read_verdicts(groups[1]) is None
+    assert propose_exclusion(groups[0], [1], decision, 5).attempts == decision.attempts
+    assert propose_exclusion(groups[1], [0], None, 3) is None  # the first rank came first
+    assert read_exclusions(groups[2], 7).lost == [1]  # though it got no answer
+    assert read_exclusions(groups[3], 7) is None  # it is in another round
+    assert propose_exclusion(groups[3], [2], None, 8) is None
+    assert read_exclusions(groups[0]) is read_exclusions(groups[1]) is None
     assert [group.lost for group in groups] == [{1, 2}, {1, 2}, {1}, {1, 2}]
     assert groups[1].excluded_by == 0
     for group in groups:
@@ -87,7 +87,7 @@ def _stop_before_answering(rank, _, store):
 
 
 @pytest.mark.integration
-def test_verdict_holds_if_the_first_rank_is_stopped_before_it_answers():
+def test_exclusion_holds_if_the_first_rank_is_stopped_before_it_answers():
     with PausableStore(4) as store:
         found = run_processes(_stop_before_answering, 4, store, init_group=False)
     assert [lost for _, lost in found] == [[3]] * 4

@@ -91,7 +91,7 @@ def _open(folder: Path, trust_pickle: bool) -> StoredCheckpoint | PickledCheckpo
             return PickledCheckpoint(folder, digests)
         raise _PickleError(
             f"{folder} is a checkpoint in the pickled format of torch.distributed.checkpoint, which earlier versions "
-            "also wrote; reading it can run any code. If you trust whoever wrote it, pass trust_pickle=True "
+            "also wrote; reading it can run any code. If you trust its writer, pass trust_pickle=True "
             "(reshard train: --trust-pickle)"
         )
     if not digests:

@@ -19,7 +19,7 @@ from .stored import StoredCheckpoint
 
 
 def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: TrainingState) -> Request:
-    """Find the entries that this rank reads from the checkpoint, and read those that are not tensors.
+    """Find the entries that this rank reads from the checkpoint, and read all but the tensors.
 
     Raises:
         ArgumentError: the checkpoint lacks an entry that ``state`` needs, has it with another shape, or is damaged.
