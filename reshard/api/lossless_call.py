@@ -9,15 +9,14 @@ from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.agreement import Agreement
-from reshard.api.call_arrays import find_target, wrap_results
-from reshard.api.handle import Handle, Watch
+from reshard.api.handle import Handle, LosslessHandle, Watch
 from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
-from reshard.api.lossless_handle import LosslessHandle
 from reshard.api.memory_in_use import note_wait
 from reshard.api.options import is_fault_tolerant
 from reshard.api.prepare import agree_on_plan
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.start import describe_loss, failed_handle, start_part
+from reshard.api.transfer_arrays import find_target, wrap_results
 from reshard.codecs import is_lossless
 from reshard.errors import ReshardError
 

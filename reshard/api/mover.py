@@ -11,9 +11,9 @@ from reshard.api.dtensors import is_dtensor
 from reshard.api.handle import Handle
 from reshard.api.lossless_mover import LosslessTransfers
 from reshard.api.memory_in_use import check_unused, note_wait
-from reshard.api.mover_arrays import ArrayReader, MoverArrays
 from reshard.api.opened_plan import open_plan
 from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
+from reshard.api.transfer_arrays import ArrayReader, MoverArrays
 from reshard.coordination import Owner, find_group, publish_exceptions
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.call_arrays import call_arrays, finish_call
 from reshard.api.casts import unfinished
 from reshard.api.handle import Handle, Watch
 from reshard.api.memory_in_use import note_wait
@@ -15,6 +14,7 @@ from reshard.api.opened_plan import open_transfers
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.prepare import Prepared
 from reshard.api.recovery import FaultTolerantHandle, Recovery
+from reshard.api.transfer_arrays import call_arrays, finish_call
 from reshard.coordination import Channel
 from reshard.errors import RankLostError, ReshardError
 from reshard.formatting import format_ranks
