@@ -36,6 +36,20 @@ void check_ends(const Ints &ends, size_t rows, size_t total, const char *name) {
         throw std::invalid_argument(std::string("flow: ") + name + " does not divide its rows");
 }
 
+// Checks all indices of messages, streams and ports.
+void check_network(const Ints &queue, const Ints &stream, const Ints &receiver, const Ints &after_at, const Ints &after,
+                   const Ints &port_at, const Ints &port, const Ints &hold_port, size_t num_ports) {
+    const size_t n = queue.shape(0), num_streams = hold_port.shape(0);
+    check_range(queue, n, "queue", n);
+    check_range(receiver, n, "receiver", n);
+    check_range(stream, n, "stream", num_streams);
+    check_range(after, after.shape(0), "after", n);
+    check_range(port, port.shape(0), "port", num_ports);
+    check_range(hold_port, num_streams, "hold_port", num_ports);
+    check_ends(after_at, n, after.shape(0), "after_at");
+    check_ends(port_at, num_streams, port.shape(0), "port_at");
+}
+
 // Groups messages by key: row k lists the messages i with keys[i] == k, ascending.
 Rows group_by_key(const int64_t *keys, size_t count) {
     Rows rows;
@@ -57,14 +71,7 @@ int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats
           Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats buffer, Floats rate, Floats burst,
           Times start, Times finish, double cutoff, int64_t most_operations) {
     const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
-    check_range(queue, n, "queue", n);
-    check_range(receiver, n, "receiver", n);
-    check_range(stream, n, "stream", num_streams);
-    check_range(after, after.shape(0), "after", n);
-    check_range(port, port.shape(0), "port", num_ports);
-    check_range(hold_port, num_streams, "hold_port", num_ports);
-    check_ends(after_at, n, after.shape(0), "after_at");
-    check_ends(port_at, num_streams, port.shape(0), "port_at");
+    check_network(queue, stream, receiver, after_at, after, port_at, port, hold_port, num_ports);
     if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || start.shape(0) != n ||
         finish.shape(0) != n || hold_work.shape(0) != n || burst.shape(0) != num_ports ||
         buffer.shape(0) != num_streams)
@@ -131,14 +138,7 @@ int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats
 double flow_in_turn(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at,
                     Ints after, Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats rate) {
     const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
-    check_range(queue, n, "queue", n);
-    check_range(receiver, n, "receiver", n);
-    check_range(stream, n, "stream", num_streams);
-    check_range(after, after.shape(0), "after", n);
-    check_range(port, port.shape(0), "port", num_ports);
-    check_range(hold_port, num_streams, "hold_port", num_ports);
-    check_ends(after_at, n, after.shape(0), "after_at");
-    check_ends(port_at, num_streams, port.shape(0), "port_at");
+    check_network(queue, stream, receiver, after_at, after, port_at, port, hold_port, num_ports);
     if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || hold_work.shape(0) != n)
         throw std::invalid_argument("flow: arrays differ in size");
     nb::gil_scoped_release release;

@@ -299,6 +299,25 @@ class Rendezvous:
             self.links.close_at_exit()
         return self.links.hub
 
+    def _open_spoke(self, args: _RoundArgs, deadline: float) -> Spoke:
+        """The connection to the first member. It opens in the first round, at most until ``deadline``."""
+        if self.links.spoke is None:
+            hub = self.members[0]
+            self._wait(args, time.sleep, lambda: self._store.has_key("hub"), lambda: [hub], deadline)
+            try:
+                self.links.spoke = Spoke.connect(self._store, self.group.rank, hub, self._store_limit(args, deadline))
+            except (ResourceError, ArgumentError) as error:
+                mark_out_of_sync(self.group, self.members, str(error))
+                raise
+            except RemoteError as error:
+                if args.fault_tolerant:
+                    raise EOFError(str(error)) from None
+                with contextlib.suppress(StoreSilentError):
+                    self._check_absent(hub, args.fault_tolerant)  # the hub may have published why it left
+                raise
+            self.links.close_at_exit()
+        return self.links.spoke
+
     def _run_as_spoke(self, args: _RoundArgs) -> Decision:
         """On any other member: send the request, wait for the answer."""
         request, fault_tolerant = args.request, args.fault_tolerant
@@ -307,22 +326,7 @@ class Rendezvous:
         answer_seconds = FAULT_TOLERANT_ANSWER_SECONDS if fault_tolerant else ANSWER_SECONDS
         answer_deadline = args.deadline + answer_seconds
         try:
-            if self.links.spoke is None:
-                self._wait(args, time.sleep, lambda: self._store.has_key("hub"), lambda: [hub], answer_deadline)
-                try:
-                    limit = self._store_limit(args, answer_deadline)
-                    self.links.spoke = Spoke.connect(self._store, self.group.rank, hub, limit)
-                except (ResourceError, ArgumentError) as error:
-                    mark_out_of_sync(self.group, self.members, str(error))
-                    raise
-                except RemoteError as error:
-                    if fault_tolerant:
-                        raise EOFError(str(error)) from None
-                    with contextlib.suppress(StoreSilentError):
-                        self._check_absent(hub, fault_tolerant)  # the hub may have published why it left
-                    raise
-                self.links.close_at_exit()
-            spoke = self.links.spoke
+            spoke = self._open_spoke(args, answer_deadline)
             spoke.send_request(request.to_json(), max(answer_deadline - time.monotonic(), answer_seconds))
             is_sent = True
             try:
