@@ -231,7 +231,11 @@ def _left_since(before):
         if all(a <= b for a, b in zip(now, before, strict=True)):
             return ""
         frames = sys._current_frames()
-        stacks = [traceback.format_stack(frames[thread.ident])[-1] for thread in threading.enumerate()[1:]]
+        stacks = [
+            traceback.format_stack(frames[thread.ident])[-1]
+            for thread in threading.enumerate()[1:]
+            if thread.ident in frames
+        ]
         # Gloo does not wake a wait for a message of which a part was sent. So a thread that waits in Gloo may stay until
         # the transfer's timeout.
         if time.monotonic() - begun < TIMEOUT_SECONDS and any("in wait_for\n" in stack for stack in stacks):
