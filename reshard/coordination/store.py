@@ -74,9 +74,10 @@ class _Worker:
         raw = self.check_usable()
         if self._lost is not None:  # torch would print a warning of a dozen lines for each further call
             raise dist.DistNetworkError(self._lost)
-        unanswered = self._unanswered
-        if unanswered is not None and seconds > STORE_SECONDS:
-            unanswered.done.wait(seconds)
+        if seconds > STORE_SECONDS:  # several threads may have calls without an answer
+            while (unanswered := self._unanswered) is not None and not unanswered.done.is_set():
+                if not unanswered.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
+                    break
         with self._lock:
             if self.thread is None:
                 self.thread = threading.Thread(

@@ -63,6 +63,31 @@ def test_call_with_its_own_timeout_waits_for_an_earlier_call(raw):
     store.close()
 
 
+def test_call_with_its_own_timeout_waits_for_the_calls_of_all_threads(raw):
+    """Two threads give up in turn, and the store answers the first call long before the second."""
+    store = Store(raw)
+    answered = threading.Semaphore(0)
+    raw.answers.wait = answered.acquire
+    done = []
+
+    def give_up(key):
+        with pytest.raises(StoreSilentError):
+            store.check([key])
+        done.append(key)
+
+    other = threading.Thread(target=give_up, args=["b"])
+    threading.Timer(0.05, other.start).start()
+    give_up("a")
+    for seconds in (0.2, 0.5):  # by then the other thread has given up too
+        threading.Timer(seconds, answered.release, [1 if seconds < 0.5 else 9]).start()
+    store.set("a", "1", seconds=10)
+    assert store.get("a", seconds=10) == b"1"
+    other.join()
+    assert done == ["a", "b"]
+    answered.release(9)
+    store.close()
+
+
 def test_store_that_stays_silent_is_lost(raw):
     store = Store(raw)
     start = time.monotonic()
