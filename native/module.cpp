@@ -35,6 +35,7 @@ static void copy_runs(ConstBytes src, Bytes dst, Offsets src_at, Offsets dst_at,
 
 void bind_block_codecs(nb::module_ &m);
 void bind_delta_codec(nb::module_ &m);
+void bind_digest(nb::module_ &m);
 void bind_exponent_codec(nb::module_ &m);
 void bind_fluid(nb::module_ &m);
 void bind_strategies(nb::module_ &m);
@@ -48,6 +49,7 @@ NB_MODULE(_native, m) {
           nb::arg("length"), "Copy length[i] bytes from src[src_at[i]] to dst[dst_at[i]], for every i.");
     bind_block_codecs(m);
     bind_delta_codec(m);
+    bind_digest(m);
     bind_exponent_codec(m);
     bind_fluid(m);
     bind_strategies(m);

@@ -10,6 +10,7 @@ import os
 import re
 import runpy
 import shlex
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -79,6 +80,25 @@ def test_code_on_the_pages_runs(page):
         exec(compile(block, str(page), "exec"), {})
 
 
+@pytest.mark.integration
+def test_the_trainer_and_the_engine_of_the_guide_run(tmp_path):
+    page = ROOT / "docs" / "weights.md"
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    jobs = []
+    for name, script in zip(("trainer", "engine"), _blocks(page, "py"), strict=True):
+        (tmp_path / f"{name}.py").write_text(script)
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"{name}.py", port]
+        jobs.append(
+            subprocess.Popen(
+                [sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            )
+        )
+    (_, trainer_errors), (printed, engine_errors) = (job.communicate(timeout=240) for job in jobs)
+    assert [job.returncode for job in jobs] == [0, 0], trainer_errors + engine_errors
+    assert re.fullmatch(r"version 3 predicts \d", printed.splitlines()[-1])
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_links_lead_somewhere(page):
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
@@ -94,6 +114,7 @@ PUBLIC = (
     "reshard.scheduler",
     "reshard.scheduler.autoparallel",
     "reshard.testing",
+    "reshard.weights",
 )
 
 

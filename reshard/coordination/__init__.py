@@ -19,6 +19,7 @@ from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit, publishing_lost_ranks
 from reshard.coordination.liveness.interruptions import keep_exceptions_local, mark_published, publish_exceptions
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
+from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import report_dead
 from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
 from reshard.coordination.process_group import Group, check_inside, find_group, known_groups, serve_store
@@ -43,6 +44,7 @@ __all__ = [
     "find_channel",
     "find_group",
     "gather_reports",
+    "has_ended",
     "join",
     "keep_exceptions_local",
     "known_groups",

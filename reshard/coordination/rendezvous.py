@@ -460,7 +460,7 @@ class Rendezvous:
             channel.rendezvous.links.reaches(rank) for channel in list(self.group.channels.values())
         ):
             return False
-        return has_ended(self.group, rank)
+        return has_ended(self.group.store, rank)
 
     # Lost ranks, see reshard.coordination.liveness.survivors.
 

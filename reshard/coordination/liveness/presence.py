@@ -9,6 +9,7 @@ import socket
 from reshard.coordination.addresses import is_loopback, own_address
 from reshard.coordination.descriptors import has_descriptors
 from reshard.coordination.process_group import Group
+from reshard.coordination.store import Store
 from reshard.forks import close_in_child
 
 #: How long to wait for a connection to a port, for example of a host that is partitioned.
@@ -51,12 +52,17 @@ class Presence:
             self._listener.close()
 
 
-def has_ended(group: Group, rank: int) -> bool:
-    """Whether the process of a rank is known to have ended, or to have closed its group."""
-    if not group.store.check([_key(rank)]):
+def has_ended(store: Store, rank: int) -> bool:
+    """Whether the process of a rank is known to have ended, or to have closed its group.
+
+    Args:
+        store: of the group.
+        rank: in the group.
+    """
+    if not store.check([_key(rank)]):
         return False
-    hostname, address, port = json.loads(group.store.get(_key(rank)))
-    if is_loopback(address) and hostname != group.hostname:
+    hostname, address, port = json.loads(store.get(_key(rank)))
+    if is_loopback(address) and hostname != socket.gethostname():
         return False
     try:
         socket.create_connection((address, port), timeout=PROBE_SECONDS).close()

@@ -83,7 +83,7 @@ class RootCauseFinder:
         while time.monotonic() < deadline:
             try:
                 reported = self._channel.reported_error(self._generation)
-                ended = [] if reported else [rank for rank in others if has_ended(self._group, rank)]
+                ended = [] if reported else [rank for rank in others if has_ended(self._group.store, rank)]
                 silent = [rank for rank in others if heartbeats.read(rank)[1] > SILENT_SECONDS]
             except RuntimeError as lost:
                 return explain_lost_store(self._group, lost)

@@ -1,0 +1,73 @@
+"""Digests of tensors that do not depend on how they are sharded.
+
+The digest of an element is a 64-bit mix of its bits and of its flat index in the whole tensor. The digest of a region
+is the sum over its elements, where both 32-bit halves add up modulo 2**32. So the digests of disjoint regions add up to
+that of the tensor, whoever holds them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import torch
+
+from reshard._native import digest_elements
+from reshard.sharding import Box
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+_HALF = 2**32
+#: Constants of native/digest.cpp.
+_LOW_INDEX, _HIGH_INDEX, _FIRST, _SECOND, _THIRD = 0x9E3779B1, 0x85EBCA77, 0x7FEB352D, 0x846CA68B, 0xC2B2AE35
+#: Elements of an array on a device that are digested at a time.
+_CHUNK_ELEMENTS = 2**22
+
+
+def add_digests(digests: Iterable[int]) -> int:
+    """The digest of a union of disjoint regions."""
+    low = high = 0
+    for digest in digests:
+        low += digest % _HALF
+        high += digest // _HALF
+    return high % _HALF * _HALF + low % _HALF
+
+
+def digest_region(array: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
+    """The digest of a region of a tensor.
+
+    Args:
+        array: the region, on any device.
+        box: where it lies in the tensor.
+        shape: of the tensor.
+    """
+    strides = np.ones(len(shape), dtype=np.int64)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    first = sum(int(stride) * lo for stride, (lo, _) in zip(strides, box, strict=True))
+    words = array.unsqueeze(-1).view(_WORDS[array.itemsize])
+    per_element = words.shape[-1]
+    if array.device.type == "cpu":
+        unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
+        return digest_elements(unsigned, np.append(strides * per_element, 1), first * per_element)
+    return _digest_on_device(words, [*(strides * per_element).tolist(), 1], first * per_element)
+
+
+def _digest_on_device(words: torch.Tensor, strides: Sequence[int], first: int) -> int:
+    """The digest of words on their device, a few rows at a time."""
+    rows_at_once = max(1, _CHUNK_ELEMENTS // max(1, words[:1].numel()))
+    low = torch.zeros((), dtype=torch.int64, device=words.device)
+    high = torch.zeros_like(low)
+    for row in range(0, len(words), rows_at_once):
+        part = words[row : row + rows_at_once]
+        index = torch.full((), first + row * strides[0], dtype=torch.int64, device=words.device)
+        for dim, (size, stride) in enumerate(zip(part.shape, strides, strict=True)):
+            steps = torch.arange(size, device=words.device) * stride
+            index = index + steps.reshape([-1 if other == dim else 1 for other in range(part.ndim)])
+        mask = 2 ** (8 * words.itemsize) - 1
+        seeded = (part.to(torch.int64) & mask) + (index % _HALF) * _LOW_INDEX + (index // _HALF) * _HIGH_INDEX
+        seeded %= _HALF
+        mixed = ((seeded ^ (seeded >> 16)) * _FIRST) % _HALF
+        mixed ^= mixed >> 15
+        low += ((mixed * _SECOND) % _HALF).sum()
+        high += (((mixed ^ (mixed >> 13)) * _THIRD) % _HALF).sum()
+    return int(high) % _HALF * _HALF + int(low) % _HALF

@@ -1,0 +1,280 @@
+"""What the first rank of a trainer decides: which engines take part, and what becomes of each version."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.coordination import describe_error
+from reshard.errors import RemoteError, ReshardError
+from reshard.formatting import describe_ranks
+from reshard.weights.mailbox import Message
+from reshard.weights.manifest import Manifest
+from reshard.weights.pieces import match
+from reshard.weights.roster import Latest, Member
+from reshard.weights.team import Team
+from reshard.weights.verify import Digests, add_parts
+
+#: How often a version is sent anew after a failure.
+MAX_ATTEMPTS = 3
+#: How often the dispatcher looks whether those that it waits for are alive.
+CHECK_SECONDS = 0.5
+
+
+@dataclass
+class Outcome:
+    """How sending has ended on the trainer.
+
+    Attributes:
+        error: what failed; None: all data has left.
+        digests: of the trainer's weights, by engine.
+        times: seconds by what they measure, see :class:`reshard.weights.publisher.PublishReport`.
+    """
+
+    error: ReshardError | None = None
+    digests: Mapping[str, Digests] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class _Job:
+    """A version on its way.
+
+    Attributes:
+        pending: the engines that neither hold it nor were dropped, by id.
+        results: ``""`` for each engine that holds it, or why it does not.
+        attempts: how often it was sent.
+        phase: ``"ping"``, ``"send"`` or ``"confirm"``.
+        deadline: of the phase.
+        answered: ``(id of the team, rank)`` of those who answered the last ping.
+        engines: to which it is being sent.
+        failed: engines to which it must be sent anew.
+    """
+
+    version: int
+    pending: dict[str, Member]
+    results: dict[str, str]
+    is_published: bool
+    attempts: int = 0
+    phase: str = "ping"
+    nonce: str = ""
+    deadline: float = 0.0
+    answered: set[tuple[str, int]] = field(default_factory=set)
+    engines: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+    times: Mapping[str, float] = field(default_factory=dict)
+
+
+class Dispatcher:
+    """Leads a trainer. It acts on messages and never waits, except while its rank sends.
+
+    Args:
+        team: the trainer.
+        manifest: its model.
+        join_seconds: how long engines may take to answer.
+        timeout_seconds: how long they may take to confirm a version.
+    """
+
+    def __init__(self, team: Team, manifest: Manifest, join_seconds: float, timeout_seconds: float) -> None:
+        self._team, self._manifest = team, manifest
+        self._join_seconds, self._timeout_seconds = join_seconds, timeout_seconds
+        self._job: _Job | None = None
+        self._version: int | None = None
+        self._route: tuple[str, list[str]] | None = None  # key and engines of the open connections
+        self._refused: dict[str, str] = {}
+        self._asked: list[str] = []  # engines that want the last version
+
+    def act(self, message: Message) -> None:
+        """Act on a message."""
+        kind, job = message["kind"], self._job
+        if kind == "publish":
+            self._version = message["version"]
+            self._team.roster.set_latest(Latest(message["version"], self._team.id, {}))
+            self._begin(self._version, self._team.roster.engines(), is_published=True)
+        elif kind == "fetch":
+            self._asked.append(message["engine"])
+            self._serve_asked()
+        elif job is not None and kind == "pong" and message["nonce"] == job.nonce:
+            job.answered.add((message["team"], message["rank"]))
+            self._check_pings(job)
+        elif job is not None and kind == "tick" and message["nonce"] == job.nonce:
+            self._check(job)
+        elif job is not None and kind == "held" and message["version"] == job.version:
+            self._note_held(job, message["engine"], message["failed"])
+
+    def end_sending(self, message: Message, outcome: Outcome) -> None:
+        """Note that this rank has sent, or has failed to."""
+        job = self._job
+        assert job is not None
+        if outcome.error is not None:
+            self._route = None
+            job.failed |= dict.fromkeys(job.engines, str(outcome.error))
+            self._end_attempt(job)
+            return
+        job.times = outcome.times
+        first = job.engines[0]
+        pieces = match(self._manifest, job.pending[first].manifest, first)
+        self._team.roster.set_latest(Latest(job.version, self._team.id, add_parts(pieces, outcome.digests[first])))
+        message = {"kind": "verify", "version": job.version, "reply": self._team.address(0)}
+        for engine in job.engines:
+            self._post(job.pending[engine], {**message, "digests": outcome.digests[engine]})
+        self._enter(job, "confirm", self._timeout_seconds)
+
+    def _begin(self, version: int, engines: Sequence[Member], is_published: bool) -> None:
+        job = self._job = _Job(version, {}, {}, is_published)
+        for engine in engines:
+            if refusal := self._find_refusal(engine):
+                job.results[engine.id] = refusal
+            else:
+                job.pending[engine.id] = engine
+        self._begin_attempt(job)
+
+    def _find_refusal(self, engine: Member) -> str:
+        """Why an engine cannot take the weights; empty if it can."""
+        if engine.id not in self._refused:
+            self._refused[engine.id] = ""
+            try:
+                match(self._manifest, engine.manifest, f"{engine}")
+            except ReshardError as error:
+                self._refused[engine.id] = str(error)
+                self._post(engine, {"kind": "refused", "failed": describe_error(error)})
+        return self._refused[engine.id]
+
+    def _begin_attempt(self, job: _Job) -> None:
+        job.engines, job.failed = list(job.pending), {}
+        if not job.pending:
+            self._finish(job)
+        elif self._route is not None and self._route[1] == job.engines:
+            self._send(job)
+        else:
+            self._enter(job, "ping", self._join_seconds)
+            job.answered = set()
+            ping = {"kind": "ping", "nonce": job.nonce, "reply": self._team.address(0)}
+            self._team.post_to_all(ping)
+            for engine in job.pending.values():
+                self._post(engine, ping)
+
+    def _check_pings(self, job: _Job) -> None:
+        """Send once everybody who may still answer the ping has answered."""
+        if job.phase != "ping":
+            return
+        is_late = time.monotonic() > job.deadline
+        own = [rank for rank in range(self._team.size) if (self._team.id, rank) not in job.answered]
+        gone = [rank for rank in own if is_late or self._team.roster.has_ended("trainer", self._team.id, rank)]
+        if gone:
+            are = "is" if len(gone) == 1 else "are"
+            self._fail(job, RemoteError(f"{describe_ranks(gone)} of the trainer {are} lost"))
+            return
+        is_complete = not own
+        for engine in list(job.pending.values()):
+            silent = [rank for rank in range(engine.manifest.size) if (engine.id, rank) not in job.answered]
+            ended = [rank for rank in silent if self._team.roster.has_ended("engine", engine.id, rank)]
+            if ended or (silent and is_late):
+                why = "has ended" if ended else f"did not answer within {self._join_seconds:g} s"
+                self._drop(job, engine, f"{describe_ranks(ended or silent)} of the engine {why}")
+            elif silent:
+                is_complete = False
+        if not job.pending:
+            self._finish(job)
+        elif is_complete:
+            job.engines = list(job.pending)
+            self._send(job)
+
+    def _send(self, job: _Job) -> None:
+        if self._route is None or self._route[1] != job.engines:
+            self._route = secrets.token_hex(8), job.engines
+        job.attempts += 1
+        message = {"version": job.version, "route": self._route[0], "engines": job.engines}
+        self._enter(job, "send", self._timeout_seconds)
+        source = {"source": ["trainer", self._team.id], "reply": self._team.address(0)}
+        for engine in job.pending.values():
+            self._post(engine, {"kind": "receive", **message, **source})
+        self._team.post_to_all({"kind": "send", **message})
+
+    def _note_held(self, job: _Job, engine: str, failed: Any) -> None:
+        if engine not in job.engines or engine not in job.pending or job.phase != "confirm":
+            return
+        if failed is None:
+            job.results[engine] = ""
+            del job.pending[engine]
+        else:
+            job.failed[engine] = failed[1]
+        if all(each in job.failed for each in job.pending):
+            self._end_attempt(job)
+
+    def _end_attempt(self, job: _Job) -> None:
+        if job.pending and job.attempts >= MAX_ATTEMPTS:
+            for engine in list(job.pending.values()):
+                self._drop(job, engine, f"it failed {MAX_ATTEMPTS} times: {job.failed.get(engine.id, '')}")
+        if job.pending:
+            self._route = None
+        self._begin_attempt(job)
+
+    def _check(self, job: _Job) -> None:
+        """Look whether those that a phase waits for are alive."""
+        if job.phase == "ping":
+            self._check_pings(job)
+        elif job.phase == "confirm":
+            for engine in [each for each in job.pending.values() if each.id not in job.failed]:
+                ranks = range(engine.manifest.size)
+                ended = [rank for rank in ranks if self._team.roster.has_ended("engine", engine.id, rank)]
+                if ended or time.monotonic() > job.deadline:
+                    late = f"did not confirm the version in {self._timeout_seconds:g} s"
+                    why = f"{describe_ranks(ended)} of the engine has ended" if ended else f"it {late}"
+                    self._drop(job, engine, why)
+                    self._route = None
+            if all(each in job.failed for each in job.pending):
+                self._end_attempt(job)
+        if self._job is job and job.phase != "send":
+            self._tick(job)
+
+    def _drop(self, job: _Job, engine: Member, why: str) -> None:
+        job.results[engine.id] = f"dropped: {why}"
+        job.pending.pop(engine.id, None)
+        self._team.roster.drop(engine.id)
+        self._post(engine, {"kind": "dropped", "why": why})
+
+    def _fail(self, job: _Job, error: ReshardError) -> None:
+        for engine in job.pending:
+            job.results[engine] = str(error)
+        job.pending = {}
+        self._finish(job, error)
+
+    def _finish(self, job: _Job, error: ReshardError | None = None) -> None:
+        self._job = None
+        if job.is_published:
+            report = {"version": job.version, "engines": job.results, **job.times}
+            failed = None if error is None else describe_error(error)
+            self._team.post_to_all({"kind": "done", "version": job.version, "failed": failed, "report": report})
+        self._serve_asked()
+
+    def _serve_asked(self) -> None:
+        """Send the last version to engines that came later, if no engine can."""
+        if self._job is not None or self._version is None or not self._asked:
+            return
+        asked, self._asked = self._asked, []
+        engines = [each for each in self._team.roster.engines() if each.id in asked]
+        self._begin(self._version, engines, is_published=False)
+
+    def _enter(self, job: _Job, phase: str, seconds: float) -> None:
+        job.phase, job.nonce = phase, secrets.token_hex(8)
+        job.deadline = time.monotonic() + seconds
+        self._tick(job)
+
+    def _tick(self, job: _Job) -> None:
+        """Look again after a while."""
+        message = {"kind": "tick", "nonce": job.nonce}
+        timer = threading.Timer(CHECK_SECONDS, self._post_tick, [message])
+        timer.daemon = True
+        timer.start()
+
+    def _post_tick(self, message: Message) -> None:
+        if not self._team.is_closed:
+            self._team.post.post(self._team.address(0), message)
+
+    def _post(self, member: Member, message: Message) -> None:
+        self._team.post.post(member.address(), message)

@@ -1,0 +1,125 @@
+"""The tensors of a model, and the regions of them that this rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.api.dtensors import is_dtensor
+from reshard.errors import ArgumentError
+from reshard.sharding import Box, Layout, Mesh
+
+#: Values of a nested state dict that are not tensors.
+Value = bool | int | float | str | None
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What this rank holds of one tensor.
+
+    Attributes:
+        array: the local shard, detached; its memory is that of the model.
+        shape: the global shape.
+        boxes: the regions of the tensor in ``array``, joined along one dim in this order; none are empty.
+    """
+
+    array: torch.Tensor
+    shape: tuple[int, ...]
+    boxes: tuple[Box, ...]
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The state of a model on this rank.
+
+    Attributes:
+        holdings: what this rank holds, by name. Tied tensors have one entry, under the first of their names.
+        tied: other names of tied tensors, each with the first one.
+        values: numbers, strings and None of a nested state dict, by name.
+    """
+
+    holdings: dict[str, Holding]
+    tied: dict[str, str]
+    values: dict[str, Value]
+
+
+def read_state(model: Any) -> ModelState:
+    """The state of a module, or of a nested mapping of tensors. Names of nested tensors are joined by dots.
+
+    Raises:
+        ArgumentError: the model is neither, or an entry is of a kind that cannot be moved; the text names it.
+        PartialError: a DTensor has a pending reduction.
+    """
+    holdings: dict[str, Holding] = {}
+    tied: dict[str, str] = {}
+    values: dict[str, Value] = {}
+    first_name: dict[Any, str] = {}
+    for name, value in _entries(model):
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, (bool, int, float, str, type(None))):
+                raise ArgumentError(f"{name!r} is a {type(value).__name__}; weights are tensors, numbers and strings")
+            values[name] = value
+            continue
+        holding = _read_tensor(name, value)
+        array = holding.array
+        memory = array.data_ptr(), array.device, array.dtype, array.shape, array.stride(), holding.boxes
+        if array.numel() and memory in first_name:
+            tied[name] = first_name[memory]
+            continue
+        first_name[memory] = name
+        holdings[name] = holding
+    return ModelState(holdings, tied, values)
+
+
+def _entries(model: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(model, torch.nn.Module):
+        yield from _flatten(model.state_dict(keep_vars=True), "")
+    elif isinstance(model, Mapping):
+        yield from _flatten(model, "")
+    else:
+        raise ArgumentError(f"a model is a torch.nn.Module or a mapping of tensors, not {type(model).__name__}")
+
+
+def _flatten(entries: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for key, value in entries.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{name}.")
+        elif isinstance(value, (list, tuple)):
+            yield from _flatten(dict(enumerate(value)), f"{name}.")
+        else:
+            yield name, value
+
+
+def write_values(model: Any, values: Mapping[str, Value]) -> None:
+    """Write numbers and strings into a nested mapping or list, by their names in :func:`read_state`."""
+    if not isinstance(model, (MutableMapping, list)):
+        return
+    items = model.items() if isinstance(model, MutableMapping) else enumerate(model)
+    for key, value in list(items):
+        inner = {name.removeprefix(f"{key}."): new for name, new in values.items() if name.startswith(f"{key}.")}
+        if isinstance(value, (Mapping, list)):
+            write_values(value, inner)
+        elif str(key) in values:
+            model[key] = values[str(key)]
+
+
+def _read_tensor(name: str, tensor: torch.Tensor) -> Holding:
+    shape = tuple(tensor.shape)
+    if is_dtensor(tensor):
+        array = tensor.to_local().detach()  # type: ignore[attr-defined]
+        layout = Layout(Mesh.from_device_mesh(tensor.device_mesh), list(tensor.placements))  # type: ignore[attr-defined]
+        rank = dist.get_rank()
+        boxes = tuple(layout.regions(shape, rank)) if rank in layout.ranks else ()
+    else:
+        array = tensor.detach()
+        boxes = (tuple((0, size) for size in shape),) if tensor.numel() else ()
+    if array.is_meta:
+        raise ArgumentError(f"{name!r} is on the meta device: give it memory first (model.to_empty)")
+    if type(array) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or array.layout is not torch.strided:
+        raise ArgumentError(f"{name!r} is a {type(array).__name__} of layout {array.layout}; weights are plain tensors")
+    return Holding(array, shape, boxes)

@@ -1,0 +1,84 @@
+"""Messages between processes that share nothing but a store.
+
+Each rank of a trainer or of an engine has a mailbox: numbered keys in the store. Anyone appends a message by writing
+the first number that is free, so no message is lost and none waits for another. The owner reads them in order, and
+marks those that it has read.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import secrets
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from reshard.coordination.process_group import own_client
+from reshard.coordination.store import LOST_STORE_SECONDS, Store
+
+#: A message that its owner has read. Its key stays, so that nobody writes the number again.
+_READ = "-"
+#: How long the owner waits for a message at a time. A message of its own process ends the wait.
+_WAIT = datetime.timedelta(days=1)
+
+Message = dict[str, Any]
+
+
+class Postman:
+    """Appends messages to mailboxes, from any thread."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._next: dict[str, int] = {}
+
+    def post(self, address: str, message: Mapping[str, Any], seconds: float = LOST_STORE_SECONDS) -> None:
+        """Append a message.
+
+        Args:
+            address: the mailbox. message: JSON.
+            seconds: how long to wait for the store.
+
+        Raises:
+            RuntimeError: the store did not answer, or is lost.
+        """
+        text = json.dumps({**message, "id": secrets.token_hex(8)})  # two equal messages are two messages
+        number = self._next.get(address)
+        if number is None:
+            tail = f"{address}/read"
+            number = int(self._store.get(tail, seconds)) if self._store.check([tail], seconds) else 0
+        while self._store.compare_set(f"{address}/{number}", "", text, seconds) != text.encode():
+            number += 1
+        self._next[address] = number + 1
+
+    def post_all(self, addresses: Iterable[str], message: Mapping[str, Any]) -> None:
+        """Append a message to several mailboxes."""
+        for address in addresses:
+            self.post(address, message)
+
+
+class Mailbox:
+    """The messages for this rank. One thread reads them."""
+
+    def __init__(self, store: dist.Store, address: str) -> None:
+        """Args:
+        store: a ``torch.distributed`` store; the mailbox has a connection of its own.
+        address: prefix of its keys.
+        """
+        self._store, self.address, self._number = own_client(store), address, 0
+
+    def read(self) -> Message:
+        """The next message; waits until there is one.
+
+        Raises:
+            RuntimeError: the store is lost.
+        """
+        key = f"{self.address}/{self._number}"
+        self._store.wait([key], _WAIT)
+        text = self._store.get(key)
+        self._store.set(key, _READ)
+        self._number += 1
+        self._store.set(f"{self.address}/read", str(self._number))
+        message: Message = json.loads(text)
+        return message

@@ -1,0 +1,237 @@
+"""The trainer's side: publish versions of a model to engines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from reshard.coordination import describe_error, rebuild_error
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.topology import Topology
+from reshard.weights.holdings import read_state
+from reshard.weights.manifest import merge_states, state_of_rank
+from reshard.weights.sender import Sender
+from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
+
+
+@dataclass(frozen=True)
+class PublishReport:
+    """What became of one version.
+
+    Attributes:
+        version: the version.
+        engines: for each engine that was there, ``""`` if it holds the version, else why not.
+        seconds: from the first byte to the last one, on this rank.
+        bound_seconds, predicted_seconds: lower bound and prediction of that time, for the links of the topology.
+        nbytes: bytes of the model.
+    """
+
+    version: int
+    engines: Mapping[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+    bound_seconds: float = 0.0
+    predicted_seconds: float = 0.0
+    nbytes: int = 0
+
+
+class PublishHandle:
+    """A version on its way to the engines."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+        self._done = threading.Event()
+        self._report = PublishReport(version)
+        self._error: ReshardError | None = None
+
+    def done(self) -> bool:
+        """Whether each engine holds the version or was dropped."""
+        return self._done.is_set()
+
+    def wait(self, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> PublishReport:
+        """Wait until each live engine holds the version, verified and whole, or was dropped.
+
+        Raises:
+            TransferTimeoutError: not within ``timeout_seconds``.
+            ReshardError: the version could not be sent, for example because a rank of the trainer was lost.
+        """
+        if not self._done.wait(check_timeout(timeout_seconds)):
+            raise TransferTimeoutError(f"version {self.version} has not reached all engines in {timeout_seconds:g} s")
+        if self._error is not None:
+            raise rebuild_error(type(self._error).__name__, str(self._error))
+        return self._report
+
+    def _end(self, report: PublishReport, error: ReshardError | None) -> None:
+        if not self._done.is_set():
+            self._report, self._error = report, error
+            self._done.set()
+
+
+class Publisher:
+    """Publishes versions of a model to the engines that subscribe to its name.
+
+    Every rank of the trainer makes one, with the same arguments. A thread sends; the trainer goes on meanwhile.
+
+    Args:
+        model: a module, or a mapping of tensors. Each rank holds its own shards: DTensors of any placements, or plain
+            tensors, which count as whole.
+        store: a ``torch.distributed`` store that the trainer and all engines reach.
+        name: what engines subscribe to. One trainer publishes it at a time.
+        group: the process group of the trainer. Default: the world, or this process alone if there is none.
+        memory_bytes: memory for data in transit on each rank, beyond the snapshot of its own shards.
+        dtype: dtype in which floating-point tensors are published. Default: their own.
+        join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
+        timeout_seconds: limit of each transfer.
+        topology: hosts and links of the ranks, for the trainer and then each engine. Default: by host names.
+
+    Raises:
+        ArgumentError: an argument does not fit, or another trainer publishes this name; on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: Any,
+        name: str = "default",
+        group: Any = None,
+        *,
+        memory_bytes: int = 1 << 30,
+        dtype: Any = None,
+        join_seconds: float = 30.0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        topology: Topology | None = None,
+    ) -> None:
+        self._team = Team(store, name, "trainer", group, AGREE_SECONDS)
+        self._model, self._timeout_seconds = model, timeout_seconds
+        self._dtype: torch.dtype | None = None
+        self._snapshot: dict[str, torch.Tensor] = {}
+        self._handle: PublishHandle | None = None
+        self._failure: BaseException | None = None
+        self._last: int | None = None
+
+        def describe() -> dict[str, Any]:
+            check_timeout(join_seconds)
+            check_timeout(timeout_seconds)
+            self._dtype = None if dtype is None else getattr(torch, dtype_name(dtype))
+            return {"state": state_of_rank(read_state(model), self._dtype)}
+
+        try:
+            states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
+            self._manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
+            claims = run_collectively(self._team.group, self._claim, "claims the name", AGREE_SECONDS)
+            self._last = claims[0]["last"]
+            self._sender = Sender(
+                self._team,
+                self._manifest,
+                self._snapshot,
+                self._end,
+                join_seconds=float(join_seconds),
+                timeout_seconds=float(timeout_seconds),
+                staging_bytes=memory_bytes,
+                topology=topology,
+            )
+            self._team.start(self._sender.act, self._fail, self._sender.close)
+        except BaseException:
+            self._team.close()
+            raise
+
+    def publish(self, version: int) -> PublishHandle:
+        """Publish the weights as they are now. Every rank of the trainer calls it; it returns before they are sent.
+
+        The weights are copied first, so the optimizer may change them at once. Waits for the last version, if that is
+        still on its way.
+
+        Args:
+            version: its number, larger than that of any version before.
+
+        Returns:
+            A handle; its ``wait`` ends when each live engine holds the version or was dropped.
+
+        Raises:
+            ArgumentError: the version is not larger, or the tensors of the model have changed; on all ranks alike.
+        """
+        if self._handle is not None and not self._handle.done():
+            with contextlib.suppress(ReshardError):
+                self._handle.wait(self._timeout_seconds)
+
+        def copy() -> dict[str, Any]:
+            self._check_usable()
+            if isinstance(version, bool) or not isinstance(version, int):
+                raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
+            if self._last is not None and version <= self._last:
+                raise ArgumentError(f"version {version} is not larger than {self._last}, the last of this name")
+            self._take_snapshot()
+            return {"version": version}
+
+        kept = "" if self._last is None else f"engines keep version {self._last}"
+        reports = run_collectively(self._team.group, copy, "publishes a version", AGREE_SECONDS, kept)
+        versions = {report["version"] for report in reports.values()}
+        if len(versions) > 1:
+            raise ArgumentError(f"ranks of the trainer publish different versions: {sorted(versions)}")
+        self._last = version
+        handle = self._handle = PublishHandle(version)
+        if self._team.is_leader:
+            self._team.post.post(self._team.address(0), {"kind": "publish", "version": version}, AGREE_SECONDS)
+        return handle
+
+    def close(self) -> None:
+        """Stop publishing. Engines keep their versions."""
+        if not self._team.is_closed:
+            if self._handle is not None and not self._handle.done() and self._failure is None:
+                with contextlib.suppress(ReshardError):
+                    self._handle.wait(self._timeout_seconds)
+            self._team.close()
+
+    def __enter__(self) -> Publisher:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_usable(self) -> None:
+        if self._team.is_closed:
+            raise ArgumentError("this Publisher is closed")
+        if self._failure is not None:
+            raise rebuild_error(*describe_error(self._failure))
+
+    def _claim(self) -> dict[str, Any]:
+        if not self._team.is_leader:
+            return {}
+        self._team.roster.write_manifest("trainer", self._team.id, self._manifest)
+        return {"last": self._team.roster.claim(self._team.id, socket.gethostname(), os.getpid())}
+
+    def _take_snapshot(self) -> None:
+        state = read_state(self._model)
+        for name, holding in state.holdings.items():
+            array = holding.array
+            kept = self._dtype if self._dtype is not None and array.is_floating_point() else array.dtype
+            known = self._snapshot.get(name)
+            entry = self._manifest.entries.get(name)
+            if entry is None or entry.shape != holding.shape or entry.dtype != dtype_name(kept):
+                raise ArgumentError(f"{name!r} has changed its shape or dtype, or is new; make a new Publisher")
+            if known is None or known.shape != array.shape:
+                known = self._snapshot[name] = torch.empty(array.shape, dtype=kept, device=array.device)
+            known.copy_(array)
+        missing = self._snapshot.keys() - state.holdings.keys()
+        if missing:
+            raise ArgumentError(f"{min(missing)!r} is gone from the model; make a new Publisher")
+
+    def _end(self, outcome: Mapping[str, Any]) -> None:
+        """End the handle of a version, as the leader says."""
+        handle = self._handle
+        if handle is not None and handle.version == outcome["version"]:
+            error = None if outcome["failed"] is None else rebuild_error(*outcome["failed"])
+            handle._end(PublishReport(**outcome["report"]), error)
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = error
+        if self._handle is not None:
+            self._handle._end(PublishReport(self._handle.version), rebuild_error(*describe_error(error)))

@@ -1,0 +1,306 @@
+"""What the thread of each rank of an engine does."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.coordination import describe_error, rebuild_error
+from reshard.errors import RemoteError, ReshardError, VerificationError
+from reshard.runtime.autograd import mark_written
+from reshard.topology import Topology
+from reshard.weights.holdings import read_state
+from reshard.weights.mailbox import Message
+from reshard.weights.manifest import Manifest
+from reshard.weights.roster import Member
+from reshard.weights.route import Route
+from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
+from reshard.weights.verify import Checker, Digests
+
+#: What the first rank passes on to all ranks, so that they act in the same order.
+_RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
+
+
+class Receiver:
+    """Receives versions into a shadow of the model, lets other engines have them, and swaps them in.
+
+    Args:
+        team: the engine.
+        manifest, model: its model.
+        join_seconds, timeout_seconds, staging_bytes, topology: see :class:`reshard.weights.Subscriber`.
+
+    Attributes:
+        live: the version in the model.
+        swap_error: why the last swap failed.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        manifest: Manifest,
+        model: Any,
+        *,
+        join_seconds: float,
+        timeout_seconds: float,
+        staging_bytes: int,
+        topology: Topology | None,
+    ) -> None:
+        self._team, self._manifest, self._model = team, manifest, model
+        self._options: dict[str, Any] = {
+            "join_seconds": join_seconds,
+            "timeout_seconds": timeout_seconds,
+            "staging_bytes": staging_bytes,
+            "topology": topology,
+        }
+        self.live: int | None = None
+        self.swap_error: BaseException | None = None
+        self._failure: BaseException | None = None
+        self._problem = ""  # why the last version did not arrive
+        self._swapped = -1  # number of the last attempt that has ended in a swap
+        self._changed = threading.Condition()
+        self._route: tuple[str, Route] | None = None
+        self._shadow: dict[str, torch.Tensor] = {}
+        self._checker: Checker | None = None
+        self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
+        self._complete: int | None = None  # the same, if all ranks have it and it is verified
+        self._digests: Digests = []
+        self._leader = _Leader(self, team) if team.is_leader else None
+
+    # For the threads of the user
+
+    def check_usable(self) -> None:
+        """Raise the error that ended the thread, or why the trainer has refused this engine."""
+        if self._failure is not None:
+            raise rebuild_error(*describe_error(self._failure))
+
+    def wait_for_swap(self, attempt: int, seconds: float) -> bool:
+        """Wait until an attempt has ended in a swap; returns whether it has."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._swapped >= attempt or self._failure is not None, seconds)
+            if self._swapped < attempt:
+                self.check_usable()
+            return self._swapped >= attempt
+
+    def describe_failure(self) -> str:
+        """Why the last version did not arrive, as the end of a sentence."""
+        return f"; the last transfer failed: {self._problem}" if self._problem else ""
+
+    # For the thread of the team
+
+    def fail(self, error: BaseException) -> None:
+        """Note the error that ended the thread."""
+        with self._changed:
+            self._failure = error if isinstance(error, ReshardError) else RemoteError(f"the store is lost: {error}")
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._route is not None:
+            self._route[1].close()
+            self._route = None
+
+    def act(self, message: Message) -> None:
+        """Act on a message."""
+        kind = message["kind"]
+        if kind in _RELAYED:
+            if not message.get("relayed"):
+                self._team.post_to_all({**message, "relayed": True})
+            else:
+                getattr(self, f"_{kind}")(message)
+        elif self._leader is not None:
+            self._leader.act(message)
+
+    def _ping(self, message: Message) -> None:
+        self._team.pong(message)
+
+    def _refused(self, message: Message) -> None:
+        self.fail(rebuild_error(*message["failed"]))
+
+    def _dropped(self, message: Message) -> None:
+        self._problem = message["why"]
+        if self._leader is not None:
+            self._leader.enlist()
+
+    def _receive(self, message: Message) -> None:
+        """Receive a version into the shadow."""
+        self._arrived = self._complete = None
+        try:
+            source = self._team.roster.member(*message["source"])
+            route = self._find_route(message, source)
+            route.receive(self._shadow)
+            self._arrived, self._problem = message["version"], ""
+        except ReshardError as error:
+            self._problem = str(error)
+            self.close()
+        if message["source"][0] == "engine":  # no trainer will send digests
+            self._verify(message)
+
+    def _find_route(self, message: Message, source: Member) -> Route:
+        if self._route is None or self._route[0] != message["route"]:
+            self.close()
+            engines = {key: self._team.roster.member("engine", key).manifest for key in message["engines"]}
+            place = 1 + message["engines"].index(self._team.id)
+            store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
+            route = Route(store, source.manifest, engines, place, self._team.rank, **self._options)
+            self._route = message["route"], route
+            pieces = route.pieces[self._team.id]
+            self._checker = Checker(source.manifest, self._manifest, pieces)
+            held = read_state(self._model).holdings
+            dtypes = {piece.target: getattr(torch, piece.dtype) for piece in pieces}
+            for name, dtype in dtypes.items():
+                if name in held and (name not in self._shadow or self._shadow[name].dtype != dtype):
+                    self._shadow[name] = torch.empty_like(held[name].array, dtype=dtype)
+        return self._route[1]
+
+    def _verify(self, message: Message) -> None:
+        """Compare the digests of the shadow with those of the trainer, on all ranks."""
+        version = message["version"]
+
+        def digest() -> dict[str, Any]:
+            if self._arrived != version or self._checker is None:
+                raise RemoteError(self._problem or f"version {version} has not arrived")
+            self._digests = self._checker.digest_target(self._shadow, self._team.rank)
+            return {"digests": self._digests}
+
+        failed = None
+        try:
+            reports = run_collectively(self._team.inner_group(), digest, "verifies a version", AGREE_SECONDS)
+            landed = {rank: report["digests"] for rank, report in reports.items()}
+            assert self._checker is not None
+            if "digests" in message:
+                self._checker.compare(message["digests"], landed)
+            else:
+                latest = self._team.roster.latest()
+                self._checker.compare_whole({} if latest is None else latest.digests, landed)
+            self._complete = version
+        except ReshardError as error:
+            self._problem, failed = str(error), describe_error(error)
+        if self._leader is not None:
+            self._leader.end_receiving(message, failed, self._complete)
+
+    def _serve(self, message: Message) -> None:
+        """Send the version in the shadow to another engine."""
+        if self._complete != message["version"]:
+            return
+        try:
+            other = self._team.roster.member("engine", message["engine"])
+            store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
+            route = Route(store, self._manifest, {other.id: other.manifest}, 0, self._team.rank, **self._options)
+            try:
+                route.start_sending(self._shadow).wait(self._options["timeout_seconds"])
+            finally:
+                route.close()
+        except ReshardError as error:
+            self._problem = str(error)
+
+    def _swap(self, message: Message) -> None:
+        """Copy the shadow into the model. The user's thread waits in ``update``."""
+        error: BaseException | None = None
+        try:
+            self.live = None
+            self._copy_shadow()
+            self.live = message["version"]
+        except BaseException as caught:
+            error = caught
+        with self._changed:
+            self.swap_error, self._swapped = error, message["attempt"]
+            self._changed.notify_all()
+
+    def _copy_shadow(self) -> None:
+        held = read_state(self._model).holdings
+        live = {name: held[name].array for name in self._shadow if name in held}
+        with torch.no_grad():
+            for name, array in live.items():
+                array.copy_(self._shadow[name])
+        mark_written(live.values())
+        assert self._checker is not None
+        landed = {name: _undo_cast(array, self._shadow[name]) for name, array in live.items()}
+        if self._checker.digest_target(landed, self._team.rank) != self._digests:
+            raise VerificationError(
+                f"rank {self._team.rank}: the model differs from the version that was swapped in; is some of its "
+                "memory shared, or written by another thread?"
+            )
+
+
+def _undo_cast(array: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
+    """A parameter in the dtype in which it arrived; what arrived, if it is the cast of that."""
+    if array.dtype == shadow.dtype:
+        return array
+    return shadow if torch.equal(array, shadow.to(array.dtype)) else array.to(shadow.dtype)
+
+
+class _Leader:
+    """What the first rank of an engine decides."""
+
+    def __init__(self, receiver: Receiver, team: Team) -> None:
+        self._receiver, self._team = receiver, team
+        self._wants: dict[int, set[int]] = {}
+        self._complete: int | None = None
+        self._given: int | None = None  # the last version that was swapped in
+        self._asked: list[str] = []  # engines that were asked for the last version
+
+    def act(self, message: Message) -> None:
+        """Act on a message."""
+        kind = message["kind"]
+        if kind == "want":
+            self._wants.setdefault(message["attempt"], set()).add(message["rank"])
+            self._swap_if_wanted()
+        elif kind == "enlist":
+            self.enlist()
+
+    def enlist(self) -> None:
+        """Join the engines of the name, and fetch the last version from one of them."""
+        self._team.roster.enlist(self._team.id)
+        self._asked = [self._team.id]
+        self._fetch()
+
+    def end_receiving(self, message: Message, failed: Any, complete: int | None) -> None:
+        """Note that all ranks hold a version, or why they do not."""
+        self._complete = complete
+        self._team.roster.set_held(self._team.id, complete)
+        if "reply" in message:
+            answer = {"kind": "held", "engine": self._team.id, "version": message["version"], "failed": failed}
+            self._team.post.post(message["reply"], answer)
+        if complete is None and "reply" not in message:
+            self._fetch()
+            return
+        self._swap_if_wanted()
+
+    def _swap_if_wanted(self) -> None:
+        if self._complete is None or (self._given is not None and self._complete <= self._given):
+            return
+        for attempt, ranks in sorted(self._wants.items()):
+            if len(ranks) == self._team.size:
+                del self._wants[attempt]
+                decision = f"swap {self._complete}"
+                key = f"engine/{self._team.id}/swap/{attempt}"
+                if self._team.store.compare_set(key, "", decision, AGREE_SECONDS).decode() == decision:
+                    self._given = self._complete
+                    self._team.post_to_all(
+                        {"kind": "swap", "attempt": attempt, "version": self._complete, "relayed": True}
+                    )
+                    return
+
+    def _fetch(self) -> None:
+        """Ask an engine that holds the last version for it; if none does, the trainer."""
+        roster, latest = self._team.roster, self._team.roster.latest()
+        if latest is None or (self._complete is not None and self._complete >= latest.version):
+            return
+        for engine in roster.engines():
+            if engine.id in self._asked or roster.held(engine.id) != latest.version:
+                continue
+            self._asked.append(engine.id)
+            if any(roster.has_ended("engine", engine.id, rank) for rank in range(engine.manifest.size)):
+                continue
+            route = secrets.token_hex(8)
+            message = {"version": latest.version, "route": route, "engines": [self._team.id]}
+            self._team.post.post(engine.address(), {"kind": "serve", "engine": self._team.id, **message})
+            self._team.post_to_all({"kind": "receive", "source": ["engine", engine.id], "relayed": True, **message})
+            return
+        trainer = roster.publisher()
+        if trainer is not None:
+            self._team.post.post(trainer.address(), {"kind": "fetch", "engine": self._team.id})

@@ -1,0 +1,170 @@
+"""What is known about a published name in the store: its trainer, its engines, and its last version."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from reshard.coordination import has_ended
+from reshard.coordination.store import Store
+from reshard.errors import ArgumentError
+from reshard.weights.manifest import Manifest
+
+#: How long to wait for the store.
+STORE_SECONDS = 30.0
+#: Key of the trainer that publishes the name.
+_PUBLISHER = "publisher"
+#: Key of the last version.
+_LATEST = "latest"
+
+
+@dataclass(frozen=True)
+class Member:
+    """A trainer or an engine.
+
+    Attributes:
+        kind: ``"trainer"`` or ``"engine"``. id: of the team.
+        manifest: its model.
+    """
+
+    kind: str
+    id: str
+    manifest: Manifest
+
+    def address(self, rank: int = 0) -> str:
+        """The mailbox of a rank; rank 0 decides for the member."""
+        return f"{self.kind}/{self.id}/{rank}"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.id}"
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The last version that a trainer has sent.
+
+    Attributes:
+        version: its number.
+        trainer: id of the trainer.
+        digests: of each whole tensor, by the trainer's names.
+    """
+
+    version: int
+    trainer: str
+    digests: dict[str, int]
+
+
+class Roster:
+    """The members of a published name.
+
+    Args:
+        store: the store, under the prefix of the name.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._members: dict[str, Member] = {}
+        self._engines: list[str] = []
+
+    def write_manifest(self, kind: str, team_id: str, manifest: Manifest) -> None:
+        """Store what a team holds."""
+        self._store.set(f"{kind}/{team_id}/manifest", manifest.to_json(), STORE_SECONDS)
+
+    def member(self, kind: str, team_id: str) -> Member:
+        """A trainer or an engine by its id."""
+        if team_id not in self._members:
+            text = self._store.get(f"{kind}/{team_id}/manifest", STORE_SECONDS)
+            self._members[team_id] = Member(kind, team_id, Manifest.from_json(text))
+        return self._members[team_id]
+
+    def claim(self, team_id: str, hostname: str, pid: int) -> int | None:
+        """Claim the name for a trainer.
+
+        Returns:
+            The last version that was published under the name, if any.
+
+        Raises:
+            ArgumentError: another trainer publishes it, and its process has not ended.
+        """
+        claim, known = json.dumps([team_id, hostname, pid]), ""
+        while (holder := self._store.compare_set(_PUBLISHER, known, claim, STORE_SECONDS).decode()) != claim:
+            other, other_host, other_pid = json.loads(holder)
+            if not self.has_ended("trainer", other, 0):
+                raise ArgumentError(
+                    f"process {other_pid} on host {other_host} already publishes this name; close its Publisher first, "
+                    "or publish under another name"
+                )
+            known = holder
+        latest = self.latest()
+        return None if latest is None else latest.version
+
+    def publisher(self) -> Member | None:
+        """The trainer that claimed the name last."""
+        if not self._store.check([_PUBLISHER], STORE_SECONDS):
+            return None
+        return self.member("trainer", json.loads(self._store.get(_PUBLISHER, STORE_SECONDS))[0])
+
+    def has_ended(self, kind: str, team_id: str, rank: int) -> bool:
+        """Whether the process of a rank of a team has ended, or has closed its side."""
+        return has_ended(self._store.under(_join_prefix(kind, team_id)), rank)
+
+    def enlist(self, team_id: str) -> None:
+        """Add an engine, or add it again after it was dropped."""
+        number = 0
+        while self._store.compare_set(f"engines/{number}", "", team_id, STORE_SECONDS) != team_id.encode():
+            number += 1
+        self._store.set(_state_key(team_id), "", STORE_SECONDS)
+
+    def drop(self, team_id: str) -> None:
+        """Remove an engine."""
+        self._store.set(_state_key(team_id), "dropped", STORE_SECONDS)
+
+    def engines(self) -> list[Member]:
+        """The engines that are not dropped, in the order in which they came."""
+        while self._store.check([key := f"engines/{len(self._engines)}"], STORE_SECONDS):
+            self._engines.append(self._store.get(key, STORE_SECONDS).decode())
+        present = [
+            team_id
+            for team_id in dict.fromkeys(self._engines)
+            if self._store.check([_state_key(team_id)]) and not self._store.get(_state_key(team_id), STORE_SECONDS)
+        ]
+        return [self.member("engine", team_id) for team_id in present]
+
+    def set_held(self, team_id: str, version: int | None) -> None:
+        """Note the version that an engine holds, whole and verified."""
+        self._store.set(f"held/{team_id}", json.dumps(version), STORE_SECONDS)
+
+    def held(self, team_id: str) -> int | None:
+        """The version that an engine holds."""
+        key = f"held/{team_id}"
+        if not self._store.check([key], STORE_SECONDS):
+            return None
+        version: int | None = json.loads(self._store.get(key, STORE_SECONDS))
+        return version
+
+    def set_latest(self, latest: Latest) -> None:
+        """Note the last version."""
+        self._store.set(_LATEST, json.dumps(latest.__dict__), STORE_SECONDS)
+
+    def latest(self) -> Latest | None:
+        """The last version; None if none was sent."""
+        if not self._store.check([_LATEST], STORE_SECONDS):
+            return None
+        return Latest(**json.loads(self._store.get(_LATEST, STORE_SECONDS)))
+
+
+def ranks_store(raw: dist.Store, kind: str, team_id: str) -> dist.PrefixStore:
+    """The store in which the ranks of a team find each other."""
+    return dist.PrefixStore(f"{kind}/{team_id}/ranks", raw)
+
+
+def _join_prefix(kind: str, team_id: str) -> str:
+    """The prefix of the group that the ranks of a team join in :func:`ranks_store`."""
+    return f"{kind}/{team_id}/ranks/reshard/join"
+
+
+def _state_key(team_id: str) -> Any:
+    return f"engine/{team_id}/state"

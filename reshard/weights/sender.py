@@ -1,0 +1,122 @@
+"""What the thread of each rank of a trainer does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ReshardError
+from reshard.topology import Topology
+from reshard.weights.dispatcher import Dispatcher, Outcome
+from reshard.weights.mailbox import Message
+from reshard.weights.manifest import Manifest
+from reshard.weights.route import Route
+from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
+from reshard.weights.verify import Checker, Digests, add_all
+
+
+class Sender:
+    """Sends snapshots to engines, as the dispatcher on the first rank says.
+
+    Args:
+        team: the trainer.
+        manifest: its model.
+        snapshot: the local shards to send, by name. They are there before the dispatcher hears of a version.
+        end: is called with the outcome of each version.
+        join_seconds, timeout_seconds, staging_bytes, topology: see :class:`reshard.weights.Publisher`.
+    """
+
+    def __init__(
+        self,
+        team: Team,
+        manifest: Manifest,
+        snapshot: Mapping[str, torch.Tensor],
+        end: Callable[[Mapping[str, Any]], None],
+        *,
+        join_seconds: float,
+        timeout_seconds: float,
+        staging_bytes: int,
+        topology: Topology | None,
+    ) -> None:
+        self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
+        self._options: dict[str, Any] = {
+            "join_seconds": join_seconds,
+            "timeout_seconds": timeout_seconds,
+            "staging_bytes": staging_bytes,
+            "topology": topology,
+        }
+        self._route: tuple[str, Route] | None = None
+        self._dispatcher = Dispatcher(team, manifest, join_seconds, timeout_seconds) if team.is_leader else None
+
+    def act(self, message: Message) -> None:
+        """Act on a message."""
+        kind = message["kind"]
+        if kind == "send":
+            self._send(message)
+        elif kind == "ping":
+            self._team.pong(message)
+        elif kind == "done":
+            self._end(message)
+        elif self._dispatcher is not None:
+            self._dispatcher.act(message)
+
+    def close(self) -> None:
+        """Close the connections."""
+        if self._route is not None:
+            self._route[1].close()
+            self._route = None
+
+    def _send(self, message: Message) -> None:
+        """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
+        times: dict[str, float] = {}
+
+        def send() -> dict[str, Any]:
+            engines = {key: self._team.roster.member("engine", key).manifest for key in message["engines"]}
+            route = self._find_route(message["route"], engines)
+            begun = time.monotonic()
+            handle = route.start_sending(self._snapshot)
+            digests = self._digest(route, engines)
+            handle.wait(self._options["timeout_seconds"])
+            times.update(seconds=time.monotonic() - begun, **route.predict())
+            return {"digests": digests}
+
+        try:
+            reports = run_collectively(self._team.inner_group(), send, "sends a version", AGREE_SECONDS)
+        except ReshardError as error:
+            self.close()
+            outcome = Outcome(error=error)
+        else:
+            outcome = Outcome(
+                digests={
+                    engine: add_all([report["digests"][engine] for report in reports.values()])
+                    for engine in message["engines"]
+                },
+                times=times,
+            )
+        if self._dispatcher is not None:
+            self._dispatcher.end_sending(message, outcome)
+
+    def _find_route(self, key: str, engines: Mapping[str, Manifest]) -> Route:
+        if self._route is None or self._route[0] != key:
+            self.close()
+            store = dist.PrefixStore(f"routes/{key}", self._team.raw)
+            route = Route(store, self._manifest, engines, 0, self._team.rank, **self._options)
+            self._route = key, route
+        return self._route[1]
+
+    def _digest(self, route: Route, engines: Mapping[str, Manifest]) -> dict[str, Digests]:
+        """The digests for each engine of what this rank sends. Engines with equal models share them."""
+        found: dict[int, Digests] = {}
+        models: list[Manifest] = []
+        of_engine = {}
+        for engine, target in engines.items():
+            if target not in models:
+                models.append(target)
+                checker = Checker(self._manifest, target, route.pieces[engine])
+                found[len(models) - 1] = checker.digest_source(self._snapshot, self._team.rank)
+            of_engine[engine] = found[models.index(target)]
+        return of_engine

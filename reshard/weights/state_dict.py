@@ -1,0 +1,119 @@
+"""One transfer of a whole model between the ranks of a group."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from reshard.api.mover import Mover
+from reshard.coordination import find_group
+from reshard.coordination.topology_discovery import find_topology
+from reshard.errors import ArgumentError
+from reshard.planner import plan_tensors
+from reshard.runtime.autograd import mark_written
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.topology import Topology
+from reshard.weights.holdings import ModelState, read_state, write_values
+from reshard.weights.manifest import Manifest, merge_states, state_of_rank
+from reshard.weights.pieces import Specs, match
+from reshard.weights.team import run_collectively
+from reshard.weights.verify import Checker, add_all
+
+
+def transfer_state_dict(
+    src: Any = None,
+    dst: Any = None,
+    *,
+    group: Any = None,
+    memory_bytes: int = 1 << 30,
+    timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    topology: Topology | None = None,
+) -> None:
+    """Copy the state of a model to a model on the same or other ranks, whatever the shardings. Every rank calls it.
+
+    The digests of what has landed are compared with those of the source.
+
+    Args:
+        src: this rank's shards of the source: a module, or a nested mapping of tensors; None on other ranks.
+        dst: this rank's shards of the destination, which are overwritten; None on other ranks. Numbers and strings
+            of the source are written to a mapping too.
+        group: the process group (default: the world) or the result of :func:`reshard.join` of all ranks.
+        memory_bytes: memory for data in transit on each rank.
+        timeout_seconds: limit of each agreement, and of the transfer.
+        topology: hosts and links of the ranks. Default: by host names.
+
+    Raises:
+        ArgumentError: a tensor is missing on one side, has another shape, or cannot be cast. Nothing has moved.
+        VerificationError: what has landed differs from the source.
+        ReshardError: a rank failed; ``dst`` may hold tensors of both.
+    """
+    found = find_group(group)
+    states: dict[str, ModelState | None] = {"src": None, "dst": None}
+
+    def describe() -> dict[str, Any]:
+        check_timeout(timeout_seconds)
+        states.update(src=None if src is None else read_state(src), dst=None if dst is None else read_state(dst))
+        return {side: None if state is None else state_of_rank(state) for side, state in states.items()}
+
+    seconds = timeout_seconds if isinstance(timeout_seconds, (int, float)) else DEFAULT_TIMEOUT_SECONDS
+    reports = run_collectively(found, describe, "describes its state", seconds)
+    source, target = (_merge(reports, side, found.size) for side in ("src", "dst"))
+    pieces = match(source, target, "the destination")
+    specs = Specs(source, {0: target})
+    tensors = [specs.spec(piece.source, {0: piece.target}, f"{n} {piece.source}") for n, piece in enumerate(pieces)]
+    if topology is None:
+        topology = find_topology(found, timeout_seconds=seconds)
+    plan = plan_tensors(tensors, topology=topology, staging_bytes=memory_bytes)
+    sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
+    live = {} if states["dst"] is None else {name: each.array for name, each in states["dst"].holdings.items()}
+    landed = {
+        piece.target: _landing(live[piece.target], piece.dtype)
+        for piece, spec in zip(pieces, tensors, strict=True)
+        if found.rank in spec.dst.ranks
+    }
+    if found.rank in plan.ranks:
+        device = "cuda" if source.device == target.device == "cuda" else "cpu"
+        with Mover(plan, found, timeout_seconds=seconds, device=device) as mover:
+            mover(
+                {
+                    spec.name: sent[piece.source] if found.rank in spec.src.ranks else None
+                    for piece, spec in zip(pieces, tensors, strict=True)
+                },
+                out={spec.name: landed.get(piece.target) for piece, spec in zip(pieces, tensors, strict=True)},
+            )
+    checker = Checker(source, target, pieces)
+
+    def digest() -> dict[str, Any]:
+        return {
+            "sent": checker.digest_source(sent, found.rank),
+            "landed": checker.digest_target(landed, found.rank),
+        }
+
+    digests = run_collectively(found, digest, "verifies what has landed", seconds)
+    checker.compare(
+        add_all([report["sent"] for report in digests.values()]),
+        {rank: report["landed"] for rank, report in digests.items()},
+    )
+    with torch.no_grad():
+        for name, array in landed.items():
+            if array is not live[name]:
+                live[name].copy_(array)
+    mark_written(live.values())
+    if dst is not None:
+        write_values(dst, source.values)
+
+
+def _merge(reports: Mapping[int, Mapping[str, Any]], side: str, size: int) -> Manifest:
+    states = {rank: report[side] for rank, report in reports.items() if report[side] is not None}
+    if not states:
+        raise ArgumentError(f"no rank passes {side}=")
+    return replace(merge_states(states, f"{side}="), size=size)
+
+
+def _landing(array: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Where the values of a tensor arrive: the tensor itself, or memory in the dtype of the source."""
+    wanted = getattr(torch, dtype)
+    return array if array.dtype == wanted else torch.empty_like(array, dtype=wanted)

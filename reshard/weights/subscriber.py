@@ -1,0 +1,137 @@
+"""An engine's side: receive versions of a model and swap them in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from reshard.coordination import describe_error, rebuild_error
+from reshard.errors import ArgumentError, TransferTimeoutError
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.topology import Topology
+from reshard.weights.holdings import read_state
+from reshard.weights.manifest import merge_states, state_of_rank
+from reshard.weights.receiver import Receiver
+from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
+
+
+class Subscriber:
+    """Receives versions of a model into memory of its own, and swaps them into the engine's model on request.
+
+    Every rank of the engine makes one, with the same arguments. A thread receives while the engine serves.
+
+    Args:
+        model: a module, or a mapping of tensors. Each rank holds its own shards: DTensors of any placements, or plain
+            tensors, which count as whole.
+        store: a ``torch.distributed`` store that the trainer and all engines reach.
+        name: what the trainer publishes.
+        group: the process group of the engine. Default: the world, or this process alone if there is none.
+        memory_bytes: memory for data in transit on each rank, beyond the received version.
+        join_seconds: how long others may take to connect.
+        timeout_seconds: limit of each transfer.
+        topology: as for :class:`reshard.weights.Publisher`.
+
+    Raises:
+        ArgumentError: an argument does not fit; on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        store: Any,
+        name: str = "default",
+        group: Any = None,
+        *,
+        memory_bytes: int = 1 << 30,
+        join_seconds: float = 30.0,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+        topology: Topology | None = None,
+    ) -> None:
+        self._team = Team(store, name, "engine", group, AGREE_SECONDS)
+        self._attempt = 0
+
+        def describe() -> dict[str, Any]:
+            check_timeout(join_seconds)
+            check_timeout(timeout_seconds)
+            return {"state": state_of_rank(read_state(model))}
+
+        try:
+            states = run_collectively(self._team.group, describe, "describes the engine", AGREE_SECONDS)
+            manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the engine")
+            self._receiver = Receiver(
+                self._team,
+                manifest,
+                model,
+                join_seconds=float(join_seconds),
+                timeout_seconds=float(timeout_seconds),
+                staging_bytes=memory_bytes,
+                topology=topology,
+            )
+            self._team.start(self._receiver.act, self._receiver.fail, self._receiver.close)
+            if self._team.is_leader:
+                self._team.roster.write_manifest("engine", self._team.id, manifest)
+                self._team.post.post(self._team.address(0), {"kind": "enlist"})
+        except BaseException:
+            self._team.close()
+            raise
+
+    @property
+    def version(self) -> int | None:
+        """The version that the model holds; None before the first update, and if a swap has failed."""
+        return self._receiver.live
+
+    def update(self, timeout_seconds: float = 60.0) -> int:
+        """Wait for a version that is newer than that of the model, and swap it in. Every rank of the engine calls it.
+
+        The version is whole and verified on all ranks before any rank changes its model.
+
+        Returns:
+            The version that the model holds now, the same on all ranks.
+
+        Raises:
+            TransferTimeoutError: no newer version came in time, or a rank of the engine did not call; the model is
+                unchanged on all ranks.
+            VerificationError: the model differs from the version after the swap, so it is invalid; on this rank.
+            ArgumentError: the model does not fit that of the trainer.
+        """
+        seconds = check_timeout(timeout_seconds)
+        if self._team.is_closed:
+            raise ArgumentError("this Subscriber is closed")
+        receiver, attempt = self._receiver, self._attempt
+        receiver.check_usable()
+        key = f"engine/{self._team.id}/swap/{attempt}"
+        self._team.post.post(
+            self._team.address(0), {"kind": "want", "attempt": attempt, "rank": self._team.rank}, seconds
+        )
+        try:
+            is_swapped = receiver.wait_for_swap(attempt, seconds)
+        except BaseException:  # an interrupt, or the thread has failed
+            self._attempt += 1
+            self._give_up(key, attempt)
+            raise
+        self._attempt += 1
+        if not is_swapped and not self._give_up(key, attempt):
+            raise TransferTimeoutError(
+                f"rank {self._team.rank} of the engine: no newer version was complete on all ranks, or not all ranks "
+                f"called update, in {seconds:g} s; the model keeps version {receiver.live}{receiver.describe_failure()}"
+            )
+        error = receiver.swap_error
+        if error is not None:
+            raise rebuild_error(*describe_error(error))
+        assert receiver.live is not None
+        return receiver.live
+
+    def _give_up(self, key: str, attempt: int) -> bool:
+        """End an attempt on all ranks, unless the ranks swap already: then wait for the swap, and return True."""
+        if self._team.store.compare_set(key, "", "abort", AGREE_SECONDS) == b"abort":
+            return False
+        return self._receiver.wait_for_swap(attempt, AGREE_SECONDS)
+
+    def close(self) -> None:
+        """Stop receiving. The model keeps its version."""
+        self._team.close()
+
+    def __enter__(self) -> Subscriber:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,154 @@
+"""The ranks of one trainer or of one engine: how they agree, and the thread that acts on messages to them."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import secrets
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+from reshard.api.lossless.transfer import exchange_reports
+from reshard.coordination import Group, Monitor, calling, describe_error, find_channel, find_group, join
+from reshard.coordination.process_group import own_client
+from reshard.coordination.store import Store
+from reshard.errors import ArgumentError
+from reshard.weights.mailbox import Mailbox, Message, Postman
+from reshard.weights.roster import Roster, ranks_store
+
+#: How long to wait for the other ranks of a team.
+AGREE_SECONDS = 60.0
+#: How long closing waits for the thread.
+CLOSE_SECONDS = 5.0
+
+
+def exchange(group: Group, report: Mapping[str, Any], purpose: str, seconds: float, kept: str = "") -> dict[int, Any]:
+    """The reports of all ranks of a group, as JSON. Every rank must call it.
+
+    Args:
+        report: of this rank. Its entry ``"failed"``, if any, is the class and text of an error.
+        purpose: of the exchange, in errors.
+        seconds: how long to wait for the other ranks.
+        kept: what holds in spite of an error.
+
+    Raises:
+        ReshardError: the first error that a rank reports, or a rank did not call; the same on all ranks.
+    """
+    with calling(group):
+        channel = find_channel(group, tuple(range(group.size)))
+        return exchange_reports(channel, {"failed": None, **report}, purpose, seconds, kept)
+
+
+def run_collectively(
+    group: Group, function: Callable[[], Mapping[str, Any]], purpose: str, seconds: float, kept: str = ""
+) -> dict[int, Any]:
+    """As :func:`exchange`, with the result of a function. If it raises an error on one rank, all ranks raise it."""
+    try:
+        report = dict(function())
+    except Exception as error:
+        report = {"failed": describe_error(error)}
+    return exchange(group, report, purpose, seconds, kept)
+
+
+class Team:
+    """The ranks of one trainer or of one engine.
+
+    Args:
+        store: what all trainers and engines share.
+        name: of the published model.
+        kind: ``"trainer"`` or ``"engine"``.
+        group: the process group of the ranks; None for the world, or for this process alone if there is none.
+        seconds: how long to wait for the other ranks.
+
+    Attributes:
+        group: the ranks, for calls of the user's threads.
+        id: of the team, the same on all ranks and different from any other.
+        raw: the store, under the prefix of ``name``.
+        store: calls of ``raw`` with timeouts.
+        post, roster: to write to other teams, and what is known about them.
+    """
+
+    def __init__(self, store: Any, name: str, kind: str, group: Any, seconds: float) -> None:
+        if not isinstance(store, dist.Store):
+            raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
+        if not isinstance(name, str) or not name or "/" in name:
+            raise ArgumentError(f"name is {name!r}; it must be a string that is not empty and has no slash")
+        if group is None and not (dist.is_available() and dist.is_initialized()):
+            self.group = Group(dist.HashStore(), 0, 1)
+        else:
+            self.group = find_group(group)
+        self.kind, self.rank, self.size = kind, self.group.rank, self.group.size
+        self.raw = dist.PrefixStore(f"reshard/weights/{name}", own_client(store))
+        self.store = Store(self.raw)
+        self.post, self.roster = Postman(self.store), Roster(self.store)
+        reports = exchange(self.group, {"token": secrets.token_hex(8)}, f"opens the {kind} of {name!r}", seconds)
+        self.id: str = reports[0]["token"]
+        self._inner: Group | None = None
+        self._thread: threading.Thread | None = None
+        self.is_closed = False
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this rank decides for the team."""
+        return self.rank == 0
+
+    def address(self, rank: int) -> str:
+        """The mailbox of a rank."""
+        return f"{self.kind}/{self.id}/{rank}"
+
+    def post_to_all(self, message: Mapping[str, Any]) -> None:
+        """Post a message to every rank of the team."""
+        self.post.post_all(map(self.address, range(self.size)), message)
+
+    def pong(self, ping: Message) -> None:
+        """Answer a ping."""
+        answer = {"kind": "pong", "nonce": ping["nonce"], "team": self.id, "rank": self.rank}
+        self.post.post(ping["reply"], answer)
+
+    def inner_group(self) -> Group:
+        """The ranks, for calls of the team's thread."""
+        if self._inner is None:
+            self._inner = join(ranks_store(self.raw, self.kind, self.id), self.rank, self.size)
+        return self._inner
+
+    def start(
+        self, act: Callable[[Message], None], fail: Callable[[BaseException], None], end: Callable[[], None]
+    ) -> None:
+        """Start the thread.
+
+        Args:
+            act: is called with each message. fail: with the error that ends the thread. end: at the end, in any case.
+        """
+        mailbox = Mailbox(self.raw, self.address(self.rank))
+        Monitor.of(self.inner_group())  # shows others that this process lives
+
+        def run() -> None:
+            try:
+                while (message := mailbox.read())["kind"] != "close":
+                    act(message)
+            except BaseException as error:
+                fail(error)
+            finally:
+                end()
+                if self._inner is not None:
+                    with contextlib.suppress(Exception):
+                        self._inner.close()
+
+        self._thread = threading.Thread(target=run, name=f"reshard-{self.kind}", daemon=True)
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """End the thread. The mailboxes stay in the store."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        atexit.unregister(self.close)
+        if self._thread is not None and self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # the store is lost, and the thread knows
+                self.post.post(self.address(self.rank), {"kind": "close"})
+            self._thread.join(CLOSE_SECONDS)
+        self.store.close()

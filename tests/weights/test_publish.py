@@ -1,0 +1,310 @@
+"""A trainer and engines as processes: versions arrive whole or not at all, whoever dies."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from reshard import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.testing.processes import LaunchError, run_processes
+from reshard.weights import Publisher, Subscriber, verify
+from tests.support.pausable_store import PausableStore
+
+pytestmark = pytest.mark.integration
+
+
+def _model(seed):
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(torch.nn.Linear(13, 7), torch.nn.Linear(7, 5, bias=False))
+
+
+def _whole(model):
+    return {
+        name: (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def _expected(version):
+    return {name: value + version for name, value in _model(1).state_dict().items()}
+
+
+def _is_version(model, version):
+    return all(torch.equal(value, _expected(version)[name]) for name, value in _whole(model).items())
+
+
+def _connect(store, prefix, rank, size):
+    """The store of a rank; its process group, if it has others."""
+    raw = dist.TCPStore("127.0.0.1", store.ports[rank], is_master=False)
+    if size > 1:
+        own = prefix, dist.PrefixStore(prefix[0], raw)
+        dist.init_process_group("gloo", store=own[1], rank=prefix[1], world_size=size)
+    return raw
+
+
+def _trainer(raw, rank, size):
+    model = _model(1)
+    if size > 1:
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+    return model
+
+
+def _set_version(model, version):
+    with torch.no_grad():
+        for name, value in model.state_dict().items():
+            whole = _expected(version)[name]
+            if isinstance(value, DTensor):
+                size, rank = dist.get_world_size(), dist.get_rank()
+                parts = whole.chunk(size)
+                value.to_local().copy_(parts[rank] if rank < len(parts) else whole[:0])
+            else:
+                value.copy_(whole)
+
+
+def _wait_for(raw, key, seconds=60.0):
+    deadline = time.monotonic() + seconds
+    while not raw.check([key]):
+        assert time.monotonic() < deadline, key
+        time.sleep(0.02)
+
+
+def _shards_to_two_engines(rank, _, store):
+    """Ranks 0 to 2 train with FSDP, 3 and 4 are an engine with tensor parallelism, 5 is an engine in bfloat16."""
+    if rank < 3:
+        raw = _connect(store, ("trainer", rank), rank, 3)
+        model = _trainer(raw, rank, 3)
+        with Publisher(model, raw) as publisher:
+            _wait_for(raw, "ready3"), _wait_for(raw, "ready5")
+            for version in (1, 2, 3):
+                _set_version(model, version)
+                handle = publisher.publish(version)
+                _set_version(model, 100)  # the optimizer goes on
+                report = handle.wait(60)
+                assert len(report.engines) == 2 and set(report.engines.values()) == {""}, report
+                raw.set(f"published{version}", "")
+        return report.nbytes
+    raw = _connect(store, ("engine", rank - 3), rank, 2 if rank < 5 else 1)
+    model = _model(2)
+    if rank < 5:
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    else:
+        model = model.to(torch.bfloat16)
+    with Subscriber(model, raw) as subscriber:
+        raw.set(f"ready{rank}", "")
+        found = []
+        while not found or found[-1] < 3:
+            found.append(subscriber.update(60))
+            if rank < 5:
+                assert _is_version(model, found[-1])
+        with pytest.raises(TransferTimeoutError, match="the model keeps version 3"):
+            subscriber.update(0.2)
+    if rank == 5:
+        for name, value in model.state_dict().items():
+            assert torch.equal(value, _expected(3)[name].to(torch.bfloat16))
+    return found
+
+
+def test_versions_reach_engines_of_other_shardings_and_dtypes():
+    with PausableStore(6) as store:
+        results = run_processes(_shards_to_two_engines, 6, store, init_group=False)
+    assert results[:3] == [4 * (13 * 7 + 7 + 7 * 5)] * 3
+    assert results[3] == results[4]
+
+
+def _engine_dies(rank, _, store):
+    """Rank 0 trains; ranks 1 and 2 are an engine of two ranks, of which one dies; rank 3 is another engine."""
+    if rank == 0:
+        raw = _connect(store, (), rank, 1)
+        model = _trainer(raw, 0, 1)
+        with Publisher(model, raw) as publisher:
+            for key in ("ready1", "ready2", "ready3"):
+                _wait_for(raw, key)
+            _set_version(model, 1)
+            publisher.publish(1).wait(60)
+            raw.set("die", "")
+            time.sleep(0.5)
+            begun = time.monotonic()
+            _set_version(model, 2)
+            report = publisher.publish(2).wait(60)
+            return sorted(report.engines.values()), time.monotonic() - begun
+    raw = _connect(store, ("engine", rank - 1), rank, 2 if rank < 3 else 1)
+    model = _model(2)
+    with Subscriber(model, raw) as subscriber:
+        raw.set(f"ready{rank}", "")
+        assert subscriber.update(60) == 1 and _is_version(model, 1)
+        if rank == 2:
+            _wait_for(raw, "die")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 3:
+            assert subscriber.update(60) == 2 and _is_version(model, 2)
+        else:
+            with pytest.raises(ReshardError):
+                subscriber.update(10)
+            assert subscriber.version == 1 and _is_version(model, 1)
+    return None
+
+
+def test_engine_of_a_killed_rank_is_dropped_and_the_others_commit():
+    with PausableStore(4) as store, pytest.raises(LaunchError) as caught:
+        run_processes(_engine_dies, 4, store, init_group=False, grace_seconds=60)
+    results = caught.value.results
+    assert sorted(results) == [0, 1, 3], caught.value
+    engines, seconds = results[0]
+    assert engines[0] == "" and "dropped: rank 1 of the engine has ended" in engines[1]
+    assert seconds < 10
+
+
+def _trainer_dies(rank, _, store):
+    """Rank 1 of the trainer dies; the engine, rank 2, keeps its version."""
+    if rank < 2:
+        raw = _connect(store, ("trainer", rank), rank, 2)
+        model = _trainer(raw, rank, 2)
+        publisher = Publisher(model, raw)
+        _wait_for(raw, "ready")
+        _set_version(model, 1)
+        publisher.publish(1).wait(60)
+        _set_version(model, 2)
+        handle = publisher.publish(2)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        begun = time.monotonic()
+        try:
+            report = handle.wait(60)
+            assert set(report.engines.values()) == {""}  # all had left before the kill
+            raw.set("complete", "")
+        except ReshardError as error:
+            assert "rank 1 of the trainer is lost" in str(error)
+        return time.monotonic() - begun
+    raw = _connect(store, (), rank, 1)
+    model = _model(2)
+    with Subscriber(model, raw) as subscriber:
+        raw.set("ready", "")
+        version = subscriber.update(60)
+        assert _is_version(model, version)
+        with contextlib.suppress(TransferTimeoutError):
+            version = subscriber.update(10)
+        assert _is_version(model, version)
+    return version
+
+
+def test_engine_keeps_a_whole_version_if_a_rank_of_the_trainer_is_killed():
+    with PausableStore(3) as store, pytest.raises(LaunchError) as caught:
+        run_processes(_trainer_dies, 3, store, init_group=False, grace_seconds=60)
+    assert sorted(caught.value.results) == [0, 2], caught.value
+    assert caught.value.results[0] < 10
+
+
+def _late_engine(rank, _, store):
+    """The trainer, rank 0, ends. Then another engine, rank 2, fetches the version from the first one."""
+    raw = _connect(store, (), rank, 1)
+    model = _model(1 if rank == 0 else 2)
+    if rank == 0:
+        with Publisher(model, raw) as publisher:
+            _set_version(model, 7)
+            assert publisher.publish(7).wait(60).engines == {}
+            raw.set("published", "")
+            _wait_for(raw, "first")  # this engine came after the version was sent
+        raw.set("ended", "")
+        return
+    _wait_for(raw, "published" if rank == 1 else "ended")
+    with Subscriber(model, raw) as subscriber:
+        assert subscriber.update(60) == 7 and _is_version(model, 7)
+        if rank == 1:
+            raw.set("first", "")
+            _wait_for(raw, "second")
+        else:
+            raw.set("second", "")
+    return
+
+
+def test_late_engine_fetches_from_an_engine_that_holds_the_version():
+    with PausableStore(3) as store:
+        run_processes(_late_engine, 3, store, init_group=False)
+
+
+def _mistakes(rank, _, store):
+    raw = _connect(store, (), rank, 1)
+    if rank == 0:
+        model = _model(1)
+        with Publisher(model, raw) as publisher:
+            _wait_for(raw, "ready")
+            for bad in (True, "1"):
+                with pytest.raises(ArgumentError, match="must be an integer"):
+                    publisher.publish(bad)
+            report = publisher.publish(3).wait(60)
+            assert "has shape [5, 7], but" in str(report.engines) or "only the source has" in str(report.engines)
+            with pytest.raises(ArgumentError, match="version 3 is not larger than 3"):
+                publisher.publish(3)
+            with pytest.raises(ArgumentError, match="already publishes this name"):
+                Publisher(model, raw)
+            with Publisher(model, raw, "other"):
+                pass
+        with Publisher(model, raw) as publisher, pytest.raises(ArgumentError, match="version 2 is not larger than 3"):
+            publisher.publish(2)
+        with pytest.raises(ArgumentError, match="must be a string"):
+            Publisher(model, raw, "a/b")
+        with pytest.raises(ArgumentError, match="not dict"):
+            Publisher(model, {})
+        return
+    with Subscriber(torch.nn.Sequential(torch.nn.Linear(13, 7)), raw) as subscriber:
+        raw.set("ready", "")
+        with pytest.raises(ArgumentError, match=r"'1.weight'.*only the source has"):
+            subscriber.update(60)
+    return
+
+
+def test_mistakes_are_named():
+    with PausableStore(2) as store:
+        run_processes(_mistakes, 2, store, init_group=False)
+
+
+def _damaged(rank, _, store):
+    """A bit changes in the shadow of the engine: once for version 2, at each try for version 3."""
+    raw = _connect(store, (), rank, 1)
+    model = _model(1 if rank == 0 else 2)
+    if rank == 0:
+        with Publisher(model, raw) as publisher:
+            _wait_for(raw, "ready")
+            results = []
+            for version in (1, 2, 3):
+                _set_version(model, version)
+                results.append([*publisher.publish(version).wait(60).engines.values()])
+            return results
+    damages = {2: 1, 3: 9}
+    digest = verify.Checker.digest_target
+
+    def corrupt(self, arrays, of_rank):
+        version = subscriber._receiver._arrived
+        if damages.get(version, 0) > 0 and arrays is subscriber._receiver._shadow:
+            damages[version] -= 1
+            arrays["0.weight"].view(torch.int32)[2, 3] ^= 1
+        return digest(self, arrays, of_rank)
+
+    verify.Checker.digest_target = corrupt
+    with Subscriber(model, raw) as subscriber:
+        raw.set("ready", "")
+        found = []
+        while not found or found[-1] != 2:
+            found.append(subscriber.update(60))
+            assert _is_version(model, found[-1])
+        with pytest.raises(TransferTimeoutError, match=r"'0.weight' \[0:7, 0:13\] on rank 0: the digest"):
+            subscriber.update(5)
+        assert _is_version(model, 2)
+    return None
+
+
+def test_damaged_version_is_sent_again_and_never_swapped_in():
+    with PausableStore(2) as store:
+        results = run_processes(_damaged, 2, store, init_group=False)[0]
+    assert results[:2] == [[""], [""]]
+    assert "failed 3 times: '0.weight' [0:7, 0:13] on rank 0" in results[2][0]
