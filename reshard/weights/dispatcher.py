@@ -12,6 +12,7 @@ from typing import Any
 from reshard.coordination import describe_error
 from reshard.errors import RemoteError, ReshardError
 from reshard.formatting import describe_ranks
+from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
@@ -33,11 +34,13 @@ class Outcome:
         error: what failed; None: all data has left.
         digests: of the trainer's weights, by engine.
         times: seconds by what they measure, see :class:`reshard.weights.publisher.PublishReport`.
+        values: numbers and strings of the trainer's state.
     """
 
     error: ReshardError | None = None
     digests: Mapping[str, Digests] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
 
 
 @dataclass
@@ -93,7 +96,7 @@ class Dispatcher:
         kind, job = message["kind"], self._job
         if kind == "publish":
             self._version = message["version"]
-            self._team.roster.set_latest(Latest(message["version"], self._team.id, {}))
+            self._team.roster.set_latest(Latest(message["version"], self._team.id, {}, {}))
             self._begin(self._version, self._team.roster.engines(), is_published=True)
         elif kind == "fetch":
             self._asked.append(message["engine"])
@@ -117,9 +120,10 @@ class Dispatcher:
             return
         job.times = outcome.times
         first = job.engines[0]
-        pieces = match(self._manifest, job.pending[first].manifest, first)
-        self._team.roster.set_latest(Latest(job.version, self._team.id, add_parts(pieces, outcome.digests[first])))
-        message = {"kind": "verify", "version": job.version, "reply": self._team.address(0)}
+        pieces = match(self._manifest, job.pending[first].manifest.resolve(self._manifest), first)
+        digests = add_parts(pieces, outcome.digests[first])
+        self._team.roster.set_latest(Latest(job.version, self._team.id, digests, outcome.values))
+        message = {"kind": "verify", "version": job.version, "reply": self._team.address(0), "values": outcome.values}
         for engine in job.engines:
             self._post(job.pending[engine], {**message, "digests": outcome.digests[engine]})
         self._enter(job, "confirm", self._timeout_seconds)
@@ -138,7 +142,7 @@ class Dispatcher:
         if engine.id not in self._refused:
             self._refused[engine.id] = ""
             try:
-                match(self._manifest, engine.manifest, f"{engine}")
+                match(self._manifest, engine.manifest.resolve(self._manifest), f"{engine}")
             except ReshardError as error:
                 self._refused[engine.id] = str(error)
                 self._post(engine, {"kind": "refused", "failed": describe_error(error)})
@@ -190,9 +194,8 @@ class Dispatcher:
         job.attempts += 1
         message = {"version": job.version, "route": self._route[0], "engines": job.engines}
         self._enter(job, "send", self._timeout_seconds)
-        source = {"source": ["trainer", self._team.id], "reply": self._team.address(0)}
         for engine in job.pending.values():
-            self._post(engine, {"kind": "receive", **message, **source})
+            self._post(engine, {"kind": "receive", "trainer": self._team.id, **message})
         self._team.post_to_all({"kind": "send", **message})
 
     def _note_held(self, job: _Job, engine: str, failed: Any) -> None:

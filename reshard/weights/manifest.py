@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-import xxhash
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
@@ -40,6 +38,7 @@ class Manifest:
         tied: names of the same memory on some rank, each with the first one.
         values: what is not a tensor, by name.
         device: device type of the tensors; ``"cpu"`` unless all are elsewhere.
+        takes_all: each rank takes every tensor of the trainer, whole; then ``entries`` is empty, see :meth:`resolve`.
     """
 
     size: int
@@ -47,6 +46,7 @@ class Manifest:
     tied: dict[str, str]
     values: dict[str, Value]
     device: str
+    takes_all: bool = False
 
     def to_json(self) -> str:
         """The manifest as text; see :meth:`from_json`."""
@@ -59,6 +59,7 @@ class Manifest:
             "tied": self.tied,
             "values": self.values,
             "device": self.device,
+            "takes_all": self.takes_all,
         }
         return json.dumps(given)
 
@@ -71,11 +72,29 @@ class Manifest:
             for shape, dtype, held in given["classes"]
         ]
         entries = {name: classes[number] for name, number in given["names"].items()}
-        return cls(given["size"], entries, given["tied"], given["values"], given["device"])
+        return cls(given["size"], entries, given["tied"], given["values"], given["device"], given["takes_all"])
 
-    def digest(self) -> str:
-        """A digest of the text."""
-        return xxhash.xxh3_128_hexdigest(self.to_json().encode())
+    def resolve(self, source: Manifest) -> Manifest:
+        """The manifest of a destination, with the tensors of the trainer if it takes all of them."""
+        if not self.takes_all:
+            return self
+        entries = {
+            name: replace(entry, held=tuple((rank, _whole(entry.shape)) for rank in range(self.size)))
+            for name, entry in source.entries.items()
+        }
+        return replace(self, entries=entries, tied=source.tied, takes_all=False)
+
+    def in_dtypes_of(self, source: Manifest) -> Manifest:
+        """The manifest of an engine that has received a version: it holds the dtypes of the trainer."""
+        entries = {
+            name: replace(entry, dtype=source.entries[name].dtype) if name in source.entries else entry
+            for name, entry in self.entries.items()
+        }
+        return replace(self, entries=entries)
+
+
+def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return (tuple((0, size) for size in shape),) if 0 not in shape else ()
 
 
 def _read_boxes(boxes: Any) -> tuple[Box, ...]:

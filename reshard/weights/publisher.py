@@ -17,7 +17,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.holdings import read_state
+from reshard.weights.holdings import Value, read_state
 from reshard.weights.manifest import merge_states, state_of_rank
 from reshard.weights.sender import Sender
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
@@ -113,6 +113,7 @@ class Publisher:
         self._model, self._timeout_seconds = model, timeout_seconds
         self._dtype: torch.dtype | None = None
         self._snapshot: dict[str, torch.Tensor] = {}
+        self._values: dict[str, Value] = {}
         self._handle: PublishHandle | None = None
         self._failure: BaseException | None = None
         self._last: int | None = None
@@ -132,6 +133,7 @@ class Publisher:
                 self._team,
                 self._manifest,
                 self._snapshot,
+                self._values,
                 self._end,
                 join_seconds=float(join_seconds),
                 timeout_seconds=float(timeout_seconds),
@@ -210,6 +212,8 @@ class Publisher:
 
     def _take_snapshot(self) -> None:
         state = read_state(self._model)
+        self._values.clear()
+        self._values.update(state.values)
         for name, holding in state.holdings.items():
             array = holding.array
             kept = self._dtype if self._dtype is not None and array.is_floating_point() else array.dtype

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
-from reshard.errors import RemoteError, ReshardError, VerificationError
-from reshard.runtime.autograd import mark_written
+from reshard.errors import RemoteError, ReshardError
 from reshard.topology import Topology
-from reshard.weights.holdings import read_state
+from reshard.weights.holdings import Value
+from reshard.weights.install import Arrays, Installer
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
-from reshard.weights.roster import Member
+from reshard.weights.pieces import Piece, match
 from reshard.weights.route import Route
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.verify import Checker, Digests
@@ -30,7 +31,8 @@ class Receiver:
 
     Args:
         team: the engine.
-        manifest, model: its model.
+        manifest: its model.
+        installer: puts versions into it.
         join_seconds, timeout_seconds, staging_bytes, topology: see :class:`reshard.weights.Subscriber`.
 
     Attributes:
@@ -42,14 +44,14 @@ class Receiver:
         self,
         team: Team,
         manifest: Manifest,
-        model: Any,
+        installer: Installer,
         *,
         join_seconds: float,
         timeout_seconds: float,
         staging_bytes: int,
         topology: Topology | None,
     ) -> None:
-        self._team, self._manifest, self._model = team, manifest, model
+        self._team, self._manifest, self._installer = team, manifest, installer
         self._options: dict[str, Any] = {
             "join_seconds": join_seconds,
             "timeout_seconds": timeout_seconds,
@@ -63,11 +65,16 @@ class Receiver:
         self._swapped = -1  # number of the last attempt that has ended in a swap
         self._changed = threading.Condition()
         self._route: tuple[str, Route] | None = None
-        self._shadow: dict[str, torch.Tensor] = {}
+        self._pieces: list[Piece] = []
         self._checker: Checker | None = None
+        self._shadow: Arrays = {}
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
-        self._complete: int | None = None  # the same, if all ranks have it and it is verified
-        self._digests: Digests = []
+        self._complete: int | None = None  # the last version that all ranks have and that is verified
+        self._complete_arrays: Arrays = {}
+        self._digests: Digests = []  # of the last version
+        self._values: Mapping[str, Value] = {}
+        self._kept: tuple[Arrays, Mapping[str, Value], Digests] = {}, {}, []  # what is installed
+        self._spare: Arrays = {}  # memory of what was installed before
         self._leader = _Leader(self, team) if team.is_leader else None
 
     # For the threads of the user
@@ -127,33 +134,42 @@ class Receiver:
 
     def _receive(self, message: Message) -> None:
         """Receive a version into the shadow."""
-        self._arrived = self._complete = None
+        self._arrived = None
         try:
-            source = self._team.roster.member(*message["source"])
-            route = self._find_route(message, source)
+            route = self._find_route(message)
+            if _shares(self._shadow, self._complete_arrays):
+                self._complete = None
             route.receive(self._shadow)
             self._arrived, self._problem = message["version"], ""
-        except ReshardError as error:
+        except Exception as error:
             self._problem = str(error)
             self.close()
-        if message["source"][0] == "engine":  # no trainer will send digests
+        if "holder" in message:  # no trainer will send digests
             self._verify(message)
 
-    def _find_route(self, message: Message, source: Member) -> Route:
-        if self._route is None or self._route[0] != message["route"]:
+    def _find_route(self, message: Message) -> Route:
+        """The connections over which a version comes, and memory for it."""
+        is_new = self._route is None or self._route[0] != message["route"]
+        if is_new:
             self.close()
-            engines = {key: self._team.roster.member("engine", key).manifest for key in message["engines"]}
+            roster = self._team.roster
+            trainer = roster.member("trainer", message["trainer"]).manifest
+            target = self._manifest.resolve(trainer)
+            self._pieces = match(trainer, target, "the engine")
+            self._checker = Checker(trainer, target, self._pieces)
+            source = trainer
+            if "holder" in message:
+                source = roster.member("engine", message["holder"]).manifest.resolve(trainer).in_dtypes_of(trainer)
             place = 1 + message["engines"].index(self._team.id)
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            route = Route(store, source.manifest, engines, place, self._team.rank, **self._options)
-            self._route = message["route"], route
-            pieces = route.pieces[self._team.id]
-            self._checker = Checker(source.manifest, self._manifest, pieces)
-            held = read_state(self._model).holdings
-            dtypes = {piece.target: getattr(torch, piece.dtype) for piece in pieces}
-            for name, dtype in dtypes.items():
-                if name in held and (name not in self._shadow or self._shadow[name].dtype != dtype):
-                    self._shadow[name] = torch.empty_like(held[name].array, dtype=dtype)
+            engines = roster.targets(trainer, message["engines"])
+            self._route = message["route"], Route(store, source, engines, place, self._team.rank, **self._options)
+        is_installed = self._installer.keeps_last and _shares(self._shadow, self._kept[0])
+        if is_installed:
+            self._shadow, self._spare = self._spare, {}
+        if is_new or is_installed:
+            self._shadow = self._installer.allocate(self._pieces, self._shadow)
+        assert self._route is not None
         return self._route[1]
 
     def _verify(self, message: Message) -> None:
@@ -163,74 +179,82 @@ class Receiver:
         def digest() -> dict[str, Any]:
             if self._arrived != version or self._checker is None:
                 raise RemoteError(self._problem or f"version {version} has not arrived")
-            self._digests = self._checker.digest_target(self._shadow, self._team.rank)
-            return {"digests": self._digests}
+            own.extend(self._checker.digest_target(self._shadow, self._team.rank))
+            return {"digests": own}
 
+        own: Digests = []
         failed = None
         try:
             reports = run_collectively(self._team.inner_group(), digest, "verifies a version", AGREE_SECONDS)
             landed = {rank: report["digests"] for rank, report in reports.items()}
             assert self._checker is not None
-            if "digests" in message:
-                self._checker.compare(message["digests"], landed)
-            else:
+            if "holder" in message:
                 latest = self._team.roster.latest()
-                self._checker.compare_whole({} if latest is None else latest.digests, landed)
-            self._complete = version
+                if latest is None or latest.version != version:
+                    raise RemoteError(f"version {version} is no longer the last one")
+                values = latest.values
+                self._checker.compare_whole(latest.digests, landed)
+            else:
+                values = message["values"]
+                self._checker.compare(message["digests"], landed)
+            self._complete, self._complete_arrays = version, self._shadow
+            self._digests, self._values = own, values
         except ReshardError as error:
             self._problem, failed = str(error), describe_error(error)
         if self._leader is not None:
             self._leader.end_receiving(message, failed, self._complete)
 
     def _serve(self, message: Message) -> None:
-        """Send the version in the shadow to another engine."""
+        """Send the last version to another engine."""
         if self._complete != message["version"]:
             return
         try:
-            other = self._team.roster.member("engine", message["engine"])
+            trainer = self._team.roster.member("trainer", message["trainer"]).manifest
+            targets = self._team.roster.targets(trainer, message["engines"])
+            source = self._manifest.resolve(trainer).in_dtypes_of(trainer)
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            route = Route(store, self._manifest, {other.id: other.manifest}, 0, self._team.rank, **self._options)
+            route = Route(store, source, targets, 0, self._team.rank, **self._options)
             try:
-                route.start_sending(self._shadow).wait(self._options["timeout_seconds"])
+                route.start_sending(self._complete_arrays).wait(self._options["timeout_seconds"])
             finally:
                 route.close()
-        except ReshardError as error:
+        except Exception as error:
             self._problem = str(error)
 
     def _swap(self, message: Message) -> None:
-        """Copy the shadow into the model. The user's thread waits in ``update``."""
-        error: BaseException | None = None
+        """Install the last version on all ranks, or on none. The user's thread waits in ``update``."""
+        error: ReshardError | None = None
+        last, self.live = self.live, None
+        version = self._complete_arrays, self._values, self._digests
         try:
-            self.live = None
-            self._copy_shadow()
+            self._install(*version)
             self.live = message["version"]
-        except BaseException as caught:
+            self._spare, self._kept = self._kept[0], version
+        except ReshardError as caught:
             error = caught
+            if self._installer.keeps_last and last is not None:
+                with contextlib.suppress(ReshardError):  # then the engine stays without a version
+                    self._install(*self._kept)
+                    self.live = last
         with self._changed:
             self.swap_error, self._swapped = error, message["attempt"]
             self._changed.notify_all()
 
-    def _copy_shadow(self) -> None:
-        held = read_state(self._model).holdings
-        live = {name: held[name].array for name in self._shadow if name in held}
-        with torch.no_grad():
-            for name, array in live.items():
-                array.copy_(self._shadow[name])
-        mark_written(live.values())
-        assert self._checker is not None
-        landed = {name: _undo_cast(array, self._shadow[name]) for name, array in live.items()}
-        if self._checker.digest_target(landed, self._team.rank) != self._digests:
-            raise VerificationError(
-                f"rank {self._team.rank}: the model differs from the version that was swapped in; is some of its "
-                "memory shared, or written by another thread?"
-            )
+    def _install(self, arrays: Arrays, values: Mapping[str, Value], digests: Digests) -> None:
+        """Install a version. If that fails on one rank, all ranks raise its error."""
+
+        def install() -> dict[str, Any]:
+            assert self._checker is not None
+            rank, checker = self._team.rank, self._checker
+            self._installer.install(arrays, values, lambda found: checker.digest_target(found, rank) == digests)
+            return {}
+
+        run_collectively(self._team.inner_group(), install, "installs a version", self._options["timeout_seconds"])
 
 
-def _undo_cast(array: torch.Tensor, shadow: torch.Tensor) -> torch.Tensor:
-    """A parameter in the dtype in which it arrived; what arrived, if it is the cast of that."""
-    if array.dtype == shadow.dtype:
-        return array
-    return shadow if torch.equal(array, shadow.to(array.dtype)) else array.to(shadow.dtype)
+def _shares(first: Arrays, second: Arrays) -> bool:
+    """Whether two versions are in the same memory."""
+    return any(array is second.get(name) for name, array in first.items())
 
 
 class _Leader:
@@ -297,9 +321,10 @@ class _Leader:
             if any(roster.has_ended("engine", engine.id, rank) for rank in range(engine.manifest.size)):
                 continue
             route = secrets.token_hex(8)
-            message = {"version": latest.version, "route": route, "engines": [self._team.id]}
-            self._team.post.post(engine.address(), {"kind": "serve", "engine": self._team.id, **message})
-            self._team.post_to_all({"kind": "receive", "source": ["engine", engine.id], "relayed": True, **message})
+            message = {"version": latest.version, "trainer": latest.trainer, "holder": engine.id}
+            message |= {"route": route, "engines": [self._team.id]}
+            self._team.post.post(engine.address(), {"kind": "serve", **message})
+            self._team.post_to_all({"kind": "receive", "relayed": True, **message})
             return
         trainer = roster.publisher()
         if trainer is not None:

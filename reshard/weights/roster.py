@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from reshard.coordination import has_ended
 from reshard.coordination.store import Store
 from reshard.errors import ArgumentError
+from reshard.weights.holdings import Value
 from reshard.weights.manifest import Manifest
 
 #: How long to wait for the store.
@@ -50,11 +52,13 @@ class Latest:
         version: its number.
         trainer: id of the trainer.
         digests: of each whole tensor, by the trainer's names.
+        values: numbers and strings of its state.
     """
 
     version: int
     trainer: str
     digests: dict[str, int]
+    values: Mapping[str, Value]
 
 
 class Roster:
@@ -79,6 +83,10 @@ class Roster:
             text = self._store.get(f"{kind}/{team_id}/manifest", STORE_SECONDS)
             self._members[team_id] = Member(kind, team_id, Manifest.from_json(text))
         return self._members[team_id]
+
+    def targets(self, trainer: Manifest, engines: Iterable[str]) -> dict[str, Manifest]:
+        """The models of engines, by id."""
+        return {key: self.member("engine", key).manifest.resolve(trainer) for key in engines}
 
     def claim(self, team_id: str, hostname: str, pid: int) -> int | None:
         """Claim the name for a trainer.

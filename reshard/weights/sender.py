@@ -12,6 +12,7 @@ import torch.distributed as dist
 from reshard.errors import ReshardError
 from reshard.topology import Topology
 from reshard.weights.dispatcher import Dispatcher, Outcome
+from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.route import Route
@@ -26,6 +27,7 @@ class Sender:
         team: the trainer.
         manifest: its model.
         snapshot: the local shards to send, by name. They are there before the dispatcher hears of a version.
+        values: numbers and strings of the state, likewise.
         end: is called with the outcome of each version.
         join_seconds, timeout_seconds, staging_bytes, topology: see :class:`reshard.weights.Publisher`.
     """
@@ -35,6 +37,7 @@ class Sender:
         team: Team,
         manifest: Manifest,
         snapshot: Mapping[str, torch.Tensor],
+        values: Mapping[str, Value],
         end: Callable[[Mapping[str, Any]], None],
         *,
         join_seconds: float,
@@ -42,7 +45,7 @@ class Sender:
         staging_bytes: int,
         topology: Topology | None,
     ) -> None:
-        self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
+        self._team, self._manifest, self._snapshot, self._values, self._end = team, manifest, snapshot, values, end
         self._options: dict[str, Any] = {
             "join_seconds": join_seconds,
             "timeout_seconds": timeout_seconds,
@@ -75,7 +78,7 @@ class Sender:
         times: dict[str, float] = {}
 
         def send() -> dict[str, Any]:
-            engines = {key: self._team.roster.member("engine", key).manifest for key in message["engines"]}
+            engines = self._team.roster.targets(self._manifest, message["engines"])
             route = self._find_route(message["route"], engines)
             begun = time.monotonic()
             handle = route.start_sending(self._snapshot)
@@ -96,6 +99,7 @@ class Sender:
                     for engine in message["engines"]
                 },
                 times=times,
+                values=self._values,
             )
         if self._dispatcher is not None:
             self._dispatcher.end_sending(message, outcome)

@@ -9,7 +9,8 @@ from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.holdings import read_state
-from reshard.weights.manifest import merge_states, state_of_rank
+from reshard.weights.install import CopyIntoModel, LoadThroughEngine, LoadWeights
+from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 
@@ -26,6 +27,9 @@ class Subscriber:
         name: what the trainer publishes.
         group: the process group of the engine. Default: the world, or this process alone if there is none.
         memory_bytes: memory for data in transit on each rank, beyond the received version.
+        load_weights: the loader of an engine that cuts, fuses or packs its weights by itself, with ``model=None``. It
+            is called with ``(name, whole tensor)`` pairs. Each rank then receives every tensor whole, in host memory,
+            and keeps the version before, which it loads again if loading fails on some rank.
         join_seconds: how long others may take to connect.
         timeout_seconds: limit of each transfer.
         topology: as for :class:`reshard.weights.Publisher`.
@@ -42,6 +46,7 @@ class Subscriber:
         group: Any = None,
         *,
         memory_bytes: int = 1 << 30,
+        load_weights: LoadWeights | None = None,
         join_seconds: float = 30.0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         topology: Topology | None = None,
@@ -52,15 +57,20 @@ class Subscriber:
         def describe() -> dict[str, Any]:
             check_timeout(join_seconds)
             check_timeout(timeout_seconds)
-            return {"state": state_of_rank(read_state(model))}
+            if (model is None) == (load_weights is None):
+                raise ArgumentError("a Subscriber takes a model, or load_weights in its place")
+            return {"state": None if model is None else state_of_rank(read_state(model))}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the engine", AGREE_SECONDS)
-            manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the engine")
+            if load_weights is None:
+                manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the engine")
+            else:
+                manifest = Manifest(self._team.size, {}, {}, {}, "cpu", takes_all=True)
             self._receiver = Receiver(
                 self._team,
                 manifest,
-                model,
+                CopyIntoModel(model) if load_weights is None else LoadThroughEngine(load_weights),
                 join_seconds=float(join_seconds),
                 timeout_seconds=float(timeout_seconds),
                 staging_bytes=memory_bytes,
@@ -90,7 +100,8 @@ class Subscriber:
         Raises:
             TransferTimeoutError: no newer version came in time, or a rank of the engine did not call; the model is
                 unchanged on all ranks.
-            VerificationError: the model differs from the version after the swap, so it is invalid; on this rank.
+            VerificationError: the model differs from the version after the swap, so it is invalid; on all ranks.
+            ReshardError: ``load_weights`` has failed. ``version`` is the one that was loaded again, or None.
             ArgumentError: the model does not fit that of the trainer.
         """
         seconds = check_timeout(timeout_seconds)

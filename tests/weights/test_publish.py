@@ -308,3 +308,51 @@ def test_damaged_version_is_sent_again_and_never_swapped_in():
         results = run_processes(_damaged, 2, store, init_group=False)[0]
     assert results[:2] == [[""], [""]]
     assert "failed 3 times: '0.weight' [0:7, 0:13] on rank 0" in results[2][0]
+
+
+def _loader(rank, _, store):
+    """Ranks 1 and 2 are an engine with a loader of its own, which fails for version 2 on rank 2, after rank 1 has loaded."""
+    if rank == 0:
+        raw = _connect(store, (), rank, 1)
+        state = {"step": 0, "model": _model(1).state_dict()}
+        with Publisher(state, raw) as publisher:
+            _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
+            for version in (1, 2, 3):
+                state["step"] = version
+                for name, value in _expected(version).items():
+                    state["model"][name].copy_(value)
+                assert set(publisher.publish(version).wait(60).engines.values()) == {""}
+                _wait_for(raw, f"updated{version}")
+        return
+    raw = _connect(store, ("engine", rank - 1), rank, 2)
+    loaded = {}
+
+    def load_weights(pairs):
+        for name, tensor in pairs:
+            loaded[name] = tensor.chunk(2)[rank - 1].clone()
+            if rank == 2 and float(tensor.flatten()[0]) == float(_expected(2)["0.weight"][0, 0]):
+                raise ValueError("out of memory")
+
+    def holds(version):
+        return all(
+            torch.equal(loaded[f"model.{name}"], value.chunk(2)[rank - 1]) for name, value in _expected(version).items()
+        )
+
+    with Subscriber(None, raw, load_weights=load_weights) as subscriber:
+        raw.set(f"ready{rank}", "")
+        assert subscriber.update(60) == 1 and holds(1)
+        raw.set("updated1", "")
+        with pytest.raises(ReshardError, match="rank 1: ValueError: out of memory"):
+            subscriber.update(60)
+        assert subscriber.version == 1 and holds(1)
+        raw.set("updated2", "")
+        assert subscriber.update(60) == 3 and holds(3)
+        raw.set("updated3", "")
+    with pytest.raises(ArgumentError, match="takes a model, or load_weights"):
+        Subscriber(None, raw)
+    return
+
+
+def test_failed_loader_gets_the_version_before_on_all_ranks():
+    with PausableStore(3) as store:
+        run_processes(_loader, 3, store, init_group=False)

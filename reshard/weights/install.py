@@ -1,0 +1,109 @@
+"""How a version that has arrived gets into an engine: copied into its parameters, or through its own loader."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from reshard.errors import VerificationError
+from reshard.runtime.autograd import mark_written
+from reshard.weights.holdings import Value, read_state, write_values
+from reshard.weights.pieces import Piece
+
+#: A loader of an engine: it takes ``(name, whole tensor)`` pairs.
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+Arrays = dict[str, torch.Tensor]
+
+
+class Installer(Protocol):
+    """Puts versions into an engine. On one rank.
+
+    Attributes:
+        keeps_last: whether :meth:`install` can be called again with the version before, whose arrays are then kept.
+    """
+
+    keeps_last: bool
+
+    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+        """Memory for a version by name, in the dtypes of the pieces. ``known`` is used again where it fits."""
+
+    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+        """Put a version into the engine.
+
+        Args:
+            arrays: its local shards. values: its numbers and strings.
+            is_right: whether arrays with these names hold the version, by their digests.
+
+        Raises:
+            VerificationError: what is in the engine afterwards differs from the version.
+        """
+
+
+class CopyIntoModel:
+    """Copies versions into the parameters and buffers of a model."""
+
+    keeps_last = False
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+        """See :class:`Installer`."""
+        held = read_state(self._model).holdings
+        found = {}
+        for piece in pieces:
+            if piece.target in held:
+                like = held[piece.target].array
+                found[piece.target] = _allocate(like.shape, piece.dtype, like.device, known.get(piece.target))
+        return found
+
+    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+        """See :class:`Installer`."""
+        held = read_state(self._model).holdings
+        live = {name: held[name].array for name in arrays}
+        with torch.no_grad():
+            for name, array in live.items():
+                array.copy_(arrays[name])
+        mark_written(live.values())
+        write_values(self._model, values)
+        if not is_right({name: _undo_cast(array, arrays[name]) for name, array in live.items()}):
+            raise VerificationError(
+                "the model differs from the version that was copied into it; is some of its memory shared, or written "
+                "by another thread?"
+            )
+
+
+class LoadThroughEngine:
+    """Hands whole tensors to the loader of an engine, which may cut, fuse and pack them."""
+
+    keeps_last = True
+
+    def __init__(self, load_weights: LoadWeights) -> None:
+        self._load_weights = load_weights
+
+    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+        """See :class:`Installer`."""
+        cpu = torch.device("cpu")
+        return {piece.target: _allocate(piece.shape, piece.dtype, cpu, known.get(piece.target)) for piece in pieces}
+
+    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+        """See :class:`Installer`."""
+        self._load_weights(iter(arrays.items()))
+        if not is_right(arrays):
+            raise VerificationError("the loader of the engine has changed the tensors that it was given")
+
+
+def _allocate(shape: Sequence[int], dtype: str, device: torch.device, known: torch.Tensor | None) -> torch.Tensor:
+    wanted = getattr(torch, dtype)
+    if known is not None and (tuple(known.shape), known.dtype, known.device) == (tuple(shape), wanted, device):
+        return known
+    return torch.empty(tuple(shape), dtype=wanted, device=device)
+
+
+def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
+    """A parameter in the dtype in which it arrived; what arrived, if it is the cast of that."""
+    if array.dtype == arrived.dtype:
+        return array
+    return arrived if torch.equal(array, arrived.to(array.dtype)) else array.to(arrived.dtype)
