@@ -13,7 +13,6 @@ import numpy as np
 import torch
 
 from reshard._native import digest_elements
-from reshard.sharding import Box
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 _HALF = 2**32
@@ -32,24 +31,29 @@ def add_digests(digests: Iterable[int]) -> int:
     return high % _HALF * _HALF + low % _HALF
 
 
-def digest_region(array: torch.Tensor, box: Box, shape: Sequence[int]) -> int:
+def flat_strides(shape: Sequence[int]) -> list[int]:
+    """How far the flat index of a tensor moves along each dim."""
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * shape[dim + 1]
+    return strides
+
+
+def digest_region(array: torch.Tensor, first: int, strides: Sequence[int]) -> int:
     """The digest of a region of a tensor.
 
     Args:
         array: the region, on any device.
-        box: where it lies in the tensor.
-        shape: of the tensor.
+        first: flat index of its first element in the tensor.
+        strides: how far the flat index moves along each dim of the region.
     """
-    strides = np.ones(len(shape), dtype=np.int64)
-    for dim in range(len(shape) - 2, -1, -1):
-        strides[dim] = strides[dim + 1] * shape[dim + 1]
-    first = sum(int(stride) * lo for stride, (lo, _) in zip(strides, box, strict=True))
     words = array.unsqueeze(-1).view(_WORDS[array.itemsize])
     per_element = words.shape[-1]
+    of_words = [*(stride * per_element for stride in strides), 1]
     if array.device.type == "cpu":
         unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
-        return digest_elements(unsigned, np.append(strides * per_element, 1), first * per_element)
-    return _digest_on_device(words, [*(strides * per_element).tolist(), 1], first * per_element)
+        return digest_elements(unsigned, np.array(of_words), first * per_element)
+    return _digest_on_device(words, of_words, first * per_element)
 
 
 def _digest_on_device(words: torch.Tensor, strides: Sequence[int], first: int) -> int:

@@ -18,7 +18,7 @@ from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
 from reshard.weights.roster import Latest, Member
 from reshard.weights.team import Team
-from reshard.weights.verify import Digests, add_parts
+from reshard.weights.verify import Checker, Digests
 
 #: How often a version is sent anew after a failure.
 MAX_ATTEMPTS = 3
@@ -120,8 +120,9 @@ class Dispatcher:
             return
         job.times = outcome.times
         first = job.engines[0]
-        pieces = match(self._manifest, job.pending[first].manifest.resolve(self._manifest), first)
-        digests = add_parts(pieces, outcome.digests[first])
+        target = job.pending[first].manifest.resolve(self._manifest)
+        checker = Checker(self._manifest, target, match(self._manifest, target, first))
+        digests = checker.add_tensors(outcome.digests[first])
         self._team.roster.set_latest(Latest(job.version, self._team.id, digests, outcome.values))
         message = {"kind": "verify", "version": job.version, "reply": self._team.address(0), "values": outcome.values}
         for engine in job.engines:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from reshard.api.dtensors import is_dtensor
 from reshard.errors import ArgumentError
-from reshard.sharding import Box, Layout, Mesh
+from reshard.sharding import Box, Layout, Mesh, RegionLayout, check_shape
 
 #: Values of a nested state dict that are not tensors.
 Value = bool | int | float | str | None
@@ -47,8 +47,15 @@ class ModelState:
     values: dict[str, Value]
 
 
-def read_state(model: Any) -> ModelState:
+#: Global shape of a plain tensor that is a shard, and the regions of it that are joined in the tensor.
+Shard = tuple[Sequence[int], Sequence[Box]]
+
+
+def read_state(model: Any, shards: Mapping[str, Shard] | None = None) -> ModelState:
     """The state of a module, or of a nested mapping of tensors. Names of nested tensors are joined by dots.
+
+    Args:
+        shards: what plain tensors hold, by name. Other plain tensors are whole.
 
     Raises:
         ArgumentError: the model is neither, or an entry is of a kind that cannot be moved; the text names it.
@@ -58,13 +65,14 @@ def read_state(model: Any) -> ModelState:
     tied: dict[str, str] = {}
     values: dict[str, Value] = {}
     first_name: dict[Any, str] = {}
+    shards = shards or {}
     for name, value in _entries(model):
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, (bool, int, float, str, type(None))):
                 raise ArgumentError(f"{name!r} is a {type(value).__name__}; weights are tensors, numbers and strings")
             values[name] = value
             continue
-        holding = _read_tensor(name, value)
+        holding = _read_tensor(name, value, shards.get(name))
         array = holding.array
         memory = array.data_ptr(), array.device, array.dtype, array.shape, array.stride(), holding.boxes
         if array.numel() and memory in first_name:
@@ -72,6 +80,9 @@ def read_state(model: Any) -> ModelState:
             continue
         first_name[memory] = name
         holdings[name] = holding
+    unknown = [name for name in shards if name not in holdings and name not in tied]
+    if unknown:
+        raise ArgumentError(f"shards names {unknown[0]!r}, which the model does not have")
     return ModelState(holdings, tied, values)
 
 
@@ -108,9 +119,12 @@ def write_values(model: Any, values: Mapping[str, Value]) -> None:
             model[key] = values[str(key)]
 
 
-def _read_tensor(name: str, tensor: torch.Tensor) -> Holding:
+def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holding:
     shape = tuple(tensor.shape)
-    if is_dtensor(tensor):
+    if shard is not None:
+        array = tensor.detach()
+        shape, boxes = _read_shard(name, array, shard)
+    elif is_dtensor(tensor):
         array = tensor.to_local().detach()  # type: ignore[attr-defined]
         layout = Layout(Mesh.from_device_mesh(tensor.device_mesh), list(tensor.placements))  # type: ignore[attr-defined]
         rank = dist.get_rank()
@@ -123,3 +137,24 @@ def _read_tensor(name: str, tensor: torch.Tensor) -> Holding:
     if type(array) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or array.layout is not torch.strided:
         raise ArgumentError(f"{name!r} is a {type(array).__name__} of layout {array.layout}; weights are plain tensors")
     return Holding(array, shape, boxes)
+
+
+def _read_shard(name: str, array: torch.Tensor, shard: Shard) -> tuple[tuple[int, ...], tuple[Box, ...]]:
+    """The global shape and the regions of a plain tensor, from what the user states."""
+    if is_dtensor(array) or not isinstance(shard, Sequence) or len(shard) != 2:
+        raise ArgumentError(f"shards[{name!r}] must be (global shape, [region, ...]) of a plain tensor")
+    shape, boxes = check_shape(shard[0]), tuple(tuple((int(lo), int(hi)) for lo, hi in box) for box in shard[1])
+    layouts = [RegionLayout({0: boxes}, join_dim=dim, ndim=len(shape)) for dim in _join_dims(boxes)]
+    for layout in layouts:
+        layout.check_fits(shape)
+    if tuple(array.shape) not in [layout.joined_shape(0) for layout in layouts]:
+        raise ArgumentError(
+            f"shards[{name!r}] has regions of shape {list(layouts[0].joined_shape(0))}, but the tensor has shape "
+            f"{list(array.shape)}"
+        )
+    return shape, boxes
+
+
+def _join_dims(boxes: Sequence[Box]) -> list[int]:
+    """The dims along which regions differ, along one of which they are joined."""
+    return [dim for dim in range(len(boxes[0])) if any(box[dim] != boxes[0][dim] for box in boxes)][:1] or [0]

@@ -9,7 +9,7 @@ import torch
 
 from reshard.errors import VerificationError
 from reshard.runtime.autograd import mark_written
-from reshard.weights.holdings import Value, read_state, write_values
+from reshard.weights.holdings import Shard, Value, read_state, write_values
 from reshard.weights.pieces import Piece
 
 #: A loader of an engine: it takes ``(name, whole tensor)`` pairs.
@@ -46,22 +46,23 @@ class CopyIntoModel:
 
     keeps_last = False
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
+        self._model, self._shards = model, shards
 
     def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
         """See :class:`Installer`."""
-        held = read_state(self._model).holdings
+        held = read_state(self._model, self._shards).holdings
         found = {}
         for piece in pieces:
-            if piece.target in held:
-                like = held[piece.target].array
-                found[piece.target] = _allocate(like.shape, piece.dtype, like.device, known.get(piece.target))
+            name = piece.target.name
+            if name in held and name not in found:
+                like = held[name].array
+                found[name] = _allocate(like.shape, piece.dtype, like.device, known.get(name))
         return found
 
     def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
         """See :class:`Installer`."""
-        held = read_state(self._model).holdings
+        held = read_state(self._model, self._shards).holdings
         live = {name: held[name].array for name in arrays}
         with torch.no_grad():
             for name, array in live.items():
@@ -86,7 +87,10 @@ class LoadThroughEngine:
     def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
         """See :class:`Installer`."""
         cpu = torch.device("cpu")
-        return {piece.target: _allocate(piece.shape, piece.dtype, cpu, known.get(piece.target)) for piece in pieces}
+        return {
+            piece.target.name: _allocate(piece.shape, piece.dtype, cpu, known.get(piece.target.name))
+            for piece in pieces
+        }
 
     def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
         """See :class:`Installer`."""
@@ -99,7 +103,7 @@ def _allocate(shape: Sequence[int], dtype: str, device: torch.device, known: tor
     wanted = getattr(torch, dtype)
     if known is not None and (tuple(known.shape), known.dtype, known.device) == (tuple(shape), wanted, device):
         return known
-    return torch.empty(tuple(shape), dtype=wanted, device=device)
+    return torch.zeros(tuple(shape), dtype=wanted, device=device)  # what is padded stays zero
 
 
 def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.sharding import Box
 from reshard.weights.holdings import ModelState, Value
+from reshard.weights.rules import Rule, rules_from_json, rules_to_json
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Manifest:
         tied: names of the same memory on some rank, each with the first one.
         values: what is not a tensor, by name.
         device: device type of the tensors; ``"cpu"`` unless all are elsewhere.
+        rules: from the trainer's tensors to these; None: those of the families that fit.
         takes_all: each rank takes every tensor of the trainer, whole; then ``entries`` is empty, see :meth:`resolve`.
     """
 
@@ -47,6 +49,7 @@ class Manifest:
     values: dict[str, Value]
     device: str
     takes_all: bool = False
+    rules: tuple[Rule, ...] | None = None
 
     def to_json(self) -> str:
         """The manifest as text; see :meth:`from_json`."""
@@ -60,6 +63,7 @@ class Manifest:
             "values": self.values,
             "device": self.device,
             "takes_all": self.takes_all,
+            "rules": None if self.rules is None else rules_to_json(self.rules),
         }
         return json.dumps(given)
 
@@ -72,7 +76,8 @@ class Manifest:
             for shape, dtype, held in given["classes"]
         ]
         entries = {name: classes[number] for name, number in given["names"].items()}
-        return cls(given["size"], entries, given["tied"], given["values"], given["device"], given["takes_all"])
+        rules = None if given["rules"] is None else rules_from_json(given["rules"])
+        return cls(given["size"], entries, given["tied"], given["values"], given["device"], given["takes_all"], rules)
 
     def resolve(self, source: Manifest) -> Manifest:
         """The manifest of a destination, with the tensors of the trainer if it takes all of them."""
@@ -83,14 +88,6 @@ class Manifest:
             for name, entry in source.entries.items()
         }
         return replace(self, entries=entries, tied=source.tied, takes_all=False)
-
-    def in_dtypes_of(self, source: Manifest) -> Manifest:
-        """The manifest of an engine that has received a version: it holds the dtypes of the trainer."""
-        entries = {
-            name: replace(entry, dtype=source.entries[name].dtype) if name in source.entries else entry
-            for name, entry in self.entries.items()
-        }
-        return replace(self, entries=entries)
 
 
 def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:

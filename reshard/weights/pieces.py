@@ -1,4 +1,4 @@
-"""Pieces: the regions of a source model that travel, and where they go in a destination model."""
+"""Pieces: regions of a source model that travel, and where they go in a destination model."""
 
 from __future__ import annotations
 
@@ -7,29 +7,105 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from reshard.api.casts import check_cast
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
+from reshard.weights.families import find_rules
 from reshard.weights.manifest import Entry, Manifest
+from reshard.weights.rules import Part, apply_rules
 
 #: Number of names that an error lists.
 MAX_NAMES = 10
 
+Held = tuple[tuple[int, tuple[Box, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A region of one tensor, as the source or the destination of a piece.
+
+    Attributes:
+        name: of the tensor. box: the region.
+        dims: the dim of the tensor along which each dim of the piece runs. Along other dims the region has one slice.
+    """
+
+    name: str
+    box: Box
+    dims: tuple[int, ...]
+
+    def held(self, entry: Entry) -> Held:
+        """The parts of the piece that each rank holds, in the order in which :meth:`view` joins them."""
+        return _held(entry.held, self.box, self.dims)
+
+    def view(self, array: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
+        """What a local array holds of the piece.
+
+        Args:
+            array: the local array. boxes: the regions of the tensor that are joined in it.
+        """
+        join, at = join_dim(boxes), 0
+        slices = [slice(0, 0)] * array.ndim
+        for box in boxes:
+            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, self.box, strict=True)):
+                for dim, ((a, b), (c, d)) in enumerate(zip(box, self.box, strict=True)):
+                    first = max(a, c) - a + (at if dim == join else 0)
+                    last = min(b, d) - a + (at if dim == join else 0)
+                    begun = slices[dim].stop > 0 and dim == join
+                    slices[dim] = slice(slices[dim].start if begun else first, last)
+            at += box[join][1] - box[join][0] if box else 1
+        if not array.ndim:
+            return array
+        others = [dim for dim in range(array.ndim) if dim not in self.dims]
+        return array[tuple(slices)].permute(*self.dims, *others)[(..., *[0] * len(others))]
+
+
+@functools.lru_cache(maxsize=8192)
+def _held(held: Held, region: Box, dims: tuple[int, ...]) -> Held:
+    found = []
+    for rank, boxes in held:
+        overlaps = [tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, region, strict=True)) for box in boxes]
+        inside = [
+            tuple((overlap[dim][0] - region[dim][0], overlap[dim][1] - region[dim][0]) for dim in dims)
+            for overlap in overlaps
+            if all(lo < hi for lo, hi in overlap)
+        ]
+        if inside:
+            found.append((rank, tuple(inside)))
+    return tuple(found)
+
 
 @dataclass(frozen=True)
 class Piece:
-    """A tensor of the source model and the tensor of the destination model that it becomes.
+    """A region of the source model and the equal region of the destination model that it becomes.
 
     Attributes:
-        source, target: names in both models. For tied tensors, the first name.
-        shape, dtype: of the whole tensor, in the source's dtype.
+        source, target: the region in both models. For tied tensors, under the first name.
+        shape: of the piece. dtype: that of the source.
     """
 
-    source: str
-    target: str
+    source: Side
+    target: Side
     shape: tuple[int, ...]
     dtype: str
+
+    def cut(self, box: Box, along: Sequence[int]) -> Side:
+        """The destination of a region of the source.
+
+        Args:
+            box: the region. along: the dims of the source along which a piece runs.
+        """
+        of_dim = dict(zip(self.source.dims, self.target.dims, strict=True))
+        inside = list(self.target.box)
+        for dim, other in of_dim.items():
+            lo, hi = (at - self.source.box[dim][0] + self.target.box[other][0] for at in box[dim])
+            inside[other] = lo, hi
+        return Side(self.target.name, tuple(inside), tuple(of_dim[dim] for dim in along))
+
+    def __str__(self) -> str:
+        return self.source.name
 
 
 def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
@@ -39,30 +115,38 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
         what: the destination model, in errors.
 
     Raises:
-        ArgumentError: a tensor is missing on one side, has another shape, cannot be cast, or is tied on the destination
-            to one that differs on the source. The text lists the first names.
+        ArgumentError: a rule does not fit; or a tensor is missing on one side, has another shape, cannot be cast, or is
+            tied on the destination to one that differs on the source. The text lists the first names.
     """
+    shapes, wanted = ({name: entry.shape for name, entry in side.entries.items()} for side in (source, target))
+    made = apply_rules(find_rules(target.rules, shapes, wanted), shapes, wanted)
     names_of: dict[str, list[str]] = {}
-    for name in target.entries:
+    for name in wanted:
         names_of.setdefault(target.tied.get(name, name), []).append(name)
-    pieces, missing = [], []
-    used: set[str] = set()
+    pieces: list[Piece] = []
+    missing, used = [], set()
     for first, names in names_of.items():
-        known = [name for name in names if name in source.entries]
+        known = [name for name in names if name in made]
         if not known:
             missing.append(first)
             continue
         used.update(known)
-        origins = {source.tied.get(name, name) for name in known}
-        if len(origins) > 1:
+        parts = _resolve_ties(made[known[0]].parts, source)
+        if any(_resolve_ties(made[name].parts, source) != parts for name in known):
             raise ArgumentError(
                 f"{what} ties {' and '.join(map(repr, known))}, which are different tensors of the source"
             )
-        piece = _match_tensor(origins.pop(), first, source, target, what)
-        if math.prod(piece.shape):
-            pieces.append(piece)
-    origins = {source.tied.get(name, name) for name in used}
-    extra = [name for name in source.entries if source.tied.get(name, name) not in origins]
+        if made[known[0]].shape != wanted[first]:
+            raise ArgumentError(
+                f"{what}: {first!r} has shape {list(wanted[first])}, but {list(made[known[0]].shape)} on the source"
+            )
+        for part in parts:
+            check_cast(source.entries[part.source].dtype, target.entries[first].dtype, repr(first))
+            piece = _make_piece(part, first, source)
+            if math.prod(piece.shape):
+                pieces.append(piece)
+    origins = {part.source for name in used for part in _resolve_ties(made[name].parts, source)}
+    extra = [name for name in made if not {part.source for part in _resolve_ties(made[name].parts, source)} <= origins]
     for found, text in ((missing, "that the source does not have"), (extra, "only the source has")):
         if found:
             raise ArgumentError(f"{what}: {_list_names(found)} {text}")
@@ -71,14 +155,42 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
     return pieces
 
 
-def _match_tensor(name: str, target_name: str, source: Manifest, target: Manifest, what: str) -> Piece:
-    given, wanted = source.entries[name], target.entries[target_name]
-    if given.shape != wanted.shape:
-        raise ArgumentError(
-            f"{what}: {target_name!r} has shape {list(wanted.shape)}, but {list(given.shape)} on the source"
-        )
-    check_cast(given.dtype, wanted.dtype, repr(target_name))
-    return Piece(name, target_name, given.shape, given.dtype)
+def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
+    """The pieces from an engine that holds a version to another one.
+
+    Args:
+        held, wanted: the pieces from the trainer to both.
+    """
+    of_source: dict[str, dict[Box, Piece]] = {}
+    for piece in held:
+        of_source.setdefault(piece.source.name, {}).setdefault(piece.source.box, piece)
+    found = []
+    for piece in wanted:
+        for other in of_source.get(piece.source.name, {}).values():
+            overlap = tuple(
+                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.source.box, other.source.box, strict=True)
+            )
+            if all(lo < hi for lo, hi in overlap):
+                along = [dim for dim in piece.source.dims if dim in other.source.dims]
+                shape = tuple(overlap[dim][1] - overlap[dim][0] for dim in along)
+                found.append(Piece(other.cut(overlap, along), piece.cut(overlap, along), shape, piece.dtype))
+    return found
+
+
+def _resolve_ties(parts: Sequence[Part], source: Manifest) -> tuple[Part, ...]:
+    return tuple(Part(source.tied.get(part.source, part.source), part.box, part.start, part.dims) for part in parts)
+
+
+def _make_piece(part: Part, target: str, source: Manifest) -> Piece:
+    along = [dim for dim, other in enumerate(part.dims) if other >= 0]
+    box = tuple(zip(part.start, part.stop(), strict=True))
+    shape = tuple(part.box[dim][1] - part.box[dim][0] for dim in along)
+    return Piece(
+        Side(part.source, part.box, tuple(along)),
+        Side(target, box, tuple(part.dims[dim] for dim in along)),
+        shape,
+        source.entries[part.source].dtype,
+    )
 
 
 def _list_names(names: Sequence[str]) -> str:
@@ -98,36 +210,55 @@ class Specs:
         self._source, self._targets = source, targets
         self._layout = functools.cache(_layout_of)
 
-    def spec(self, source: str, targets: Mapping[int, str], name: str) -> TensorSpec:
+    def spec(self, pieces: Mapping[int, Piece], name: str) -> TensorSpec:
         """The tensor of a plan.
 
         Args:
-            source: its name in the source model.
-            targets: its name in each destination model, by the first rank of the model.
+            pieces: of one region of the source, by the first rank of each destination model.
             name: of the tensor in the plan.
         """
-        entry = self._source.entries[source]
-        wanted = tuple((first, self._targets[first].entries[target].held) for first, target in sorted(targets.items()))
-        ndim = len(entry.shape)
-        return TensorSpec(
-            entry.shape, entry.dtype, self._layout(((0, entry.held),), ndim), self._layout(wanted, ndim), name
+        first = next(iter(pieces.values()))
+        entries = self._source.entries
+        wanted = tuple(
+            (rank, piece.target.held(self._targets[rank].entries[piece.target.name]))
+            for rank, piece in sorted(pieces.items())
         )
+        ndim = len(first.shape)
+        held = first.source.held(entries[first.source.name])
+        return TensorSpec(first.shape, first.dtype, self._layout(((0, held),), ndim), self._layout(wanted, ndim), name)
 
 
-def _layout_of(held: tuple[tuple[int, tuple[tuple[int, tuple[Box, ...]], ...]], ...], ndim: int) -> RegionLayout:
+def gather_pieces(pieces: Mapping[int, Sequence[Piece]]) -> list[dict[int, Piece]]:
+    """The pieces of several destinations, joined where they send the same region of the source.
+
+    A region that goes to several tensors of one model, because only the source ties them, travels once for each.
+
+    Args:
+        pieces: by the first rank of each destination model.
+    """
+    found: dict[tuple[Side, int], dict[int, Piece]] = {}
+    for first, of_model in pieces.items():
+        count: dict[Side, int] = {}
+        for piece in of_model:
+            number = count[piece.source] = count.get(piece.source, 0) + 1
+            found.setdefault((piece.source, number), {})[first] = piece
+    return list(found.values())
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_held(held: Held, shape: tuple[int, ...]) -> Shards:
+    """The disjoint regions of a piece, with the ranks of a model that hold each."""
+    return cut_shards(_layout_of(((0, held),), len(shape)), shape)
+
+
+def _layout_of(held: tuple[tuple[int, Held], ...], ndim: int) -> RegionLayout:
     rows = {first + rank: boxes for first, ranks in held for rank, boxes in ranks}
-    return RegionLayout(rows, join_dim=max(map(_join_dim, rows.values())), ndim=ndim)
+    return RegionLayout(rows, join_dim=max(map(join_dim, rows.values())), ndim=ndim)
 
 
-def _join_dim(boxes: Sequence[Box]) -> int:
+def join_dim(boxes: Sequence[Box]) -> int:
     """The dim along which the regions of a rank are joined in its local array."""
     for dim in range(len(boxes[0])):
         if any(box[dim] != boxes[0][dim] for box in boxes):
             return dim
     return 0
-
-
-@functools.lru_cache(maxsize=4096)
-def cut_entry(entry: Entry) -> Shards:
-    """The disjoint regions of a tensor, with the ranks of its model that hold each."""
-    return cut_shards(_layout_of(((0, entry.held),), len(entry.shape)), entry.shape)

@@ -17,7 +17,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.holdings import Value, read_state
+from reshard.weights.holdings import Shard, Value, read_state
 from reshard.weights.manifest import merge_states, state_of_rank
 from reshard.weights.sender import Sender
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
@@ -86,6 +86,8 @@ class Publisher:
         store: a ``torch.distributed`` store that the trainer and all engines reach.
         name: what engines subscribe to. One trainer publishes it at a time.
         group: the process group of the trainer. Default: the world, or this process alone if there is none.
+        shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
+            of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the snapshot of its own shards.
         dtype: dtype in which floating-point tensors are published. Default: their own.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
@@ -103,6 +105,7 @@ class Publisher:
         name: str = "default",
         group: Any = None,
         *,
+        shards: Mapping[str, Shard] | None = None,
         memory_bytes: int = 1 << 30,
         dtype: Any = None,
         join_seconds: float = 30.0,
@@ -110,7 +113,7 @@ class Publisher:
         topology: Topology | None = None,
     ) -> None:
         self._team = Team(store, name, "trainer", group, AGREE_SECONDS)
-        self._model, self._timeout_seconds = model, timeout_seconds
+        self._model, self._shards, self._timeout_seconds = model, shards, timeout_seconds
         self._dtype: torch.dtype | None = None
         self._snapshot: dict[str, torch.Tensor] = {}
         self._values: dict[str, Value] = {}
@@ -122,7 +125,7 @@ class Publisher:
             check_timeout(join_seconds)
             check_timeout(timeout_seconds)
             self._dtype = None if dtype is None else getattr(torch, dtype_name(dtype))
-            return {"state": state_of_rank(read_state(model), self._dtype)}
+            return {"state": state_of_rank(read_state(model, shards), self._dtype)}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
@@ -211,7 +214,7 @@ class Publisher:
         return {"last": self._team.roster.claim(self._team.id, socket.gethostname(), os.getpid())}
 
     def _take_snapshot(self) -> None:
-        state = read_state(self._model)
+        state = read_state(self._model, self._shards)
         self._values.clear()
         self._values.update(state.values)
         for name, holding in state.holdings.items():

@@ -17,7 +17,7 @@ from reshard.weights.holdings import Value
 from reshard.weights.install import Arrays, Installer
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import Piece, match
+from reshard.weights.pieces import Piece, compose, match
 from reshard.weights.route import Route
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.verify import Checker, Digests
@@ -157,13 +157,17 @@ class Receiver:
             target = self._manifest.resolve(trainer)
             self._pieces = match(trainer, target, "the engine")
             self._checker = Checker(trainer, target, self._pieces)
+            targets = roster.targets(trainer, message["engines"])
+            pieces = [match(trainer, each, key) for key, each in targets.items()]
             source = trainer
             if "holder" in message:
-                source = roster.member("engine", message["holder"]).manifest.resolve(trainer).in_dtypes_of(trainer)
+                source = roster.member("engine", message["holder"]).manifest.resolve(trainer)
+                held = match(trainer, source, "the engine that holds the version")
+                pieces = [compose(held, wanted) for wanted in pieces]
             place = 1 + message["engines"].index(self._team.id)
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            engines = roster.targets(trainer, message["engines"])
-            self._route = message["route"], Route(store, source, engines, place, self._team.rank, **self._options)
+            route = Route(store, source, list(targets.values()), pieces, place, self._team.rank, **self._options)
+            self._route = message["route"], route
         is_installed = self._installer.keeps_last and _shares(self._shadow, self._kept[0])
         if is_installed:
             self._shadow, self._spare = self._spare, {}
@@ -211,9 +215,11 @@ class Receiver:
         try:
             trainer = self._team.roster.member("trainer", message["trainer"]).manifest
             targets = self._team.roster.targets(trainer, message["engines"])
-            source = self._manifest.resolve(trainer).in_dtypes_of(trainer)
+            source = self._manifest.resolve(trainer)
+            held = match(trainer, source, "the engine")
+            pieces = [compose(held, match(trainer, each, key)) for key, each in targets.items()]
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            route = Route(store, source, targets, 0, self._team.rank, **self._options)
+            route = Route(store, source, list(targets.values()), pieces, 0, self._team.rank, **self._options)
             try:
                 route.start_sending(self._complete_arrays).wait(self._options["timeout_seconds"])
             finally:

@@ -51,7 +51,7 @@ class Latest:
     Attributes:
         version: its number.
         trainer: id of the trainer.
-        digests: of each whole tensor, by the trainer's names.
+        digests: of each tensor that travels whole, by the trainer's names.
         values: numbers and strings of its state.
     """
 

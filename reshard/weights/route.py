@@ -17,7 +17,8 @@ from reshard.cost import find_bound
 from reshard.planner import plan_tensors, predict
 from reshard.topology import Topology
 from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import Piece, Specs, match
+from reshard.weights.pieces import Piece, Side, Specs, gather_pieces
+from reshard.weights.verify import view_of
 
 
 def find_ranks(sizes: Sequence[int]) -> list[int]:
@@ -34,7 +35,8 @@ class Route:
     Args:
         store: a store that all ranks share; the route has a prefix of its own in it.
         source: the source model. Its ranks come first.
-        targets: the destination models, by a name for errors.
+        targets: the destination models.
+        pieces: what goes to each of them.
         place: number of this rank's model; 0 is the source.
         rank: this rank in its model.
         join_seconds: how long to wait for the other ranks.
@@ -43,14 +45,15 @@ class Route:
         topology: hosts and links of the ranks; None: by host names.
 
     Raises:
-        ReshardError: the models do not match, or a rank did not come in time; the same on all ranks.
+        ReshardError: a rank did not come in time; the same on all ranks.
     """
 
     def __init__(
         self,
         store: dist.Store,
         source: Manifest,
-        targets: Mapping[str, Manifest],
+        targets: Sequence[Manifest],
+        pieces: Sequence[Sequence[Piece]],
         place: int,
         rank: int,
         *,
@@ -59,15 +62,21 @@ class Route:
         staging_bytes: int,
         topology: Topology | None = None,
     ) -> None:
-        models = [source, *targets.values()]
+        models = [source, *targets]
         firsts = find_ranks([model.size for model in models])
         self._rank_in_route, self._timeout_seconds = firsts[place] + rank, timeout_seconds
-        self.pieces = {name: match(source, target, name) for name, target in targets.items()}
-        gathered = _gather(list(self.pieces.values()), firsts[1:])
-        specs = Specs(source, dict(zip(firsts[1:], targets.values(), strict=True)))
-        tensors = [specs.spec(*names, f"{number} {names[0]}") for number, names in enumerate(gathered)]
-        self._sources = [name for name, _ in gathered]
-        self._targets = [names.get(firsts[place], "") if place else "" for _, names in gathered]
+        gathered = gather_pieces(dict(zip(firsts[1:], pieces, strict=True)))
+        specs = Specs(source, dict(zip(firsts[1:], targets, strict=True)))
+        tensors = [specs.spec(found, f"{number} {next(iter(found.values()))}") for number, found in enumerate(gathered)]
+        self._sides: list[Side | None] = [
+            next(iter(found.values())).source
+            if place == 0
+            else found[firsts[place]].target
+            if firsts[place] in found
+            else None
+            for found in gathered
+        ]
+        self._model, self._rank = models[place], rank
         self._group = join(store, self._rank_in_route, sum(model.size for model in models))
         try:
             found = find_topology(self._group, timeout_seconds=join_seconds)
@@ -96,20 +105,20 @@ class Route:
             arrays: the local shards of the source model by name.
         """
         sent: dict[str | None, Any] = {}
-        for spec, name in zip(self.plan.tensors, self._sources, strict=True):
-            is_held = self._rank_in_route in spec.src.ranks
-            sent[spec.name] = arrays[name].to(self.device) if is_held else None
+        for spec, side in zip(self.plan.tensors, self._sides, strict=True):
+            array = None if side is None else view_of(side, self._model, arrays, self._rank)
+            sent[spec.name] = None if array is None else array.to(self.device)
         return self._mover.start(sent)
 
     def receive(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Receive into the local shards of the destination model of this rank, given by name."""
         out: dict[str | None, Any] = {}
         landed = []
-        for spec, name in zip(self.plan.tensors, self._targets, strict=True):
-            if self._rank_in_route not in spec.dst.ranks:
+        for spec, side in zip(self.plan.tensors, self._sides, strict=True):
+            array = None if side is None else view_of(side, self._model, arrays, self._rank)
+            if array is None:
                 out[spec.name] = None
                 continue
-            array = arrays[name]
             buffer = array if array.device.type == self.device else torch.empty_like(array, device=self.device)
             landed.append((array, buffer))
             out[spec.name] = buffer
@@ -122,17 +131,3 @@ class Route:
         """Close the connections."""
         with contextlib.suppress(Exception):  # the group may have failed
             self._group.close()
-
-
-def _gather(pieces: Sequence[Sequence[Piece]], firsts: Sequence[int]) -> list[tuple[str, dict[int, str]]]:
-    """The tensors of a plan: a name in the source model, and the names in destination models by their first ranks.
-
-    A tensor that goes to several tensors of one model, because only the source ties them, travels once for each.
-    """
-    found: dict[tuple[str, int], dict[int, str]] = {}
-    for first, of_model in zip(firsts, pieces, strict=True):
-        count: dict[str, int] = {}
-        for piece in of_model:
-            number = count[piece.source] = count.get(piece.source, 0) + 1
-            found.setdefault((piece.source, number), {})[first] = piece.target
-    return [(source, names) for (source, _), names in found.items()]

@@ -15,6 +15,7 @@ from reshard.weights.dispatcher import Dispatcher, Outcome
 from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
+from reshard.weights.pieces import Piece, match
 from reshard.weights.route import Route
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.verify import Checker, Digests, add_all
@@ -53,6 +54,7 @@ class Sender:
             "topology": topology,
         }
         self._route: tuple[str, Route] | None = None
+        self._pieces: dict[str, list[Piece]] = {}
         self._dispatcher = Dispatcher(team, manifest, join_seconds, timeout_seconds) if team.is_leader else None
 
     def act(self, message: Message) -> None:
@@ -82,7 +84,7 @@ class Sender:
             route = self._find_route(message["route"], engines)
             begun = time.monotonic()
             handle = route.start_sending(self._snapshot)
-            digests = self._digest(route, engines)
+            digests = self._digest(engines)
             handle.wait(self._options["timeout_seconds"])
             times.update(seconds=time.monotonic() - begun, **route.predict())
             return {"digests": digests}
@@ -107,20 +109,22 @@ class Sender:
     def _find_route(self, key: str, engines: Mapping[str, Manifest]) -> Route:
         if self._route is None or self._route[0] != key:
             self.close()
+            self._pieces = {name: match(self._manifest, target, name) for name, target in engines.items()}
             store = dist.PrefixStore(f"routes/{key}", self._team.raw)
-            route = Route(store, self._manifest, engines, 0, self._team.rank, **self._options)
+            targets, pieces = list(engines.values()), list(self._pieces.values())
+            route = Route(store, self._manifest, targets, pieces, 0, self._team.rank, **self._options)
             self._route = key, route
         return self._route[1]
 
-    def _digest(self, route: Route, engines: Mapping[str, Manifest]) -> dict[str, Digests]:
+    def _digest(self, engines: Mapping[str, Manifest]) -> dict[str, Digests]:
         """The digests for each engine of what this rank sends. Engines with equal models share them."""
-        found: dict[int, Digests] = {}
+        found: list[Digests] = []
         models: list[Manifest] = []
         of_engine = {}
         for engine, target in engines.items():
             if target not in models:
                 models.append(target)
-                checker = Checker(self._manifest, target, route.pieces[engine])
-                found[len(models) - 1] = checker.digest_source(self._snapshot, self._team.rank)
+                checker = Checker(self._manifest, target, self._pieces[engine])
+                found.append(checker.digest_source(self._snapshot, self._team.rank))
             of_engine[engine] = found[models.index(target)]
         return of_engine

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +14,16 @@ from reshard.coordination.topology_discovery import find_topology
 from reshard.errors import ArgumentError
 from reshard.planner import plan_tensors
 from reshard.runtime.autograd import mark_written
+from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.holdings import ModelState, read_state, write_values
+from reshard.weights.install import Arrays
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
-from reshard.weights.pieces import Specs, match
+from reshard.weights.pieces import Side, Specs, match
+from reshard.weights.rules import Rule
 from reshard.weights.team import run_collectively
-from reshard.weights.verify import Checker, add_all
+from reshard.weights.verify import Checker, add_all, view_of
 
 
 def transfer_state_dict(
@@ -28,6 +31,7 @@ def transfer_state_dict(
     dst: Any = None,
     *,
     group: Any = None,
+    rules: Sequence[Rule] | None = None,
     memory_bytes: int = 1 << 30,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     topology: Topology | None = None,
@@ -41,6 +45,7 @@ def transfer_state_dict(
         dst: this rank's shards of the destination, which are overwritten; None on other ranks. Numbers and strings
             of the source are written to a mapping too.
         group: the process group (default: the world) or the result of :func:`reshard.join` of all ranks.
+        rules: see :mod:`reshard.weights.rules`. Default: those of the families of models that fit.
         memory_bytes: memory for data in transit on each rank.
         timeout_seconds: limit of each agreement, and of the transfer.
         topology: hosts and links of the ranks. Default: by host names.
@@ -61,28 +66,23 @@ def transfer_state_dict(
     seconds = timeout_seconds if isinstance(timeout_seconds, (int, float)) else DEFAULT_TIMEOUT_SECONDS
     reports = run_collectively(found, describe, "describes its state", seconds)
     source, target = (_merge(reports, side, found.size) for side in ("src", "dst"))
+    target = replace(target, rules=None if rules is None else tuple(rules))
     pieces = match(source, target, "the destination")
     specs = Specs(source, {0: target})
-    tensors = [specs.spec(piece.source, {0: piece.target}, f"{n} {piece.source}") for n, piece in enumerate(pieces)]
+    tensors = [specs.spec({0: piece}, f"{number} {piece}") for number, piece in enumerate(pieces)]
     if topology is None:
         topology = find_topology(found, timeout_seconds=seconds)
     plan = plan_tensors(tensors, topology=topology, staging_bytes=memory_bytes)
     sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
     live = {} if states["dst"] is None else {name: each.array for name, each in states["dst"].holdings.items()}
-    landed = {
-        piece.target: _landing(live[piece.target], piece.dtype)
-        for piece, spec in zip(pieces, tensors, strict=True)
-        if found.rank in spec.dst.ranks
-    }
+    dtypes = {piece.target.name: piece.dtype for piece in pieces}
+    landed = {name: _landing(array, dtypes[name]) for name, array in live.items() if name in dtypes}
     if found.rank in plan.ranks:
         device = "cuda" if source.device == target.device == "cuda" else "cpu"
         with Mover(plan, found, timeout_seconds=seconds, device=device) as mover:
             mover(
-                {
-                    spec.name: sent[piece.source] if found.rank in spec.src.ranks else None
-                    for piece, spec in zip(pieces, tensors, strict=True)
-                },
-                out={spec.name: landed.get(piece.target) for piece, spec in zip(pieces, tensors, strict=True)},
+                _views(tensors, [piece.source for piece in pieces], source, sent, found.rank),
+                out=_views(tensors, [piece.target for piece in pieces], target, landed, found.rank),
             )
     checker = Checker(source, target, pieces)
 
@@ -117,3 +117,11 @@ def _landing(array: torch.Tensor, dtype: str) -> torch.Tensor:
     """Where the values of a tensor arrive: the tensor itself, or memory in the dtype of the source."""
     wanted = getattr(torch, dtype)
     return array if array.dtype == wanted else torch.empty_like(array, dtype=wanted)
+
+
+def _views(
+    tensors: Sequence[TensorSpec], sides: Sequence[Side], model: Manifest, arrays: Arrays, rank: int
+) -> dict[str | None, torch.Tensor | None]:
+    """What a rank holds of each tensor of a plan."""
+    pairs = zip(tensors, sides, strict=True)
+    return {spec.name: view_of(side, model, arrays, rank) for spec, side in pairs}

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.holdings import read_state
+from reshard.weights.holdings import Shard, read_state
 from reshard.weights.install import CopyIntoModel, LoadThroughEngine, LoadWeights
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
+from reshard.weights.rules import Rule
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 
 
@@ -26,7 +29,11 @@ class Subscriber:
         store: a ``torch.distributed`` store that the trainer and all engines reach.
         name: what the trainer publishes.
         group: the process group of the engine. Default: the world, or this process alone if there is none.
+        shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
+            of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the received version.
+        rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.rules`. Default: those of the
+            families of models that fit.
         load_weights: the loader of an engine that cuts, fuses or packs its weights by itself, with ``model=None``. It
             is called with ``(name, whole tensor)`` pairs. Each rank then receives every tensor whole, in host memory,
             and keeps the version before, which it loads again if loading fails on some rank.
@@ -45,7 +52,9 @@ class Subscriber:
         name: str = "default",
         group: Any = None,
         *,
+        shards: Mapping[str, Shard] | None = None,
         memory_bytes: int = 1 << 30,
+        rules: Sequence[Rule] | None = None,
         load_weights: LoadWeights | None = None,
         join_seconds: float = 30.0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -59,7 +68,7 @@ class Subscriber:
             check_timeout(timeout_seconds)
             if (model is None) == (load_weights is None):
                 raise ArgumentError("a Subscriber takes a model, or load_weights in its place")
-            return {"state": None if model is None else state_of_rank(read_state(model))}
+            return {"state": None if model is None else state_of_rank(read_state(model, shards))}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the engine", AGREE_SECONDS)
@@ -67,10 +76,11 @@ class Subscriber:
                 manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the engine")
             else:
                 manifest = Manifest(self._team.size, {}, {}, {}, "cpu", takes_all=True)
+            manifest = replace(manifest, rules=None if rules is None else tuple(rules))
             self._receiver = Receiver(
                 self._team,
                 manifest,
-                CopyIntoModel(model) if load_weights is None else LoadThroughEngine(load_weights),
+                CopyIntoModel(model, shards) if load_weights is None else LoadThroughEngine(load_weights),
                 join_seconds=float(join_seconds),
                 timeout_seconds=float(timeout_seconds),
                 staging_bytes=memory_bytes,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -9,9 +10,9 @@ import torch
 
 from reshard.errors import VerificationError
 from reshard.sharding import Shards, find_overlaps, format_box
-from reshard.weights.digests import add_digests, digest_region
+from reshard.weights.digests import add_digests, digest_region, flat_strides
 from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import Piece, cut_entry
+from reshard.weights.pieces import Piece, Side, cut_held
 
 #: Digests of regions of each tensor, in the order of the pieces: ``[(number of the region, digest), ...]``.
 Digests = list[list[tuple[int, int]]]
@@ -26,9 +27,9 @@ class Checker:
     """
 
     def __init__(self, source: Manifest, target: Manifest, pieces: Sequence[Piece]) -> None:
-        self._pieces = pieces
-        self._sources = [cut_entry(source.entries[piece.source]) for piece in pieces]
-        self._targets = [cut_entry(target.entries[piece.target]) for piece in pieces]
+        self._pieces, self._source, self._target = pieces, source, target
+        self._sources = [cut_held(each.source.held(source.entries[each.source.name]), each.shape) for each in pieces]
+        self._targets = [cut_held(each.target.held(target.entries[each.target.name]), each.shape) for each in pieces]
 
     def digest_source(self, arrays: Mapping[str, torch.Tensor], rank: int) -> Digests:
         """What one rank of the source adds to the digests. The first holder of a region adds it.
@@ -40,10 +41,11 @@ class Checker:
         for piece, source, target in zip(self._pieces, self._sources, self._targets, strict=True):
             tile, replica = np.nonzero((source.ranks == rank) & (source.ranks == source.ranks[:, :1]))
             lows, highs, at = source.start[tile], source.stop[tile], source.local[tile, replica]
+            view = view_of(piece.source, self._source, arrays, rank)
             digests: dict[int, int] = {}
             for own, part in zip(*find_overlaps(lows, highs, target.start, target.stop), strict=True):
                 lo, hi = np.maximum(lows[own], target.start[part]), np.minimum(highs[own], target.stop[part])
-                digest = _digest(arrays[piece.source], piece, lo, hi, lo - lows[own] + at[own])
+                digest = self._digest(view, piece, lo, hi, lo - lows[own] + at[own])
                 digests[int(part)] = add_digests((digest, digests.get(int(part), 0)))
             found.append(list(digests.items()))
         return found
@@ -57,12 +59,21 @@ class Checker:
         found: Digests = []
         for piece, target in zip(self._pieces, self._targets, strict=True):
             tile, replica = np.nonzero(target.ranks == rank)
-            array = arrays[piece.target] if len(tile) else None
+            view = view_of(piece.target, self._target, arrays, rank)
             found.append([])
             for part, at in zip(tile.tolist(), target.local[tile, replica], strict=True):
-                assert array is not None
-                found[-1].append((part, _digest(array, piece, target.start[part], target.stop[part], at)))
+                found[-1].append((part, self._digest(view, piece, target.start[part], target.stop[part], at)))
         return found
+
+    def _digest(self, view: torch.Tensor | None, piece: Piece, lo: np.ndarray, hi: np.ndarray, at: np.ndarray) -> int:
+        """The digest of the region ``lo`` to ``hi`` of a piece, which lies at ``at`` in the view of it."""
+        assert view is not None
+        strides = flat_strides(self._source.entries[piece.source.name].shape)
+        along = [strides[dim] for dim in piece.source.dims]
+        first = sum(stride * start for stride, (start, _) in zip(strides, piece.source.box, strict=True))
+        first += sum(stride * start for stride, start in zip(along, lo.tolist(), strict=True))
+        slices = tuple(slice(a, a + size) for a, size in zip(at.tolist(), (hi - lo).tolist(), strict=True))
+        return digest_region(view[slices], first, along)
 
     def compare(self, sent: Digests, landed: Mapping[int, Digests]) -> None:
         """Compare digests of the trainer with those of the ranks of an engine.
@@ -81,7 +92,7 @@ class Checker:
                 self._pieces, self._targets, expected, digests_of_rank, strict=True
             ):
                 wrong += [
-                    f"{piece.target!r} {_format(target, part)} on rank {rank}"
+                    f"{piece.target.name!r} {_format(target, part)} on rank {rank}"
                     for part, digest in digests
                     if known.get(part) != digest
                 ]
@@ -95,23 +106,29 @@ class Checker:
         """As :meth:`compare`, with the digests of whole tensors of the trainer.
 
         Args:
-            sent: by the trainer's names.
+            sent: by the trainer's names; see :meth:`add_tensors`.
         """
-        rows = [
-            {part: digest for digests in landed.values() for part, digest in digests[i]}
-            for i in range(len(self._pieces))
-        ]
+        rows: list[dict[int, int]] = [{} for _ in self._pieces]
         for rank, digests_of_rank in sorted(landed.items()):
             for piece, row, digests in zip(self._pieces, rows, digests_of_rank, strict=True):
-                if any(row[part] != digest for part, digest in digests):
-                    raise VerificationError(f"{piece.target!r}: replicas differ, among them that of rank {rank}")
-        wrong = [
-            repr(piece.target)
-            for piece, row in zip(self._pieces, rows, strict=True)
-            if add_digests(row.values()) != sent.get(piece.source)
-        ]
+                for part, digest in digests:
+                    if row.setdefault(part, digest) != digest:
+                        raise VerificationError(f"{piece.target.name!r}: the replica of rank {rank} differs")
+        found = self.add_tensors([list(row.items()) for row in rows])
+        wrong = [repr(name) for name, digest in found.items() if digest != sent.get(name, digest)]
         if wrong:
             raise VerificationError(f"{', '.join(wrong[:5])}: the digest differs from that of what the trainer holds")
+
+    def add_tensors(self, digests: Digests) -> dict[str, int]:
+        """The digest of each tensor of the source that travels whole, by name, from those of its regions."""
+        of_side = {piece.source: row for piece, row in zip(self._pieces, digests, strict=True)}
+        parts: dict[str, list[int]] = {}
+        numel: dict[str, int] = {}
+        for side, row in of_side.items():
+            parts.setdefault(side.name, []).extend(digest for _, digest in row)
+            numel[side.name] = numel.get(side.name, 0) + math.prod(hi - lo for lo, hi in side.box)
+        shapes = {name: self._source.entries[name].shape for name in parts}
+        return {name: add_digests(found) for name, found in parts.items() if numel[name] == math.prod(shapes[name])}
 
 
 def add_all(digests: Sequence[Digests]) -> Digests:
@@ -126,16 +143,16 @@ def add_all(digests: Sequence[Digests]) -> Digests:
     return added
 
 
-def add_parts(pieces: Sequence[Piece], digests: Digests) -> dict[str, int]:
-    """The digest of each whole tensor of the source, from those of its regions."""
-    return {
-        piece.source: add_digests(digest for _, digest in rows) for piece, rows in zip(pieces, digests, strict=True)
-    }
+def view_of(side: Side, model: Manifest, arrays: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:
+    """What a rank holds of one side of a piece; None if it holds nothing of it.
 
-
-def _digest(array: torch.Tensor, piece: Piece, lo: np.ndarray, hi: np.ndarray, at: np.ndarray) -> int:
-    view = array[tuple(slice(a, a + size) for a, size in zip(at.tolist(), (hi - lo).tolist(), strict=True))]
-    return digest_region(view, tuple(zip(lo.tolist(), hi.tolist(), strict=True)), piece.shape)
+    Args:
+        model: the source or the destination. arrays: the local shards of the rank by name.
+    """
+    entry = model.entries[side.name]
+    if rank not in dict(side.held(entry)):
+        return None
+    return side.view(arrays[side.name], dict(entry.held)[rank])
 
 
 def _format(shards: Shards, part: int) -> str:

@@ -356,3 +356,33 @@ def _loader(rank, _, store):
 def test_failed_loader_gets_the_version_before_on_all_ranks():
     with PausableStore(3) as store:
         run_processes(_loader, 3, store, init_group=False)
+
+
+def _fused_shards(rank, _, store):
+    """Ranks 1 and 2 are an engine that keeps its heads of q, k and v in one plain tensor."""
+    torch.manual_seed(9)
+    state = {f"{part}_proj.weight": torch.randn(rows, 6) for part, rows in zip("qkv", (8, 4, 4), strict=True)}
+    state = {f"attn.{name}": value for name, value in state.items()}
+    if rank == 0:
+        raw = _connect(store, (), rank, 1)
+        with Publisher(state, raw) as publisher:
+            publisher.publish(1)
+            _wait_for(raw, "updated1"), _wait_for(raw, "updated2")
+        return
+    raw, at = _connect(store, ("engine", rank - 1), rank, 2), rank - 1
+    name, model = "attn.qkv_proj.weight", {"attn.qkv_proj.weight": torch.zeros(8, 6)}
+    rows = [(4 * at, 4 * at + 4), (8 + 2 * at, 10 + 2 * at), (12 + 2 * at, 14 + 2 * at)]
+    regions = [(row, (0, 6)) for row in rows]
+    with pytest.raises(ArgumentError, match=r"has regions of shape \[6, 6\], but the tensor has shape \[8, 6\]"):
+        Subscriber(model, raw, shards={name: ((16, 6), regions[:2])})
+    with pytest.raises(ArgumentError, match="shards names 'qkv', which the model does not have"):
+        Subscriber(model, raw, shards={"qkv": ((16, 6), regions)})
+    with Subscriber(model, raw, shards={name: ((16, 6), regions)}) as subscriber:
+        assert subscriber.update(60) == 1
+        assert torch.equal(model[name], torch.cat([value.chunk(2)[at] for value in state.values()]))
+        raw.set(f"updated{rank}", "")
+
+
+def test_fused_shards_of_plain_tensors_are_stated():
+    with PausableStore(3) as store:
+        run_processes(_fused_shards, 3, store, init_group=False)
