@@ -28,6 +28,7 @@ CASES = {
     "compression": ("transfers.compression", "coded transfers beside raw ones"),
     "auto_compression": ("transfers.auto_compression", 'compression="auto" beside raw, 0.1 to 10 Gbit/s'),
     "gradient_sums": ("transfers.gradient_sums", "sums of gradients, beside Gloo's"),
+    "weights": ("transfers.weights", "a whole model from a trainer to engines, beside other methods"),
     "weight_sync": ("transfers.weight_sync", "weights as differences, beside raw ones"),
     "sync_formats": ("transfers.sync_formats", "formats of weights on real updates; --parts: without a network"),
     "quality": ("planner.quality", "simulated time over the lower bound, on 1,667 layout pairs"),

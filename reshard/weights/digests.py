@@ -8,6 +8,8 @@ that of the tensor, whoever holds them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +41,29 @@ def flat_strides(shape: Sequence[int]) -> list[int]:
     return strides
 
 
-def digest_region(array: torch.Tensor, first: int, strides: Sequence[int]) -> int:
-    """The digest of a region of a tensor.
+@dataclass(frozen=True)
+class Located:
+    """A region of a tensor in the memory of a rank.
+
+    Attributes:
+        words: its elements as unsigned integers: a NumPy array, or a tensor on a device.
+        strides: how far the flat index of words moves along each dim.
+        first: flat index of the first word.
+    """
+
+    words: Any
+    strides: np.ndarray
+    first: int
+
+    def digest(self) -> int:
+        """The digest of what the region holds now."""
+        if isinstance(self.words, np.ndarray):
+            return digest_elements(self.words, self.strides, self.first)
+        return _digest_on_device(self.words, self.strides.tolist(), self.first)
+
+
+def locate(array: torch.Tensor, first: int, strides: Sequence[int]) -> Located:
+    """Prepare the digest of a region of a tensor.
 
     Args:
         array: the region, on any device.
@@ -49,11 +72,10 @@ def digest_region(array: torch.Tensor, first: int, strides: Sequence[int]) -> in
     """
     words = array.unsqueeze(-1).view(_WORDS[array.itemsize])
     per_element = words.shape[-1]
-    of_words = [*(stride * per_element for stride in strides), 1]
+    of_words = np.array([*(stride * per_element for stride in strides), 1])
     if array.device.type == "cpu":
-        unsigned = words.numpy().view(f"uint{8 * words.itemsize}")
-        return digest_elements(unsigned, np.array(of_words), first * per_element)
-    return _digest_on_device(words, of_words, first * per_element)
+        return Located(words.numpy().view(f"uint{8 * words.itemsize}"), of_words, first * per_element)
+    return Located(words, of_words, first * per_element)
 
 
 def _digest_on_device(words: torch.Tensor, strides: Sequence[int], first: int) -> int:

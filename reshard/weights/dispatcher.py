@@ -18,7 +18,7 @@ from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
 from reshard.weights.roster import Latest, Member
 from reshard.weights.team import Team
-from reshard.weights.verify import Checker, Digests
+from reshard.weights.verify import Digests
 
 #: How often a version is sent anew after a failure.
 MAX_ATTEMPTS = 3
@@ -33,12 +33,14 @@ class Outcome:
     Attributes:
         error: what failed; None: all data has left.
         digests: of the trainer's weights, by engine.
+        totals: digests of whole tensors, by name.
         times: seconds by what they measure, see :class:`reshard.weights.publisher.PublishReport`.
         values: numbers and strings of the trainer's state.
     """
 
     error: ReshardError | None = None
     digests: Mapping[str, Digests] = field(default_factory=dict)
+    totals: Mapping[str, int] = field(default_factory=dict)
     times: Mapping[str, float] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)
 
@@ -119,11 +121,7 @@ class Dispatcher:
             self._end_attempt(job)
             return
         job.times = outcome.times
-        first = job.engines[0]
-        target = job.pending[first].manifest.resolve(self._manifest)
-        checker = Checker(self._manifest, target, match(self._manifest, target, first))
-        digests = checker.add_tensors(outcome.digests[first])
-        self._team.roster.set_latest(Latest(job.version, self._team.id, digests, outcome.values))
+        self._team.roster.set_latest(Latest(job.version, self._team.id, dict(outcome.totals), outcome.values))
         message = {"kind": "verify", "version": job.version, "reply": self._team.address(0), "values": outcome.values}
         for engine in job.engines:
             self._post(job.pending[engine], {**message, "digests": outcome.digests[engine]})

@@ -15,7 +15,7 @@ from reshard.weights.dispatcher import Dispatcher, Outcome
 from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import Piece, match
+from reshard.weights.pieces import match
 from reshard.weights.route import Route
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.verify import Checker, Digests, add_all
@@ -54,7 +54,7 @@ class Sender:
             "topology": topology,
         }
         self._route: tuple[str, Route] | None = None
-        self._pieces: dict[str, list[Piece]] = {}
+        self._checkers: dict[str, Checker] = {}
         self._dispatcher = Dispatcher(team, manifest, join_seconds, timeout_seconds) if team.is_leader else None
 
     def act(self, message: Message) -> None:
@@ -84,7 +84,7 @@ class Sender:
             route = self._find_route(message["route"], engines)
             begun = time.monotonic()
             handle = route.start_sending(self._snapshot)
-            digests = self._digest(engines)
+            digests = self._digest()
             handle.wait(self._options["timeout_seconds"])
             times.update(seconds=time.monotonic() - begun, **route.predict())
             return {"digests": digests}
@@ -95,11 +95,14 @@ class Sender:
             self.close()
             outcome = Outcome(error=error)
         else:
+            digests = {
+                engine: add_all([report["digests"][engine] for report in reports.values()])
+                for engine in message["engines"]
+            }
+            engine, checker = next(iter(self._checkers.items()))
             outcome = Outcome(
-                digests={
-                    engine: add_all([report["digests"][engine] for report in reports.values()])
-                    for engine in message["engines"]
-                },
+                digests=digests,
+                totals=checker.add_tensors(digests[engine]),
                 times=times,
                 values=self._values,
             )
@@ -109,22 +112,22 @@ class Sender:
     def _find_route(self, key: str, engines: Mapping[str, Manifest]) -> Route:
         if self._route is None or self._route[0] != key:
             self.close()
-            self._pieces = {name: match(self._manifest, target, name) for name, target in engines.items()}
+            pieces = {name: match(self._manifest, target, name) for name, target in engines.items()}
             store = dist.PrefixStore(f"routes/{key}", self._team.raw)
-            targets, pieces = list(engines.values()), list(self._pieces.values())
-            route = Route(store, self._manifest, targets, pieces, 0, self._team.rank, **self._options)
+            targets = list(engines.values())
+            self._checkers = {}
+            for name, target in engines.items():  # engines with equal models share one
+                twin = next((other for other in self._checkers if engines[other] == target), None)
+                checker = Checker(self._manifest, target, pieces[name]) if twin is None else self._checkers[twin]
+                self._checkers[name] = checker
+            route = Route(store, self._manifest, targets, list(pieces.values()), 0, self._team.rank, **self._options)
             self._route = key, route
         return self._route[1]
 
-    def _digest(self, engines: Mapping[str, Manifest]) -> dict[str, Digests]:
-        """The digests for each engine of what this rank sends. Engines with equal models share them."""
-        found: list[Digests] = []
-        models: list[Manifest] = []
-        of_engine = {}
-        for engine, target in engines.items():
-            if target not in models:
-                models.append(target)
-                checker = Checker(self._manifest, target, self._pieces[engine])
-                found.append(checker.digest_source(self._snapshot, self._team.rank))
-            of_engine[engine] = found[models.index(target)]
-        return of_engine
+    def _digest(self) -> dict[str, Digests]:
+        """The digests for each engine of what this rank sends."""
+        found: dict[int, Digests] = {}
+        for checker in self._checkers.values():
+            if id(checker) not in found:
+                found[id(checker)] = checker.digest_source(self._snapshot, self._team.rank)
+        return {engine: found[id(checker)] for engine, checker in self._checkers.items()}

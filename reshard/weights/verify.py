@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
 from reshard.errors import VerificationError
 from reshard.sharding import Shards, find_overlaps, format_box
-from reshard.weights.digests import add_digests, digest_region, flat_strides
+from reshard.weights.digests import Located, add_digests, flat_strides, locate
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, Side, cut_held
 
 #: Digests of regions of each tensor, in the order of the pieces: ``[(number of the region, digest), ...]``.
 Digests = list[list[tuple[int, int]]]
+
+
+#: Number of sets of arrays whose regions a :class:`Checker` keeps.
+MAX_LOCATED = 4
+
+
+@dataclass(frozen=True)
+class _Region:
+    """A region that one rank digests.
+
+    Attributes:
+        part: number of the region of the destination that it belongs to.
+        start: where it begins in the piece. slices: where it lies in what the rank holds of the piece.
+    """
+
+    part: int
+    start: list[int]
+    slices: tuple[slice, ...]
+
+    @classmethod
+    def of(cls, part: int, lo: np.ndarray, hi: np.ndarray, at: np.ndarray) -> _Region:
+        slices = tuple(slice(a, a + size) for a, size in zip(at.tolist(), (hi - lo).tolist(), strict=True))
+        return cls(part, lo.tolist(), slices)
 
 
 class Checker:
@@ -30,6 +56,8 @@ class Checker:
         self._pieces, self._source, self._target = pieces, source, target
         self._sources = [cut_held(each.source.held(source.entries[each.source.name]), each.shape) for each in pieces]
         self._targets = [cut_held(each.target.held(target.entries[each.target.name]), each.shape) for each in pieces]
+        self._regions: dict[tuple[bool, int], list[list[_Region]]] = {}
+        self._located: OrderedDict[Any, list[list[tuple[int, Located]]]] = OrderedDict()
 
     def digest_source(self, arrays: Mapping[str, torch.Tensor], rank: int) -> Digests:
         """What one rank of the source adds to the digests. The first holder of a region adds it.
@@ -37,18 +65,7 @@ class Checker:
         Args:
             arrays: the local shards of the source by name.
         """
-        found: Digests = []
-        for piece, source, target in zip(self._pieces, self._sources, self._targets, strict=True):
-            tile, replica = np.nonzero((source.ranks == rank) & (source.ranks == source.ranks[:, :1]))
-            lows, highs, at = source.start[tile], source.stop[tile], source.local[tile, replica]
-            view = view_of(piece.source, self._source, arrays, rank)
-            digests: dict[int, int] = {}
-            for own, part in zip(*find_overlaps(lows, highs, target.start, target.stop), strict=True):
-                lo, hi = np.maximum(lows[own], target.start[part]), np.minimum(highs[own], target.stop[part])
-                digest = self._digest(view, piece, lo, hi, lo - lows[own] + at[own])
-                digests[int(part)] = add_digests((digest, digests.get(int(part), 0)))
-            found.append(list(digests.items()))
-        return found
+        return self._digest(arrays, rank, is_source=True)
 
     def digest_target(self, arrays: Mapping[str, torch.Tensor], rank: int) -> Digests:
         """The digests of what one rank of the destination holds.
@@ -56,24 +73,62 @@ class Checker:
         Args:
             arrays: the local shards of the destination by name, in the dtypes of the source.
         """
+        return self._digest(arrays, rank, is_source=False)
+
+    def _digest(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> Digests:
         found: Digests = []
-        for piece, target in zip(self._pieces, self._targets, strict=True):
-            tile, replica = np.nonzero(target.ranks == rank)
-            view = view_of(piece.target, self._target, arrays, rank)
-            found.append([])
-            for part, at in zip(tile.tolist(), target.local[tile, replica], strict=True):
-                found[-1].append((part, self._digest(view, piece, target.start[part], target.stop[part], at)))
+        for regions in self._locate(arrays, rank, is_source):
+            of_part: dict[int, int] = {}
+            for part, region in regions:
+                digest = region.digest()
+                of_part[part] = add_digests((digest, of_part[part])) if part in of_part else digest
+            found.append(list(of_part.items()))
         return found
 
-    def _digest(self, view: torch.Tensor | None, piece: Piece, lo: np.ndarray, hi: np.ndarray, at: np.ndarray) -> int:
-        """The digest of the region ``lo`` to ``hi`` of a piece, which lies at ``at`` in the view of it."""
-        assert view is not None
-        strides = flat_strides(self._source.entries[piece.source.name].shape)
-        along = [strides[dim] for dim in piece.source.dims]
-        first = sum(stride * start for stride, (start, _) in zip(strides, piece.source.box, strict=True))
-        first += sum(stride * start for stride, start in zip(along, lo.tolist(), strict=True))
-        slices = tuple(slice(a, a + size) for a, size in zip(at.tolist(), (hi - lo).tolist(), strict=True))
-        return digest_region(view[slices], first, along)
+    def _locate(
+        self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool
+    ) -> list[list[tuple[int, Located]]]:
+        """The regions of each piece in the memory of a rank. Kept for arrays in the same memory."""
+        memory = tuple((name, array.data_ptr(), array.dtype) for name, array in arrays.items())
+        key = is_source, rank, memory
+        if key not in self._located:
+            if (is_source, rank) not in self._regions:
+                self._regions[is_source, rank] = [
+                    self._find_regions(n, rank, is_source) for n in range(len(self._pieces))
+                ]
+            model = self._source if is_source else self._target
+            located = []
+            for piece, regions in zip(self._pieces, self._regions[is_source, rank], strict=True):
+                view = view_of(piece.source if is_source else piece.target, model, arrays, rank) if regions else None
+                strides = flat_strides(self._source.entries[piece.source.name].shape)
+                along = [strides[dim] for dim in piece.source.dims]
+                begin = sum(stride * start for stride, (start, _) in zip(strides, piece.source.box, strict=True))
+                found = []
+                for region in regions:
+                    assert view is not None
+                    first = begin + sum(stride * start for stride, start in zip(along, region.start, strict=True))
+                    found.append((region.part, locate(view[region.slices], first, along)))
+                located.append(found)
+            self._located[key] = located
+            if len(self._located) > MAX_LOCATED:
+                self._located.popitem(last=False)
+        return self._located[key]
+
+    def _find_regions(self, number: int, rank: int, is_source: bool) -> list[_Region]:
+        """The regions of a piece that a rank digests."""
+        target = self._targets[number]
+        if not is_source:
+            tile, replica = np.nonzero(target.ranks == rank)
+            rows = zip(tile.tolist(), target.start[tile], target.stop[tile], target.local[tile, replica], strict=True)
+            return [_Region.of(part, lo, hi, at) for part, lo, hi, at in rows]
+        source = self._sources[number]
+        tile, replica = np.nonzero((source.ranks == rank) & (source.ranks == source.ranks[:, :1]))
+        lows, highs, at = source.start[tile], source.stop[tile], source.local[tile, replica]
+        found = []
+        for own, part in zip(*find_overlaps(lows, highs, target.start, target.stop), strict=True):
+            lo, hi = np.maximum(lows[own], target.start[part]), np.minimum(highs[own], target.stop[part])
+            found.append(_Region.of(int(part), lo, hi, lo - lows[own] + at[own]))
+        return found
 
     def compare(self, sent: Digests, landed: Mapping[int, Digests]) -> None:
         """Compare digests of the trainer with those of the ranks of an engine.
