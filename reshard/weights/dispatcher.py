@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.coordination import describe_error
-from reshard.errors import RemoteError, ReshardError
+from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError
 from reshard.formatting import describe_ranks
 from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
@@ -115,6 +115,10 @@ class Dispatcher:
         """Note that this rank has sent, or has failed to."""
         job = self._job
         assert job is not None
+        if isinstance(outcome.error, (ArgumentError, PlanError)):  # another attempt would end in it too
+            self._route = None
+            self._fail(job, outcome.error)
+            return
         if outcome.error is not None:
             self._route = None
             job.failed |= dict.fromkeys(job.engines, str(outcome.error))

@@ -20,7 +20,7 @@ from reshard.topology import Topology
 from reshard.weights.holdings import Shard, Value, read_state
 from reshard.weights.manifest import merge_states, state_of_rank
 from reshard.weights.sender import Sender
-from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
+from reshard.weights.team import AGREE_SECONDS, Team, check_options, lost_store_error, run_collectively
 
 
 @dataclass(frozen=True)
@@ -118,12 +118,11 @@ class Publisher:
         self._snapshot: dict[str, torch.Tensor] = {}
         self._values: dict[str, Value] = {}
         self._handle: PublishHandle | None = None
-        self._failure: BaseException | None = None
+        self._failure: ReshardError | None = None
         self._last: int | None = None
 
         def describe() -> dict[str, Any]:
-            check_timeout(join_seconds)
-            check_timeout(timeout_seconds)
+            check_options(join_seconds, timeout_seconds, memory_bytes)
             self._dtype = None if dtype is None else getattr(torch, dtype_name(dtype))
             return {"state": state_of_rank(read_state(model, shards), self._dtype)}
 
@@ -184,7 +183,10 @@ class Publisher:
         self._last = version
         handle = self._handle = PublishHandle(version)
         if self._team.is_leader:
-            self._team.post.post(self._team.address(0), {"kind": "publish", "version": version}, AGREE_SECONDS)
+            try:
+                self._team.post.post(self._team.address(0), {"kind": "publish", "version": version}, AGREE_SECONDS)
+            except RuntimeError as error:
+                handle._end(PublishReport(version), lost_store_error(error))
         return handle
 
     def close(self) -> None:
@@ -239,6 +241,6 @@ class Publisher:
             handle._end(PublishReport(**outcome["report"]), error)
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = error
+        self._failure = lost_store_error(error)
         if self._handle is not None:
-            self._handle._end(PublishReport(self._handle.version), rebuild_error(*describe_error(error)))
+            self._handle._end(PublishReport(self._handle.version), self._failure)

@@ -19,7 +19,7 @@ from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, compose, match
 from reshard.weights.route import Route
-from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
+from reshard.weights.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
 from reshard.weights.verify import Checker, Digests
 
 #: What the first rank passes on to all ranks, so that they act in the same order.
@@ -60,7 +60,7 @@ class Receiver:
         }
         self.live: int | None = None
         self.swap_error: BaseException | None = None
-        self._failure: BaseException | None = None
+        self._failure: ReshardError | None = None
         self._problem = ""  # why the last version did not arrive
         self._swapped = -1  # number of the last attempt that has ended in a swap
         self._changed = threading.Condition()
@@ -101,7 +101,7 @@ class Receiver:
     def fail(self, error: BaseException) -> None:
         """Note the error that ended the thread."""
         with self._changed:
-            self._failure = error if isinstance(error, ReshardError) else RemoteError(f"the store is lost: {error}")
+            self._failure = lost_store_error(error)
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -233,12 +233,17 @@ class Receiver:
         last, self.live = self.live, None
         version = self._complete_arrays, self._values, self._digests
         try:
+            try:  # all ranks know of the swap before one changes its model
+                exchange(self._team.inner_group(), {}, "swaps a version in", AGREE_SECONDS)
+            except ReshardError:
+                self.live = last
+                raise
             self._install(*version)
             self.live = message["version"]
             self._spare, self._kept = self._kept[0], version
         except ReshardError as caught:
             error = caught
-            if self._installer.keeps_last and last is not None:
+            if self.live is None and self._installer.keeps_last and last is not None:
                 with contextlib.suppress(ReshardError):  # then the engine stays without a version
                     self._install(*self._kept)
                     self.live = last

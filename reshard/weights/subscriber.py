@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from reshard.weights.install import CopyIntoModel, LoadThroughEngine, LoadWeight
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
 from reshard.weights.rules import Rule
-from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
+from reshard.weights.team import AGREE_SECONDS, Team, check_options, lost_store_error, run_collectively
 
 
 class Subscriber:
@@ -64,8 +65,7 @@ class Subscriber:
         self._attempt = 0
 
         def describe() -> dict[str, Any]:
-            check_timeout(join_seconds)
-            check_timeout(timeout_seconds)
+            check_options(join_seconds, timeout_seconds, memory_bytes)
             if (model is None) == (load_weights is None):
                 raise ArgumentError("a Subscriber takes a model, or load_weights in its place")
             return {"state": None if model is None else state_of_rank(read_state(model, shards))}
@@ -117,20 +117,18 @@ class Subscriber:
         seconds = check_timeout(timeout_seconds)
         if self._team.is_closed:
             raise ArgumentError("this Subscriber is closed")
-        receiver, attempt = self._receiver, self._attempt
+        receiver, deadline = self._receiver, time.monotonic() + seconds
         receiver.check_usable()
-        key = f"engine/{self._team.id}/swap/{attempt}"
-        self._team.post.post(
-            self._team.address(0), {"kind": "want", "attempt": attempt, "rank": self._team.rank}, seconds
-        )
         try:
-            is_swapped = receiver.wait_for_swap(attempt, seconds)
+            attempt = self._begin_attempt(seconds)
+        except RuntimeError as failure:
+            raise lost_store_error(failure) from failure
+        try:
+            is_swapped = receiver.wait_for_swap(attempt, max(0.0, deadline - time.monotonic()))
         except BaseException:  # an interrupt, or the thread has failed
-            self._attempt += 1
-            self._give_up(key, attempt)
+            self._give_up(attempt)
             raise
-        self._attempt += 1
-        if not is_swapped and not self._give_up(key, attempt):
+        if not is_swapped and not self._give_up(attempt):
             raise TransferTimeoutError(
                 f"rank {self._team.rank} of the engine: no newer version was complete on all ranks, or not all ranks "
                 f"called update, in {seconds:g} s; the model keeps version {receiver.live}{receiver.describe_failure()}"
@@ -141,10 +139,27 @@ class Subscriber:
         assert receiver.live is not None
         return receiver.live
 
-    def _give_up(self, key: str, attempt: int) -> bool:
+    def _begin_attempt(self, seconds: float) -> int:
+        """Tell the first rank that this one waits for a swap; returns the number of the attempt."""
+        store = self._team.store
+        while store.check([self._key(self._attempt)], seconds) and store.get(self._key(self._attempt)) == b"abort":
+            self._attempt += 1  # other ranks have given this attempt up
+        want = {"kind": "want", "attempt": self._attempt, "rank": self._team.rank}
+        self._team.post.post(self._team.address(0), want, seconds)
+        self._attempt += 1
+        return self._attempt - 1
+
+    def _key(self, attempt: int) -> str:
+        """The key that decides whether the ranks swap in an attempt."""
+        return f"engine/{self._team.id}/swap/{attempt}"
+
+    def _give_up(self, attempt: int) -> bool:
         """End an attempt on all ranks, unless the ranks swap already: then wait for the swap, and return True."""
-        if self._team.store.compare_set(key, "", "abort", AGREE_SECONDS) == b"abort":
-            return False
+        try:
+            if self._team.store.compare_set(self._key(attempt), "", "abort", AGREE_SECONDS) == b"abort":
+                return False
+        except RuntimeError:  # the store is lost; the thread knows whether the ranks swap
+            pass
         return self._receiver.wait_for_swap(attempt, AGREE_SECONDS)
 
     def close(self) -> None:

@@ -15,7 +15,9 @@ from reshard.api.lossless.transfer import exchange_reports
 from reshard.coordination import Group, Monitor, calling, describe_error, find_channel, find_group, join
 from reshard.coordination.process_group import own_client
 from reshard.coordination.store import Store
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.sharding import check_integer
+from reshard.timeouts import check_timeout
 from reshard.weights.mailbox import Mailbox, Message, Postman
 from reshard.weights.roster import Roster, ranks_store
 
@@ -51,6 +53,20 @@ def run_collectively(
     except Exception as error:
         report = {"failed": describe_error(error)}
     return exchange(group, report, purpose, seconds, kept)
+
+
+def lost_store_error(error: BaseException) -> ReshardError:
+    """The error of ours for one that ended the thread of a team."""
+    if isinstance(error, ReshardError):
+        return error
+    return RemoteError(f"the store that trainer and engines share is lost: {str(error).splitlines()[0]}")
+
+
+def check_options(join_seconds: Any, timeout_seconds: Any, memory_bytes: Any) -> None:
+    """Raise ArgumentError unless the options of a Publisher or a Subscriber are valid."""
+    check_timeout(join_seconds)
+    check_timeout(timeout_seconds)
+    check_integer(memory_bytes, "memory_bytes", 0, 2**62)
 
 
 class Team:

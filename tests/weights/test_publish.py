@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from reshard import ArgumentError, ReshardError, TransferTimeoutError
+from reshard import ArgumentError, PlanError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import Publisher, Subscriber, verify
 from tests.support.pausable_store import PausableStore
@@ -386,3 +386,122 @@ def _fused_shards(rank, _, store):
 def test_fused_shards_of_plain_tensors_are_stated():
     with PausableStore(3) as store:
         run_processes(_fused_shards, 3, store, init_group=False)
+
+
+def _too_little_memory(rank, _, store):
+    raw = _connect(store, (), rank, 1)
+    model = _model(1 + rank)
+    if rank == 0:
+        with pytest.raises(ArgumentError, match="memory_bytes"):
+            Publisher(model, raw, memory_bytes=-1)
+        with Publisher(model, raw, memory_bytes=0) as publisher:
+            _wait_for(raw, "ready")
+            try:
+                publisher.publish(1).wait(60)
+            except PlanError as error:
+                return str(error)
+            finally:
+                raw.set("end", "")
+        return "no error"
+    with Subscriber(model, raw, memory_bytes=0) as subscriber:
+        raw.set("ready", "")
+        _wait_for(raw, "end")
+        assert subscriber.version is None
+    return None
+
+
+def test_too_little_memory_is_an_error_of_the_handle_or_enough():
+    with PausableStore(2) as store:
+        text = run_processes(_too_little_memory, 2, store, init_group=False)[0]
+    assert text == "no error" or "staging_bytes" in text
+
+
+def _store_dies(rank, _, store):
+    raw = _connect(store, (), rank, 1)
+    model = _model(1 + rank)
+    side = Publisher(model, raw) if rank == 0 else Subscriber(model, raw)
+    if rank == 0:
+        side.publish(1).wait(60)
+        time.sleep(1.0)
+        os.kill(store.pid, signal.SIGKILL)
+        time.sleep(1.0)
+        with pytest.raises(RemoteError, match="the store that trainer and engines share is lost"):
+            side.publish(2).wait(30)
+    else:
+        assert side.update(60) == 1
+        with pytest.raises(RemoteError, match="the store"):
+            side.update(30)
+        assert side.version == 1 and _is_version(model, 0)
+    begun = time.monotonic()
+    side.close()
+    assert time.monotonic() - begun < 10
+
+
+def test_lost_store_is_named_and_the_engine_keeps_its_version():
+    with PausableStore(2) as store:
+        run_processes(_store_dies, 2, store, init_group=False)
+
+
+FAULTS = {
+    "a skipped tensor": lambda arrays: arrays["down.weight"].zero_(),
+    "q and k exchanged": lambda arrays: _exchange(arrays["q.weight"], arrays["k.weight"]),
+    "two experts exchanged": lambda arrays: _exchange(arrays["experts"][0], arrays["experts"][1]),
+    "a square matrix transposed": lambda arrays: arrays["q.weight"].copy_(arrays["q.weight"].t().clone()),
+    "a stale tied head": lambda arrays: arrays["embed.weight"][3].zero_(),
+    "one bit": lambda arrays: arrays["k.weight"].view(torch.int32)[0, 0].bitwise_xor_(1),
+}
+
+
+def _exchange(first, second):
+    kept = first.clone()
+    first.copy_(second)
+    second.copy_(kept)
+
+
+def _tied_state(seed):
+    torch.manual_seed(seed)
+    shapes = {
+        "embed.weight": (9, 6),
+        "q.weight": (6, 6),
+        "k.weight": (6, 6),
+        "experts": (2, 4, 6),
+        "down.weight": (6, 4),
+    }
+    state = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return state | {"head.weight": state["embed.weight"]}
+
+
+def _faults(rank, _, store):
+    """Something goes wrong between the trainer's tensors and the engine's, once for each version."""
+    raw = _connect(store, (), rank, 1)
+    state = _tied_state(rank)
+    if rank == 0:
+        with Publisher(state, raw) as publisher:
+            _wait_for(raw, "ready")
+            versions = range(1, len(FAULTS) + 1)
+            results = [list(publisher.publish(version).wait(60).engines.values()) for version in versions]
+            raw.set("done", "")
+            return results
+    digest = verify.Checker.digest_target
+
+    def corrupt(self, arrays, of_rank):
+        if arrays is subscriber._receiver._shadow:
+            [*FAULTS.values()][subscriber._receiver._arrived - 1](arrays)
+        return digest(self, arrays, of_rank)
+
+    verify.Checker.digest_target = corrupt
+    with Subscriber(state, raw) as subscriber:
+        raw.set("ready", "")
+        _wait_for(raw, "done")
+        with pytest.raises(TransferTimeoutError):
+            subscriber.update(0.1)
+        assert all(torch.equal(value, _tied_state(1)[name]) for name, value in state.items())
+    return None
+
+
+def test_planted_faults_are_caught_with_tensor_and_rank():
+    with PausableStore(2) as store:
+        results = run_processes(_faults, 2, store, init_group=False)[0]
+    names = "down.weight", "q.weight", "experts", "q.weight", "embed.weight", "k.weight"
+    for name, (result,) in zip(names, results, strict=True):
+        assert f"{name!r} " in result and "on rank 0" in result, results
