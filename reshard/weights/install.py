@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.errors import VerificationError
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError, VerificationError
 from reshard.runtime.autograd import mark_written
 from reshard.weights.holdings import Shard, Value, read_state, write_values
 from reshard.weights.pieces import Piece
@@ -73,6 +74,37 @@ class CopyIntoModel:
             raise VerificationError(
                 "the model differs from the version that was copied into it; is some of its memory shared, or written "
                 "by another thread?"
+            )
+
+
+class ReceiveInPlace:
+    """Lets versions arrive in the parameters and buffers of a model, which hold no version meanwhile."""
+
+    keeps_last = False
+
+    def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
+        self._model, self._shards = model, shards
+
+    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+        """See :class:`Installer`. The arrays are those of the model."""
+        held = read_state(self._model, self._shards).holdings
+        for piece in pieces:
+            array = held[piece.target.name].array if piece.target.name in held else None
+            if array is not None and array.dtype != getattr(torch, piece.dtype):
+                raise ArgumentError(
+                    f"{piece.target.name!r} is {dtype_name(array.dtype)}, but {piece.dtype} is published, and nothing "
+                    'is cast in place: use mode="shadow", or publish in the dtype of the engine'
+                )
+        return {piece.target.name: held[piece.target.name].array for piece in pieces if piece.target.name in held}
+
+    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+        """See :class:`Installer`."""
+        mark_written(arrays.values())
+        write_values(self._model, values)
+        held = read_state(self._model, self._shards).holdings
+        if not is_right({name: held[name].array for name in arrays}):
+            raise VerificationError(
+                "the model differs from the version that arrived in it; has another thread written?"
             )
 
 

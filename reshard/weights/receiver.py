@@ -11,10 +11,10 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
-from reshard.errors import RemoteError, ReshardError
+from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
 from reshard.topology import Topology
 from reshard.weights.holdings import Value
-from reshard.weights.install import Arrays, Installer
+from reshard.weights.install import Arrays, Installer, ReceiveInPlace
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, compose, match
@@ -62,6 +62,8 @@ class Receiver:
         self.swap_error: BaseException | None = None
         self._failure: ReshardError | None = None
         self._problem = ""  # why the last version did not arrive
+        self._num_waiting = 0  # threads of the user in ``update``
+        self._is_receiving = False  # into the model
         self._swapped = -1  # number of the last attempt that has ended in a swap
         self._changed = threading.Condition()
         self._route: tuple[str, Route] | None = None
@@ -85,9 +87,18 @@ class Receiver:
             raise rebuild_error(*describe_error(self._failure))
 
     def wait_for_swap(self, attempt: int, seconds: float) -> bool:
-        """Wait until an attempt has ended in a swap; returns whether it has."""
+        """Wait until an attempt has ended in a swap; returns whether it has.
+
+        A version that is arriving in the model is waited for.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self._swapped >= attempt or self._failure is not None, seconds)
+            self._num_waiting += 1
+            self._changed.notify_all()
+            try:
+                self._changed.wait_for(lambda: self._swapped >= attempt or self._failure is not None, seconds)
+                self._changed.wait_for(lambda: not self._is_receiving or self._failure is not None)
+            finally:
+                self._num_waiting -= 1
             if self._swapped < attempt:
                 self.check_usable()
             return self._swapped >= attempt
@@ -137,6 +148,8 @@ class Receiver:
         self._arrived = None
         try:
             route = self._find_route(message)
+            if isinstance(self._installer, ReceiveInPlace):
+                self._stop_serving()
             if _shares(self._shadow, self._complete_arrays):
                 self._complete = None
             route.receive(self._shadow)
@@ -146,6 +159,29 @@ class Receiver:
             self.close()
         if "holder" in message:  # no trainer will send digests
             self._verify(message)
+
+    def _stop_serving(self) -> None:
+        """Wait until all ranks are in ``update``; their models hold no version from then on."""
+        seconds = self._options["join_seconds"]
+
+        def wait() -> dict[str, Any]:
+            with self._changed:
+                if not self._changed.wait_for(lambda: self._num_waiting > 0, seconds):
+                    raise TransferTimeoutError(f"update was not called within {seconds:g} s, which a version needs")
+                self._is_receiving = True
+            return {}
+
+        try:
+            run_collectively(self._team.inner_group(), wait, "receives a version in place", seconds + AGREE_SECONDS)
+        except ReshardError:
+            self._end_receiving()
+            raise
+        self.live = None
+
+    def _end_receiving(self) -> None:
+        with self._changed:
+            self._is_receiving = False
+            self._changed.notify_all()
 
     def _find_route(self, message: Message) -> Route:
         """The connections over which a version comes, and memory for it."""
@@ -205,6 +241,7 @@ class Receiver:
             self._digests, self._values = own, values
         except ReshardError as error:
             self._problem, failed = str(error), describe_error(error)
+        self._end_receiving()
         if self._leader is not None:
             self._leader.end_receiving(message, failed, self._complete)
 

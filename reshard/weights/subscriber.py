@@ -12,7 +12,7 @@ from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.holdings import Shard, read_state
-from reshard.weights.install import CopyIntoModel, LoadThroughEngine, LoadWeights
+from reshard.weights.install import CopyIntoModel, Installer, LoadThroughEngine, LoadWeights, ReceiveInPlace
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
 from reshard.weights.rules import Rule
@@ -30,6 +30,9 @@ class Subscriber:
         store: a ``torch.distributed`` store that the trainer and all engines reach.
         name: what the trainer publishes.
         group: the process group of the engine. Default: the world, or this process alone if there is none.
+        mode: ``"shadow"``: a version arrives in memory of its own, and ``update`` copies it. ``"in_place"``, for
+            engines without that memory: it arrives in the model while ``update`` waits, and a failure leaves the model
+            without a version until a later update succeeds.
         shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the received version.
@@ -53,6 +56,7 @@ class Subscriber:
         name: str = "default",
         group: Any = None,
         *,
+        mode: str = "shadow",
         shards: Mapping[str, Shard] | None = None,
         memory_bytes: int = 1 << 30,
         rules: Sequence[Rule] | None = None,
@@ -68,6 +72,8 @@ class Subscriber:
             check_options(join_seconds, timeout_seconds, memory_bytes)
             if (model is None) == (load_weights is None):
                 raise ArgumentError("a Subscriber takes a model, or load_weights in its place")
+            if mode not in ("shadow", "in_place") or (mode == "in_place" and load_weights is not None):
+                raise ArgumentError(f'mode is {mode!r:.40}; it must be "shadow", or "in_place" with a model')
             return {"state": None if model is None else state_of_rank(read_state(model, shards))}
 
         try:
@@ -80,7 +86,7 @@ class Subscriber:
             self._receiver = Receiver(
                 self._team,
                 manifest,
-                CopyIntoModel(model, shards) if load_weights is None else LoadThroughEngine(load_weights),
+                _make_installer(model, shards, mode, load_weights),
                 join_seconds=float(join_seconds),
                 timeout_seconds=float(timeout_seconds),
                 staging_bytes=memory_bytes,
@@ -171,3 +177,11 @@ class Subscriber:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _make_installer(
+    model: Any, shards: Mapping[str, Shard] | None, mode: str, load_weights: LoadWeights | None
+) -> Installer:
+    if load_weights is not None:
+        return LoadThroughEngine(load_weights)
+    return CopyIntoModel(model, shards) if mode == "shadow" else ReceiveInPlace(model, shards)

@@ -505,3 +505,48 @@ def test_planted_faults_are_caught_with_tensor_and_rank():
     names = "down.weight", "q.weight", "experts", "q.weight", "embed.weight", "k.weight"
     for name, (result,) in zip(names, results, strict=True):
         assert f"{name!r} " in result and "on rank 0" in result, results
+
+
+def _in_place(rank, _, store):
+    """Ranks 1 and 2 are an engine without memory for a shadow. Version 2 is damaged at each try."""
+    if rank == 0:
+        raw = _connect(store, (), rank, 1)
+        model = _model(1)
+        with Publisher(model, raw, timeout_seconds=60) as publisher:
+            _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
+            results = []
+            for version in (1, 2, 3):
+                _set_version(model, version)
+                results += publisher.publish(version).wait(120).engines.values()
+                if version == 2:
+                    _wait_for(raw, "failed1"), _wait_for(raw, "failed2")
+            return results
+    raw = _connect(store, ("engine", rank - 1), rank, 2)
+    model = _model(2)
+    first = model[0].weight.data_ptr()
+    digest = verify.Checker.digest_target
+
+    def corrupt(self, arrays, of_rank):
+        if subscriber._receiver._arrived == 2 and of_rank == 1:
+            arrays["0.bias"][1] += 1
+        return digest(self, arrays, of_rank)
+
+    verify.Checker.digest_target = corrupt
+    with pytest.raises(ArgumentError, match="mode is 'other'"):
+        Subscriber(model, raw, mode="other")
+    with Subscriber(model, raw, mode="in_place", timeout_seconds=60) as subscriber:
+        raw.set(f"ready{rank}", "")
+        assert subscriber.update(60) == 1 and _is_version(model, 1)
+        with pytest.raises(TransferTimeoutError, match=r"'0.bias' .* on rank 1"):
+            subscriber.update(15)
+        assert subscriber.version is None
+        raw.set(f"failed{rank}", "")
+        assert subscriber.update(60) == 3 and _is_version(model, 3)
+    assert model[0].weight.data_ptr() == first
+    return None
+
+
+def test_version_in_place_is_whole_or_leaves_no_version():
+    with PausableStore(3) as store:
+        results = run_processes(_in_place, 3, store, init_group=False)[0]
+    assert (results[0], results[2]) == ("", "") and "failed 3 times: '0.bias'" in results[1]
