@@ -67,11 +67,13 @@ def make_topology(rates: Sequence[float], devices: int) -> Topology:
     )
 
 
-def make_problem(graph: LayerGraph, topology: Topology, rows: int, memory: float = 40e9) -> SearchProblem:
+def make_problem(graph: LayerGraph, topology: Topology, num_samples: int, memory: float = 40e9) -> SearchProblem:
     """A search with guessed times."""
     profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
-    counts = tuple(count for count in (4, 8, 16, 32) if rows % count == 0)
-    return SearchProblem(graph, Cluster(topology, memory), profile, rows, MIXED_PRECISION, microbatches=counts)
+    counts = tuple(count for count in (4, 8, 16, 32) if num_samples % count == 0)
+    return SearchProblem(
+        graph, Cluster(topology, memory), profile, num_samples, MIXED_PRECISION, microbatch_counts=counts
+    )
 
 
 def compare(problem: SearchProblem) -> dict[str, float]:
@@ -164,7 +166,9 @@ def speed() -> None:
         graph = make_gpt(layers, hidden, 2048)
         topology = make_topology([400 * GBIT] * hosts, 8)
         profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
-        problem = SearchProblem(graph, Cluster(topology, 80e9), profile, 1024, MIXED_PRECISION, microbatches=counts)
+        problem = SearchProblem(
+            graph, Cluster(topology, 80e9), profile, 1024, MIXED_PRECISION, microbatch_counts=counts
+        )
         begun = time.process_time()
         plan = next(best_plans(problem))
         took = time.process_time() - begun

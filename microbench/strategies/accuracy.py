@@ -29,7 +29,7 @@ from reshard.scheduler.autoparallel import (
     Layer,
     LayerGraph,
     LayerProfile,
-    Sample,
+    LayerTimes,
     SearchProblem,
     Tensor,
     TrainingPlan,
@@ -40,7 +40,7 @@ from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.sharding import Mesh
 from reshard.topology import Topology
 
-ROWS, MICROBATCHES, REPEATS = 16, 8, 3
+NUM_SAMPLES, MICROBATCHES, REPEATS = 16, 8, 3
 #: Stages of all models, which have 8 layers. The first ones correct the profile.
 CASES = (
     "4:2, 4:2",
@@ -58,7 +58,7 @@ MB = 250_000  # elements of a megabyte
 
 @dataclass(frozen=True)
 class Model:
-    """Eight layers: seconds of the forward of one row, and megabytes of a row after each but the last.
+    """Eight layers: seconds of the forward of one sample, and megabytes of a sample after each but the last.
 
     ``skips``: (writer, reader, megabytes).
     """
@@ -82,7 +82,7 @@ class Model:
 
     def profile(self, graph: LayerGraph) -> LayerProfile:
         """The seconds that the stages sleep."""
-        classes = {f"{s:g} s": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for s in self.seconds}
+        classes = {f"{s:g} s": {1: ClassTimes((LayerTimes(1, s, s, s, 2 * s),))} for s in self.seconds}
         return LayerProfile(graph.key, "timed", graph.dtype, classes)
 
 
@@ -142,7 +142,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
     plain = nominal(shaped)
     graph = model.graph()
     devices = Cluster(plain, 1e9)
-    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), NUM_SAMPLES, microbatch_counts=(MICROBATCHES,))
     rows: list[tuple[str, float, float]] = []
     with EmulatedCluster(shaped) as cluster:
         problem = true

@@ -8,7 +8,7 @@ the least of many medians is too small by chance; these steps count.
 
 Devices sleep for the seconds of their stages, and tensors cross rate-limited links, as in
 :mod:`microbench.strategies.accuracy`. Layers have no parameters, so all ranks of a stage are replicas whose gradients
-cost nothing. One stage of four replicas cannot be: a microbatch has two rows.
+cost nothing. One stage of four replicas cannot be: a microbatch has two samples.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from microbench.emulation.cluster import Cluster as EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.strategies.accuracy import (
     MICROBATCHES,
+    NUM_SAMPLES,
     REPEATS,
-    ROWS,
     Model,
     make_pipeline,
     measure,
@@ -53,14 +53,14 @@ FINAL_REPEATS, NUM_FINAL = 7, 2
 
 
 def divisions(problem: SearchProblem) -> Iterator[Stages]:
-    """All divisions of the layers and devices into stages of replicas that divide the rows of a microbatch."""
-    cluster, rows, num_layers = problem.cluster, ROWS // MICROBATCHES, len(problem.graph.layers)
+    """All divisions of the layers and devices into stages of replicas that divide the samples of a microbatch."""
+    cluster, num_samples, num_layers = problem.cluster, NUM_SAMPLES // MICROBATCHES, len(problem.graph.layers)
 
     def meshes(first: int) -> Iterator[tuple[int, ...]]:
         if first == cluster.num_ranks:
             yield ()
         for size in cluster.mesh_sizes:
-            if rows % size == 0 and first + size <= cluster.num_ranks and cluster.is_mesh(first, first + size):
+            if num_samples % size == 0 and first + size <= cluster.num_ranks and cluster.is_mesh(first, first + size):
                 yield from ((size, *rest) for rest in meshes(first + size))
 
     for sizes in meshes(0):
@@ -83,7 +83,7 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
     shaped = topology_from_json(CLUSTERS[kind])
     plain, graph = nominal(shaped), model.graph()
     devices = Cluster(plain, 1e9)
-    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), NUM_SAMPLES, microbatch_counts=(MICROBATCHES,))
     title = f"{model.name}, {kind}"
     with EmulatedCluster(shaped) as cluster:
 

@@ -32,7 +32,7 @@ from reshard.scheduler.autoparallel import (
     Layer,
     LayerGraph,
     LayerProfile,
-    Sample,
+    LayerTimes,
     SearchProblem,
     Tensor,
     TrainingPlan,
@@ -41,7 +41,7 @@ from reshard.scheduler.autoparallel import (
 from reshard.scheduler.autoparallel.tuning import correct_profile
 from reshard.topology import Topology, parse_rate
 
-ROWS, LAYERS = 8, 48
+NUM_SAMPLES, LAYERS = 8, 48
 WIDTH, TOKENS, VOCABULARY = 1600, 1024, 50257
 FLOPS_PER_SECOND = 60e12
 FIRST = "12:1, 12:1, 12:1, 12:1"
@@ -49,7 +49,7 @@ BLOCKING, OVERLAPPED, CHOSEN = "blocking 1F1B", "overlapped 1F1B", "chosen sched
 
 
 def layer_seconds() -> list[float]:
-    """Forward seconds of one row in each layer on the modelled device; the last layer has the head."""
+    """Forward seconds of one sample in each layer on the modelled device; the last layer has the head."""
     flops = [24 * TOKENS * WIDTH**2 + 4 * TOKENS**2 * WIDTH] * LAYERS
     flops[-1] += 2 * TOKENS * WIDTH * VOCABULARY
     return [each / FLOPS_PER_SECOND for each in flops]
@@ -70,9 +70,9 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProble
         tuple(Tensor(f"x{at}", (1, numel), "float32", at, (at + 1,)) for at in range(LAYERS - 1)),
         name="GPT of XL's proportions",
     )
-    classes = {f"layer {at}": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for at, s in enumerate(seconds)}
+    classes = {f"layer {at}": {1: ClassTimes((LayerTimes(1, s, s, s, 2 * s),))} for at, s in enumerate(seconds)}
     profile = LayerProfile(graph.key, "timed", graph.dtype, classes)
-    return SearchProblem(graph, Cluster(topology, 1e9), profile, ROWS, microbatches=(ROWS,))
+    return SearchProblem(graph, Cluster(topology, 1e9), profile, NUM_SAMPLES, microbatch_counts=(NUM_SAMPLES,))
 
 
 def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
@@ -80,9 +80,9 @@ def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
     spans, waiting = [], dict[int, float]()
     for span in timeline.spans:
         if span.action.kind.is_transfer:
-            waiting.setdefault(span.row, span.start)
+            waiting.setdefault(span.pp_rank, span.start)
         else:
-            spans.append(replace(span, start=waiting.pop(span.row, span.start)))
+            spans.append(replace(span, start=waiting.pop(span.pp_rank, span.start)))
     return replace(timeline, spans=tuple(spans))
 
 
@@ -91,7 +91,7 @@ def measure_ways(
 ) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
     """Seconds of the steps in each way, and a timeline of each; the ways run in turns."""
     pipeline = make_pipeline(problem, training_plan.stages)
-    plain = one_f_one_b(pipeline, ROWS)
+    plain = one_f_one_b(pipeline, NUM_SAMPLES)
     schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: training_plan.schedule}
     return measure(cluster, problem, training_plan.stages, schedules, topology, repeats)
 
@@ -110,7 +110,7 @@ def run(options: argparse.Namespace) -> None:
     true = make_problem(plain, parse_rate(options.rate) / parse_rate(options.link), options.scale)
     measured: dict[str, dict[str, float]] = {}
     with EmulatedCluster(shaped) as cluster:
-        _, first = make_by_hand(true, true.cluster, parse_stages(FIRST), ROWS)
+        _, first = make_by_hand(true, true.cluster, parse_stages(FIRST), NUM_SAMPLES)
         seconds, timelines = measure_ways(cluster, true, first, plain, options.repeats)
         problems = {
             "wrong": replace(true, profile=correct_profile(true, first, [merge_waits(timelines[BLOCKING])])),

@@ -145,12 +145,12 @@ def measure_stages(
             for engine, _ in (split, whole, blocked):
                 dist.barrier()
                 feed = _local_feed(rank, training, number)
-                engine.step({stage: rows[:num_microbatches] for stage, rows in feed.items()})
+                engine.step({stage: inputs[:num_microbatches] for stage, inputs in feed.items()})
                 timeline = engine.timeline()
                 if not number:
                     continue
                 for span in timeline.spans if engine is not blocked[0] else ():
-                    if span.row == engine.row and not (engine is whole[0] and span.action.kind is Kind.F):
+                    if span.pp_rank == engine.pp_rank and not (engine is whole[0] and span.action.kind is Kind.F):
                         found.setdefault(span.action.kind, []).append(span.end - span.start)
                 messages[engine is blocked[0]] += [
                     transfer.end - max(transfer.start, transfer.ready) for transfer in timeline.transfers

@@ -3,7 +3,7 @@ from .costs.problem import Candidate as Candidate, SearchProblem as SearchProble
 from .inputs.choices import Choice as Choice, ChoiceRules as ChoiceRules, Sharding as Sharding
 from .inputs.cluster import Cluster as Cluster
 from .inputs.layer_graph import Layer as Layer, LayerGraph as LayerGraph, Tensor as Tensor
-from .inputs.layer_profile import ClassTimes as ClassTimes, LayerProfile as LayerProfile, Sample as Sample
+from .inputs.layer_profile import ClassTimes as ClassTimes, LayerProfile as LayerProfile, LayerTimes as LayerTimes
 from .inputs.stages import StagePlan as StagePlan
 from .modules.profiling import profile_layers as profile_layers
 from .modules.tracing import TracedModel as TracedModel, trace_module as trace_module

@@ -38,7 +38,7 @@ MIN_GAIN = 0.01
 #: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
 MAX_SPREAD = 0.25
 #: Parts of a training plan that ``keep=`` fixes.
-KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
+KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid")
 
 
 def search(
@@ -46,7 +46,7 @@ def search(
     cluster: Cluster,
     profile: LayerProfile,
     *,
-    rows: int,
+    num_samples: int,
     keep: Mapping[str, Any] | None = None,
     method: str | Method = "auto",
     states: StateBytes | None = None,
@@ -57,8 +57,8 @@ def search(
 
     Args:
         graph, cluster, profile: the model, its devices and the times of its layers.
-        rows: rows of a step.
-        keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
+        num_samples: samples of a step.
+        keep: parts that are fixed by hand: ``num_microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids.
         method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to
             candidates. All but ``auto`` are taken as they are, without moves.
@@ -86,7 +86,7 @@ def search(
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
     keep = {} if keep is None else keep
     states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
-    problem = make_problem(graph, cluster, profile, rows, keep, states, rules)
+    problem = make_problem(graph, cluster, profile, num_samples, keep, states, rules)
     warn_if_noisy(problem)
     if compression is not None:
         from reshard.compression import Policy  # imports torch
@@ -154,7 +154,7 @@ def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
         raise ArgumentError(
             f"nothing fits: in the closest plan, stage {number} needs {needed / 1e9:.4g} GB of "
             f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
-            "rows, or allow recomputation and ZeRO 3"
+            "samples, or allow recomputation and ZeRO 3"
         )
     return found
 
@@ -163,7 +163,7 @@ def make_problem(
     graph: LayerGraph,
     cluster: Cluster,
     profile: LayerProfile,
-    rows: int,
+    num_samples: int,
     keep: Mapping[str, Any],
     states: StateBytes,
     rules: ChoiceRules,
@@ -193,8 +193,8 @@ def make_problem(
     if "grid" in keep:
         shape = _kept_grid(keep["grid"], keep, cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)
-    counts = (keep["microbatches"],) if "microbatches" in keep else ()
-    return SearchProblem(graph, cluster, profile, rows, states, rules, counts)
+    counts = (keep["num_microbatches"],) if "num_microbatches" in keep else ()
+    return SearchProblem(graph, cluster, profile, num_samples, states, rules, counts)
 
 
 def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShape:
@@ -235,17 +235,17 @@ def _find(method: str | Method) -> Method:
 
 def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
     """The training plan of an evaluation, with what it is compared to."""
-    candidate, count = best.candidate, best.candidate.microbatches
-    busy = [best.timeline.busy_seconds(row) for row in range(len(best.costs))]
-    exposed = [best.timeline.exposed_seconds(row) for row in range(len(best.costs))]
+    candidate, count = best.candidate, best.candidate.num_microbatches
+    busy = [best.timeline.busy_seconds(number) for number in range(len(best.costs))]
+    exposed = [best.timeline.exposed_seconds(number) for number in range(len(best.costs))]
     reports = tuple(
         StageReport(
             cost.compute_seconds,
             cost.sum_seconds,
             cost.gather_seconds,
             cost.sync_seconds,
-            busy[row],
-            exposed[row],
+            busy[number],
+            exposed[number],
             depth,
             states,
             depth * cost.activation_bytes,
@@ -254,7 +254,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
             cost.limit_bytes,
             cost.ending_bytes if cost.tie_bytes else 0.0,
         )
-        for row, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
+        for number, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
         for states, buffers in [cost.peak_parts(depth)]
     )
     edges = []
@@ -277,7 +277,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         candidate.stages,
         tuple(tuple(layers[at].name for at in range(s.first_layer, s.end_layer)) for s in candidate.stages),
         count,
-        problem.rows,
+        problem.num_samples,
         format_schedule(best.schedule),
         best.seconds,
         min(problem.bound_seconds, best.seconds),

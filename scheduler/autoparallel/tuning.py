@@ -15,7 +15,7 @@ from ..simulation.replay import PipelineTimeline
 from .costs.grid_costs import compute_share
 from .costs.problem import SearchProblem
 from .inputs.choices import shard_1d
-from .inputs.layer_profile import ClassTimes, LayerProfile, Sample
+from .inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
 from .inputs.stages import StagePlan
 from .result.training_plan import TrainingPlan
 
@@ -140,17 +140,17 @@ def correct_profile(
         layer = next(layer for layer in problem.graph.layers if layer.key == key)
         share = 1.0 if is_measured else shard_1d(layer, tp).compute
         changes = [share * each.get(entry, 1.0) for each in (forward, backward, weight)]
-        samples = tuple(_scaled(sample, *changes) for sample in times.samples)
-        classes[key][tp] = ClassTimes(samples, times.failed)
+        measured = tuple(_scaled(layer_times, *changes) for layer_times in times.measured)
+        classes[key][tp] = ClassTimes(measured, times.failed)
     return replace(profile, classes=classes, message_seconds=_message_seconds(problem, training_plan, timelines))
 
 
-def _scaled(sample: Sample, forward: float, backward: float, weight: float) -> Sample:
-    whole = sample.backward_seconds * backward
-    deferred = min(whole, sample.weight_grad_seconds * weight)
+def _scaled(layer_times: LayerTimes, forward: float, backward: float, weight: float) -> LayerTimes:
+    whole = layer_times.backward_seconds * backward
+    deferred = min(whole, layer_times.weight_grad_seconds * weight)
     return replace(
-        sample,
-        forward_seconds=sample.forward_seconds * forward,
+        layer_times,
+        forward_seconds=layer_times.forward_seconds * forward,
         input_grad_seconds=whole - deferred,
         weight_grad_seconds=deferred,
         backward_seconds=whole,
@@ -171,7 +171,7 @@ def _fit(
     parts: list[tuple[dict[_Entry, float], float]] = []
     for number, stage in enumerate(training_plan.stages):
         measured = next((sum(each) for each in _measured(timelines, number, kinds) if all(each)), 0.0)
-        work, other = _work(problem, stage, training_plan.microbatches, kinds)
+        work, other = _work(problem, stage, training_plan.num_microbatches, kinds)
         if measured and sum(work.values()):
             parts.append((work, max(measured - other, LEAST_FACTOR * measured)))
     factors = dict.fromkeys((entry for work, _ in parts for entry in work), 1.0)
@@ -205,20 +205,20 @@ def _median_seconds(timelines: Sequence[PipelineTimeline], stage: int, kind: Kin
 
 def _work(problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
     """Predicted seconds of computation of each class of a stage for one microbatch, and of all else in the actions."""
-    place, rows = problem.place(stage.first_rank, stage.end_rank), problem.rows // count
+    place, num_samples = problem.place(stage.first_rank, stage.end_rank), problem.num_samples // count
     work: dict[_Entry, float] = {}
     whole = 0.0
     for at, choice in enumerate(stage.choices, stage.first_layer):
         layer, cost = problem.graph.layers[at], problem.layer_cost(at, choice, place, count)
         degree = 1 if choice.grid else choice.tp
         times, is_measured = problem.profile.times(layer.key, degree)
-        sample = times.at(rows / choice.row_shards(place.num_ranks))
+        layer_times = times.at(num_samples / choice.sample_shards(place.num_ranks))
         if kinds is _FORWARD:
-            seconds, total = sample.forward_seconds, cost.forward_seconds
+            seconds, total = layer_times.forward_seconds, cost.forward_seconds
         elif kinds is _BACKWARD:
-            seconds, total = sample.backward_seconds, cost.backward_seconds
+            seconds, total = layer_times.backward_seconds, cost.backward_seconds
         else:
-            seconds = total = cost.weight_grad_seconds and sample.weight_grad_seconds
+            seconds = total = cost.weight_grad_seconds and layer_times.weight_grad_seconds
         share = 1.0 if is_measured else shard_1d(layer, choice.tp).compute
         if choice.grid:
             share = compute_share(layer, choice.grid)

@@ -140,7 +140,7 @@ def put_on_grid(
     """Shard the modules of a stage over a grid. Returns the module to run.
 
     Args:
-        module: of the stage. device_mesh: with the axes depth, row and col.
+        module: of the stage. device_mesh: with the axes depth, sample and col.
         timeout_seconds: time limit of each collective.
         keep_inputs: see :func:`reshard.parallel.parallelize`.
 

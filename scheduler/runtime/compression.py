@@ -187,7 +187,7 @@ def describe_modules(
 ) -> dict[str, list[int]]:
     """For each kind of parallelism, the stages of this rank that have it. Tied stages count as having "dp"."""
     found: dict[str, list[int]] = {"dp": [], "zero": [], "tp": [], "torch tp": [], "pp": []}
-    if len(schedule.rows) > 1:
+    if len(schedule.rank_actions) > 1:
         found["pp"] = list(modules)
     for stage, module in sorted(modules.items()):
         if isinstance(module, DistributedDataParallel) or stage in tied_stages:

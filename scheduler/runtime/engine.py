@@ -1,6 +1,6 @@
-"""Run a schedule on processes: each rank does the actions of its row in order, with transfers in the background.
+"""Run a schedule on processes: each rank does the actions of its pp rank in order, with transfers in the background.
 
-All ranks of a row do the same actions. Stages are ordinary modules; torch handles parallelism inside a stage.
+All ranks of a pp rank do the same actions. Stages are ordinary modules; torch handles parallelism inside a stage.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Engine:
             raise
         self._channel = find_channel(self._group, ranks)
         part, hostnames = agree_on_arguments(options, schedule, pipeline, modules, self._group, self._channel)
-        self.row, self._stages, self._device = part.row, part.stages, part.device
+        self.pp_rank, self._stages, self._device = part.pp_rank, part.stages, part.device
         self._last_weight, self._timeout_seconds = part.last_weight, part.timeout_seconds
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
         self._topology, policy = topology or Topology.from_hostnames(names), options.policy
@@ -168,7 +168,7 @@ class Engine:
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
         self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
-        self._state = EngineState(self.rank, self.row, self._stages, replicas, tied, num_loss_shards, self._device)
+        self._state = EngineState(self.rank, self.pp_rank, self._stages, replicas, tied, num_loss_shards, self._device)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
         """Replace collectives of the modules by coded ones. Returns the pipelines with the codecs of their edges."""
@@ -219,15 +219,15 @@ class Engine:
         """Make the program of ``schedule`` for the tensor shapes of ``pipelines``. All ranks pass the same arguments.
 
         Args:
-            schedule: a checked schedule with the rows of this engine.
+            schedule: a checked schedule with the pp ranks of this engine.
             pipelines: pipelines that differ from that of this engine in tensor shapes and costs only.
             used: for each microbatch, the index of its pipeline.
         """
-        check_runnable(schedule, self.row, self._stages, self._device)
+        check_runnable(schedule, self.pp_rank, self._stages, self._device)
         transfers = []
         for one in pipelines:
             options = {"signal_only": self._options.signal_only}
-            channels = plan_channels(one, schedule.row_of_stage, self._topology, self._options.strategy, **options)
+            channels = plan_channels(one, schedule.pp_rank_of_stage, self._topology, self._options.strategy, **options)
             for each in channels:
                 logger.debug("rank %d plans %s", self._group.rank, each)
             transfers.append(
@@ -373,7 +373,7 @@ class Engine:
         return dict(decision.payloads)
 
     def timeline(self) -> PipelineTimeline:
-        """Measured times of the last step, of all rows. Every rank of the pipeline must call this.
+        """Measured times of the last step, of all pp ranks. Every rank of the pipeline must call this.
 
         Raises:
             ArgumentError: there was no step yet.

@@ -62,13 +62,13 @@ def full(value: Any) -> torch.Tensor | None:
     return None if value is None else _plain(value)
 
 
-def row_of_ones(empty: torch.Tensor) -> torch.Tensor:
+def sample_of_ones(empty: torch.Tensor) -> torch.Tensor:
     """A tensor of ones with the shape of ``empty``, but of size 1 in each dim of size 0."""
     made = torch.ones([size or 1 for size in empty.shape], dtype=empty.dtype, device=empty.device)
     return made.requires_grad_(empty.requires_grad)
 
 
-def cut_to_no_rows(
+def cut_to_no_samples(
     arrays: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec], rank: int
 ) -> dict[str, torch.Tensor]:
     """Cut every dim in which the shard of this rank is empty to size 0. Autograd still records the results."""

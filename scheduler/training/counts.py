@@ -20,7 +20,7 @@ from .presets import GPTConfig, Preset
 
 @dataclass(frozen=True)
 class EdgeCount:
-    """What a row of a batch costs on one edge in a forward.
+    """What a sample of a batch costs on one edge in a forward.
 
     Attributes:
         src, dst: stages. nbytes: sent by the edge. flops: floating-point operations of the larger of both stages.

@@ -108,7 +108,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     torch.manual_seed(job.seed)
     options: dict[str, Any] = {}
     if job.training_plan is None:
-        options = {"microbatches": job.preset.microbatches, "schedule": SCHEDULES[job.schedule]}
+        options = {"num_microbatches": job.preset.num_microbatches, "schedule": SCHEDULES[job.schedule]}
     if job.compression is not None:
         options["compression"] = parse_policy(job.compression)
     with show_elapsed("measuring the stages", show=shows and rank == 0):
@@ -174,7 +174,7 @@ def make_pipe(job: Job) -> Pipe:
 
 
 def check_training_plan(training_plan: TrainingPlan, job: Job) -> None:
-    """Raise ArgumentError unless a training plan is of the model and the rows of a job."""
+    """Raise ArgumentError unless a training plan is of the model and the samples of a job."""
     names = [name for stage in training_plan.layer_names for name in stage][1:]
     paths = layer_paths(job.preset.config)
     if names != paths:
@@ -182,24 +182,26 @@ def check_training_plan(training_plan: TrainingPlan, job: Job) -> None:
             f"the training plan has {len(names) + 1} layers ({', '.join(names[:3])}, ...), but {job.name} has "
             f"{len(paths) + 1} ({', '.join(paths[:3])}, ...); search with this model"
         )
-    if training_plan.rows != job.preset.rows:
+    if training_plan.num_samples != job.preset.num_samples:
         raise ArgumentError(
-            f"the training plan is for {training_plan.rows} rows of a step, but {job.name} has {job.preset.rows}; "
-            f"pass --batch {training_plan.rows} or search again"
+            f"the training plan is for {training_plan.num_samples} samples of a step, but {job.name} has "
+            f"{job.preset.num_samples}; pass --batch {training_plan.num_samples} or search again"
         )
 
 
 def make_loaders(job: Job) -> tuple[Loader, Loader]:
     """The batches for training and those for evaluation."""
-    config, rows = job.preset.config, job.preset.rows
+    config, num_samples = job.preset.config, job.preset.num_samples
     if not isinstance(config, GPTConfig):
         if job.data is not None:
             raise ArgumentError(f"{job.name} trains on pictures that it draws itself; omit --data")
-        return PictureLoader(rows, config.side, job.seed), PictureLoader(rows, config.side, job.seed + _HELD_OUT_SEED)
+        return PictureLoader(num_samples, config.side, job.seed), PictureLoader(
+            num_samples, config.side, job.seed + _HELD_OUT_SEED
+        )
     seen, unseen = hold_out(read_tokens(job.data), config.sequence)
     return (
-        TokenLoader(seen, rows, config.sequence, config.vocabulary, job.seed),
-        TokenLoader(unseen, rows, config.sequence, config.vocabulary),
+        TokenLoader(seen, num_samples, config.sequence, config.vocabulary, job.seed),
+        TokenLoader(unseen, num_samples, config.sequence, config.vocabulary),
     )
 
 

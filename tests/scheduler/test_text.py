@@ -44,10 +44,10 @@ def test_passes_keep_names_short():
 
 @pytest.mark.parametrize(
     "bad",
-    ["", "0F0", "x: 2 microbatches, stages on rows 0\n1: 0F0", "x: 1 microbatches, stages on rows 0\n0: 0X0",
-     "x: 1 microbatches, stages on rows 0\n0: 0F0>1", "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0",
-     "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0<1", "x: 1 microbatches, stages on rows 0\n0: 0F0!",
-     "x: 1 microbatches, stages on rows 0\n0: 0F99999999"],
+    ["", "0F0", "x: 2 microbatches, stages on pp ranks 0\n1: 0F0", "x: 1 microbatches, stages on pp ranks 0\n0: 0X0",
+     "x: 1 microbatches, stages on pp ranks 0\n0: 0F0>1", "x: 1 microbatches, stages on pp ranks 0\n0: 0SEND_F0",
+     "x: 1 microbatches, stages on pp ranks 0\n0: 0SEND_F0<1", "x: 1 microbatches, stages on pp ranks 0\n0: 0F0!",
+     "x: 1 microbatches, stages on pp ranks 0\n0: 0F99999999"],
 )  # fmt: skip
 def test_invalid_texts_are_rejected(bad):
     with pytest.raises(ScheduleError):

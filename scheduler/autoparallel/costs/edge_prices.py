@@ -54,26 +54,27 @@ class EdgePrices:
         """Number of prices that the planner has computed."""
         return len(self._prices)
 
-    def is_priced(self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> bool:
+    def is_priced(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> bool:
         """Whether the planner has priced this edge, or one between the same positions of equal hosts."""
-        return not tensors or self._key(tensors, rows, src, dst) in self._prices
+        return not tensors or self._key(tensors, num_samples, src, dst) in self._prices
 
-    def edge(self, numbers: tuple[int, int], tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> Edge:
-        """The priced edge between two stages, for microbatches of ``rows`` rows, with its tensors and layouts.
+    def edge(self, numbers: tuple[int, int], tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> Edge:
+        """The priced edge between two stages, for microbatches of ``num_samples`` samples, with its tensors and
+        layouts.
 
         Args:
             numbers: of the stages. tensors: what crosses. src, dst: the ends.
         """
-        key = self._key(tensors, rows, src, dst)
+        key = self._key(tensors, num_samples, src, dst)
         if key not in self._prices:
             _, _, a, b = key
-            priced = self._price(make_edge((0, 1), tensors, rows, a, b))
+            priced = self._price(make_edge((0, 1), tensors, num_samples, a, b))
             self._prices[key] = replace(
                 priced,
                 forward_seconds=priced.forward_seconds + self.message_seconds,
                 backward_seconds=priced.backward_seconds + self.message_seconds * bool(priced.gradients),
             )
-        priced, made = self._prices[key], make_edge(numbers, tensors, rows, src, dst)
+        priced, made = self._prices[key], make_edge(numbers, tensors, num_samples, src, dst)
         shift = self._shift(src)
         return replace(
             made,
@@ -99,10 +100,10 @@ class EdgePrices:
                 priced = replace(priced, **{name: getattr(coded, name) for name in names})
         return priced
 
-    def bound_seconds(self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> tuple[float, float]:
+    def bound_seconds(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> tuple[float, float]:
         """Seconds forward and backward that no plan beats: unique bytes into hosts over the rate of their NICs."""
-        nbytes = sum(tensor.row_bytes for tensor in tensors) * rows
-        returned = sum(tensor.row_bytes for tensor in tensors if tensor.has_gradient) * rows
+        nbytes = sum(tensor.sample_bytes for tensor in tensors) * num_samples
+        returned = sum(tensor.sample_bytes for tensor in tensors if tensor.has_gradient) * num_samples
         per_byte = self.bound_per_byte(src, dst)
         return nbytes * per_byte, returned * per_byte
 
@@ -123,19 +124,19 @@ class EdgePrices:
         return self.cluster.host_of(src[0]) if self._is_uniform else 0
 
     def _key(
-        self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End
+        self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End
     ) -> tuple[tuple[Tensor, ...], int, End, End]:
         ranks = self._shift(src) * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
         plain = tuple(replace(tensor, name=str(i), writer=0, readers=(1,)) for i, tensor in enumerate(tensors))
-        return (plain, rows, (src[0] - ranks, src[1] - ranks, src[2]), (dst[0] - ranks, dst[1] - ranks, dst[2]))
+        return (plain, num_samples, (src[0] - ranks, src[1] - ranks, src[2]), (dst[0] - ranks, dst[1] - ranks, dst[2]))
 
 
-def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> Edge:
-    """An edge without costs: rows and features are divided over both stages as ``Pipe`` divides them."""
+def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> Edge:
+    """An edge without costs: samples and features are divided over both stages as ``Pipe`` divides them."""
     meshes = [_mesh(*end) for end in (src, dst)]
     specs = []
     for tensor in tensors:
-        shape = (tensor.shape[0] * rows, *tensor.shape[1:])
+        shape = (tensor.shape[0] * num_samples, *tensor.shape[1:])
         one, other = (layout_of_tensor(mesh, len(shape), 0, has_features=tensor.has_gradient) for mesh in meshes)
         specs.append(TensorSpec(shape, tensor.dtype, one, other, tensor.name))
     without = frozenset(tensor.name for tensor in tensors if not tensor.has_gradient)

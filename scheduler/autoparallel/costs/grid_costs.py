@@ -19,7 +19,7 @@ from reshard.topology import Host, Port, Topology
 from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.cluster import Place
 from ..inputs.layer_graph import Layer
-from ..inputs.layer_profile import Sample
+from ..inputs.layer_profile import LayerTimes
 from .layer_costs import LayerCost, Workload, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
@@ -44,25 +44,25 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     """
     sizes = layer.grid_sizes
     assert sizes is not None
-    own = work.rows / (choice.grid[0] * choice.grid[2])
-    sample = work.profile.times(layer.key, 1)[0].at(own)
-    price, share = _best_price(sizes, choice.grid, place, sample, own, work), _share(sizes, choice.grid)
-    forward = sample.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
-    deferred = sample.weight_grad_seconds * share + price.weight_grad.exposed
+    own = work.num_samples / (choice.grid[0] * choice.grid[2])
+    layer_times = work.profile.times(layer.key, 1)[0].at(own)
+    price, share = _best_price(sizes, choice.grid, place, layer_times, own, work), _share(sizes, choice.grid)
+    forward = layer_times.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
+    deferred = layer_times.weight_grad_seconds * share + price.weight_grad.exposed
     backward = (
-        sample.backward_seconds * share
+        layer_times.backward_seconds * share
         + price.input_grad.exposed
         + price.weight_grad.exposed
         + price.norm_backward_seconds
     )
-    compute = (sample.forward_seconds + sample.backward_seconds) * share
+    compute = (layer_times.forward_seconds + layer_times.backward_seconds) * share
     if choice.recompute:
         backward += forward
-        compute += sample.forward_seconds * share
+        compute += layer_times.forward_seconds * share
     before = forward + backward
     params = price.parameters + math.ceil((layer.num_params - sizes.num_params) / choice.cols)
     is_cut = choice.cols if sizes.products else 1  # an embedding saves only its tokens, which columns do not divide
-    saved = (sample.saved_bytes or layer.saved_bytes * own) / is_cut
+    saved = (layer_times.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
     shared = _share_states(params, choice, place, work)
     sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
@@ -108,14 +108,14 @@ class _SharedStates(NamedTuple):
 
 def _share_states(params: float, choice: Choice, place: Place, work: Workload) -> _SharedStates:
     """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
-    states, microbatches, codec_costs, depth = work.states, work.microbatches, work.codec_costs, choice.grid[2]
+    states, num_microbatches, codec_costs, depth = work.states, work.num_microbatches, work.codec_costs, choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     if choice.zero == 0:  # the sum over the depth makes a copy of the gradients
         return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
     traffic = _traffic(place, choice.grid)["depth"]
     gather, scatter = traffic.seconds(weights / depth), traffic.seconds(gradients / depth)
     if choice.zero < 3:
-        kept = gradients if choice.zero == 1 or microbatches > 1 else gradients / depth
+        kept = gradients if choice.zero == 1 or num_microbatches > 1 else gradients / depth
         return _SharedStates(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
     is_coded = False
     if codec_costs.gathers is not None:
@@ -127,7 +127,7 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
         coding = codec_costs.scatters
         coded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
         scatter = codec_costs.faster(scatter, coded)
-    held = gradients / depth if microbatches == 1 else gradients
+    held = gradients / depth if num_microbatches == 1 else gradients
     return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_coded)
 
 
@@ -136,7 +136,7 @@ def _exposed(price: LayerPrice) -> float:
 
 
 def compute_share(layer: Layer, grid: GridShape) -> float:
-    """The busiest rank's part of the computation of a row of a layer."""
+    """The busiest rank's part of the computation of a sample of a layer."""
     sizes = layer.grid_sizes
     assert sizes is not None
     return _share(sizes, grid)
@@ -152,12 +152,12 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
 
 
 def _best_price(
-    sizes: LayerSizes, grid: GridShape, place: Place, sample: Sample, own: float, work: Workload
+    sizes: LayerSizes, grid: GridShape, place: Place, layer_times: LayerTimes, own: float, work: Workload
 ) -> LayerPrice:
     """The price of a layer, with coded products if they are faster or must be coded."""
     rows, cols, depth = grid
     flops, itemsize = sizes.forward_flops * own, _itemsize(work)
-    rate = flops / sample.forward_seconds if flops and sample.forward_seconds else math.inf
+    rate = flops / layer_times.forward_seconds if flops and layer_times.forward_seconds else math.inf
     tokens = (max(1, math.ceil(own * sizes.sequence)),) * rows
     load = GridLoad(rows, cols, depth, tokens, _traffic(place, grid), itemsize, work.states.gradient)
     price, coding = price_layer(sizes, load, rate), work.codec_costs.panels
@@ -216,7 +216,7 @@ def best_grids(
     Args:
         layers: of each class, one layer, and how many the model has.
         shapes: of the grids. rules, plain: of the search, and its choices without grids.
-        work: rows and microbatches.
+        work: samples and microbatches.
         cost: the cost of a layer of a class, by its index in ``layers``, under a choice.
     """
     able = [number for number, (layer, _) in enumerate(layers) if layer.grid_sizes is not None]
@@ -228,7 +228,7 @@ def best_grids(
         for number in able:
             times, found = layers[number][1], cost(number, choice)
             computed = found.forward_seconds + found.backward_seconds
-            seconds += times * (work.microbatches * computed + found.sync_seconds)
+            seconds += times * (work.num_microbatches * computed + found.sync_seconds)
             states += times * found.state_bytes + 3 * found.gathered_bytes
             activations += times * found.activation_bytes
         return seconds, states, activations
@@ -236,7 +236,7 @@ def best_grids(
     found: list[tuple[tuple[float, float, float], Choice]] = []
     recompute = rules.recompute
     for shape in shapes:
-        if work.rows % (shape[0] * shape[2]) or any(why_no_grid(layers[number][0], shape) for number in able):
+        if work.num_samples % (shape[0] * shape[2]) or any(why_no_grid(layers[number][0], shape) for number in able):
             continue
         for zero in rules.grid_zeros(shape):
             choice = Choice.on_grid(*shape, zero=zero, recompute=recompute[0])

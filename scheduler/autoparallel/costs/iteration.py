@@ -51,16 +51,17 @@ class Evaluation:
         return (float(f"{self.seconds:.9g}"), round(peak), len(self.candidate.stages), self.candidate.text)
 
     def seconds_by_kind(self) -> tuple[float, float, float, float]:
-        """Where the time of the row that ends last goes: ``(compute, exposed transfers, other idle, gradient sum)``.
+        """Where the time of the pp rank that ends last goes: ``(compute, exposed transfers, other idle, gradient
+        sum)``.
 
         All in seconds. A stage that waits for others before a sum over stages is idle.
         """
         done = _end_seconds(self.timeline, self.costs, self.exchanges)
-        row = max(range(len(done)), key=lambda r: (done[r], -r))
-        busy, exposed = self.timeline.busy_seconds(row), self.timeline.exposed_seconds(row)
-        summed = self.costs[row].ending_seconds
-        idle = done[row] - busy - exposed - summed
-        if idle < 1e-9 * done[row]:  # a rounding error
+        pp_rank = max(range(len(done)), key=lambda r: (done[r], -r))
+        busy, exposed = self.timeline.busy_seconds(pp_rank), self.timeline.exposed_seconds(pp_rank)
+        summed = self.costs[pp_rank].ending_seconds
+        idle = done[pp_rank] - busy - exposed - summed
+        if idle < 1e-9 * done[pp_rank]:  # a rounding error
             idle = 0.0
         return busy, exposed, idle, summed
 
@@ -82,7 +83,7 @@ def evaluate(
     Returns:
         The evaluation; None if there is no schedule, or none of interest.
     """
-    stages, count = candidate.stages, candidate.microbatches
+    stages, count = candidate.stages, candidate.num_microbatches
     pipeline = problem.pipeline(stages, count)
     costs, exchanges = problem.costs(stages, count)
     most_short = 0.0 if below_seconds < math.inf else math.inf
@@ -131,7 +132,7 @@ def _end_seconds(
     timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange]
 ) -> list[float]:
     """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other."""
-    done = [end + cost.sync_seconds for end, cost in zip(_row_ends(timeline, len(costs)), costs, strict=True)]
+    done = [end + cost.sync_seconds for end, cost in zip(_pp_rank_ends(timeline, len(costs)), costs, strict=True)]
     for each in exchanges:
         end = max(done[stage] for stage in each.stages) + each.seconds
         for stage in each.stages:
@@ -151,8 +152,8 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
     """
     before, best = 0.0, 0.0
-    for cost in problem.costs(candidate.stages, candidate.microbatches)[0]:
-        best = max(best, before + candidate.microbatches * cost.seconds + cost.ending_seconds)
+    for cost in problem.costs(candidate.stages, candidate.num_microbatches)[0]:
+        best = max(best, before + candidate.num_microbatches * cost.seconds + cost.ending_seconds)
         before += cost.forward_seconds
     return best
 
@@ -181,10 +182,10 @@ def _preference(found: Evaluation) -> tuple[float, float, int]:
     return (found.short_bytes, float(f"{found.seconds:.9g}"), sum(found.schedule.in_flight))
 
 
-def _row_ends(timeline: PipelineTimeline, num_rows: int) -> list[float]:
-    ends = [0.0] * num_rows
+def _pp_rank_ends(timeline: PipelineTimeline, num_pp_ranks: int) -> list[float]:
+    ends = [0.0] * num_pp_ranks
     for span in timeline.spans:
-        ends[span.row] = max(ends[span.row], span.end)
+        ends[span.pp_rank] = max(ends[span.pp_rank], span.end)
     return ends
 
 

@@ -74,8 +74,8 @@ class Choice:
         """Parts that features between layers are divided into."""
         return self.grid[1] if self.grid else 1
 
-    def row_shards(self, num_ranks: int) -> int:
-        """Parts that the rows of a microbatch are divided into, on a stage of some ranks."""
+    def sample_shards(self, num_ranks: int) -> int:
+        """Parts that the samples of a microbatch are divided into, on a stage of some ranks."""
         return num_ranks // (self.grid[1] if self.grid else self.tp)
 
     def fits(self, num_ranks: int) -> bool:
@@ -96,9 +96,9 @@ class Sharding:
     """The share of a layer on one rank of a tensor-parallel group.
 
     Attributes:
-        compute: share of the computation. params: parameters. saved_bytes: bytes saved for the backward of one row.
-        sums: ``((bytes for one row, passes of the data, ranks), ...)`` of the collectives in a forward; a backward has
-            the same. An all-reduce passes the data twice, a gather or a scatter once.
+        compute: share of the computation. params: parameters. saved_bytes: bytes saved for the backward of one sample.
+        sums: ``((bytes for one sample, passes of the data, ranks), ...)`` of the collectives in a forward; a backward
+            has the same. An all-reduce passes the data twice, a gather or a scatter once.
     """
 
     compute: float

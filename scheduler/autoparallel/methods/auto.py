@@ -81,10 +81,10 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
 
 
 def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
-    """Raise ArgumentError unless a candidate of a method has all layers and ranks, and rows that its stages divide."""
+    """Raise ArgumentError unless a candidate has all layers and ranks, and its stages divide the samples."""
     if not isinstance(candidate, Candidate):
         raise ArgumentError(f"a method must return Candidates, not {candidate!r:.100}")
-    stages, count = candidate.stages, candidate.microbatches
+    stages, count = candidate.stages, candidate.num_microbatches
     check_stages(stages)
     ends, needed = (stages[-1].end_layer, stages[-1].end_rank), (len(problem.graph.layers), problem.cluster.num_ranks)
     if ends[0] != needed[0] or ends[1] > needed[1]:
@@ -92,17 +92,17 @@ def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
             f"the stages of candidate {candidate.text} have {ends[0]} layers on {ends[1]} ranks; the model has "
             f"{needed[0]} layers, and the cluster {needed[1]} ranks"
         )
-    if count not in problem.microbatches:
+    if count not in problem.microbatch_counts:
         raise ArgumentError(
             f"candidate {candidate.text} has {count} microbatches; the search allows "
-            f"{', '.join(map(str, problem.microbatches))}"
+            f"{', '.join(map(str, problem.microbatch_counts))}"
         )
     for stage in stages:
         for choice in stage.choices:
-            if problem.rows // count % choice.row_shards(stage.num_ranks):
+            if problem.num_samples // count % choice.sample_shards(stage.num_ranks):
                 raise ArgumentError(
-                    f"{problem.rows // count} rows of a microbatch do not divide over the "
-                    f"{choice.row_shards(stage.num_ranks)} replicas of {stage}"
+                    f"{problem.num_samples // count} samples of a microbatch do not divide over the "
+                    f"{choice.sample_shards(stage.num_ranks)} replicas of {stage}"
                 )
 
 
@@ -123,7 +123,7 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             target = best.seconds * (1 - LEAST_GAIN)
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
-            left -= 3 * candidate.microbatches * len(candidate.stages)
+            left -= 3 * candidate.num_microbatches * len(candidate.stages)
             found = evaluate(problem, candidate, below_seconds=target)
             if found is not None:
                 best, gained = found, True
@@ -140,11 +140,11 @@ def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
 
 def _why_nothing_fits(problem: SearchProblem) -> str:
     """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
-    count, total = max(problem.microbatches), problem.cluster.num_ranks
+    count, total = max(problem.microbatch_counts), problem.cluster.num_ranks
     least: tuple[float, str] | None = None
     refused = ""
-    for counts in problem.microbatches:
-        for choice in problem.choices(total, problem.rows // counts) if total in problem.meshes(total) else ():
+    for counts in problem.microbatch_counts:
+        for choice in problem.choices(total, problem.num_samples // counts) if total in problem.meshes(total) else ():
             if not problem.can_have(choice, 0, len(problem.graph.layers)):
                 refused = refused or _why_refused(problem, choice.grid)
                 continue
@@ -163,11 +163,11 @@ def _why_nothing_fits(problem: SearchProblem) -> str:
         )
     if least is None:
         return (
-            f"no stage can have the rows of a microbatch: {problem.rows} rows in "
-            f"{', '.join(map(str, problem.microbatches))} microbatches on meshes of {problem.cluster.mesh_sizes} "
-            f"devices; use rows that {count} microbatches and the replicas divide"
+            f"no stage can have the samples of a microbatch: {problem.num_samples} samples in "
+            f"{', '.join(map(str, problem.microbatch_counts))} microbatches on meshes of {problem.cluster.mesh_sizes} "
+            f"devices; use samples that {count} microbatches and the replicas divide"
         )
     return (
         f"nothing fits: all layers on {total} devices need {least[0] / 1e9:.3g} GB of {limit / 1e9:.3g} {least[1]}; "
-        "use more devices or memory, fewer rows, or allow recomputation and ZeRO 3"
+        "use more devices or memory, fewer samples, or allow recomputation and ZeRO 3"
     )

@@ -38,13 +38,13 @@ def _best(
     problem: SearchProblem, name: str, divide: Callable[[SearchProblem, int, int], Sequence[PackedStage] | None]
 ) -> tuple[Candidate, ...]:
     found = []
-    for count in problem.microbatches:
+    for count in problem.microbatch_counts:
         for degree in degrees(problem):
             packed = divide(problem, degree, count)
             if packed:
                 stages = tuple(each.stage for each in packed)
                 found.append(Candidate(name, stages, count, seconds_of(packed, count)))
-    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, len(each.stages), each.microbatches)))[:4]
+    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, len(each.stages), each.num_microbatches)))[:4]
 
 
 def degrees(problem: SearchProblem) -> Iterator[int]:
@@ -117,7 +117,7 @@ def _weights(problem: SearchProblem, degree: int, count: int, what: str) -> list
     weights = []
     for stage in range(degree):
         place = problem.place(stage * size, (stage + 1) * size)
-        choices = problem.choices(size, problem.rows // count)
+        choices = problem.choices(size, problem.num_samples // count)
         held = min(count, degree - stage)
         row = []
         for layer in range(len(problem.graph.layers)):

@@ -47,7 +47,7 @@ def pack_stage(
     Source: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization" (2023).
     """
     best: PackedStage | None = None
-    for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.rows // count)):
+    for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.num_samples // count)):
         if not all(problem.can_have(choice, first, end) for choice in choices):
             continue
         found = _pack(problem, first, end, ranks, count, in_flight, choices)

@@ -16,14 +16,14 @@ def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candida
     Moves: a cut by one or two layers, another choice for all layers of a stage, one recomputed layer more or less, two
     stages in one, and another number of microbatches.
     """
-    stages, count = candidate.stages, candidate.microbatches
+    stages, count = candidate.stages, candidate.num_microbatches
     for changed in (*_moved_cuts(stages), *_other_choices(problem, stages, count), *_merged(problem, stages)):
         if _is_valid(problem, changed, count):
             yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
-    at = problem.microbatches.index(count)
-    for other in problem.microbatches[max(0, at - 1) : at + 2]:
+    at = problem.microbatch_counts.index(count)
+    for other in problem.microbatch_counts[max(0, at - 1) : at + 2]:
         if other != count and _is_valid(problem, stages, other):
-            yield replace(candidate, method="auto", microbatches=other, predicted_seconds=None)
+            yield replace(candidate, method="auto", num_microbatches=other, predicted_seconds=None)
 
 
 def _moved_cuts(stages: Stages) -> Iterator[Stages]:
@@ -47,7 +47,7 @@ def _moved_cuts(stages: Stages) -> Iterator[Stages]:
 
 def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterator[Stages]:
     for at, stage in enumerate(stages):
-        for choice in problem.choices(stage.num_ranks, problem.rows // count):
+        for choice in problem.choices(stage.num_ranks, problem.num_samples // count):
             if stage.choices != (choice,) * stage.num_layers:
                 yield _with(stages, at, replace(stage, choices=(choice,) * stage.num_layers))
         if len(problem.rules.recompute) == 2:
@@ -78,7 +78,7 @@ def _with(stages: Stages, at: int, stage: StagePlan) -> Stages:
 def _is_valid(problem: SearchProblem, stages: Stages, count: int) -> bool:
     """Whether the rules of the search allow every choice of every stage."""
     for stage in stages:
-        allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.rows // count))
+        allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.num_samples // count))
         if not allowed.issuperset(stage.choices):
             return False
         if problem.rules.executable and len({choice.way for choice in stage.choices}) > 1:

@@ -26,8 +26,8 @@ SUMMED = ("forward_seconds", "backward_seconds", "activation_bytes", "state_byte
 class OptionTables:
     """Makes the tables of options, for one number of microbatches. Layers of one class share their costs."""
 
-    def __init__(self, problem: SearchProblem, microbatches: int) -> None:
-        self.problem, self.microbatches = problem, microbatches
+    def __init__(self, problem: SearchProblem, num_microbatches: int) -> None:
+        self.problem, self.num_microbatches = problem, num_microbatches
         self._num = len(problem.graph.layers)
         self._first, self._end = np.indices((self._num + 1, self._num + 1))
         self._middles: dict[float, np.ndarray] = {}
@@ -71,7 +71,7 @@ class OptionTables:
         plain, again = (
             [
                 problem.layer_cost(
-                    layer, replace(choice, recompute=flag) if able else Choice(), place, self.microbatches
+                    layer, replace(choice, recompute=flag) if able else Choice(), place, self.num_microbatches
                 )
                 for layer, able in zip(firsts, is_able, strict=True)
             ]

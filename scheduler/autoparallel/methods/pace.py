@@ -87,7 +87,7 @@ class Tables:
     """
 
     problem: SearchProblem
-    microbatches: int
+    num_microbatches: int
     classes: tuple[StageClass, ...]
     options: tuple[Option, ...]
     ends: tuple[int, ...]
@@ -119,7 +119,7 @@ class Tables:
             len(self.problem.graph.layers), self.problem.graph.is_chain, self.option_class, self.forward,
             self.backward, self.activation, self.fixed, self.sync, self.ending, self.allowed, self.next_at,
             self.port_in, self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
-            priced[:, 0].copy(), priced[:, 1].copy(), self.microbatches, pace,
+            priced[:, 0].copy(), priced[:, 1].copy(), self.num_microbatches, pace,
         )  # fmt: skip
         return trip, excess, tuple(self.stage(*each) for each in chosen)
 
@@ -180,40 +180,42 @@ class Tables:
         return StagePlan(first, end, begin, begin + self.classes[chosen.stage_class].num_ranks, choices)
 
 
-def make_tables(problem: SearchProblem, microbatches: int) -> Tables | None:
-    """The tables of a problem, made once for each number of microbatches; None if no stage can have its rows."""
-    key = ("tables of stages", microbatches)
+def make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None:
+    """The tables of a problem, made once for each number of microbatches; None if no stage can have its samples."""
+    key = ("tables of stages", num_microbatches)
     if key not in problem.memo:
-        problem.memo[key] = _make_tables(problem, microbatches)
+        problem.memo[key] = _make_tables(problem, num_microbatches)
     return problem.memo[key]
 
 
-def _make_tables(problem: SearchProblem, microbatches: int) -> Tables | None:
-    graph, rows = problem.graph, problem.rows // microbatches
+def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None:
+    graph, num_samples = problem.graph, problem.num_samples // num_microbatches
     ends = _reachable(problem)
-    classes, options, places = _find_options(problem, ends, rows)
+    classes, options, places = _find_options(problem, ends, num_samples)
     if not options:
         return None
     class_of = np.array([option.stage_class for option in options])
     next_at, port_in, port_out, memory, place_at = _positions(problem, ends, classes, places)
     allowed = place_at[class_of] == np.array([option.place for option in options])[:, None]
-    tables = OptionTables(problem, microbatches)
+    tables = OptionTables(problem, num_microbatches)
     costs = [tables.of(option.choice, places[option.place], option.recomputed) for option in options]
     forward, backward, activation, fixed, sync, ending = (np.stack(each) for each in zip(*costs, strict=True))
     exchanged = {cols: RangeBytes.of(graph, cols) for cols in {1, *(option.choice.cols for option in options)}}
     for o, option in enumerate(options):
-        shards = option.choice.row_shards(classes[option.stage_class].num_ranks)
+        shards = option.choice.sample_shards(classes[option.stage_class].num_ranks)
         cols = option.choice.cols
         own = exchanged[cols]
-        ahead, kept = rows * (own.received + own.returned / cols), rows * own.sent
-        fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / shards  # as in Problem.buffer_bytes
+        ahead, kept = num_samples * (own.received + own.returned / cols), num_samples * own.sent
+        fixed[o] += min(RECVS_AHEAD, num_microbatches) * ahead / shards  # as in Problem.buffer_bytes
         activation[o] += kept / shards  # as in Problem.kept_bytes
-    received, sent = (rows * each * problem.prices.least_ratio for each in (exchanged[1].received, exchanged[1].sent))
+    received, sent = (
+        num_samples * each * problem.prices.least_ratio for each in (exchanged[1].received, exchanged[1].sent)
+    )
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
-        problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync, ending,
+        problem, num_microbatches, classes, options, ends, forward, backward, activation, fixed, sync, ending,
         allowed.astype(np.uint8), next_at, port_in, port_out, memory, received, sent,
-        rows * bytes_of_cuts(graph), factor,
+        num_samples * bytes_of_cuts(graph), factor,
     )  # fmt: skip
 
 
@@ -261,7 +263,7 @@ def _reachable(problem: SearchProblem) -> tuple[int, ...]:
 
 
 def _find_options(
-    problem: SearchProblem, ends: Sequence[int], rows: int
+    problem: SearchProblem, ends: Sequence[int], num_samples: int
 ) -> tuple[tuple[StageClass, ...], tuple[Option, ...], tuple[Place, ...]]:
     """All classes and options, and the kinds of places they stand on."""
     total, known = problem.cluster.num_ranks, set(ends)
@@ -276,7 +278,7 @@ def _find_options(
     classes: list[StageClass] = []
     options: list[Option] = []
     for size in sorted(by_size):
-        for choice in problem.choices(size, rows):
+        for choice in problem.choices(size, num_samples):
             if choice.recompute and False in problem.rules.recompute:
                 continue
             stage_class = StageClass.of(size, choice)

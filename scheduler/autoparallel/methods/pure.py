@@ -19,7 +19,7 @@ def pure(problem: SearchProblem) -> tuple[Candidate, ...]:
     parallelism up to the devices of a host, then the fewest stages that fit, then data parallelism.
     """
     found = []
-    for count in problem.microbatches:
+    for count in problem.microbatch_counts:
         for degree in _pipeline_degrees(problem):
             for stages in even_stages(problem, degree, count):
                 costs, _ = problem.costs(stages, count)
@@ -37,7 +37,7 @@ def even_stages(problem: SearchProblem, degree: int, count: int) -> Iterator[Sta
     if not all(problem.cluster.is_mesh(first, first + size) for first in firsts):
         return
     cuts = even_cuts(len(problem.graph.layers), degree)
-    for choice in problem.choices(size, problem.rows // count):
+    for choice in problem.choices(size, problem.num_samples // count):
         if problem.can_have(choice, 0, len(problem.graph.layers)):
             yield uniform_stages(cuts, firsts, size, choice)
 

@@ -15,12 +15,12 @@ from reshard.errors import ArgumentError
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
-from ..inputs.layer_profile import ClassTimes, LayerProfile, Sample
+from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
 from .tracing import TracedModel, layer_inputs, run_layer
 
-#: Rows that are measured, unless others are given.
-ROWS = (1, 2, 4)
-#: If a number of rows took longer than this, larger numbers are not measured.
+#: Samples that are measured, unless others are given.
+SAMPLE_COUNTS = (1, 2, 4)
+#: If a number of samples took longer than this, larger numbers are not measured.
 MOST_SECONDS = 5.0
 
 
@@ -28,27 +28,27 @@ def profile_layers(
     traced: TracedModel,
     device: str = "cpu",
     *,
-    rows: Sequence[int] = ROWS,
+    sample_counts: Sequence[int] = SAMPLE_COUNTS,
     repeats: int = 5,
     message_seconds: float = 0.0,
     slowdown: float = 1.0,
 ) -> LayerProfile:
     """Measure one layer of each class: forward, input gradients alone, and a whole backward.
 
-    If a number of rows does not fit the device, the profile records it, and larger numbers are not measured for this
+    If a number of samples does not fit the device, the profile records it, and larger numbers are not measured for this
     class. The model keeps its values. If it is on the meta device, all its values are equal during the measurement.
 
     Args:
         traced: the model, from :func:`trace_module`.
         device: what to measure on.
-        rows: numbers of rows of one forward. repeats: number of measurements; the median counts.
+        sample_counts: numbers of samples of one forward. repeats: number of measurements; the median counts.
         message_seconds, slowdown: see :class:`LayerProfile`. One process cannot measure them.
 
     Raises:
         ArgumentError: no size of some class fits, or an argument is out of range.
     """
-    if repeats < 1 or not rows or min(rows) < 1:
-        raise ArgumentError(f"rows are {list(rows)} and repeats {repeats}; both need positive integers")
+    if repeats < 1 or not sample_counts or min(sample_counts) < 1:
+        raise ArgumentError(f"samples are {list(sample_counts)} and repeats {repeats}; both need positive integers")
     stages = traced.pipe.cut(traced.outline.names).build(traced.pipe.model)
     classes: dict[str, Mapping[int, ClassTimes]] = {}
     for number, (layer, module) in enumerate(zip(traced.graph.layers, stages, strict=True)):
@@ -56,7 +56,7 @@ def profile_layers(
             continue
         if isinstance(module, BlockStage):
             module.outputs = tuple(value.name for value in traced.stage_graph.values if value.writer == number)
-        classes[layer.key] = {1: _measure_class(traced, number, module, device, sorted(rows), repeats)}
+        classes[layer.key] = {1: _measure_class(traced, number, module, device, sorted(sample_counts), repeats)}
     software = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     return LayerProfile(
         traced.graph.key,
@@ -70,7 +70,7 @@ def profile_layers(
 
 
 def _measure_class(
-    traced: TracedModel, number: int, module: Any, device: str, rows: Sequence[int], repeats: int
+    traced: TracedModel, number: int, module: Any, device: str, sample_counts: Sequence[int], repeats: int
 ) -> ClassTimes:
     values = [(each, each.grad) for each in module.parameters()]
     if any(each.is_meta for each, _ in values):
@@ -80,15 +80,15 @@ def _measure_class(
                 tensor.fill_(0.01 if tensor.is_floating_point() else 0)
     else:
         module = module.to(device)
-    samples: list[Sample] = []
+    measured: list[LayerTimes] = []
     failed: list[int] = []
-    for size in rows:
-        if failed or (samples and samples[-1].forward_seconds + samples[-1].backward_seconds > MOST_SECONDS):
+    for size in sample_counts:
+        if failed or (measured and measured[-1].forward_seconds + measured[-1].backward_seconds > MOST_SECONDS):
             failed.append(size)
             continue
         try:
             make_inputs = functools.partial(layer_inputs, traced.outline, traced.stage_graph, number, size, device)
-            samples.append(measure_layer(module, make_inputs, size, repeats, device, traced.autocast))
+            measured.append(measure_layer(module, make_inputs, size, repeats, device, traced.autocast))
         except (MemoryError, torch.OutOfMemoryError):
             failed.append(size)
         except RuntimeError as error:
@@ -97,17 +97,17 @@ def _measure_class(
             failed.append(size)
     for parameter, gradient in values:
         parameter.grad = gradient
-    return ClassTimes(tuple(samples), tuple(failed))
+    return ClassTimes(tuple(measured), tuple(failed))
 
 
 def measure_layer(
     module: Any,
     make_inputs: Callable[[], dict[str, Any]],
-    rows: int,
+    num_samples: int,
     repeats: int,
     device: str,
     autocast: torch.dtype | None = None,
-) -> Sample:
+) -> LayerTimes:
     """Medians of the seconds of a layer.
 
     The weight-gradient pass is what a whole backward takes beyond one of input gradients alone.
@@ -142,7 +142,7 @@ def measure_layer(
     given = min(median["input"], whole)
     both = sorted(f + b for f, b in zip(times["forward"][1::2], times["whole"], strict=True))
     spread = (both[(3 * len(both)) // 4] - both[len(both) // 4]) / statistics.median(both) if both[0] else 0.0
-    return Sample(rows, median["forward"], given, whole - given, whole, float(saved), spread)
+    return LayerTimes(num_samples, median["forward"], given, whole - given, whole, float(saved), spread)
 
 
 def _wait(device: str) -> None:

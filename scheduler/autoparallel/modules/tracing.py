@@ -99,7 +99,7 @@ def trace_module(
     tensors = tuple(
         Tensor(
             value.name,
-            _row_first(value.shape, value.row_dim),
+            _samples_first(value.shape, value.sample_dim),
             value.dtype,
             value.writer,
             value.readers,
@@ -167,23 +167,25 @@ def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     return found
 
 
-def _row_first(shape: tuple[int, ...], row_dim: int | None) -> tuple[int, ...]:
-    """The shape of one row with its rows in the first dim. A tensor without rows counts for each of them."""
-    if row_dim is None:
+def _samples_first(shape: tuple[int, ...], sample_dim: int | None) -> tuple[int, ...]:
+    """The shape of one sample with its samples in the first dim. A tensor without samples counts for each of them."""
+    if sample_dim is None:
         return (1, *shape)
-    return (shape[row_dim], *shape[:row_dim], *shape[row_dim + 1 :])
+    return (shape[sample_dim], *shape[:sample_dim], *shape[sample_dim + 1 :])
 
 
-def layer_inputs(outline: BatchOutline, graph: StageGraph, number: int, rows: int, device: str) -> dict[str, Any]:
-    """Values that a layer reads for ``rows`` rows: zeros for integers, small numbers otherwise."""
+def layer_inputs(
+    outline: BatchOutline, graph: StageGraph, number: int, num_samples: int, device: str
+) -> dict[str, Any]:
+    """Values that a layer reads for ``num_samples`` samples: zeros for integers, small numbers otherwise."""
     made: dict[str, Any] = {}
     for entry in outline.entries:
         if entry.name in graph.inputs[number]:
-            shape = (rows, *entry.shape) if entry.is_divided else entry.shape
+            shape = (num_samples, *entry.shape) if entry.is_divided else entry.shape
             made[entry.name] = _fill(shape, getattr(torch, entry.dtype), device) if entry.dtype else entry.value
     for value in graph.values:
         if number in value.readers:
-            tensor = _fill(value.shape_for(rows), getattr(torch, value.dtype), device)
+            tensor = _fill(value.shape_for(num_samples), getattr(torch, value.dtype), device)
             made[value.name] = tensor.requires_grad_(value.has_gradient)
     return made
 
@@ -222,15 +224,15 @@ def _measure_work(
     plan: Mapping[str, Any],
     path: str,
 ) -> tuple[tuple[float, ...], SizeRecorder]:
-    """Operations and saved bytes of the forward of one row, and the saved bytes that tensor parallelism divides.
+    """Operations and saved bytes of the forward of one sample, and the saved bytes that tensor parallelism divides.
 
     Counted on tensors without data, or on a copy with values if the layer needs data. Tensor
     parallelism divides what is saved between a column-wise module and the end of the next row-wise one. The last number
     counts what is saved in the module at ``path``, which recomputation computes again.
     """
 
-    def make_inputs(rows: int) -> dict[str, Any]:
-        return layer_inputs(outline, graph, number, rows, "cpu")
+    def make_inputs(num_samples: int) -> dict[str, Any]:
+        return layer_inputs(outline, graph, number, num_samples, "cpu")
 
     try:
         with torch_compat.fake_mode():
@@ -270,11 +272,11 @@ def _count_work(
 ) -> tuple[tuple[float, ...], SizeRecorder]:
     """See :func:`_measure_work`."""
     counts = []
-    for rows in (1, 2):
-        inputs = make_inputs(rows)
+    for num_samples in (1, 2):
+        inputs = make_inputs(num_samples)
         with (
             FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
-            SizeRecorder(rows).on(module) as recorder,
+            SizeRecorder(num_samples).on(module) as recorder,
             count_saved_bytes(torch_compat.storage_key) as counted,
         ):
             hooks = list(_mark_divided(module, plan, counted))
@@ -349,7 +351,7 @@ def _make_layer(
         if style is not None:
             divided += sum(each.numel() for each in inner.parameters(recurse=False))
             sums += type(style).__name__ == "RowwiseParallel"
-    inputs = float(sum(tensor.row_bytes for tensor in received))
+    inputs = float(sum(tensor.sample_bytes for tensor in received))
     layer = Layer(
         label,
         "",

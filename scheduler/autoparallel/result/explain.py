@@ -34,8 +34,8 @@ def explain_training_plan(training_plan: TrainingPlanRecord) -> str:
 def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
     """Seconds, method and schedule; the bound; the balance over stages."""
     lines = [
-        f"{training_plan.seconds:.4g} s for {count_of(training_plan.rows, 'row')} in "
-        f"{count_of(training_plan.microbatches, 'microbatch')}, found by {training_plan.method}, "
+        f"{training_plan.seconds:.4g} s for {count_of(training_plan.num_samples, 'sample')} in "
+        f"{count_of(training_plan.num_microbatches, 'microbatch')}, found by {training_plan.method}, "
         f"schedule {training_plan.schedule.name}"
     ]
     if training_plan.is_guess:

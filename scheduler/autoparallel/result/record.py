@@ -32,8 +32,8 @@ class TrainingPlanRecord:
     method: str
     stages: tuple[StagePlan, ...]
     layer_names: tuple[tuple[str, ...], ...]
-    microbatches: int
-    rows: int
+    num_microbatches: int
+    num_samples: int
     schedule_text: str
     seconds: float
     bound_seconds: float
@@ -93,8 +93,8 @@ class TrainingPlanRecord:
         stages = ", ".join(map(str, self.stages))
         name = self.schedule_text.partition(":")[0]
         guess = " (a guess)" if self.is_guess else ""
-        microbatches = count_of(self.microbatches, "microbatch")
-        return f"{self.method}: {self.seconds:.4g} s{guess}, {microbatches}, {name}: {stages}"
+        num_microbatches = count_of(self.num_microbatches, "microbatch")
+        return f"{self.method}: {self.seconds:.4g} s{guess}, {num_microbatches}, {name}: {stages}"
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads. Runs of equal choices are written once."""
@@ -115,8 +115,10 @@ class TrainingPlanRecord:
         for name in ("seconds", "bound_seconds", "wider_links_seconds"):
             if getattr(self, name) < 0:
                 raise ArgumentError(f"{name} of the training plan is {getattr(self, name)}; it must not be negative")
-        if self.microbatches < 1 or self.rows < 1 or self.rows % self.microbatches:
-            raise ArgumentError(f"{self.microbatches} microbatches of the training plan do not divide {self.rows} rows")
+        if self.num_microbatches < 1 or self.num_samples < 1 or self.num_samples % self.num_microbatches:
+            raise ArgumentError(
+                f"{self.num_microbatches} microbatches of the training plan do not divide {self.num_samples} samples"
+            )
         check_stages(self.stages)
         for what, found in (("layer_names", self.layer_names), ("reports", self.reports)):
             if len(found) != len(self.stages):

@@ -33,7 +33,7 @@ class GPTBlockOnGrid(nn.Module):
                 setattr(self, name, conversion.convert(child, f"{path}.{name}"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map this rank's part of ``(rows, sequence, hidden)`` to the same part of the output."""
+        """Map this rank's part of ``(num_samples, sequence, hidden)`` to the same part of the output."""
         projected = multiply([self.q, self.k, self.v], self.norm1(x))
         q, k, v = (self.heads.split(each, is_query=True) for each in projected)
         x = x + self.out(self.heads.join(self.heads.attend(q, k, v)))

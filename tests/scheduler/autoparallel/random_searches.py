@@ -73,7 +73,7 @@ def make_problem(seed, *, most_layers=3, executable=True, grids=False, ties=Fals
     memory = rng.choice([1e9, 2e8, 1e8])
     rules = ChoiceRules(executable=executable)
     counts = (rng.choice([2, 4]),)
-    return SearchProblem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatches=counts)
+    return SearchProblem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatch_counts=counts)
 
 
 def all_plans(tables):
@@ -107,7 +107,7 @@ def _stage(tables, first, end, left, option):
         return stage, NEVER, 0.0
     c = tables.option_class[option]
     ports = tables.received[first, end] * tables.port_in[c, left] + tables.sent[first, end] * tables.port_out[c, left]
-    return stage, tables.problem.stage_cost(stage, tables.microbatches), ports
+    return stage, tables.problem.stage_cost(stage, tables.num_microbatches), ports
 
 
 @functools.cache
@@ -117,12 +117,12 @@ def _price(tables, src, dst, true_prices):
     a, b = _stage(tables, *src)[0], _stage(tables, *dst)[0]
     tensors = problem.graph.between(a.first_layer, a.end_layer, b.end_layer)
     ends = tuple((s.first_rank, s.end_rank, s.choices[0].grid or s.choices[0].tp) for s in (a, b))
-    rows = problem.rows // tables.microbatches
+    num_samples = problem.num_samples // tables.num_microbatches
     if not tensors:
         return 0.0, 0.0
     if not true_prices:
-        return problem.prices.bound_seconds(tensors, rows, *ends)
-    edge = problem.prices.edge((0, 1), tensors, rows, *ends)
+        return problem.prices.bound_seconds(tensors, num_samples, *ends)
+    edge = problem.prices.edge((0, 1), tensors, num_samples, *ends)
     return edge.forward_seconds, edge.backward_seconds
 
 
@@ -135,7 +135,7 @@ def least_pace(tables, plan, true_prices):
 
 def seconds_at(tables, plan, pace, true_prices):
     """What a plan takes at a pace in the model of ``methods/pace.py``, written from its definition; inf if not allowed."""
-    m = tables.microbatches
+    m = tables.num_microbatches
     if least_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
         return math.inf
     trip, excess = 0.0, -math.inf

@@ -50,7 +50,7 @@ def make_problem_of(hosts, ties=((0, 5), SHARED), **options):
     graph = replace(make_graph(), ties=(ties,))
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     cluster = Cluster(replace(Topology.uniform(hosts, NIC), latency_seconds=0.0, inside_latency_seconds=0.0), 1e9)
-    return SearchProblem(graph, cluster, profile, 8, microbatches=(4,), **options)
+    return SearchProblem(graph, cluster, profile, 8, microbatch_counts=(4,), **options)
 
 
 def plan(*stages):
@@ -83,7 +83,7 @@ def test_the_sum_over_stages_starts_when_the_last_stage_is_ready():
     problem = make_problem_of((0, 1))
     for stages in (TWO, plan((1, 1, Choice()), (6, 2, Choice())), plan((5, 1, Choice()), (6, 2, Choice()))):
         found = evaluate(problem, Candidate("by hand", stages, 4))
-        ends = [max(span.end for span in found.timeline.spans if span.row == row) for row in (0, 1)]
+        ends = [max(span.end for span in found.timeline.spans if span.pp_rank == pp_rank) for pp_rank in (0, 1)]
         (each,) = found.exchanges
         assert found.seconds == pytest.approx(max(ends) + each.seconds)
         busy, exposed, idle, sums = found.seconds_by_kind()
@@ -139,7 +139,7 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
     assert each.codec == "int8x128"
     assert each.seconds == pytest.approx(raw.seconds * 33 / 128, rel=0.01)  # 4 bytes become 1, and 4 of each 128
     found = search(
-        problem.graph, cluster, problem.profile, rows=8, keep={"microbatches": 4}, compression=Policy(dp="int8x128"),
+        problem.graph, cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4}, compression=Policy(dp="int8x128"),
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
     assert found.compression == Policy(dp="int8x128")  # no stage has replicas
@@ -148,7 +148,7 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
 @pytest.mark.parametrize("seed", range(12))
 def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
     problem = make_problem(1000 + seed, ties=True, grids=seed % 2 == 1)
-    count = problem.microbatches[0]
+    count = problem.microbatch_counts[0]
     tables, shared = pace.make_tables(problem, count), 0
     for each in list(all_plans(tables))[:: 1 + seed]:
         stages = tuple(tables.stage(*stage) for stage in each)
@@ -171,7 +171,7 @@ def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
 def test_explain_says_what_stages_share():
     problem = make_problem_of((0, 1))
     found = search(
-        problem.graph, problem.cluster, problem.profile, rows=8, keep={"microbatches": 4},
+        problem.graph, problem.cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4},
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
     text = found.explain()
@@ -200,7 +200,7 @@ def pipe_of(stages):
 
 def find_movers(rank, stages):
     """What the engine on each rank has of the shared parameter, and the seconds of its Movers."""
-    engine = pipe_of(stages).compile(BATCH, microbatches=2)
+    engine = pipe_of(stages).compile(BATCH, num_microbatches=2)
     (tie,) = engine._engine._state.ties._ties
     local = {stage: getattr(each, "_local_tensor", each).numel() for stage, each in tie.mine.items()}
     topology = topology_of(stages)

@@ -63,12 +63,12 @@ LIKE_LLAMA = {
 }
 
 
-def make_batch(seed, rows=8, length=6, mask=False, ignored=False):
-    """Tokens; with ``mask``, rows of unlike length; with ``ignored``, labels that do not count, unlike in each row."""
+def make_batch(seed, num_samples=8, length=6, mask=False, ignored=False):
+    """Tokens; with ``mask``, samples of unlike length; with ``ignored``, labels that do not count, unlike in each sample."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, length), generator=generator)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
-    lengths = torch.randint(2, length + 1, (rows, 1), generator=generator)
+    lengths = torch.randint(2, length + 1, (num_samples, 1), generator=generator)
     if mask:
         batch["attention_mask"] = (torch.arange(length)[None] < lengths).long()
     if ignored:

@@ -265,18 +265,18 @@ def run_timeline(rank):
     ) as engine:
         engine.step({0: [{"input": torch.ones(1, 3)}] * 2})
         timeline = engine.timeline()
-        rows = sorted({span.row for span in timeline.spans}), len(timeline.transfers)
-        with pytest.raises(ArgumentError, match="no row 7"):
+        pp_ranks = sorted({span.pp_rank for span in timeline.spans}), len(timeline.transfers)
+        with pytest.raises(ArgumentError, match="no pp rank 7"):
             timeline.exposed_seconds(7)
         if rank == 3:
-            return rows, None
+            return pp_ranks, None
         try:
             engine.timeline()
         except RemoteError as error:
-            return rows, str(error)
+            return pp_ranks, str(error)
 
 
 def test_timeline_needs_all_ranks_of_the_pipeline_and_no_others():
-    _, (rows, error), _, (others, _) = run_processes(run_timeline, 4, timeout_seconds=60)
-    assert rows == others == ([0, 1], 4)
+    _, (pp_ranks, error), _, (others, _) = run_processes(run_timeline, 4, timeout_seconds=60)
+    assert pp_ranks == others == ([0, 1], 4)
     assert "rank 3 is gone" in error

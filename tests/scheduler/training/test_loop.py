@@ -21,8 +21,8 @@ from reshard.scheduler.training.presets import PRESETS, GPTConfig, Preset, UTran
 from reshard.testing import run_processes
 from tests.support.whole_models import find_shapes
 
-GPT = Preset(GPTConfig(4, 4, 4, sequence=16, vocabulary=256), 8, 3e-3, microbatches=4)
-U_TRANSFORMER = Preset(UTransformerConfig(8, side=8, num_heads=2, groups=4), 8, 3e-3, microbatches=4)
+GPT = Preset(GPTConfig(4, 4, 4, sequence=16, vocabulary=256), 8, 3e-3, num_microbatches=4)
+U_TRANSFORMER = Preset(UTransformerConfig(8, side=8, num_heads=2, groups=4), 8, 3e-3, num_microbatches=4)
 
 
 def train_alone(job):
@@ -143,7 +143,7 @@ DIVISORS = {
 def test_every_recipe_takes_200_finite_steps(name):
     preset = PRESETS[name].shrunk(DIVISORS[name], 2)
     assert preset.autocast == PRESETS[name].autocast == ("float16" if "gpt" in name else "")
-    preset = replace(preset, microbatches=4, rows=16)
+    preset = replace(preset, num_microbatches=4, num_samples=16)
     result = train_staged(Job(name, preset, 200, "1x1,1x1", warmup=20))
     assert len(result.losses) == 200
     assert result.skipped == ()
