@@ -40,7 +40,7 @@ def call_in_child(hook: Callable[[], None]) -> None:
 
 def find_creator_pid(process_group: Any) -> int | None:
     """The pid of the parent process that created a torch process group; None if this process created it."""
-    return next((pid for each, pid in _inherited if each is process_group), None)
+    return next((pid for item, pid in _inherited if item is process_group), None)
 
 
 def _after_fork_in_child() -> None:

@@ -109,7 +109,7 @@ def test_a_folder_and_its_subfolder_are_layers():
     for name, path in modules.items():
         for imported in _imports(name, path, modules, for_types=True):
             folders = [
-                each if modules[each].stem == "__init__" else each.rpartition(".")[0] for each in (name, imported)
+                item if modules[item].stem == "__init__" else item.rpartition(".")[0] for item in (name, imported)
             ]
             if "reshard" not in folders:  # whose modules every package may import
                 pairs.add(tuple(folders))

@@ -47,7 +47,7 @@ def measure(rank: int, device: str, model_name: str, precision: str) -> tuple[li
     config = GPTConfig(layers, heads, head_size, sequence=tokens, vocabulary=8192)
     module = _WithLoss(GPT(config).apply(GPT.initialize)).to(device, dtype)
     batch = torch.randint(8192, (num, rows, tokens + 1), device=device)
-    feed = [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in batch]
+    feed = [{"tokens": item[:, :-1], "targets": item[:, 1:]} for item in batch]
     pipeline = Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([0])),))
 
     def plain() -> float:

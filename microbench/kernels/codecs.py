@@ -93,11 +93,11 @@ def time_differences(name: str, share: float, width: int) -> tuple[float, float,
     base = rng.integers(0, 2 ** (8 * width), 4 * NUM_VALUES // width, dtype=f"u{width}")
     words = np.where(rng.random(len(base)) < share, base + rng.integers(1, 100, len(base), dtype=base.dtype), base)
     shape = -1, PIECE_BYTES
-    new, old, target = (each.view(np.uint8).reshape(shape) for each in (words, base, base.copy()))
+    new, old, target = (item.view(np.uint8).reshape(shape) for item in (words, base, base.copy()))
     out = np.empty((len(new), PIECE_BYTES + HEADER_BYTES), dtype=np.uint8)
 
     def encode() -> list[int]:
-        return [FORMATS[name].encode(*each, width) for each in zip(new, old, out, strict=True)]
+        return [FORMATS[name].encode(*item, width) for item in zip(new, old, out, strict=True)]
 
     def decode() -> None:
         for coded, piece in zip(data, target, strict=True):

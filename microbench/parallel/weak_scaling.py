@@ -32,7 +32,9 @@ def price(
 ) -> GridPrice:
     """The price of a grid of shape ``(rows, cols, depth)`` under its best mapping of ranks, in bfloat16."""
     choice = choose_grid(sizes(hidden), topology, range(64), rows=rows, flops_per_second=flops_per_second, itemsize=2)
-    return next(each for each in choice.candidates if (each.rows, each.cols, each.depth) == shape)
+    return next(
+        candidate for candidate in choice.candidates if (candidate.rows, candidate.cols, candidate.depth) == shape
+    )
 
 
 def speed(found: GridPrice, rows: int, hidden: int) -> float:

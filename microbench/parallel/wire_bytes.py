@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     worst = 0.0
     for text in track(options.grids.split(), "grids"):
         shape = GridShape.parse(text)
-        formula = [4 * each for each in received_per_rank(shape, sizes, options.tokens)]
+        formula = [4 * item for item in received_per_rank(shape, sizes, options.tokens)]
         counted = measure(shape, options.tokens, options.hidden, options.steps)
         ratio = max((a / b for a, b in zip(counted, formula, strict=True)), key=lambda each: abs(each - 1))
         worst = max(worst, abs(ratio - 1))

@@ -95,10 +95,10 @@ def compare(problem: SearchProblem) -> dict[str, float]:
 
 def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
     """Geometric mean and worst ratio over ``auto``, and how often a method finds nothing that fits."""
-    results = [each for each in results if each["auto"] < math.inf]
+    results = [result for result in results if result["auto"] < math.inf]
     print_line(f"{title}: {len(results)} problems; seconds over those of auto")
     for name in results[0] if results else ():
-        ratios = [each[name] / each["auto"] for each in results if each[name] < math.inf]
+        ratios = [result[name] / result["auto"] for result in results if result[name] < math.inf]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
         missing = len(results) - len(ratios)
         worst = max(ratios, default=math.nan)
@@ -141,8 +141,8 @@ def random_clusters(number: int, seconds: float, path: Path | None) -> None:
         behind = {name: s for name, s in found.items() if s < found["auto"] * (1 - 1e-9)}
         if behind:
             raise SystemExit(f"cluster {seed}: auto takes {found['auto']:.6g} s, but {behind}")
-        for each in ("all", group, *(["vision backbones or unequal links"] if "GPT, links" not in group else [])):
-            groups.setdefault(each, []).append(found)
+        for item in ("all", group, *(["vision backbones or unequal links"] if "GPT, links" not in group else [])):
+            groups.setdefault(item, []).append(found)
     for name in sorted(groups):
         print_table(name, groups[name])
 

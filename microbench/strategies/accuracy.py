@@ -121,7 +121,7 @@ def measure(
     training = Training(make_pipeline(problem, stages), methods, topology, None, repeats)
     results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
     laps = {name: merge_laps([result["laps"][name] for result in results]) for name in schedules}
-    return {name: [lap.seconds for lap in each.kept()] for name, each in laps.items()}, results[0]["timelines"]
+    return {name: [lap.seconds for lap in item.kept()] for name, item in laps.items()}, results[0]["timelines"]
 
 
 def measure_strategy(
@@ -188,5 +188,6 @@ def run(options: argparse.Namespace) -> None:
     within = [sum(abs(ratio - 1) <= part for ratio in ratios) for part in (0.05, 0.1)]
     print_line(
         f"{len(ratios)} training plans: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
-        f"{max(ratios):.3f}; rank correlation of each model {', '.join(f'{each:.3f}' for each in correlations)}"
+        f"{max(ratios):.3f}; rank correlation of each model "
+        f"{', '.join(f'{correlation:.3f}' for correlation in correlations)}"
     )

@@ -102,7 +102,7 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
         pipeline = make_pipeline(true, alpa.stages)  # blocking transfers stop the compute stream
         schedules = {"alpa": block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)}
         slow = statistics.median(measure(cluster, true, alpa.stages, schedules, plain)[0]["alpa"])
-        final = [(seconds_of(each, FINAL_REPEATS), each) for each in (chosen, *(s for _, s in found[:NUM_FINAL]))]
+        final = [(seconds_of(item, FINAL_REPEATS), item) for item in (chosen, *(s for _, s in found[:NUM_FINAL]))]
     took, (best, training_plan) = final[0][0], min(final, key=lambda each: each[0])
     print_line(
         f"{title}: {len(found)} divisions, {found[0][0]:.3f} to {found[-1][0]:.3f} s; choice {describe(chosen)} "

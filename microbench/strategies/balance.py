@@ -90,7 +90,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a line of the table for each model and limit."""
-    given = [float(each) for each in options.limits.split(",")] if options.limits else None
+    given = [float(part) for part in options.limits.split(",")] if options.limits else None
     topology = make_topology([100 * GBIT] * 2, 4)
     counts = tuple(count for count in COUNTS if options.samples % count == 0)
     print_line(f"| model | GB | {' | '.join(f'`{method}`' for method in METHODS)} |")

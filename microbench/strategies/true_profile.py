@@ -52,7 +52,7 @@ def layer_seconds() -> list[float]:
     """Forward seconds of one sample in each layer on the modelled device; the last layer has the head."""
     flops = [24 * TOKENS * WIDTH**2 + 4 * TOKENS**2 * WIDTH] * LAYERS
     flops[-1] += 2 * TOKENS * WIDTH * VOCABULARY
-    return [each / FLOPS_PER_SECOND for each in flops]
+    return [flop / FLOPS_PER_SECOND for flop in flops]
 
 
 def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProblem:
@@ -63,7 +63,7 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProble
     Args:
         ratio: rate of the emulated links over that of the modelled ones. scale: of the seconds of the model.
     """
-    seconds = [scale * each for each in layer_seconds()]
+    seconds = [scale * layer_second for layer_second in layer_seconds()]
     numel = round(scale * ratio * WIDTH * TOKENS * 2 / 4)
     graph = LayerGraph(
         tuple(Layer(f"layers.{at}", f"layer {at}", 0.0, 0, 0.0) for at in range(LAYERS)),
@@ -127,14 +127,14 @@ def run(options: argparse.Namespace) -> None:
             key = str(training_plan.stages), training_plan.schedule_text
             if key not in done:
                 done[key] = measure_ways(cluster, true, training_plan, plain, options.repeats)[0]
-            measured[name] = {way: statistics.median(each) for way, each in done[key].items()}
+            measured[name] = {way: statistics.median(item) for way, item in done[key].items()}
             layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in training_plan.stages)
             cells = ", ".join(
-                f"{way} {each:.3f} s ({min(done[key][way]):.3f} to {max(done[key][way]):.3f})"
-                for way, each in measured[name].items()
+                f"{way} {item:.3f} s ({min(done[key][way]):.3f} to {max(done[key][way]):.3f})"
+                for way, item in measured[name].items()
             )
             print_line(f"{name:22} layers {layers:14} predicted {training_plan.seconds:.3f} s: {cells}")
     base = measured["wrong profile, alpa"][BLOCKING]
     for name, found in measured.items():
-        gains = ", ".join(f"{way} {100 * (base / each - 1):+.1f} %" for way, each in found.items())
+        gains = ", ".join(f"{way} {100 * (base / item - 1):+.1f} %" for way, item in found.items())
         print_line(f"{name:22} over the wrong profile, alpa, {BLOCKING}: {gains}")

@@ -70,7 +70,9 @@ class Workload:
         for stage, names in enumerate(graph.inputs):
             if names:
                 every_sample = range(self.batch // self.num_microbatches)
-                fed[stage] = [take_samples(each, outline, names, every_sample) for each in self.microbatches(step)]
+                fed[stage] = [
+                    take_samples(microbatch, outline, names, every_sample) for microbatch in self.microbatches(step)
+                ]
         return fed
 
     def _loader(self) -> Loader:

@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
 def _print_rate(
     rate: str, plans: list[dict[str, Plan]], results: list[list[Times]], codec_rates: tuple[CodecRate, ...]
 ) -> None:
-    rate_of = {each.codec: each for each in codec_rates}
+    rate_of = {codec_rate.codec: codec_rate for codec_rate in codec_rates}
     ratios: dict[str, list[tuple[float, float, float]]] = {}
     for number, (case, *_) in enumerate(CASES):
         times = slowest([ranks[number] for ranks in results])

@@ -43,7 +43,7 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"execute_local needs a Plan, not {type(plan).__name__}")
-    if not isinstance(shards, Collection) or not all(isinstance(each, Mapping) for each in shards):
+    if not isinstance(shards, Collection) or not all(isinstance(shard, Mapping) for shard in shards):
         raise ArgumentError("pass shards as a list with {source rank: local array} for each tensor of the plan")
     if len(shards) != len(plan.tensors):
         raise ArgumentError(f"the plan moves {len(plan.tensors)} tensors, but shards has {len(shards)}")

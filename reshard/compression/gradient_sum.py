@@ -146,7 +146,7 @@ class GradientSum:
         try:
             if found is not None:
                 raise found
-            gradients = {name: _local_of(name, each) for name, each in gradients.items()} if is_mapping else gradients
+            gradients = {name: _local_of(name, item) for name, item in gradients.items()} if is_mapping else gradients
             self.check(gradients)
             given = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
         except ArgumentError as error:

@@ -127,7 +127,7 @@ class Policy:
     def __str__(self) -> str:
         """The text that :func:`parse_policy` reads."""
         parts = [
-            f"{name}={'/'.join(each or 'raw' for each in self.pair(name)) if name in _PAIRS else getattr(self, name)}"
+            f"{name}={'/'.join(item or 'raw' for item in self.pair(name)) if name in _PAIRS else getattr(self, name)}"
             for name in self.dimensions
         ]
         parts += ["force-pp"] * self.force_pp
@@ -151,7 +151,7 @@ def parse_policy(text: str) -> Policy:
         raise ArgumentError(f"a policy is a text such as 'dp=int8x128', not {type(text).__name__}")
     found: dict[str, Codecs] = {}
     options: dict[str, Any] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
+    for part in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = part.partition("=")
         if part == "force-pp":
             options["force_pp"] = True
@@ -167,6 +167,6 @@ def parse_policy(text: str) -> Policy:
                 f"the policy {text!r} has {part!r}; write dp=, pp=, tp=, zero= or optimizer= with a codec, each once, "
                 "force-pp, feedback, or raw-steps= with a number"
             )
-        codecs = [None if each == "raw" else each for each in value.split("/")]
+        codecs = [None if item == "raw" else item for item in value.split("/")]
         found[name] = codecs[0] if len(codecs) == 1 else tuple(codecs)  # type: ignore[assignment]
     return Policy(**found, **options)  # type: ignore[arg-type]

@@ -71,7 +71,7 @@ class SyncFormats:
                 )
         known = [report["known"] for _, report in sorted(reports.items())]
         self._formats = {
-            name: version for name, version in known[0].items() if all(each.get(name) == version for each in known)
+            name: version for name, version in known[0].items() if all(item.get(name) == version for item in known)
         }
         if self._compression in FORMATS and self._compression not in self._formats:
             lacking = [rank for rank, report in sorted(reports.items()) if self._compression not in report["known"]]

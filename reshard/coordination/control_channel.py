@@ -275,7 +275,7 @@ class Hub:
         if hello is None:
             return
         self._unverified.remove(peer)
-        well_formed = isinstance(hello, list) and [type(each) for each in hello] == [str, int]
+        well_formed = isinstance(hello, list) and [type(item) for item in hello] == [str, int]
         given = hello[0].encode(errors="surrogatepass") if well_formed else b""  # a stranger may send any text
         if not hmac.compare_digest(given, self._proof.encode()):
             peer.close()

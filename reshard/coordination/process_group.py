@@ -70,7 +70,7 @@ class GroupResources:
 
     def users(self) -> list[ConnectionUser]:
         """The users that still exist."""
-        return [user for each in tuple(self._users) if (user := each()) is not None]
+        return [user for item in tuple(self._users) if (user := item()) is not None]
 
     def release(self) -> None:
         """Release everything, once. Does nothing in a forked child, because the parent still uses the connections.

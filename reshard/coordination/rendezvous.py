@@ -243,7 +243,7 @@ class Rendezvous:
             received[args.request.rank] = args.request
             requests = [received[rank] for rank in self.members if rank in received]
             decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
-            attempts = {each.rank: each.attempt for each in requests}
+            attempts = {request.rank: request.attempt for request in requests}
             if not args.fault_tolerant:
                 return replace(decision, attempts=attempts)
             gone = {*decision.lost, *(rank for rank in self.members if rank not in received)}

@@ -39,7 +39,7 @@ def coded_makespan(
     is_copy = messages.sender == messages.receiver
     rates = [rate] * len(plan.tensors) if isinstance(rate, CodecRate) else rate
     encode, decode = (
-        np.array([0.0 if each is None else 1 / getattr(each, f"{what}_bytes_per_second") for each in rates])
+        np.array([0.0 if item is None else 1 / getattr(item, f"{what}_bytes_per_second") for item in rates])
         for what in ("encode", "decode")
     )
     encoders = _Rows.of(plan, messages, "src", messages.source < 0, encode)

@@ -111,7 +111,7 @@ class GridChoice:
             parts = (price.compute_seconds, price.product_seconds, price.depth_seconds, price.other_seconds)
             lines.append(
                 f"{price!s:>12} {price.kind:>14} {price.seconds:>9.4g} "
-                + " ".join(f"{each:>9.3g}" for each in parts)
+                + " ".join(f"{part:>9.3g}" for part in parts)
                 + f" {format_bytes(price.memory_bytes):>10}  {', '.join(reversed(price.order))}"
             )
         more = len({str(price) for price in self.candidates}) - len(seen)
@@ -252,8 +252,8 @@ class _Workload:
         parameters = stationary = kept = 0
         for layer, count in ((sizes.layer, sizes.num_layers), (sizes.output, 1)):
             price = price_layer(layer, load, self.flops_per_second)
-            compute += count * sum(each.compute for each in price.passes)
-            exposed += count * sum(each.exposed for each in price.passes)
+            compute += count * sum(compute_pass.compute for compute_pass in price.passes)
+            exposed += count * sum(compute_pass.exposed for compute_pass in price.passes)
             sums += count * price.depth_seconds
             norms += count * (price.norm_forward_seconds + price.norm_backward_seconds)
             parameters += count * price.parameters

@@ -71,8 +71,8 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
             most_inside = max(most_inside, inside)
             if topology.pods:
                 pod = topology.host(host).pod
-                others = {each: 1 if has_levels else count for each, count in counts.items()}
-                pod_received[pod or 0] += sum(n for each, n in others.items() if topology.host(each).pod != pod)
+                others = {item: 1 if has_levels else count for item, count in counts.items()}
+                pod_received[pod or 0] += sum(n for other, n in others.items() if topology.host(other).pod != pod)
     nic_seconds = 0.0
     for (host, number), parts in received.items():
         port = topology.host(host).nics[number]
@@ -143,6 +143,6 @@ def _seconds_per_byte(traffic: Mapping[str, AxisTraffic]) -> tuple[float, float]
     """Seconds per received byte on NICs and inside hosts, each along the slower of the axes "row" and "col"."""
     parts = [traffic[axis] for axis in ("row", "col")]
     return (
-        max(each.nic_seconds / max(1, each.parts) for each in parts),
-        max(each.inside_seconds / max(1, each.parts) for each in parts),
+        max(part.nic_seconds / max(1, part.parts) for part in parts),
+        max(part.inside_seconds / max(1, part.parts) for part in parts),
     )

@@ -53,7 +53,7 @@ def relayout(
     if optimizer is not None:
         check_state(optimizer, model.named_parameters())
     codec = None if compression is None else compression.check_only("optimizer", "relayout")
-    meshes = [each.mesh for each in (old_grid, grid)]
+    meshes = [item.mesh for item in (old_grid, grid)]
     parameters = _holders(model)
     state = {} if optimizer is None else optimizer.state
     sources: dict[str, torch.Tensor] = {}
@@ -105,11 +105,11 @@ def _replace_parameters(
             }
     if optimizer is not None:
         for group in optimizer.param_groups:
-            group["params"] = [replaced.get(id(each), each) for each in group["params"]]
+            group["params"] = [replaced.get(id(item), item) for item in group["params"]]
 
 
 def _check(model: nn.Module, old_grid: Grid, grid: Grid) -> None:
-    ranks, others = (sorted(each.device_mesh.mesh.flatten().tolist()) for each in (old_grid, grid))
+    ranks, others = (sorted(item.device_mesh.mesh.flatten().tolist()) for item in (old_grid, grid))
     if ranks != others:
         raise ArgumentError(f"relayout moves a model between grids of the same ranks, not from {ranks} to {others}")
     if old_grid.has_open_graph:

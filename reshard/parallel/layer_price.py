@@ -49,8 +49,8 @@ class LayerSizes:
         object.__setattr__(self, "products", tuple((k, n) for k, n in self.products))
         sizes = (self.hidden, self.sequence, *(size for product in self.products for size in product))
         counts = (self.num_heads, self.head_size, self.num_norms, self.num_entries)
-        if not all(type(each) is int and each >= 1 for each in sizes) or not all(
-            type(each) is int and each >= 0 for each in counts
+        if not all(type(item) is int and item >= 1 for item in sizes) or not all(
+            type(count) is int and count >= 0 for count in counts
         ):
             raise ArgumentError(f"sizes of a layer on a grid must be positive integers, and counts at least 0: {self}")
 

@@ -95,7 +95,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         TransferTimeoutError: a rank did not call it within the time-out of the grid.
         RemoteError: a rank is lost, or an earlier collective of the grid failed.
     """
-    grid = next((each.reshard_grid for each in model.modules() if hasattr(each, "reshard_grid")), None)
+    grid = next((submodule.reshard_grid for submodule in model.modules() if hasattr(submodule, "reshard_grid")), None)
     if isinstance(grid, Grid):
         grid.meet("plain_state_dict")
     whole: dict[int, torch.Tensor] = {}

@@ -112,7 +112,7 @@ def code_tensors(
         spec, coded = options[option][1][number], [specs[number] for _, specs in options[1:]]
         if spec.codec is not None:
             result.append(replace(spec, coded_because=reason))
-        elif any(each.codec is not None for each in coded):
+        elif any(item.codec is not None for item in coded):
             result.append(replace(spec, raw_because=reason))
         else:
             result.append(replace(spec, raw_because=coded[0].raw_because))  # no codec can code it
@@ -144,11 +144,11 @@ def _choose(
     groups = _group_alike(options[0][1])
     for group in groups[:MOST_GROUPS] if len(groups) > 1 else []:
         for option, (rate, _) in enumerate(options):
-            trial = [option if number in group else each for number, each in enumerate(chosen)]
+            trial = [option if number in group else item for number, item in enumerate(chosen)]
             if trial == chosen:
                 continue
-            specs = [options[each][1][number] for number, each in enumerate(trial)]
-            rates = [options[each][0] for each in trial]
+            specs = [options[item][1][number] for number, item in enumerate(trial)]
+            rates = [options[item][0] for item in trial]
             now = predict(plan(specs), rates, encodes_first=encodes_first)
             if now.seconds <= found.seconds if rate is None else now.seconds < MIN_GAIN * found.seconds:
                 chosen, found = trial, now

@@ -234,9 +234,9 @@ def replace_each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return change(value)
     if type(value) is dict:
-        return {key: replace_each(each, kind, change) for key, each in value.items()}
+        return {key: replace_each(item, kind, change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(replace_each(each, kind, change) for each in value)
+        return type(value)(replace_each(item, kind, change) for item in value)
     return value
 
 

@@ -94,7 +94,7 @@ def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
         for step in dim:
             axis = axis_of(step)
             if axis not in mesh.axes:
-                is_2023 = all(isinstance(each, str) and _SPEC_2023.fullmatch(each) for each in spec)
+                is_2023 = all(isinstance(item, str) and _SPEC_2023.fullmatch(item) for item in spec)
                 raise LayoutError(
                     f"spec {brief(spec)} names axis {brief(axis)}, but {mesh} has axes {', '.join(mesh.axes) or 'none'}"
                     + (f"; write {brief(' '.join(spec))} as one string" if is_2023 else "")

@@ -218,7 +218,7 @@ def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShap
     if size < 2 or size not in cluster.mesh_sizes:
         raise ArgumentError(
             f"keep fixes {choice}, which has {size} ranks; a stage on a grid has one of "
-            f"{', '.join(str(each) for each in cluster.mesh_sizes if each > 1)} ranks on this cluster"
+            f"{', '.join(str(mesh_size) for mesh_size in cluster.mesh_sizes if mesh_size > 1)} ranks on this cluster"
         )
     return choice.grid
 
@@ -263,14 +263,20 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
         found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
         edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
-    faster = tuple(replace(each, seconds=each.seconds / 1.1) for each in best.exchanges)
+    faster = tuple(replace(exchange, seconds=exchange.seconds / 1.1) for exchange in best.exchanges)
     wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule, faster)
     layers = problem.graph.layers
     # several methods may find the same plan
-    different = [each for each in others if (each.candidate.text, each.seconds) != (candidate.text, best.seconds)]
+    different = [other for other in others if (other.candidate.text, other.seconds) != (candidate.text, best.seconds)]
     ties = tuple(
-        TieReport(tuple(layers[at].name for at in each.layers), each.stages, each.nbytes, each.seconds, each.codec)
-        for each in best.exchanges
+        TieReport(
+            tuple(layers[at].name for at in exchange.layers),
+            exchange.stages,
+            exchange.nbytes,
+            exchange.seconds,
+            exchange.codec,
+        )
+        for exchange in best.exchanges
     )
     return TrainingPlan(
         candidate.method,
@@ -287,7 +293,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         problem.cluster.hash,
         reports,
         tuple(edges),
-        tuple(_alternative(each) for each in different[:NUM_ALTERNATIVES]),
+        tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
         wider.seconds,
         problem.cluster.hosts,
         _grid_refusals(layers) if problem.rules.grids else (),

@@ -70,13 +70,13 @@ class Tuned:
     @property
     def gain(self) -> float:
         """How many times as fast the training plan is as the first choice, as measured."""
-        return self.rounds[0].measurement.seconds / min(each.measurement.seconds for each in self.rounds)
+        return self.rounds[0].measurement.seconds / min(item.measurement.seconds for item in self.rounds)
 
     def __str__(self) -> str:
         lines = [
-            f"round {number}: predicted {each.training_plan.seconds:.4g} s, measured {each.measurement.seconds:.4g} s "
-            f"({each.training_plan.seconds / each.measurement.seconds:.3f}): {each.training_plan}"
-            for number, each in enumerate(self.rounds, 1)
+            f"round {number}: predicted {item.training_plan.seconds:.4g} s, measured {item.measurement.seconds:.4g} s "
+            f"({item.training_plan.seconds / item.measurement.seconds:.3f}): {item.training_plan}"
+            for number, item in enumerate(self.rounds, 1)
         ]
         again = "the last search chose a measured training plan again"
         end = again if self.is_settled else f"stopped after {len(self.rounds)} rounds"
@@ -106,7 +106,7 @@ def tune(
         coded = replace(problem, compression=training_plan.compression, codes_all=True)
         problem = replace(problem, profile=correct_profile(coded, training_plan, measurement.timelines))
         training_plan = choose(problem)
-        is_settled = any(is_same(training_plan, each.training_plan) for each in rounds)
+        is_settled = any(is_same(training_plan, item.training_plan) for item in rounds)
     best = min(rounds, key=lambda each: each.measurement.seconds)
     return Tuned(tuple(rounds), best.training_plan, problem.profile, is_settled)
 
@@ -139,7 +139,7 @@ def correct_profile(
         times, is_measured = profile.times(key, tp)
         layer = next(layer for layer in problem.graph.layers if layer.key == key)
         share = 1.0 if is_measured else shard_1d(layer, tp).compute
-        changes = [share * each.get(entry, 1.0) for each in (forward, backward, weight)]
+        changes = [share * item.get(entry, 1.0) for item in (forward, backward, weight)]
         measured = tuple(_scaled(layer_times, *changes) for layer_times in times.measured)
         classes[key][tp] = ClassTimes(measured, times.failed)
     return replace(profile, classes=classes, message_seconds=_message_seconds(problem, training_plan, timelines))
@@ -170,7 +170,7 @@ def _fit(
     """
     parts: list[tuple[dict[_Entry, float], float]] = []
     for number, stage in enumerate(training_plan.stages):
-        measured = next((sum(each) for each in _measured(timelines, number, kinds) if all(each)), 0.0)
+        measured = next((sum(item) for item in _measured(timelines, number, kinds) if all(item)), 0.0)
         work, other = _work(problem, stage, training_plan.num_microbatches, kinds)
         if measured and sum(work.values()):
             parts.append((work, max(measured - other, LEAST_FACTOR * measured)))

@@ -50,7 +50,7 @@ def add_transfers(
                 posts[pp_rank_of_stage[other]].append(recv)
     return Schedule(
         name,
-        tuple(tuple(_with_transfers(*each, pipeline)) for each in zip(rank_actions, posts, strict=True)),
+        tuple(tuple(_with_transfers(*item, pipeline)) for item in zip(rank_actions, posts, strict=True)),
         tuple(pp_rank_of_stage),
         num_microbatches,
     )
@@ -104,15 +104,15 @@ def _sorted_by_end(
                 is_forward = kind is Kind.SEND_F
                 busy: dict[object, float] = dict(edge.forward_loads if is_forward else edge.backward_loads)
                 busy[action.stage, other] = edge.forward_seconds if is_forward else edge.backward_seconds
-                begin = max(end, *(free_at.get(each, 0.0) for each in busy))
-                free_at |= {each: begin + seconds for each, seconds in busy.items()}
+                begin = max(end, *(free_at.get(item, 0.0) for item in busy))
+                free_at |= {item: begin + seconds for item, seconds in busy.items()}
                 arrival = free_at[action.stage, other]
             needed = _RECV_OF[kind], other, action.stage, action.microbatch
             arrived[needed] = arrival
             if needed in waiting:
                 woken.add(waiting.pop(needed))
-        for each in sorted(woken):
-            start(each)
+        for item in sorted(woken):
+            start(item)
     yield from itertools.chain.from_iterable(actions[index:] for index, actions in zip(at, rank_actions, strict=True))
 
 
@@ -128,9 +128,9 @@ def _with_transfers(actions: Sequence[Action], transfers: Sequence[Action], pipe
         recvs, sends = _ends_of(action, pipeline)
         producer |= {Action(kind, action.stage, action.microbatch, other): index for other, kind in sends}
         consumer |= {Action(kind, action.stage, action.microbatch, other): index for other, kind in recvs}
-    transfers = [each for each in transfers if each in producer or each in consumer]
+    transfers = [item for item in transfers if item in producer or item in consumer]
     # Number of computations before each transfer, at most: it precedes its consumer, and any later transfer.
-    latest = [consumer[each] if each in consumer else producer[each] + 1 for each in transfers]
+    latest = [consumer[item] if item in consumer else producer[item] + 1 for item in transfers]
     latest = [*itertools.accumulate(reversed(latest), min)][::-1]
     out: list[Action] = []
     num_out = 0  # computations in out

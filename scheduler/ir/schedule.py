@@ -82,7 +82,7 @@ class Schedule:
         It is valid if this one is: pp ranks keep the order of actions.
         """
         rank_actions = tuple(
-            tuple(each for each in actions if each.microbatch < num_microbatches) for actions in self.rank_actions
+            tuple(action for action in actions if action.microbatch < num_microbatches) for actions in self.rank_actions
         )
         return replace(self, rank_actions=rank_actions, num_microbatches=num_microbatches)
 

@@ -95,7 +95,7 @@ def choose_codecs(
         return simulate_schedule(schedule, with_costs(codecs)).makespan_seconds
 
     def without(codecs: ChannelCodecs, channel: StageChannel) -> ChannelCodecs:
-        return {each: codec for each, codec in codecs.items() if each != channel}
+        return {item: codec for item, codec in codecs.items() if item != channel}
 
     raw_schedule = build(with_costs({}))
     raw_seconds = seconds({}, raw_schedule)

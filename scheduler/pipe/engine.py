@@ -103,7 +103,7 @@ class PipelineEngine:
         If none is trainable, there is one more, which has no elements: torch makes no optimizer without parameters.
         """
         own = [parameter for _, parameter in self.named_parameters()]
-        return own if any(each.requires_grad for each in own) else [*own, self._without_elements]
+        return own if any(item.requires_grad for item in own) else [*own, self._without_elements]
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters of this rank's stages under the names of the whole model, each once."""
@@ -173,8 +173,8 @@ class PipelineEngine:
             totals = self._exchange_totals(*self._run(batch, 1, local_batch, train=False), True)
             return StepResult(totals.loss, totals.metrics, totals.finite)
         finally:
-            for each, was_training in modes:
-                each.training = was_training
+            for mode, was_training in modes:
+                mode.training = was_training
 
     def local_samples(self, num_samples: int, accumulate: int = 1) -> torch.Tensor:
         """Indices (int64) of the samples that this rank passes with ``local_batch=True``, in order, of ``num_samples``
@@ -371,8 +371,8 @@ class PipelineEngine:
         gathered = self._engine.exchange([own, finite])
         by_stage: dict[int, list[StageTotals]] = {}
         for values, _ in gathered.values():
-            for stage, each in values:
-                by_stage.setdefault(stage, []).append(StageTotals(**each))
+            for stage, item in values:
+                by_stage.setdefault(stage, []).append(StageTotals(**item))
         return combine_totals(by_stage, num_samples, all(value[1] for value in gathered.values()))
 
     # Profile
@@ -396,7 +396,7 @@ class PipelineEngine:
         Trial steps do not change parameters, buffers, random number generators or ``.grad``.
         """
         named, outline = self._feeder.agree(batch, 1, False)
-        sizes = [len(each) for each in self._feeder.divide(outline.num_samples, 1)[0]]
+        sizes = [len(item) for item in self._feeder.divide(outline.num_samples, 1)[0]]
         pipeline = self._planner.pipeline(outline, sizes[0])
         trials = [self._engine.schedule]
         if self._can_split and self._is_chain:

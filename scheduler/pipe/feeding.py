@@ -121,9 +121,9 @@ class Feeder:
         parts, first = [], 0
         for size in split_samples(num_samples, accumulate):
             part = []
-            for each in split_microbatches(size, self._num_microbatches, self._planner.meshes):
-                part.append(range(first, first + each))
-                first += each
+            for split_microbatch in split_microbatches(size, self._num_microbatches, self._planner.meshes):
+                part.append(range(first, first + split_microbatch))
+                first += split_microbatch
             parts.append(part)
         return parts
 

@@ -99,7 +99,7 @@ class Pipe:
                     "a training plan has its own cuts and placements; pass no cut_before or stages with it"
                 )
             cut_before, stages = training_plan.cut_before, list(training_plan.placements())
-        if isinstance(model, (list, tuple)) and model and all(isinstance(each, torch.nn.Module) for each in model):
+        if isinstance(model, (list, tuple)) and model and all(isinstance(item, torch.nn.Module) for item in model):
             if cut_before or blocks is not None or loss is not None:
                 raise ArgumentError("a list of modules is already cut; it takes no cut_before, blocks or loss")
             model, blocks = torch.nn.ModuleList(model), blocks_of_modules
@@ -123,7 +123,7 @@ class Pipe:
             raise ArgumentError("blocks give the loss themselves, as StageOutput(loss=...); pass no loss=")
         self.meshes = find_meshes(self.placements)
         self._loss, self._blocks = loss, blocks if blocks is not None else find_blocks(model)
-        self._tp_plans = [find_plan(each, model, tp_plan, stage) for stage, each in enumerate(self.placements)]
+        self._tp_plans = [find_plan(item, model, tp_plan, stage) for stage, item in enumerate(self.placements)]
         self._sequence_parts = {
             stage: placement.tp
             for stage, placement in enumerate(self.placements)
@@ -231,7 +231,7 @@ class Pipe:
             device_meshes = {
                 stage: make_device_mesh(self.meshes[stage], device, group, timeout_seconds) for stage in mine
             }
-            modules = self._parallelize({each: stages[each] for each in mine}, device, device_meshes, timeout_seconds)
+            modules = self._parallelize({item: stages[item] for item in mine}, device, device_meshes, timeout_seconds)
         layouts = agreement.tied_layouts(ties, modules, self.meshes)
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
         sizes = split_microbatches(outline.num_samples, num_microbatches, self.meshes)
@@ -346,7 +346,7 @@ def _kinds_of_ties(
 ) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each parameter that several stages share."""
     shared = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
-    return [(tuple(each.shape), dtype_name(each.dtype)) for each in shared]
+    return [(tuple(item.shape), dtype_name(item.dtype)) for item in shared]
 
 
 def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:

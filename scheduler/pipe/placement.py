@@ -30,7 +30,7 @@ def ddp(module: Any, device_mesh: Any) -> Any:
 
     from ..runtime.data_parallel import FrozenReplicas
 
-    if not any(each.requires_grad for each in module.parameters()):
+    if not any(parameter.requires_grad for parameter in module.parameters()):
         return FrozenReplicas(module, device_mesh.get_group())
     return DistributedDataParallel(module, process_group=device_mesh.get_group())
 
@@ -202,7 +202,7 @@ def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]
         if (
             not isinstance(stages, (list, tuple))
             or not stages
-            or not all(isinstance(each, Placement) for each in stages)
+            or not all(isinstance(stage, Placement) for stage in stages)
         ):
             raise ArgumentError(f'stages must be a list of Placements or a text such as "1x2,2x2", not {stages!r}')
         return tuple(stages)

@@ -122,7 +122,7 @@ class Programs:
         pipelines = [self._planner.pipeline(outline, size) for size in distinct]
         if schedule is None:
             schedule = self._schedule_for(len(sizes), outline, sizes[0])
-            pipelines = [code_edges(each, self._codecs[len(sizes)]) for each in pipelines]
+            pipelines = [code_edges(pipeline, self._codecs[len(sizes)]) for pipeline in pipelines]
         program = self._engine.make_program(schedule, pipelines, [distinct.index(size) for size in sizes])
         self._programs[key] = program
         if len(self._programs) > MOST_PROGRAMS:
@@ -138,12 +138,14 @@ class Programs:
         if self._engine.rank == self._planner.first_rank:
             try:
                 choice = self._choose(num_microbatches, outline, num_samples)
-                codecs = [[each.sender, each.receiver, each.is_forward, name] for each, name in choice.codecs.items()]
+                codecs = [
+                    [codec.sender, codec.receiver, codec.is_forward, name] for codec, name in choice.codecs.items()
+                ]
                 found = [format_schedule(choice.schedule), codecs, str(choice) if choice.gains else ""]
             except Exception as error:  # whatever the user's function raises must reach the other ranks
                 failure = error
         gathered = self._engine.exchange(found, failure)
-        text, codecs, self.choices = next(each for each in gathered.values() if each is not None)
+        text, codecs, self.choices = next(item for item in gathered.values() if item is not None)
         schedule = parse_schedule(text)
         check_schedule(schedule, self._planner.pipeline(outline, num_samples))
         self._check_fit(schedule, num_microbatches)

@@ -145,7 +145,7 @@ def count_saved_bytes(
         key: function that identifies a storage; default: its address. Storages without data need another one.
         ignored: tensors whose storages do not count, such as parameters, of which autograd also saves views.
     """
-    counted, seen = SavedBytes(), {key(torch_compat.inner_tensor(each).untyped_storage()) for each in ignored}
+    counted, seen = SavedBytes(), {key(torch_compat.inner_tensor(item).untyped_storage()) for item in ignored}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.nn.Parameter) and tensor.layout is torch.strided:

@@ -72,7 +72,7 @@ def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], num_samples: i
     (first, factor), *others = sorted(factors.items())
     for stage, other in others:
         if other != factor:
-            weights = [num_samples / each if each else 0 for each in (factor, other)]
+            weights = [num_samples / item if item else 0 for item in (factor, other)]
             raise ArgumentError(
                 f"stages {first} and {stage} have a loss, and their weights sum to {weights[0]:g} and "
                 f"{weights[1]:g}; if several stages have a loss, give no weights, or weights with the same sum"

@@ -111,7 +111,7 @@ class StageSums:
         scatters: Mapping[str, CodedReduceScatter],
         ties: TiedParameters,
     ) -> None:
-        self._sums = {stage: each for stage, each in sums.items() if each is not None}
+        self._sums = {stage: item for stage, item in sums.items() if item is not None}
         self._scatters, self._ties = dict(scatters), ties
         self._steps = 0  # counted here, so that ranks without coded sums have the same count
 
@@ -121,28 +121,28 @@ class StageSums:
 
     def _set_steps(self, steps: int) -> None:
         self._steps = self._ties.steps = steps
-        for each in self._sums.values():
-            each.steps = steps
+        for item in self._sums.values():
+            item.steps = steps
 
     def state_dict(self) -> dict[str, Any]:
         """The steps taken, and this rank's coding errors by stage and name of the parameter or FSDP module."""
         errors = {
             f"{stage}.{name}": error
-            for stage, each in self._sums.items()
-            if each.errors is not None
-            for name, error in each.errors.state_dict().items()
+            for stage, item in self._sums.items()
+            if item.errors is not None
+            for name, error in item.errors.state_dict().items()
         }
-        scatters = {key: each.state_dict().get("errors") for key, each in self._scatters.items()}
-        errors |= {key: each for key, each in scatters.items() if each is not None}
+        scatters = {key: scatter.state_dict().get("errors") for key, scatter in self._scatters.items()}
+        errors |= {key: scatter for key, scatter in scatters.items() if scatter is not None}
         return {"steps": self._steps, "errors": errors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank. Errors of other stages are ignored."""
         self._set_steps(state["steps"])
-        for stage, each in self._sums.items():
+        for stage, item in self._sums.items():
             prefix = f"{stage}."
             own = {key: error for key, error in state["errors"].items() if key.startswith(prefix)}
-            each.load_errors({key.removeprefix(prefix): error for key, error in own.items()})
+            item.load_errors({key.removeprefix(prefix): error for key, error in own.items()})
         for key, scatter in self._scatters.items():
             scatter.load_state_dict({"errors": state["errors"][key]} if key in state["errors"] else {})
 
@@ -177,8 +177,8 @@ def code_sums(
     """
     if policy.dp is None:
         return None
-    sizes = {name: each.numel() for name, each in module.module.named_parameters()}  # type: ignore[union-attr, operator]
-    hosts, feedback = [topology.host_of_rank[each] for each in replicas], "dp" in policy.feedback
+    sizes = {name: parameter.numel() for name, parameter in module.module.named_parameters()}  # type: ignore[union-attr, operator]
+    hosts, feedback = [topology.host_of_rank[replica] for replica in replicas], "dp" in policy.feedback
     return CodedSums(policy.dp, hosts, replicas.index(rank), sizes, feedback=feedback, raw_steps=policy.raw_steps)
 
 
@@ -217,7 +217,7 @@ def check_policy(policy: Policy, described: Sequence[Mapping[str, Sequence[int]]
         described: what :func:`describe_modules` found on each rank.
         device: device type of the stages.
     """
-    stages = {kind: sorted({stage for each in described for stage in each[kind]}) for kind in described[0]}
+    stages = {kind: sorted({stage for item in described for stage in item[kind]}) for kind in described[0]}
     if policy.dimensions and device != "cpu":
         raise ArgumentError(f"engines code CPU tensors only, so compression={policy} cannot be used on {device}")
     lacks = {
@@ -251,7 +251,7 @@ def measure_codecs(policy: Policy, topology: Topology) -> dict[str, tuple[float,
 def add_codec_rates(topology: Topology, measured: Mapping[int, Mapping[str, Sequence[float]]]) -> Topology:
     """The topology with the rates of the slowest rank. ``measured``: results of :func:`measure_codecs`, by rank."""
     names = next(iter(measured.values()))
-    slowest = {name: map(min, zip(*(each[name] for each in measured.values()), strict=True)) for name in names}
+    slowest = {name: map(min, zip(*(item[name] for item in measured.values()), strict=True)) for name in names}
     rates = tuple(CodecRate(name, *pair) for name, pair in slowest.items())
     return replace(topology, codec_rates=(*topology.codec_rates, *rates))
 
@@ -268,7 +268,7 @@ def code_pipelines(
         return pipelines
     price = functools.partial(price_edge, topology=topology, strategy=strategy)
     choice = choose_codecs(pipelines[0], lambda _: schedule, price, policy.pair("pp"), is_forced=policy.force_pp)
-    return tuple(code_edges(each, choice.codecs) for each in pipelines)
+    return tuple(code_edges(pipeline, choice.codecs) for pipeline in pipelines)
 
 
 def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> ArgumentError | None:
@@ -290,13 +290,13 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
                     f"compression has zero=, but {name!r} of stage {stage} is {dtype_name(parameter.dtype)}; codecs "
                     f"code {', '.join(CODED_DTYPES)}"
                 )
-        for each in module.modules():
-            if gathers is not None and hasattr(each, "set_custom_all_gather"):
-                each.set_custom_all_gather(CodedAllGather(gathers))
-            if scatters is not None and hasattr(each, "set_custom_reduce_scatter"):
+        for submodule in module.modules():
+            if gathers is not None and hasattr(submodule, "set_custom_all_gather"):
+                submodule.set_custom_all_gather(CodedAllGather(gathers))
+            if scatters is not None and hasattr(submodule, "set_custom_reduce_scatter"):
                 scatter = CodedReduceScatter(scatters, feedback="zero" in policy.feedback)
-                each.set_custom_reduce_scatter(scatter)
-                each.reshard_scatter = scatter  # type: ignore[assignment]
+                submodule.set_custom_reduce_scatter(scatter)
+                submodule.reshard_scatter = scatter  # type: ignore[assignment]
     return None
 
 

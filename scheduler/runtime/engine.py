@@ -167,7 +167,7 @@ class Engine:
         replicas = self._make_replicas(modules)
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
-        self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
+        self.sums = StageSums({replica.stage: replica.coded for replica in replicas}, find_scatters(modules), tied)
         self._state = EngineState(self.rank, self.pp_rank, self._stages, replicas, tied, num_loss_shards, self._device)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
@@ -212,7 +212,7 @@ class Engine:
         trained = training_of(self._options.ties, modules)
         gathered = sorted(self.exchange([trained, shared], failure).items())
         check_training(each for _, (found, _) in gathered for each in found)
-        check_frozen({each: digests for each, (_, digests) in gathered})
+        check_frozen({item: digests for item, (_, digests) in gathered})
         return replicas
 
     def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:
@@ -228,8 +228,8 @@ class Engine:
         for one in pipelines:
             options = {"signal_only": self._options.signal_only}
             channels = plan_channels(one, schedule.pp_rank_of_stage, self._topology, self._options.strategy, **options)
-            for each in channels:
-                logger.debug("rank %d plans %s", self._group.rank, each)
+            for channel in channels:
+                logger.debug("rank %d plans %s", self._group.rank, channel)
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )
@@ -342,7 +342,9 @@ class Engine:
         """For each stage of this rank, a digest of the names of its frozen parameters."""
         return {
             str(stage): hashlib.sha256(
-                repr([name for name, each in run.module.named_parameters() if not each.requires_grad]).encode()
+                repr(
+                    [name for name, parameter in run.module.named_parameters() if not parameter.requires_grad]
+                ).encode()
             ).hexdigest()
             for stage, run in self._stages.items()
         }

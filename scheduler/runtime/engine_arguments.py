@@ -67,7 +67,7 @@ class EngineOptions:
     def check_types(self) -> None:
         """Raise ArgumentError unless the other arguments have the right types."""
         given = [("topology", self.topology, Topology), ("compression", self.compression, Policy)]
-        _check_types([each for each in given if each[1] is not None])
+        _check_types([item for item in given if item[1] is not None])
 
     def describe(self, schedule: Schedule, pipeline: Pipeline) -> list[tuple[str, str]]:
         """Arguments that must be equal on all ranks, as (name, text)."""
@@ -223,10 +223,10 @@ def weigh_last(pipeline: Pipeline, last: Pipeline | None) -> float:
 def find_ranks(pipeline: Pipeline) -> tuple[int, ...]:
     """All ranks of the pipeline, ascending."""
     ranks: set[int] = set()
-    for stage, each in enumerate(pipeline.stages):
-        if each.mesh is None:
+    for stage, item in enumerate(pipeline.stages):
+        if item.mesh is None:
             raise ArgumentError(f"stage {stage} has no mesh; an Engine needs one for every stage")
-        ranks.update(each.mesh.ranks)
+        ranks.update(item.mesh.ranks)
     return tuple(sorted(ranks))
 
 

@@ -94,8 +94,8 @@ class Program:
 
     def close(self) -> None:
         """Close the Movers."""
-        for each in self.transfers:
-            each.close()
+        for transfer in self.transfers:
+            transfer.close()
 
 
 @dataclass(frozen=True)

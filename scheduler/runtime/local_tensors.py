@@ -103,7 +103,7 @@ def _send_zeros_back(loss: torch.Tensor) -> None:
     """Make each function in the graph of a loss give gradients of zeros in the backward."""
 
     def zeros(gradients: Sequence[torch.Tensor | None], _: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+        return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
     waiting, seen = [loss.grad_fn], {None}
     while waiting:
@@ -113,4 +113,4 @@ def _send_zeros_back(loss: torch.Tensor) -> None:
             seen.add(node)
             if node.next_functions:  # else it adds to the gradient of a parameter, in the graphs of other losses too
                 node.register_hook(zeros)
-            waiting += [each for each, _ in node.next_functions]
+            waiting += [next_function for next_function, _ in node.next_functions]

@@ -201,7 +201,7 @@ class StageRun:
         """
         leaves = {name: array for arrays in received.values() for name, array in arrays.items()}
         self._in_flight[microbatch] = _Microbatch(leaves, {}, None, is_split=is_split)
-        device = next((each.device for each in self.module.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
         def empty(spec: TensorSpec) -> torch.Tensor:
             return torch.empty(spec.src_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=device)
@@ -322,7 +322,7 @@ class StageRun:
         Returns:
             Storage addresses of the strided gradients of all parameters.
         """
-        held_storages = {_storage_address(each) for each in held}
+        held_storages = {_storage_address(item) for item in held}
         in_use = set()
         for parameter in self.module.parameters():
             gradient = parameter.grad

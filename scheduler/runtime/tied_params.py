@@ -125,39 +125,39 @@ class TiedParameters:
 
     def parameters(self) -> list[torch.Tensor]:
         """Tied parameters of this rank."""
-        return [parameter for each in self._ties for parameter in each.mine.values()]
+        return [parameter for tie in self._ties for parameter in tie.mine.values()]
 
     def training(self) -> list[tuple[int, str, bool]]:
         """See :func:`training_of`."""
-        return training_of((each.tie for each in self._ties), self._modules)
+        return training_of((tie.tie for tie in self._ties), self._modules)
 
     def share_values(self) -> None:
         """Copy the values of the first stage of each tie to the others."""
-        for each in self._ties:
-            first = min(each.tie.names)
-            values = {stage: _local(parameter.detach()) for stage, parameter in each.mine.items()}
-            from_first = {pair: mover for pair, mover in each.raw.items() if pair[0] == first}
+        for tie in self._ties:
+            first = min(tie.tie.names)
+            values = {stage: _local(parameter.detach()) for stage, parameter in tie.mine.items()}
+            from_first = {pair: mover for pair, mover in tie.raw.items() if pair[0] == first}
             for stage, received in _exchange(values, from_first).items():
                 values[stage].copy_(received[first])
 
     def add_gradients(self) -> None:
         """Replace each stage's gradient by the sum over stages, added in the order of stages on every rank."""
-        for each in self._ties:
-            for parameter in each.mine.values():
+        for tie in self._ties:
+            for parameter in tie.mine.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            own = {stage: _local(parameter.grad) for stage, parameter in each.mine.items()}
-            is_coded = bool(each.coded) and self.steps >= self._raw_steps
-            for stage, received in _exchange(own, each.coded if is_coded else each.raw).items():
+            own = {stage: _local(parameter.grad) for stage, parameter in tie.mine.items()}
+            is_coded = bool(tie.coded) and self.steps >= self._raw_steps
+            for stage, received in _exchange(own, tie.coded if is_coded else tie.raw).items():
                 terms = received if is_coded else {**received, stage: own[stage]}
                 own[stage].copy_(torch.stack([terms[other] for other in sorted(terms)]).sum(0))
-            for parameter in each.mine.values():
+            for parameter in tie.mine.values():
                 if not parameter.requires_grad:
                     parameter.grad = None
 
     def _movers(self) -> Iterator[Mover]:
-        for each in self._ties:
-            yield from (*each.raw.values(), *each.coded.values())
+        for tie in self._ties:
+            yield from (*tie.raw.values(), *tie.coded.values())
 
     def fail(self, error: BaseException) -> None:
         """End all transfers with an error, on all ranks that take part in them."""

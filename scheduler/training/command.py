@@ -243,6 +243,6 @@ def _refuse_search_options(options: argparse.Namespace, rule: str) -> None:
 def _parse_layers(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
-    if not all(each.strip().isdecimal() for each in text.split(",")):
+    if not all(part.strip().isdecimal() for part in text.split(",")):
         raise ArgumentError(f"--layers is {text!r}; it must be the layers of each stage, such as 4,4,4")
-    return tuple(int(each) for each in text.split(","))
+    return tuple(int(part) for part in text.split(","))

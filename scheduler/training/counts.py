@@ -49,7 +49,7 @@ def count_edges(preset: Preset, layers: Sequence[int]) -> list[EdgeCount]:
     cut = TracedCut(model, find_cuts(config, tuple(layers)), batch)
     autocast = getattr(torch, preset.autocast) if preset.autocast else None
     graph = FakeModel(model, cut, autocast=autocast).find(outline_batch(batch))
-    flops, made = [], {name: each.to("meta") for name, each in batch.items()}
+    flops, made = [], {name: item.to("meta") for name, item in batch.items()}
     for stage in cut.build(model):
         names = [str(node.target) for node in stage.graph.nodes if node.op == "placeholder"]
         with FlopCounterMode(display=False) as counter:

@@ -83,7 +83,7 @@ class Job:
     def shapes(self) -> list[tuple[int, ...]]:
         """Sizes of the mesh axes of each stage."""
         placements = parse_placements(self.stages) if self.training_plan is None else self.training_plan.placements()
-        return [tuple(each.axis_sizes.values()) for each in placements]
+        return [tuple(placement.axis_sizes.values()) for placement in placements]
 
 
 @dataclass(frozen=True)

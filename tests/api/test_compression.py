@@ -103,7 +103,7 @@ def _strided(rank):
     src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("2", first_rank=1))
     shape, dtypes = (64, 256), (torch.float16, torch.bfloat16, torch.float32)
     for dtype, target, name in itertools.product(dtypes, dtypes, ("int8x128", "int4x128", "int4x128-bf16")):
-        largest = min(torch.finfo(each).max for each in (dtype, target))
+        largest = min(torch.finfo(item).max for item in (dtype, target))
         whole = torch.rand(shape, generator=torch.Generator().manual_seed(0)).mul(largest * 1.1).clamp(max=largest)
         whole = whole.to(dtype)
         out = torch.empty(shape[::-1], dtype=target).t() if rank == 2 else None
@@ -353,7 +353,7 @@ def _pass_policies(rank):
         reshard.reshard, src_mesh=Mesh.of("1"), dst_mesh=Mesh.of("1", first_rank=1), shape=(256, 256)
     )
     shard = values if rank == 0 else None
-    by_policy, by_name = (move(shard, compression=each) for each in (Policy(pp="int8x128"), "int8x128"))
+    by_policy, by_name = (move(shard, compression=item) for item in (Policy(pp="int8x128"), "int8x128"))
     assert rank == 0 or torch.equal(by_policy, by_name)
     for wrong, text in (
         (Policy(dp="int8x128"), "a transfer uses pp= of a policy and nothing else"),

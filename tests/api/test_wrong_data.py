@@ -162,7 +162,7 @@ def _move_under_other_defaults(rank):
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     try:
-        outs = [reshard.reshard(shard, ROWS, COLS, shape=(128, 256), dtype="float32", **each) for each in given]
+        outs = [reshard.reshard(shard, ROWS, COLS, shape=(128, 256), dtype="float32", **item) for item in given]
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)

@@ -96,9 +96,9 @@ def make_trial(seed: int, longest_seconds: float = 40.0) -> Trial:
     chance = random.Random(seed)
     seconds = min(longest_seconds, chance.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.5, 14.0, 20.0, 28.0, 36.0, 40.0)))
     is_killed = chance.random() < 0.6
-    step = chance.choice([each for each in STEPS if is_killed or each not in OF_RECOVERY])
+    step = chance.choice([item for item in STEPS if is_killed or item not in OF_RECOVERY])
     rank = 0 if step in OF_FIRST else chance.randrange(step in OF_OTHERS, NUM_RANKS)
-    victim = chance.choice([each for each in range(NUM_RANKS) if each != rank]) if is_killed else None
+    victim = chance.choice([number for number in range(NUM_RANKS) if number != rank]) if is_killed else None
     is_short = chance.random() < 0.35
     return Trial(
         step,
@@ -197,9 +197,9 @@ def play(trial: Trial) -> tuple[list[str], bool]:
         except LaunchError as error:
             results = dict(error.results)
             wrong = [
-                f"rank {each.rank}: {each.text.strip().splitlines()[-1]}"
-                for each in error.failures
-                if each.rank != trial.victim
+                f"rank {failure.rank}: {failure.text.strip().splitlines()[-1]}"
+                for failure in error.failures
+                if failure.rank != trial.victim
             ]
             if wrong:
                 return wrong, True
@@ -238,13 +238,13 @@ def check(trial: Trial, results: dict[int, dict[str, Any]]) -> list[str]:
             f"healthy ranks {sorted(healthy)} are lost: { {rank: one['lost'] for rank, one in results.items()} }"
         )
     for rank, one in results.items():
-        bad = [(number, *each) for number, each in enumerate(one["outcomes"]) if each[0] != "right"]
+        bad = [(number, *item) for number, item in enumerate(one["outcomes"]) if item[0] != "right"]
         if not was_killed or (trial.on_loss == "recover" and trial.victim in (0, 1, 2, 3)):
             allowed_texts = ("still need",) if was_killed else ()
             wrong += [
                 f"rank {rank}, call {number}: {text[:300]}"
                 for number, text, *_ in bad
-                if not any(each in text for each in allowed_texts)
+                if not any(allowed_text in text for allowed_text in allowed_texts)
             ]
             continue
         # The first error names the rank that was killed, in time.

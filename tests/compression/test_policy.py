@@ -114,7 +114,7 @@ def _count(rank, policies):
             with engine:
                 wire = _Wire(patch)
                 engine.step(batch)
-                results.append((wire.pp, wire.dp, [each.grad.clone() for each in engine.parameters()]))
+                results.append((wire.pp, wire.dp, [parameter.grad.clone() for parameter in engine.parameters()]))
     return results
 
 
@@ -163,7 +163,7 @@ def _count_fsdp(rank, policies):
             for name in wire:
                 count(name, wire, patch)
             engine.step(batch)
-            gradients = [each.grad.full_tensor() if rank else each.grad for each in engine.parameters()]
+            gradients = [parameter.grad.full_tensor() if rank else parameter.grad for parameter in engine.parameters()]
             results.append((tuple(wire.values()), gradients))
     return results
 
@@ -221,11 +221,12 @@ def _sum_steps(policy, steps, folder=None, resume=0, stages="1x1,2x1"):
         for step in range(resume, steps):
             engine.step(batch)
             found = [
-                each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in engine.parameters()
+                parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+                for parameter in engine.parameters()
             ]
-            gradients.append(torch.cat([each.reshape(-1) for each in found]))
-            for each in engine.parameters():
-                each.grad = None
+            gradients.append(torch.cat([item.reshape(-1) for item in found]))
+            for parameter in engine.parameters():
+                parameter.grad = None
             if folder and step == 2:
                 engine.save(folder, step=3)
     return gradients
@@ -273,7 +274,7 @@ def _sum_ties(rank, policies):
         options = {"topology": Topology.uniform((0, 1, 2), 1e8), "schedule": rs.one_f_one_b}
         with pipe.compile({"x": x, "y": y}, 1, compression=policy, **options) as engine:
             parameter = next(
-                each for name, each in engine.named_parameters() if name in ("embed.weight", "head.weight")
+                item for name, item in engine.named_parameters() if name in ("embed.weight", "head.weight")
             )
             steps = []
             for _ in range(2):

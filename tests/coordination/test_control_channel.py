@@ -197,5 +197,5 @@ def test_silent_strangers_do_not_use_up_descriptors(ends):
         strangers.append(socket.create_connection(address, timeout=5))
         hub.drain()
     assert len(hub._unverified) <= MAX_STRANGERS + 3 and strangers[0].recv(1) == b""
-    for each in strangers:
-        each.close()
+    for stranger in strangers:
+        stranger.close()

@@ -54,7 +54,7 @@ def _join_late(process, port):
     job, rank = divmod(process, 2)
     with reshard.join(dist.PrefixStore("jobs", store), rank, 2) as group:
         store.set(f"joined/{process}", "")
-        store.wait([f"joined/{each}" for each in range(4)])
+        store.wait([f"joined/{number}" for number in range(4)])
         time.sleep(0.0 if job == rank else 1.0)
         rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
         return result_or_error(

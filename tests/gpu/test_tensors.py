@@ -97,7 +97,7 @@ def _code(rank):
     for codec in CODECS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             whole = torch.randn(32, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
-            shards = {each: take_shard(SRC, each, whole) for each in SRC.ranks}
+            shards = {item: take_shard(SRC, item, whole) for item in SRC.ranks}
             wanted = reshard.reshard_local(shards, SRC, DST, shape=whole.shape, compression=codec)
             source = _on_device(shards.get(rank))
             out = reshard.reshard(source, SRC, DST, shape=whole.shape, dtype=dtype, compression=codec)

@@ -32,16 +32,16 @@ def check_axis(rank, hosts):
     for sizes in ([5, 5, 5, 5], [3, 0, 7, 1]):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             part = (100 * torch.randn(sizes[rank], 3, 70, generator=generator)).to(dtype)
-            exact, found = (each.gather(part, sizes).wait() for each in (axis, coded))
+            exact, found = (item.gather(part, sizes).wait() for item in (axis, coded))
             _check_close(found, exact, dtype)
             assert torch.equal(axis.gather(found.reshape(1, -1), [1] * 4).wait(), found.reshape(1, -1).repeat(4, 1))
             array = (100 * torch.randn(sum(sizes), 210, generator=generator)).to(dtype)
-            exact, found = (each.reduce_scatter(array, sizes).wait() for each in (axis, coded))
+            exact, found = (item.reduce_scatter(array, sizes).wait() for item in (axis, coded))
             _check_close(found, exact, dtype)
             sends = [(rank + 1) * size * 40 for size in sizes]
             receives = [(other + 1) * sizes[rank] * 40 for other in range(4)]
             sent = (100 * torch.randn(sum(sends), generator=generator)).to(dtype)
-            exact, found = (each.exchange(sent, sends, receives) for each in (axis, coded))
+            exact, found = (item.exchange(sent, sends, receives) for item in (axis, coded))
             _check_close(found, exact, dtype)
             start = sum(receives[:rank])
             own = slice(start, start + receives[rank])

@@ -54,7 +54,10 @@ def check_kept_inputs(rank, grid_shape):
             store.finish()
 
         moved = count_moved(step)
-        found[keep_inputs, has_checkpoints, is_split] = moved, [each.grad.to_local() for each in model.parameters()]
+        found[keep_inputs, has_checkpoints, is_split] = (
+            moved,
+            [parameter.grad.to_local() for parameter in model.parameters()],
+        )
     return found
 
 

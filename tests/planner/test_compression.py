@@ -43,7 +43,7 @@ def test_auto_decides_for_tensors_of_each_layout_and_dtype():
     """The links between hosts are slow, and those inside hosts are faster than any codec."""
     topology = replace(_topology(1, INT8), inside_bytes_per_second=100e9)
     inside = Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1))
-    src, dst = ({"across": each, "inside": own, "ids": each} for each, own in zip((SRC, DST), inside, strict=True))
+    src, dst = ({"across": item, "inside": own, "ids": item} for item, own in zip((SRC, DST), inside, strict=True))
     dtypes = {"across": "float32", "inside": "float32", "ids": "int64"}
     plan = make_plan(src, dst, dict.fromkeys(src, SHAPE), dtypes, topology=topology, compression="auto", max_error=0.1)
     chosen = {spec.name: spec for spec in plan.tensors}

@@ -80,8 +80,10 @@ def train_staged(rank, case, make_pipe, accumulate=1):
             optimizer.step()
             results.append([result.loss, norm, engine.evaluate(case.held_out).loss])
         values = {}
-        for name, each in engine.named_parameters():
-            values[name] = (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
+        for name, parameter in engine.named_parameters():
+            values[name] = (
+                (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+            )
         for module in engine.modules.values():
             if hasattr(module, "reshard_grid"):
                 own = {unwrapped_name(name) for name, _ in module.named_parameters()}

@@ -120,7 +120,9 @@ class Monitor:
         try:
             if now >= self._next_beat:
                 self._num_beats += 1
-                started = {each.key: each.num_started for each in list(group.channels.values()) if each.num_started}
+                started = {
+                    channel.key: channel.num_started for channel in list(group.channels.values()) if channel.num_started
+                }
                 self._store.set(beat_key(self._rank), format_beat(self._num_beats, started))
                 self._next_beat = now + BEAT_SECONDS
                 self._presence.publish(group)

@@ -113,7 +113,7 @@ class CodecCosts:
         """
         if policy is None:
             return RAW
-        rates = {each.codec: each for each in cluster.topology.codec_rates}
+        rates = {codec_rate.codec: codec_rate for codec_rate in cluster.topology.codec_rates}
 
         def make(codec: str | None, ratio: float) -> CodecCost | None:
             if codec is None:
@@ -151,7 +151,7 @@ def check_policy(policy: Policy, cluster: Cluster) -> None:
         )
     known = {rate.codec for rate in cluster.topology.codec_rates}
     wanted = [codec for codec in (policy.dp, *policy.pair("pp"), policy.tp, *policy.pair("zero")) if codec is not None]
-    for codec in [each for each in wanted if each not in known]:
+    for codec in [item for item in wanted if item not in known]:
         raise ArgumentError(
             f"compression={policy} has the codec {codec}, whose rates the topology of the cluster lacks; give it "
             "codec_rates, as find_topology(codecs=[...]) measures them"

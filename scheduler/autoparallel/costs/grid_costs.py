@@ -132,7 +132,7 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
 
 
 def _exposed(price: LayerPrice) -> float:
-    return sum(each.exposed for each in price.passes)
+    return sum(compute_pass.exposed for compute_pass in price.passes)
 
 
 def compute_share(layer: Layer, grid: GridShape) -> float:
@@ -245,8 +245,8 @@ def best_grids(
     kept = [totals(choice) for choice in plain if choice.recompute == recompute[0]]
     best: list[Choice] = []
     for values, choice in found:
-        alike = sum(each.zero == choice.zero and each.recompute == recompute[0] for each in best)
-        if alike < MOST_GRIDS and not any(all(a <= b for a, b in zip(each, values, strict=True)) for each in kept):
+        alike = sum(item.zero == choice.zero and item.recompute == recompute[0] for item in best)
+        if alike < MOST_GRIDS and not any(all(a <= b for a, b in zip(item, values, strict=True)) for item in kept):
             kept.append(values)
             best += [replace(choice, recompute=flag) for flag in recompute]
     return tuple(best)

@@ -133,9 +133,9 @@ def _end_seconds(
 ) -> list[float]:
     """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other."""
     done = [end + cost.sync_seconds for end, cost in zip(_pp_rank_ends(timeline, len(costs)), costs, strict=True)]
-    for each in exchanges:
-        end = max(done[stage] for stage in each.stages) + each.seconds
-        for stage in each.stages:
+    for exchange in exchanges:
+        end = max(done[stage] for stage in exchange.stages) + exchange.seconds
+        for stage in exchange.stages:
             done[stage] = end
     return done
 

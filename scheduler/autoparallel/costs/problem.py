@@ -133,8 +133,8 @@ class SearchProblem:
         if (num_ranks, num_samples) not in self._choices:
             found = self.rules.choices(num_ranks, self.host_devices)
             limit = max(layer.tp_limit for layer in self.graph.layers)
-            plain = tuple(each for each in found if each.sample_shards(num_ranks) and each.tp <= limit)
-            plain = tuple(each for each in plain if num_samples % each.sample_shards(num_ranks) == 0)
+            plain = tuple(item for item in found if item.sample_shards(num_ranks) and item.tp <= limit)
+            plain = tuple(item for item in plain if num_samples % item.sample_shards(num_ranks) == 0)
             self._choices[num_ranks, num_samples] = plain + self._best_grids(
                 num_ranks, self.num_samples // num_samples, plain
             )
@@ -144,7 +144,7 @@ class SearchProblem:
         """The grids that come first for the first stage of some ranks."""
         shapes = self.rules.grid_shapes(num_ranks, self.host_devices)
         ends = range(num_ranks, self.cluster.num_ranks + 1)
-        end = next((each for each in ends if num_ranks in self.meshes(each)), 0)
+        end = next((item for item in ends if num_ranks in self.meshes(item)), 0)
         if not shapes or not end:
             return ()
         place, classes = self.place(end - num_ranks, end), self.layer_classes
@@ -218,9 +218,9 @@ class SearchProblem:
         exchanges = self.ties.exchanges(stages)
         found = [self.stage_cost(stage, num_microbatches) for stage in stages]
         for at, cost in enumerate(found if self.graph.ties else ()):
-            own = [each for each in exchanges if at in each.stages]
-            nbytes = max((each.stage_bytes[each.stages.index(at)] for each in own), default=0.0)
-            found[at] = replace(cost, tie_seconds=sum(each.seconds for each in own), tie_bytes=nbytes)
+            own = [exchange for exchange in exchanges if at in exchange.stages]
+            nbytes = max((item.stage_bytes[item.stages.index(at)] for item in own), default=0.0)
+            found[at] = replace(cost, tie_seconds=sum(item.seconds for item in own), tie_bytes=nbytes)
         return tuple(found), exchanges
 
     def _find_stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:

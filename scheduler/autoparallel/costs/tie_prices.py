@@ -77,7 +77,7 @@ def repeated_bytes(graph: LayerGraph, stage: StagePlan, costs: Sequence[LayerCos
     states, gradients = 0.0, 0.0
     for tied, number in graph.ties:
         own = own_layer(tied, stage.first_layer, stage.end_layer)
-        for layer in [each for each in tied if own is not None and stage.first_layer <= each < own]:
+        for layer in [item for item in tied if own is not None and stage.first_layer <= item < own]:
             share, cost = tied_share(graph, layer, number), costs[layer - stage.first_layer]
             states += share * cost.state_bytes
             gradients += share * cost.gradient_bytes
@@ -134,7 +134,7 @@ class TiePrices:
         self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[TieEnd, ...], int], tuple[float, str | None]] = {}
         rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
-        self._host_rate = max(max(each.egress_bytes_per_second, each.ingress_bytes_per_second) for each in rates)
+        self._host_rate = max(max(rate.egress_bytes_per_second, rate.ingress_bytes_per_second) for rate in rates)
 
     def exchanges(self, stages: Sequence[StagePlan]) -> tuple[TieExchange, ...]:
         """The sums over stages of a step, in order."""
@@ -187,7 +187,7 @@ class TiePrices:
         """Seconds in which all stages send their gradients to each other, and the codec that they use."""
         hosts = self.cluster.host_of(ends[0].first) if self._is_uniform else 0
         ranks = hosts * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
-        key = (tuple(each._replace(first=each.first - ranks, end=each.end - ranks) for each in ends), num_params)
+        key = (tuple(end._replace(first=end.first - ranks, end=end.end - ranks) for end in ends), num_params)
         if key not in self._prices:
             self._prices[key] = self._price(*key)
         return self._prices[key]

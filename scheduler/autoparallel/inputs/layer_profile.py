@@ -144,7 +144,7 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         if not isinstance(self.classes, Mapping) or not all(
-            isinstance(each, Mapping) for each in self.classes.values()
+            isinstance(class_, Mapping) for class_ in self.classes.values()
         ):
             raise ArgumentError(
                 f"classes of a profile must be {{class: {{tp: ClassTimes}}}}, not {self.classes!r:.100}"

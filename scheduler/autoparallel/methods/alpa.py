@@ -51,7 +51,7 @@ def best_stages(tables: Tables) -> tuple[float, Stages]:
     # a stage holds at most all microbatches
     different = [places.fastest(held) for held in range(1, min(most, tables.num_microbatches) + 1)]
     times = different + [different[-1]] * (most - len(different))
-    values = np.unique(np.concatenate([each[0][np.isfinite(each[0])] for each in different]))
+    values = np.unique(np.concatenate([item[0][np.isfinite(item[0])] for item in different]))
     if not len(values):
         return math.inf, ()
     limits = values[np.concatenate([[True], np.diff(values) > SAME * values[:-1]])]
@@ -150,8 +150,8 @@ def _with_limit(
     stages: list[tuple[float, StagePlan]] = []
     left, first = num_ends - 1, 0
     for number in range(depth - 1, -1, -1):
-        c, end = (int(each[left, first]) for each in chosen[number])
-        seconds, option = (each[places.kind_at[c, left], first, end] for each in times[number])
+        c, end = (int(item[left, first]) for item in chosen[number])
+        seconds, option = (item[places.kind_at[c, left], first, end] for item in times[number])
         stages.append((float(seconds), tables.stage(first, end, left, int(option))))
         left, first = int(tables.next_at[c, left]), end
     return least, stages

@@ -63,19 +63,19 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
         _check_candidate(problem, candidate)
     if not candidates:
         raise ArgumentError(_why_nothing_fits(problem))
-    found = [each for each in (evaluate(problem, candidate) for candidate in candidates) if each is not None]
+    found = [item for item in (evaluate(problem, candidate) for candidate in candidates) if item is not None]
     found.sort(key=order)
     if not moves:
         return found
-    for start in [each for each in found if not each.short_bytes][:NUM_IMPROVED]:
+    for start in [item for item in found if not item.short_bytes][:NUM_IMPROVED]:
         better = improve(problem, start)
         if better is not start:
             found.append(better)
     found.sort(key=order)
-    for each in found[:NUM_THOROUGH]:
-        thorough = evaluate(problem, each.candidate, thorough=True)
-        if thorough is not None and order(thorough) < order(each):
-            found[found.index(each)] = thorough
+    for item in found[:NUM_THOROUGH]:
+        thorough = evaluate(problem, item.candidate, thorough=True)
+        if thorough is not None and order(thorough) < order(item):
+            found[found.index(item)] = thorough
     found.sort(key=order)
     return found
 

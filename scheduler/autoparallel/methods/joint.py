@@ -25,7 +25,7 @@ def joint(problem: SearchProblem) -> tuple[Candidate, ...]:
     counts: dict[int, int] = {}
     for candidate in best_plans(problem):
         if counts.get(candidate.num_microbatches, 0) < PER_COUNT and candidate.text not in {
-            each.text for each in found
+            item.text for item in found
         }:
             counts[candidate.num_microbatches] = counts.get(candidate.num_microbatches, 0) + 1
             found.append(candidate)

@@ -135,7 +135,7 @@ def _with_ties(
     changed = [list(row) for row in costs]
     for tied, number in problem.graph.ties:
         own = own_layer(tied, first, end)
-        for layer in [each for each in tied if own is not None and first <= each <= own]:
+        for layer in [item for item in tied if own is not None and first <= item <= own]:
             share, row = tied_share(problem.graph, layer, number), changed[layer - first]
             for s, (cost, plain) in enumerate(zip(row, costs[layer - first], strict=True)):
                 if layer != own:

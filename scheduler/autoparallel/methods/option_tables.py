@@ -158,7 +158,7 @@ class _ChoiceCosts:
             ties[0],
             ties[1],
             ties[2],
-            np.cumsum([0] + [not each for each in is_able]),
+            np.cumsum([0] + [not item for item in is_able]),
         )
 
 

@@ -121,7 +121,7 @@ class Tables:
             self.port_in, self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
             priced[:, 0].copy(), priced[:, 1].copy(), self.num_microbatches, pace,
         )  # fmt: skip
-        return trip, excess, tuple(self.stage(*each) for each in chosen)
+        return trip, excess, tuple(self.stage(*item) for item in chosen)
 
     def least_trip(self) -> float:
         """A round trip that no plan beats at any pace; infinite if no plan fits the memory at any pace.
@@ -161,7 +161,7 @@ class Tables:
         size = len(self.problem.graph.layers) + 1
         first, end = (0, 0) if self.problem.graph.is_chain else (src.first_layer, dst.end_layer)
         at = self.ends.index(self.problem.cluster.num_ranks - src.first_rank)
-        c, d = (self.classes.index(StageClass.of(each.num_ranks, each.choices[0])) for each in (src, dst))
+        c, d = (self.classes.index(StageClass.of(item.num_ranks, item.choices[0])) for item in (src, dst))
         return ((((first * size + src.end_layer) * size + end) * num_classes + c) * num_ends + at) * num_classes + d
 
     @cached_property
@@ -199,7 +199,7 @@ def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None
     allowed = place_at[class_of] == np.array([option.place for option in options])[:, None]
     tables = OptionTables(problem, num_microbatches)
     costs = [tables.of(option.choice, places[option.place], option.recomputed) for option in options]
-    forward, backward, activation, fixed, sync, ending = (np.stack(each) for each in zip(*costs, strict=True))
+    forward, backward, activation, fixed, sync, ending = (np.stack(item) for item in zip(*costs, strict=True))
     exchanged = {cols: RangeBytes.of(graph, cols) for cols in {1, *(option.choice.cols for option in options)}}
     for o, option in enumerate(options):
         shards = option.choice.sample_shards(classes[option.stage_class].num_ranks)
@@ -209,7 +209,7 @@ def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None
         fixed[o] += min(RECVS_AHEAD, num_microbatches) * ahead / shards  # as in Problem.buffer_bytes
         activation[o] += kept / shards  # as in Problem.kept_bytes
     received, sent = (
-        num_samples * each * problem.prices.least_ratio for each in (exchanged[1].received, exchanged[1].sent)
+        num_samples * item * problem.prices.least_ratio for item in (exchanged[1].received, exchanged[1].sent)
     )
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
@@ -231,7 +231,7 @@ def _positions(
     next_at, place_at = (np.full(shape, -1, dtype=np.int64) for _ in range(2))
     port_in, port_out, memory = np.zeros(shape), np.zeros(shape), np.zeros(shape)
     at_of, index_of = ({value: at for at, value in enumerate(values)} for values in (ends, places))
-    sizes = np.array([each.num_ranks for each in classes])
+    sizes = np.array([class_.num_ranks for class_ in classes])
     for size, at in itertools.product(sorted(set(sizes.tolist())), range(1, len(ends))):
         used = ends[at]
         begin, end = total - used, total - used + size
@@ -318,7 +318,7 @@ def _bound_factors(
     """``[class, u, next class]``: seconds per byte of an edge that no plan beats."""
     total = problem.cluster.num_ranks
     factor = np.zeros((len(classes), len(ends), len(classes)))
-    sizes = np.array([each.num_ranks for each in classes])
+    sizes = np.array([class_.num_ranks for class_ in classes])
     rest_of = {size: next_at[np.flatnonzero(sizes == size)[0]] for size in sorted(set(sizes.tolist()))}
     for (size, rests), at in itertools.product(rest_of.items(), range(1, len(ends))):
         rest = rests[at]

@@ -38,7 +38,7 @@ class SizeRecorder(TorchFunctionMode):
     @contextlib.contextmanager
     def on(self, module: nn.Module) -> Iterator[SizeRecorder]:
         """Within it, forwards of a module are recorded."""
-        hooks = [each.register_forward_pre_hook(self._note) for each in module.modules()]
+        hooks = [submodule.register_forward_pre_hook(self._note) for submodule in module.modules()]
         try:
             with self:
                 yield self

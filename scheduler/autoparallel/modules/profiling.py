@@ -72,8 +72,8 @@ def profile_layers(
 def _measure_class(
     traced: TracedModel, number: int, module: Any, device: str, sample_counts: Sequence[int], repeats: int
 ) -> ClassTimes:
-    values = [(each, each.grad) for each in module.parameters()]
-    if any(each.is_meta for each, _ in values):
+    values = [(item, item.grad) for item in module.parameters()]
+    if any(value.is_meta for value, _ in values):
         module = module.to_empty(device=device)
         with torch.no_grad():  # uninitialized memory may hold denormals, which are slow to compute with
             for tensor in (*module.parameters(), *module.buffers()):
@@ -117,7 +117,7 @@ def measure_layer(
     for turn in range(repeats + 1):
         for kind in ("input", "whole"):
             inputs = make_inputs()
-            wanted = [each for each in inputs.values() if isinstance(each, torch.Tensor) and each.requires_grad]
+            wanted = [item for item in inputs.values() if isinstance(item, torch.Tensor) and item.requires_grad]
             _wait(device)
             start = time.perf_counter()
             if turn == 0:
@@ -128,7 +128,7 @@ def measure_layer(
                 outputs = run_layer(module, inputs, autocast)
             _wait(device)
             middle = time.perf_counter()
-            gradients = [torch.ones_like(each) for each in outputs]
+            gradients = [torch.ones_like(output) for output in outputs]
             if kind == "whole" and outputs:
                 torch.autograd.backward(outputs, gradients)
             elif wanted and outputs:

@@ -163,7 +163,7 @@ def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"{type(model).__name__} has no module {pattern!r}; it has {', '.join(names[:12])}{more}; "
                 "wildcards are those of fnmatch, such as layers.* or layers.[1-3]"
             )
-        found += [each for each in matches if each not in found]
+        found += [match for match in matches if match not in found]
     return found
 
 
@@ -198,7 +198,7 @@ def _fill(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor
 
 def run_layer(module: Any, inputs: Mapping[str, Any], autocast: torch.dtype | None = None) -> list[torch.Tensor]:
     """Run a layer's forward. Returns its outputs that have a gradient."""
-    device = next((each.device.type for each in inputs.values() if isinstance(each, torch.Tensor)), "cpu")
+    device = next((item.device.type for item in inputs.values() if isinstance(item, torch.Tensor)), "cpu")
     with torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext():
         output = module(**{name: value for name, value in inputs.items() if name in _parameters(module, inputs)})
     values: list[Any] = []
@@ -206,7 +206,7 @@ def run_layer(module: Any, inputs: Mapping[str, Any], autocast: torch.dtype | No
         values = list(output.values())
     else:
         values = [output.loss, *(output.tensors or {}).values()]
-    return [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+    return [item for item in values if isinstance(item, torch.Tensor) and item.requires_grad]
 
 
 def _parameters(module: Any, inputs: Mapping[str, Any]) -> set[str]:
@@ -344,19 +344,19 @@ def _make_layer(
 ) -> Layer:
     """A layer without the key of its class."""
     flops, saved, divided_saved, within = work
-    params = {id(each): each for each in module.parameters()}
+    params = {id(parameter): parameter for parameter in module.parameters()}
     divided, sums = 0, 0
     for name, inner in module.named_modules():
         style = _find_style(name, plan)
         if style is not None:
-            divided += sum(each.numel() for each in inner.parameters(recurse=False))
+            divided += sum(parameter.numel() for parameter in inner.parameters(recurse=False))
             sums += type(style).__name__ == "RowwiseParallel"
     inputs = float(sum(tensor.sample_bytes for tensor in received))
     layer = Layer(
         label,
         "",
         flops,
-        sum(each.numel() for each in params.values()),
+        sum(parameter.numel() for parameter in params.values()),
         saved,
         min(saved, saved - within + inputs * bool(within)),  # only the module of the layer is computed again
     )
@@ -377,8 +377,8 @@ def _class_key(
     module: Any, layer: Layer, received: Sequence[Tensor], outline: BatchOutline, graph: StageGraph, number: int
 ) -> str:
     """A name of the layer's class: shapes, operations and dtypes, whatever the names of its parts."""
-    kinds = [(type(each).__name__, each.extra_repr()) for each in module.modules()]
-    shapes = [(tuple(each.shape), str(each.dtype)) for each in module.parameters()]
+    kinds = [(type(submodule).__name__, submodule.extra_repr()) for submodule in module.modules()]
+    shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in module.parameters()]
     inputs = sorted((tensor.shape, tensor.dtype) for tensor in received)
     batch = [(e.dtype, e.shape) for e in outline.entries if e.name in graph.inputs[number]]
     written = [(v.shape, v.dtype) for v in graph.values if v.writer == number]

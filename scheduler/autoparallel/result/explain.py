@@ -133,4 +133,4 @@ def _list_of(words: Sequence[str]) -> str:
 
 def _codecs_of(edge: EdgeReport) -> str:
     codecs = (edge.forward_codec, edge.backward_codec)
-    return f", coded as {' and '.join(each or 'raw' for each in codecs)}" if any(codecs) else ""
+    return f", coded as {' and '.join(codec or 'raw' for codec in codecs)}" if any(codecs) else ""

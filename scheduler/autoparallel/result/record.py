@@ -133,8 +133,8 @@ class TrainingPlanRecord:
     def _check_reports(self) -> None:
         """Raise ArgumentError unless :meth:`explain` and :meth:`to_svg` can show the predictions."""
         for name in ("reports", "edges", "alternatives", "ties"):
-            for number, each in enumerate(getattr(self, name)):
-                check_values(each, f"{name}[{number}]")
+            for number, item in enumerate(getattr(self, name)):
+                check_values(item, f"{name}[{number}]")
         numbers = range(len(self.stages))
         for what, ends in [("an edge", (edge.src, edge.dst)) for edge in self.edges] + [
             ("a tie", tie.stages) for tie in self.ties
@@ -145,10 +145,10 @@ class TrainingPlanRecord:
                 )
         names = [name for tie in self.ties for name in tie.layer_names]
         texts = [each for row in self.grid_refusals for each in row] + names
-        if any(len(row) != 2 for row in self.grid_refusals) or not all(isinstance(each, str) for each in texts):
+        if any(len(row) != 2 for row in self.grid_refusals) or not all(isinstance(text, str) for text in texts):
             raise ArgumentError("grid_refusals and ties of the training plan must name layers by strings")
         for row in self.hosts:
-            if len(row) != 3 or not all(isinstance(each, int) for each in row):
+            if len(row) != 3 or not all(isinstance(cell, int) for cell in row):
                 raise ArgumentError(
                     f"hosts of the training plan has {list(row)}; it must be a host, a first rank and an end"
                 )
@@ -174,7 +174,7 @@ class TrainingPlanRecord:
                 "ties": TieReport,
             }
             lists: dict[str, Any] = {
-                name: tuple(kind(**each) for each in data.pop(name)) for name, kind in kinds.items()
+                name: tuple(kind(**item) for item in data.pop(name)) for name, kind in kinds.items()
             }
             pairs = {name: tuple(map(tuple, data[name])) for name in ("layer_names", "hosts", "grid_refusals")}
             made = cls(stages=stages, **lists, **{**data, **pairs})

@@ -51,11 +51,11 @@ class PickledCheckpoint:
         except Exception as error:  # pickle raises any kind
             raise ArgumentError(f"cannot read {file}: {type(error).__name__}: {error}") from error
         self.tensors: Mapping[str, Entry] = {
-            key: Entry(each.properties.dtype, tuple(each.size))
-            for key, each in known
-            if isinstance(each, TensorStorageMetadata)
+            key: Entry(item.properties.dtype, tuple(item.size))
+            for key, item in known
+            if isinstance(item, TensorStorageMetadata)
         }
-        self.values: Collection[str] = {key for key, each in known if not isinstance(each, TensorStorageMetadata)}
+        self.values: Collection[str] = {key for key, item in known if not isinstance(item, TensorStorageMetadata)}
 
     def check_files(self, part: int, num_parts: int) -> None:
         """Compare a part of the files that have digests with these."""

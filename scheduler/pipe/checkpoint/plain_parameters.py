@@ -71,7 +71,7 @@ class JoinedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        shape = (sum(each.shape[0] for each in self.tensors), *self.tensors[0].shape[1:])
+        shape = (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
         return shape[::-1] if self.is_transposed else shape
 
     @property
@@ -88,11 +88,11 @@ def find_pieces(tensor: torch.Tensor | JoinedTensor) -> list[tuple[tuple[int, ..
     """
     if isinstance(tensor, JoinedTensor):
         found, start = [], 0
-        for each in tensor.tensors:
-            for (first, *others), local in find_pieces(each):
+        for item in tensor.tensors:
+            for (first, *others), local in find_pieces(item):
                 offsets = (first + start, *others)
                 found.append((offsets[::-1], local.t()) if tensor.is_transposed else (offsets, local))
-            start += each.shape[0]
+            start += item.shape[0]
         return found
     if not isinstance(tensor, DTensor):
         return [((0,) * tensor.dim(), tensor.detach())]

@@ -59,9 +59,9 @@ class TrainingState:
         for stage, module in self.modules.items():
             parameters, buffers = named_state(module)
             found += [
-                (each.name, each.join(each.parameters))
-                for each in parameters
-                if not for_save or self.saves(stage, each.name)
+                (parameter.name, parameter.join(parameter.parameters))
+                for parameter in parameters
+                if not for_save or self.saves(stage, parameter.name)
             ]
             found += buffers.items()
         return found
@@ -71,9 +71,9 @@ class TrainingState:
         groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
         every = [(stage, each) for stage, module in self.modules.items() for each in named_state(module)[0]]
         return [
-            (each, groups[id(each.parameters[0])])
-            for stage, each in every
-            if id(each.parameters[0]) in groups and (not for_save or self.saves(stage, each.name))
+            (item, groups[id(item.parameters[0])])
+            for stage, item in every
+            if id(item.parameters[0]) in groups and (not for_save or self.saves(stage, item.name))
         ]
 
     def saves(self, stage: int, name: str) -> bool:
@@ -90,9 +90,9 @@ def check_objects(state: TrainingState, method: str) -> None:
 
     The method is ``state_dict`` or ``load_state_dict``.
     """
-    for name, each in (("lr_scheduler", state.lr_scheduler), ("loader", state.loader)):
-        if each is not None and not callable(getattr(each, method, None)):
-            raise ArgumentError(f"{name} is {type(each).__name__}, which has no {method}(); omit it, or give it one")
+    for name, item in (("lr_scheduler", state.lr_scheduler), ("loader", state.loader)):
+        if item is not None and not callable(getattr(item, method, None)):
+            raise ArgumentError(f"{name} is {type(item).__name__}, which has no {method}(); omit it, or give it one")
     if state.optimizer is None:
         return
     if not isinstance(getattr(state.optimizer, "param_groups", None), list):
@@ -100,7 +100,7 @@ def check_objects(state: TrainingState, method: str) -> None:
     modules = state.modules.values()
     own = {id(part) for module in modules for each in named_state(module)[0] for part in each.parameters}
     optimized = [each for group in state.optimizer.param_groups for each in group["params"] if each.numel()]
-    foreign = [each for each in optimized if id(each) not in own]
+    foreign = [item for item in optimized if id(item) not in own]
     if foreign:
         raise ArgumentError(
             f"the optimizer has {count_of(len(foreign), 'parameter')} that the engine does not have, the first of "

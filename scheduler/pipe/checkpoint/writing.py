@@ -84,10 +84,10 @@ class WritePlan:
     def make_index(self, written: Mapping[int, Sequence[Any]]) -> Index:
         """The index, from what :func:`write_entries` returned on each rank."""
         shards: dict[str, list[Shard]] = {key: [] for key in self.tensors}
-        for rank, each in written.items():
-            for (key, (offsets, shape)), (file, start, stop, digest) in zip(self.pieces[rank], each, strict=True):
+        for rank, item in written.items():
+            for (key, (offsets, shape)), (file, start, stop, digest) in zip(self.pieces[rank], item, strict=True):
                 shards[key].append(Shard(file, offsets, shape, start, stop, digest))
-        tensors = {key: Entry(each.dtype, each.shape, tuple(shards[key])) for key, each in self.tensors.items()}
+        tensors = {key: Entry(tensor.dtype, tensor.shape, tuple(shards[key])) for key, tensor in self.tensors.items()}
         return Index(tensors, {key: values_file(rank) for rank, keys in self.values.items() for key in keys})
 
 

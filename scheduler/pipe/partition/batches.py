@@ -92,7 +92,7 @@ def name_batch(batch: Any, names: Sequence[str]) -> Batch:
 
 def has_no_sample(batch: Batch) -> bool:
     """Whether the batch has tensors of 0 samples. Other tensors may have a first dim of size 1, as for any batch."""
-    sizes = {each.shape[0] for each in batch.values() if isinstance(each, torch.Tensor) and each.dim()}
+    sizes = {item.shape[0] for item in batch.values() if isinstance(item, torch.Tensor) and item.dim()}
     return 0 in sizes and sizes <= {0, 1}
 
 
@@ -112,7 +112,7 @@ def outline_batch(batch: Batch) -> BatchOutline:
             kind = "nested" if value.is_nested else "without data" if value.is_meta else str(value.layout)
             raise ArgumentError(f"{name!r} of the batch is a tensor that is {kind}; its tensors must be dense")
     num_samples = next(
-        (each.shape[0] for each in batch.values() if isinstance(each, torch.Tensor) and each.dim()), None
+        (item.shape[0] for item in batch.values() if isinstance(item, torch.Tensor) and item.dim()), None
     )
     if num_samples is None:
         raise ArgumentError(f"the batch has no tensor with samples; it has {sorted(map(str, batch))}")
@@ -207,7 +207,7 @@ def take_unused_sample(batch: Batch, outline: BatchOutline, names: Sequence[str]
 
 def digest_batch(batch: Batch) -> dict[str, int]:
     """The digest of each tensor of a batch."""
-    return {name: digest_array(each.detach().cpu()) for name, each in batch.items() if isinstance(each, torch.Tensor)}
+    return {name: digest_array(item.detach().cpu()) for name, item in batch.items() if isinstance(item, torch.Tensor)}
 
 
 def check_same_values(digests: Mapping[int, Mapping[str, int]]) -> None:
@@ -242,23 +242,23 @@ def common_outline(
     if not outlines:
         raise ArgumentError("no rank passes a batch")
     (first, outline), *others = sorted(outlines.items())
-    for rank, each in others:
-        if each.entries != outline.entries:
-            raise DisagreementError(f"ranks {first} and {rank} pass different batches: {outline}; {each}")
+    for rank, other in others:
+        if other.entries != outline.entries:
+            raise DisagreementError(f"ranks {first} and {rank} pass different batches: {outline}; {other}")
     for rank, value in settings.items():
         if value != settings[first]:
             raise DisagreementError(
                 f"ranks {first} and {rank} pass different accumulate and local_batch: {settings[first]}; {value}"
             )
     if not settings[first][1]:
-        for rank, each in others:
-            if each.num_samples != outline.num_samples:
+        for rank, other in others:
+            if other.num_samples != outline.num_samples:
                 raise DisagreementError(
-                    f"ranks {first} and {rank} pass batches of {outline.num_samples} and {each.num_samples} samples; "
+                    f"ranks {first} and {rank} pass batches of {outline.num_samples} and {other.num_samples} samples; "
                     "if each passes its own samples, set local_batch=True"
                 )
         return outline
-    counts = {rank: each.num_samples for rank, each in outlines.items()}
+    counts = {rank: item.num_samples for rank, item in outlines.items()}
     return BatchOutline(
         max(sum(counts.get(rank, 0) for rank in ranks_with_own_samples(mesh)) for mesh in meshes), outline.entries
     )

@@ -171,10 +171,10 @@ class FakeModel:
         values = []
         for (writer, name), (one, readers) in few.values.items():
             other = many.values[writer, name][0]
-            for each in (one, other):
-                if not isinstance(each, torch.Tensor):
+            for item in (one, other):
+                if not isinstance(item, torch.Tensor):
                     raise ArgumentError(
-                        f"stage {writer} makes {name!r} ({type(each).__name__}), which stage {readers[0]} reads; only "
+                        f"stage {writer} makes {name!r} ({type(item).__name__}), which stage {readers[0]} reads; only "
                         "tensors can be sent: cut elsewhere, or pass blocks="
                     )
             sample_dim = _sample_dim(name, tuple(one.shape), tuple(other.shape))
@@ -285,7 +285,7 @@ def _run_stage(module: Any, given: Mapping[str, Any], batch: Mapping[str, Any]) 
 
 def _place(error: BaseException, stage: torch.nn.Module) -> str:
     """Text that names the innermost module of a stage in whose forward an error was raised."""
-    names = {id(each): (name, type(each).__name__) for name, each in stage.named_modules() if name}
+    names = {id(submodule): (name, type(submodule).__name__) for name, submodule in stage.named_modules() if name}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names]
     return f", because of {modules[-1][0]!r} ({modules[-1][1]})" if modules else ""

@@ -93,8 +93,8 @@ class GPTBlock(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
         projections: tuple[Any, ...] = (self.out, self.down)
-        for each in projections:
-            each.residual_scale = 1 / math.sqrt(2 * config.num_layers)
+        for projection in projections:
+            projection.residual_scale = 1 / math.sqrt(2 * config.num_layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``(num_samples, sequence, hidden)`` to the same shape."""

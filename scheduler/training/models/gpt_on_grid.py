@@ -35,7 +35,7 @@ class GPTBlockOnGrid(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map this rank's part of ``(num_samples, sequence, hidden)`` to the same part of the output."""
         projected = multiply([self.q, self.k, self.v], self.norm1(x))
-        q, k, v = (self.heads.split(each, is_query=True) for each in projected)
+        q, k, v = (self.heads.split(item, is_query=True) for item in projected)
         x = x + self.out(self.heads.join(self.heads.attend(q, k, v)))
         result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return result

@@ -129,7 +129,7 @@ def _price(tables, src, dst, true_prices):
 def least_pace(tables, plan, true_prices):
     """The pace below which no part of a plan can work."""
     edges = [_price(tables, src, dst, true_prices) for src, dst in itertools.pairwise(plan)]
-    stages = [_stage(tables, *each) for each in plan]
+    stages = [_stage(tables, *transfer) for transfer in plan]
     return max([cost.seconds for _, cost, _ in stages] + [ports for _, _, ports in stages] + [max(e) for e in edges])
 
 

@@ -65,7 +65,7 @@ def test_native_recurrence_equals_its_reference(seed):
     rng = random.Random(seed)
     prices = {}
     for plan in rng.sample(list(all_plans(tables)), 2):
-        stages = [tables.stage(*each) for each in plan]
+        stages = [tables.stage(*transfer) for transfer in plan]
         joint.price_edges(tables, stages, prices)
     grid = joint.pace_grid(tables)
     for limit in rng.sample(grid, 6):
@@ -76,7 +76,7 @@ def test_native_recurrence_equals_its_reference(seed):
             tables.port_out, tables.memory, tables.received, tables.sent, tables.cut_bytes, tables.factor, at,
             [prices[i][0] for i in at], [prices[i][1] for i in at], tables.num_microbatches, limit,
         )  # fmt: skip
-        assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*each) for each in stages))
+        assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*stage) for stage in stages))
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -97,7 +97,7 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
     tables = pace.make_tables(problem, count)
 
     def seconds(plan):
-        costs = [problem.stage_cost(tables.stage(*each), count) for each in plan]
+        costs = [problem.stage_cost(tables.stage(*transfer), count) for transfer in plan]
         for at, cost in enumerate(costs):
             if cost.memory_bytes(min(count, len(costs) - at)) > cost.limit_bytes:
                 return math.inf
@@ -128,12 +128,12 @@ def test_knapsack_finds_the_best_of_all_choices(seed):
     place, least = problem.place(*ranks), math.inf
     unique = [1.0] * num  # part of the parameters of each layer that no later layer of the stage shares
     for tied, number in problem.graph.ties:
-        for layer in [each for each in tied if each < num][:-1]:
+        for layer in [item for item in tied if item < num][:-1]:
             unique[layer] -= number / problem.graph.layers[layer].num_params
     for picked in itertools.product(choices, repeat=num):
         costs = [problem.layer_cost(layer, choice, place, count) for layer, choice in enumerate(picked)]
         needed = [u * c.state_bytes + 2 * c.activation_bytes for u, c in zip(unique, costs, strict=True)]
-        if step <= 0 or sum(math.ceil(each / step - 1e-9) for each in needed) > knapsack.STEPS:
+        if step <= 0 or sum(math.ceil(item / step - 1e-9) for item in needed) > knapsack.STEPS:
             continue
         cost = problem.stage_cost(StagePlan(0, num, *ranks, picked), count)
         least = min(least, cost.seconds + cost.ending_seconds / count)
@@ -225,7 +225,7 @@ def test_simulations_stop_only_where_no_schedule_can_be_the_best():
         found = [
             evaluate_schedule(candidate, pipeline, costs, build(pipeline, 4)) for build in (one_f_one_b, eager_1f1b)
         ]
-        assert best.seconds <= min(each.seconds for each in found if not each.short_bytes)
+        assert best.seconds <= min(item.seconds for item in found if not item.short_bytes)
         assert evaluate(problem, candidate, below_seconds=best.seconds * 1.001) == best
         assert evaluate(problem, candidate, below_seconds=best.seconds) is None
         syncs = [cost.sync_seconds for cost in costs]

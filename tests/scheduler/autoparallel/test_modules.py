@@ -130,7 +130,7 @@ def test_tied_parameters_of_one_stage_count_once():
     plain = (Choice(),) * 5
     whole = problem.stage_cost(StagePlan(0, 5, 0, 1, plain), 2)
     parts = [
-        problem.stage_cost(each, 2) for each in (StagePlan(0, 2, 0, 1, plain[:2]), StagePlan(2, 5, 1, 2, plain[2:]))
+        problem.stage_cost(item, 2) for item in (StagePlan(0, 2, 0, 1, plain[:2]), StagePlan(2, 5, 1, 2, plain[2:]))
     ]
     assert whole.state_bytes == sum(part.state_bytes for part in parts) - 16 * size
     with pytest.raises(ArgumentError, match=r"a tie names layers \[0, 9\]; it needs some of 0 to 4"):

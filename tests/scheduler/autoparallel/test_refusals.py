@@ -56,7 +56,7 @@ def test_parts_that_cannot_be_kept_are_refused(keep, text):
 def vary(spreads):
     """The profile with these spreads of layer classes."""
     classes = {
-        key: {1: ClassTimes(tuple(replace(each, spread=spreads.get(key, 0.0)) for each in degrees[1].measured))}
+        key: {1: ClassTimes(tuple(replace(item, spread=spreads.get(key, 0.0)) for item in degrees[1].measured))}
         for key, degrees in PROFILE.classes.items()
     }
     return replace(PROFILE, classes=classes)
@@ -177,7 +177,7 @@ def test_a_model_without_work_or_parameters_has_a_training_plan():
 
 def test_a_tp_degree_that_no_layer_allows_is_named():
     graph = LayerGraph.transformer(layers=2, hidden=8, heads=2, sequence=8, vocabulary=32)
-    graph = replace(graph, layers=tuple(replace(each, tp_limit=1, grid_sizes=None) for each in graph.layers))
+    graph = replace(graph, layers=tuple(replace(layer, tp_limit=1, grid_sizes=None) for layer in graph.layers))
     profile = LayerProfile.estimate(graph, flops_per_second=1e9)
     message = r"no stage can have tp=2: the layers of .* allow tp=1 at most; use a smaller tp, or pass a tp_plan"
     with pytest.raises(ArgumentError, match=message):

@@ -103,7 +103,7 @@ def test_explain_shows_the_ranks_of_a_stage_and_no_rounding_error_as_idle_time(t
 
 def test_explain_prints_both_balance_degrees(training_plan):
     times, memories = (
-        [getattr(each, name) for each in training_plan.reports] for name in ("busy_seconds", "memory_bytes")
+        [getattr(report, name) for report in training_plan.reports] for name in ("busy_seconds", "memory_bytes")
     )
     assert training_plan.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
     assert (

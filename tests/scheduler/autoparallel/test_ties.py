@@ -150,15 +150,15 @@ def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
     problem = make_problem(1000 + seed, ties=True, grids=seed % 2 == 1)
     count = problem.microbatch_counts[0]
     tables, shared = pace.make_tables(problem, count), 0
-    for each in list(all_plans(tables))[:: 1 + seed]:
-        stages = tuple(tables.stage(*stage) for stage in each)
+    for item in list(all_plans(tables))[:: 1 + seed]:
+        stages = tuple(tables.stage(*stage) for stage in item)
         if not all(problem.can_have(stage.choices[0], stage.first_layer, stage.end_layer) for stage in stages):
             continue
         costs, exchanges = problem.costs(stages, count)
         ties = [
             tied for tied, _ in problem.graph.ties if any(is_shared(tied, s.first_layer, s.end_layer) for s in stages)
         ]
-        assert [each.layers for each in exchanges] == ties
+        assert [exchange.layers for exchange in exchanges] == ties
         shared += len(ties)
         for stage, cost in zip(stages, costs, strict=True):
             least = problem.stage_cost(stage, count)
@@ -202,7 +202,7 @@ def find_movers(rank, stages):
     """What the engine on each rank has of the shared parameter, and the seconds of its Movers."""
     engine = pipe_of(stages).compile(BATCH, num_microbatches=2)
     (tie,) = engine._engine._state.ties._ties
-    local = {stage: getattr(each, "_local_tensor", each).numel() for stage, each in tie.mine.items()}
+    local = {stage: getattr(item, "_local_tensor", item).numel() for stage, item in tie.mine.items()}
     topology = topology_of(stages)
     return local, [simulate(mover.plan, topology).makespan_seconds for mover in tie.raw.values()]
 

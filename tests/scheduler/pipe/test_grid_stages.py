@@ -34,7 +34,7 @@ def on_grid(rows, cols, depth, **options):
 
 
 def run(stages, cuts, case=None, **options):
-    check_equal(case or make_case(), pipe_of(cuts, stages, **options), sum(each.size for each in stages))
+    check_equal(case or make_case(), pipe_of(cuts, stages, **options), sum(stage.size for stage in stages))
 
 
 @pytest.mark.slow

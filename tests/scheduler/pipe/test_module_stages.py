@@ -98,7 +98,7 @@ class Weighted(nn.Module):
 def check_weight(rank, factor):
     torch.manual_seed(0)
     first, last = First(), Weighted(factor)
-    batch = {name: each for name, each in make_batch(0).items() if name != "scale"}
+    batch = {name: item for name, item in make_batch(0).items() if name != "scale"}
     with pytest.raises(ArgumentError, match=r"gives the weight \S+; it must be 0, or from 1e-30 to 1e\+30"):
         rs.Pipe([first, last], stages="1x1,1x1").compile(batch, num_microbatches=2)
     return True
@@ -159,7 +159,7 @@ def step_without_weight(rank):
         results = [engine.step(make_masked_batch(1, 8))]
         norm = engine.clip_grad_norm_(1.0)
         results.append(engine.step(make_masked_batch(2, 1)))
-        return [(math.isnan(each.loss), each.finite) for each in results], norm, engine._loss_scale.value
+        return [(math.isnan(result.loss), result.finite) for result in results], norm, engine._loss_scale.value
 
 
 def test_a_batch_of_weight_0_has_no_gradient_and_keeps_the_loss_scale():

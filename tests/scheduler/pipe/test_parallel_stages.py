@@ -77,7 +77,7 @@ def grid(dp, tp, **options):
 
 
 def run(stages, cuts, make_model=make_mixer, **options):
-    num_ranks = sum(each.dp * each.tp for each in stages)
+    num_ranks = sum(stage.dp * stage.tp for stage in stages)
     check_equal(make_case(make_model), pipe_of(cuts, stages, tp_plan=PLAN, **options), num_ranks)
 
 

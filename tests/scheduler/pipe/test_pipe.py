@@ -60,7 +60,7 @@ def train_alone(model):
         optimizer.step()
         with torch.no_grad():
             held_out = model(**make_batch(100 + number, 6))[0]
-        results.append([each.detach().item() for each in (loss, metrics["accuracy"], norm, held_out)])
+        results.append([item.detach().item() for item in (loss, metrics["accuracy"], norm, held_out)])
     return results
 
 
@@ -76,7 +76,7 @@ def train_staged(rank, stages, cuts, accumulate, local):
             if local:
                 num_samples = engine.local_samples(sizes[0], parts)
                 none = not len(num_samples) and number % 2 == 0
-                batch = None if none else {name: each[num_samples] for name, each in batch.items()}
+                batch = None if none else {name: item[num_samples] for name, item in batch.items()}
             result = engine.step(batch, accumulate=parts, local_batch=local)
             norm = engine.clip_grad_norm_(0.5)
             optimizer.step()

@@ -132,7 +132,7 @@ def use_wrongly(rank):
                 "does not run on a batch of|'tokens' of the batch is float32, but int64 in the example of compile",
                 {**good, "tokens": tokens.float()},
             ),
-            (ArgumentError, "the batch has 0 samples", {name: each[:0] for name, each in good.items()}),
+            (ArgumentError, "the batch has 0 samples", {name: item[:0] for name, item in good.items()}),
             (
                 ArgumentError,
                 "'targets' of the batch has 7 samples, but the first tensor has 8",
@@ -276,7 +276,7 @@ SEQUENCE_PLAN = {
 def step_on_uneven_sequences(rank):
     torch.set_num_threads(1)
     pipe = rs.Pipe(make_mixer(tied=False), stages="1x2", tp_plan=SEQUENCE_PLAN)
-    batches = [{name: each[:, :length] for name, each in make_mixer_batch(0, 4).items()} for length in (2, 3, 4)]
+    batches = [{name: item[:, :length] for name, item in make_mixer_batch(0, 4).items()} for length in (2, 3, 4)]
     with pipe.compile(batches[2], 2) as engine:
         message = (
             "stage 0 divides the sequence over tp=2 ranks, and does not run on .* pad the sequence to a multiple of 2"
@@ -287,7 +287,7 @@ def step_on_uneven_sequences(rank):
 
 @pytest.mark.slow
 def test_sequences_that_ranks_cannot_divide_are_refused_before_the_step():
-    batch = {name: each[:, :2] for name, each in make_mixer_batch(0, 4).items()}
+    batch = {name: item[:, :2] for name, item in make_mixer_batch(0, 4).items()}
     expected = make_mixer(tied=False)(**batch).item()
     assert run_processes(step_on_uneven_sequences, 2) == [pytest.approx(expected, rel=1e-6)] * 2
 

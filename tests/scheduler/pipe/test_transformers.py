@@ -108,8 +108,8 @@ def test_llama_equals_one_process():
     ("name", "stages"),
     [
         ("Qwen2", "1x1,1x1"),
-        *(pytest.param(each, "1x1,1x1", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen3")),
-        *(pytest.param(each, "1x2,2x2", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen2", "Qwen3")),
+        *(pytest.param(item, "1x1,1x1", marks=pytest.mark.slow) for item in ("Gemma", "Mistral", "Qwen3")),
+        *(pytest.param(item, "1x2,2x2", marks=pytest.mark.slow) for item in ("Gemma", "Mistral", "Qwen2", "Qwen3")),
     ],
 )
 def test_models_with_the_chain_of_llama_equal_one_process(name, stages):
@@ -182,7 +182,7 @@ def test_fifty_steps_equal_one_process(model, num_stages, wrap):
     places = placements_of(model, wrap)
     places, cuts = (places, layers(1, 3)) if num_stages == 3 else (places[1:2], [])
     case = make_case(make, steps=50, mask=True, ignored=True)
-    check_equal(case, pipe_of(cuts, places), sum(each.size for each in places))
+    check_equal(case, pipe_of(cuts, places), sum(place.size for place in places))
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused():

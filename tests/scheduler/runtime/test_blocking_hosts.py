@@ -137,7 +137,7 @@ def single_process(pipeline):
 def run_cases(rank, size):
     results = {}
     for name, (ranks, edges, build) in CASES.items():
-        pipeline = make_pipeline([Mesh(each) for each in ranks], edges, size)
+        pipeline = make_pipeline([Mesh(item) for item in ranks], edges, size)
         results[name] = step(pipeline, build(pipeline, NUM), rank)
     return results
 
@@ -147,7 +147,7 @@ def test_no_schedule_hangs_and_all_compute_the_same(monkeypatch, standin, size):
     use_streams(monkeypatch, standin, BlockingStream)
     results = run_processes(run_cases, 4, size)
     for name, (ranks, edges, _) in CASES.items():
-        losses, grads = single_process(make_pipeline([Mesh(each) for each in ranks], edges, SMALL))
+        losses, grads = single_process(make_pipeline([Mesh(item) for item in ranks], edges, SMALL))
         for rank, by_name in enumerate(results):
             found, by_stage = by_name[name]
             assert found == [pytest.approx(losses)] * 2 or rank not in ranks[3], name
@@ -166,7 +166,7 @@ def at_consumer(pipeline, num):
 
 
 def run_one(rank, build, size, is_checked, timeout_seconds):
-    pipeline = make_pipeline([Mesh([each]) for each in range(4)], CHAIN, size)
+    pipeline = make_pipeline([Mesh([number]) for number in range(4)], CHAIN, size)
     if not is_checked:
         engine_arguments.check_one_order = lambda schedule: None
     try:
@@ -218,7 +218,7 @@ def run_noisy(rank):
     torch.manual_seed(5 + rank)
     with Engine(one_f_one_b(pipeline, 2), pipeline, {rank: module}, timeout_seconds=60) as engine:
         losses = [engine.step(feed).losses for _ in range(2)]
-    state = {name: each.tolist() for name, each in module.state_dict().items()}
+    state = {name: item.tolist() for name, item in module.state_dict().items()}
     return losses, state, module.layer.weight.grad.tolist(), module.sums, len(module.reached)
 
 

@@ -178,6 +178,6 @@ def test_channels_within_a_rank_need_no_plan():
         (mixed, (0, 0, 0), set()),
     ):
         plans = plan_channels(of, pp_ranks, Topology((0, 0)), None)
-        assert {(each.channel.sender, each.channel.receiver) for each in plans if each.plan is None} == without
+        assert {(plan.channel.sender, plan.channel.receiver) for plan in plans if plan.plan is None} == without
     local = PendingTransfer(None, {"x": torch.ones(4)})
     assert local.is_done() and list(local.wait()) == ["x"]

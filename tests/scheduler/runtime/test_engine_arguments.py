@@ -239,7 +239,7 @@ def test_gradients_are_reduced_in_buckets(monkeypatch):
     monkeypatch.setattr(grad_sync, "BUCKET_BYTES", 40)
     sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
     found = grad_sync._buckets(torch.zeros(size, dtype=torch.int8) for size in sizes)
-    assert [[each.nbytes for each in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]
+    assert [[item.nbytes for item in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]
 
 
 @pytest.fixture

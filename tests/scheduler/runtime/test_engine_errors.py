@@ -306,7 +306,7 @@ def run_counter(rank, is_buffer, kind=None, signal_only=False):
     mesh = [Mesh([0]), Mesh([1])]
     x, count = (TensorSpec((2, 3), "float32", Layout(mesh[0]), Layout(mesh[1]), name) for name in ("x", "count"))
     edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
-    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=each) for each in mesh), (edge,))
+    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=item) for item in mesh), (edge,))
     module = (kind or Counter)(rank, is_buffer)
     engine = Engine(gpipe(pipeline, 6), pipeline, {rank: module}, timeout_seconds=20, signal_only=signal_only)
     try:

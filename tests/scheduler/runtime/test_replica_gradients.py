@@ -95,7 +95,7 @@ def run_flat(rank):
         parameter.grad = part.view(parameter.shape)
     with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         engine.step(feed(rank, 2))
-        watched = [each for each in Monitor.of(find_group(None))._watched if isinstance(each, ReplicaSync)]
+        watched = [item for item in Monitor.of(find_group(None))._watched if isinstance(item, ReplicaSync)]
     return gradients(module), flat.numpy().copy(), len(watched)
 
 

@@ -117,9 +117,9 @@ def test_the_loop_of_search_and_measurement_trains_as_one_process():
     tuned = found[0]
     assert 1 <= len(tuned.rounds) <= 2
     assert tuned.gain >= 1.0
-    for each in tuned.rounds:
-        assert {span.action.stage for span in each.measurement.timelines[0].spans} == set(
-            range(len(each.training_plan.stages))
+    for item in tuned.rounds:
+        assert {span.action.stage for span in item.measurement.timelines[0].spans} == set(
+            range(len(item.training_plan.stages))
         )
     result = run_processes(train, 2, replace(job, training_plan=tuned.training_plan), False, timeout_seconds=300)[0]
     assert list(result.losses) == pytest.approx(train_alone(job)[0], abs=1e-5)
@@ -132,7 +132,9 @@ def test_an_error_of_the_search_reaches_all_ranks():
         run_processes(
             tune_training_plan, 2, job, SearchOptions(2, None, "100MB", (("num_microbatches", 3),), measures=True)
         )
-    assert [str(each.error) for each in raised.value.failures] == ["3 microbatches do not divide 8 samples evenly"] * 2
+    assert [str(failure.error) for failure in raised.value.failures] == [
+        "3 microbatches do not divide 8 samples evenly"
+    ] * 2
 
 
 def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
@@ -141,7 +143,7 @@ def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
         run_processes(
             tune_training_plan, 2, job, SearchOptions(2, "none.json", "100MB", measures=True), grace_seconds=20
         )
-    assert [type(each.error).__name__ for each in raised.value.failures] == ["TopologyError"] * 2
+    assert [type(failure.error).__name__ for failure in raised.value.failures] == ["TopologyError"] * 2
     monkeypatch.setattr(plan_search, "make_job_problem", lambda *_: int("x"))
     with pytest.raises(LaunchError) as raised:
         run_processes(tune_training_plan, 2, job, SearchOptions(2, None, "100MB", measures=True), grace_seconds=20)

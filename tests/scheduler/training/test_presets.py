@@ -73,7 +73,7 @@ def test_shrinking_multiplies_bytes_per_operation_of_all_edges_alike(name, divis
     small = whole.shrunk(divisor, num_stages)
     factor = whole.config.shrink_factor(divisor)
     assert factor == (divisor**2 if "gpt" in name else divisor)
-    pairs = list(zip(*(count_edges(each, each.divide_layers(num_stages)) for each in (whole, small)), strict=True))
+    pairs = list(zip(*(count_edges(item, item.divide_layers(num_stages)) for item in (whole, small)), strict=True))
     assert pairs
     for edge, shrunk in pairs:
         assert (edge.src, edge.dst) == (shrunk.src, shrunk.dst)
