@@ -43,7 +43,7 @@ def measure(shape: GridShape, tokens: int, hidden: int, steps: int) -> list[floa
             before = [nics[0][1] for nics in cluster.crossed_bytes()]
             cluster.run(run_steps, shape, tokens, hidden, number, timeout_seconds=600)
             counts.append([nics[0][1] - old for nics, old in zip(cluster.crossed_bytes(), before, strict=True)])
-    return [(many - one) / steps for one, many in zip(*counts, strict=True)]
+    return [(many - item) / steps for item, many in zip(*counts, strict=True)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -254,7 +254,7 @@ def report(rows: list[dict[str, Any]], worst: int) -> int:
         best = sum(a <= b for a, b in zip(times[name], others, strict=True))
         alone = sum(a * (1 + MARGIN) < b for a, b in zip(times[name], others, strict=True))
         chosen = sum(found["chosen"] == name for found in rows)
-        spent = [sum(found[name][at] for found in rows if len(found[name]) > 3) for at in (2, 3)]
+        spent = [sum(found[name][index] for found in rows if len(found[name]) > 3) for index in (2, 3)]
         print(f"{name:28} {chosen:7} {best:7} {alone:18} {spent[0]:14.2f} {spent[1]:12.2f}")
     for found in sorted(rows, key=ratio_of, reverse=True)[:worst]:
         best = min(CANDIDATES, key=lambda name: found[name][0])

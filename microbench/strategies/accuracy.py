@@ -70,9 +70,10 @@ class Model:
 
     def graph(self) -> LayerGraph:
         """The layers, without parameters, and the tensors between them."""
-        layers = [Layer(f"layers.{at}", f"{s:g} s", 0.0, 0, 0.0) for at, s in enumerate(self.seconds)]
+        layers = [Layer(f"layers.{index}", f"{s:g} s", 0.0, 0, 0.0) for index, s in enumerate(self.seconds)]
         tensors = [
-            Tensor(f"x{at}", (1, round(mb * MB)), "float32", at, (at + 1,)) for at, mb in enumerate(self.megabytes)
+            Tensor(f"x{index}", (1, round(mb * MB)), "float32", index, (index + 1,))
+            for index, mb in enumerate(self.megabytes)
         ]
         tensors += [
             Tensor(f"skip{writer}", (1, round(mb * MB)), "float32", writer, (reader,))

@@ -67,8 +67,8 @@ def divisions(problem: SearchProblem) -> Iterator[Stages]:
         for cuts in itertools.combinations(range(1, num_layers), len(sizes) - 1):
             ends, ranks = (*cuts, num_layers), list(itertools.accumulate(sizes, initial=0))
             yield tuple(
-                StagePlan(first, end, ranks[at], ranks[at + 1], (Choice(),) * (end - first))
-                for at, (first, end) in enumerate(itertools.pairwise((0, *ends)))
+                StagePlan(first, end, ranks[index], ranks[index + 1], (Choice(),) * (end - first))
+                for index, (first, end) in enumerate(itertools.pairwise((0, *ends)))
             )
 
 

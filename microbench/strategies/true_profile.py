@@ -66,11 +66,11 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProble
     seconds = [scale * layer_second for layer_second in layer_seconds()]
     numel = round(scale * ratio * WIDTH * TOKENS * 2 / 4)
     graph = LayerGraph(
-        tuple(Layer(f"layers.{at}", f"layer {at}", 0.0, 0, 0.0) for at in range(LAYERS)),
-        tuple(Tensor(f"x{at}", (1, numel), "float32", at, (at + 1,)) for at in range(LAYERS - 1)),
+        tuple(Layer(f"layers.{index}", f"layer {index}", 0.0, 0, 0.0) for index in range(LAYERS)),
+        tuple(Tensor(f"x{index}", (1, numel), "float32", index, (index + 1,)) for index in range(LAYERS - 1)),
         name="GPT of XL's proportions",
     )
-    classes = {f"layer {at}": {1: ClassTimes((LayerTimes(1, s, s, s, 2 * s),))} for at, s in enumerate(seconds)}
+    classes = {f"layer {index}": {1: ClassTimes((LayerTimes(1, s, s, s, 2 * s),))} for index, s in enumerate(seconds)}
     profile = LayerProfile(graph.key, "timed", graph.dtype, classes)
     return SearchProblem(graph, Cluster(topology, 1e9), profile, NUM_SAMPLES, microbatch_counts=(NUM_SAMPLES,))
 

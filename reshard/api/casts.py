@@ -62,7 +62,7 @@ def check_cast(src: str, dst: str, what: str) -> None:
 
 def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
     """Whether torch promotes ``a`` to ``b``. Integers compare by range, as torch has no rules for uint16 to uint64."""
-    integers = [not (one.is_floating_point or one.is_complex or one is torch.bool) for one in (a, b)]
+    integers = [not (item.is_floating_point or item.is_complex or item is torch.bool) for item in (a, b)]
     if all(integers):
         return torch.iinfo(b).min <= torch.iinfo(a).min and torch.iinfo(a).max <= torch.iinfo(b).max
     return torch.promote_types(a, b) is b
@@ -165,10 +165,10 @@ def cast_received(received: Sequence[torch.Tensor | None], targets: Sequence[tor
                 write_into(wide_piece, narrow_piece.clone())
             continue
         # In ascending order, each write ends before the narrow elements that are still to be read.
-        narrow_row, wide_row = (one.as_strided((one.numel(),), (1,)) for one in (array, wide))
+        narrow_row, wide_row = (item.as_strided((item.numel(),), (1,)) for item in (array, wide))
         step = max(1, CAST_BYTES // wide.element_size())
-        for at in range(0, wide.numel(), step):
-            write_into(wide_row[at : at + step], narrow_row[at : at + step].clone())
+        for index in range(0, wide.numel(), step):
+            write_into(wide_row[index : index + step], narrow_row[index : index + step].clone())
 
 
 def _is_dense(array: torch.Tensor) -> bool:

@@ -271,14 +271,14 @@ def _move_lossless(
         rank: _copy_of(out[rank]) if rank in out else _new_on_cpu(like, tensor.dst_shards.local_shape(rank))
         for rank in tensor.dst.ranks
     }
-    converted = [{rank: as_torch(array) for rank, array in one.items()} for one in (shards, base, out, targets)]
+    converted = [{rank: as_torch(array) for rank, array in item.items()} for item in (shards, base, out, targets)]
 
     def move(specs: Sequence[TensorSpec], buckets: Sequence[Mapping[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
         return execute_local(make(specs), buckets)
 
     if math.prod(tensor.shape):
         move_lossless(tensor, codec, LocalArrays(*converted), move)
-    return {rank: _placed_as(like, one) for rank, one in targets.items()}
+    return {rank: _placed_as(like, target) for rank, target in targets.items()}
 
 
 def _new_on_cpu(like: Array, shape: tuple[int, ...]) -> Array:

@@ -180,7 +180,9 @@ class Mover:
         """The arrays of a transfer, checked. Transfers of ``owner`` may use them: they end before this one begins."""
         names = [spec.name for spec in self.plan.tensors]
         sources = self._reader.sources(self.plan.by_tensor(tensor))
-        bases = [wait_for_collective(one.to_local() if is_dtensor(one) else one) for one in self.plan.by_tensor(base)]
+        bases = [
+            wait_for_collective(item.to_local() if is_dtensor(item) else item) for item in self.plan.by_tensor(base)
+        ]
         outs = self.plan.by_tensor(out)
         results = self._reader.targets(outs)
         check_no_aliasing(sources, results, names)

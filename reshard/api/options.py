@@ -98,7 +98,9 @@ def shows_options(kind: type) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         own = inspect.signature(function)
-        shown = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown = [
+            parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         hints = get_type_hints(kind)
         for name, default in _DEFAULTS[kind].items():
             keyword = inspect.Parameter.KEYWORD_ONLY

@@ -73,7 +73,7 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
         buckets: what travels in place of the tensors.
     """
     channel, decision, options = agreement.channel, agreement.decision, agreement.inputs.options
-    agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
+    agreed: list[Any] = [sorted(item.items()) for item in (decision.shapes, decision.dtypes, decision.hostnames)]
     key = repr((agreement.arguments, decision.device_type, agreed, sorted(raw), list(map(str, buckets))))
     # different functions and codecs may have the same name
     is_cacheable = not callable(options["strategy"]) and isinstance(options["compression"], str | None)
@@ -118,7 +118,7 @@ def _make_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequenc
     on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, inputs.items, strict=True)]
     codec = None if is_lossless(options["compression"]) else options["compression"]
     coded = code_tensors(tensors, codec, options["max_error"], topology, plan, on_wire, encodes_first=True)
-    for at, item in enumerate(inputs.items):
+    for index, item in enumerate(inputs.items):
         if item.name in raw:
-            coded[at] = replace(tensors[at], dtype=on_wire[at])
+            coded[index] = replace(tensors[index], dtype=on_wire[index])
     return plan(coded)

@@ -23,7 +23,7 @@ from reshard.sharding import AnyLayout, TensorSpec
 def shard_shapes(plan: Plan, rank: int, side: str) -> list[tuple[int, ...] | None]:
     """The shapes of a rank's shards on one side of a plan, of the plain values of coded tensors."""
     shards = [spec.plain.src_shards if side == "src" else spec.plain.dst_shards for spec in plan.tensors]
-    return [one.local_shape(rank) if rank in one.layout.ranks else None for one in shards]
+    return [shard.local_shape(rank) if rank in shard.layout.ranks else None for shard in shards]
 
 
 @dataclass(frozen=True)

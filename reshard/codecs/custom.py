@@ -167,7 +167,7 @@ def wrap_codec(codec: Any) -> CustomCodec:
     if not isinstance(label, str) or _LABEL.fullmatch(label) is None:
         raise ArgumentError(f"the name of codec {kind} is {label!r}; it must be letters, digits and _")
     is_pair = isinstance(element, tuple) and len(element) == 2
-    if not is_pair or not all(type(one) is int and 0 < one <= MAX_ELEMENT for one in element):
+    if not is_pair or not all(type(item) is int and 0 < item <= MAX_ELEMENT for item in element):
         raise ArgumentError(
             f"the element of codec {label} is {element!r}; it must be (values, bytes), both from 1 to {MAX_ELEMENT}"
         )

@@ -148,7 +148,7 @@ class GradientSum:
                 raise found
             gradients = {name: _local_of(name, item) for name, item in gradients.items()} if is_mapping else gradients
             self.check(gradients)
-            given = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
+            given = [(name, dtype_name(element.dtype), list(element.shape)) for name, element in gradients.items()]
         except ArgumentError as error:
             failure = str(error)
         self._compare(given, failure)

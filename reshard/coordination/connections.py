@@ -128,8 +128,8 @@ class Connections:
 
     def begin_close(self) -> None:
         """Begin to close communicators on a device, without waiting. Call it on all connections before closing one."""
-        for one in self._on_device():
-            one.begin_close()
+        for item in self._on_device():
+            item.begin_close()
 
     def close(self) -> None:
         """Drop all groups. A group without other references ends its threads and closes its connections."""
@@ -142,8 +142,8 @@ class Connections:
 
     def close_communicators(self) -> None:
         """Wait until communicators on a device have closed."""
-        for one in self._on_device():
-            one.close()
+        for item in self._on_device():
+            item.close()
 
     def abort(self) -> None:
         """End all waits on every transport, on this rank and soon on the other ranks."""
@@ -151,10 +151,10 @@ class Connections:
             abort_group(group)
         if isinstance(self._collectives, dist.ProcessGroupGloo):
             abort_group(self._collectives)
-        for one in self._on_device():  # an abort may wait for the kernels of the others
-            one.begin_abort()
-        for one in self._on_device():
-            one.abort()
+        for item in self._on_device():  # an abort may wait for the kernels of the others
+            item.begin_abort()
+        for item in self._on_device():
+            item.abort()
 
 
 #: Connections with communicators on devices.
@@ -164,10 +164,10 @@ call_in_child(_on_devices.clear)
 
 def _close_communicators() -> None:
     """At process exit, close all communicators. Otherwise NCCL tells ranks still at work that this one has died."""
-    for one in list(_on_devices):
-        one.begin_close()
-    for one in list(_on_devices):
-        one.close_communicators()
+    for on_device in list(_on_devices):
+        on_device.begin_close()
+    for on_device in list(_on_devices):
+        on_device.close_communicators()
 
 
 class _PolledStore(dist.Store):

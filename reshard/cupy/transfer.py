@@ -185,7 +185,7 @@ class Mover:
         ]
         dst = self._check(outs, shapes, "destination")
         for given in plan.by_tensor(out):  # only arrays of the caller can overlap a source
-            if given is not None and any(one is not None and cupy.may_share_memory(given, one) for one in src):
+            if given is not None and any(item is not None and cupy.may_share_memory(given, item) for item in src):
                 raise ArgumentError("out shares memory with a source; pass a separate array")
         return src, dst
 

@@ -242,7 +242,7 @@ class _Replay:
                 shards = self._plan.tensors[tensor].dst_shards
                 own = mine[boxes.tensor[boxes.piece[mine]] == tensor]
                 tile, owner = owners.tiles_of(np.unique(self._owner[own]))
-                start, stop = (np.full((len(tile), ndim), at, dtype=np.int64) for at in (0, 1))
+                start, stop = (np.full((len(tile), ndim), index, dtype=np.int64) for index in (0, 1))
                 start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
                 found.append((np.searchsorted(names, owners.ranks[owner] * num_tensors + tensor), start, stop))
         group, start, stop = map(np.concatenate, zip(*found, strict=True))

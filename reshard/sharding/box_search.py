@@ -71,9 +71,9 @@ def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.
     dim = 0
     while True:
         bins.separate(1)
-        for at, box in _pairs(bins.bin_of_point, bins.first, bins.size):
-            hit = ((bins.start[box] <= bins.point[at]) & (bins.point[at] < bins.stop[box])).all(axis=1)
-            found[bins.point_id[at[hit]]] = bins.box[box[hit]]
+        for index, box in _pairs(bins.bin_of_point, bins.first, bins.size):
+            hit = ((bins.start[box] <= bins.point[index]) & (bins.point[index] < bins.stop[box])).all(axis=1)
+            found[bins.point_id[index[hit]]] = bins.box[box[hit]]
         bins.keep(bins.size > _MAX_PAIRWISE)
         if not len(bins.box) or not len(bins.point):
             return found

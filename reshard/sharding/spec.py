@@ -221,9 +221,9 @@ def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
         strided = any(not isinstance(step, str) for step in steps)
         if strided and positions != sorted(positions):
             raise LayoutError(f"torch placements cannot express {' '.join(map(str, steps))} on dim {dim}")
-        for at, (step, position) in enumerate(zip(steps, positions, strict=True)):
+        for index, (step, position) in enumerate(zip(steps, positions, strict=True)):
             factor = split_factor_of(step)
-            for earlier in positions[:at]:
+            for earlier in positions[:index]:
                 if earlier > position:
                     factor *= mesh.sizes[earlier]
             placements[position] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)

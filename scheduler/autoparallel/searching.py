@@ -270,7 +270,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
     different = [other for other in others if (other.candidate.text, other.seconds) != (candidate.text, best.seconds)]
     ties = tuple(
         TieReport(
-            tuple(layers[at].name for at in exchange.layers),
+            tuple(layers[index].name for index in exchange.layers),
             exchange.stages,
             exchange.nbytes,
             exchange.seconds,
@@ -281,7 +281,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
     return TrainingPlan(
         candidate.method,
         candidate.stages,
-        tuple(tuple(layers[at].name for at in range(s.first_layer, s.end_layer)) for s in candidate.stages),
+        tuple(tuple(layers[index].name for index in range(s.first_layer, s.end_layer)) for s in candidate.stages),
         count,
         problem.num_samples,
         format_schedule(best.schedule),

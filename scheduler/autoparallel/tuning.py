@@ -208,8 +208,8 @@ def _work(problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds) -
     place, num_samples = problem.place(stage.first_rank, stage.end_rank), problem.num_samples // count
     work: dict[_Entry, float] = {}
     whole = 0.0
-    for at, choice in enumerate(stage.choices, stage.first_layer):
-        layer, cost = problem.graph.layers[at], problem.layer_cost(at, choice, place, count)
+    for index, choice in enumerate(stage.choices, stage.first_layer):
+        layer, cost = problem.graph.layers[index], problem.layer_cost(index, choice, place, count)
         degree = 1 if choice.grid else choice.tp
         times, is_measured = problem.profile.times(layer.key, degree)
         layer_times = times.at(num_samples / choice.sample_shards(place.num_ranks))

@@ -117,8 +117,8 @@ def _move_recvs(actions: Sequence[Action], pipeline: Pipeline, recvs_ahead: int)
             at = due[nth] if not recvs_ahead else due[nth - recvs_ahead] if nth >= recvs_ahead else 0
             moved.append((due[nth], first, at, recv))
     posted: dict[int, list[Action]] = {}  # receives before each action
-    for *_, at, recv in sorted(moved, key=lambda each: (*each[:2], each[3].other)):
-        posted.setdefault(at, []).append(recv)
+    for *_, position, recv in sorted(moved, key=lambda each: (*each[:2], each[3].other)):
+        posted.setdefault(position, []).append(recv)
     out: list[Action] = []
     for index, action in enumerate(rest):
         out += [*posted.get(index, ()), action]
@@ -131,13 +131,13 @@ def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass])
     reports = []
     if not isinstance(passes, Sequence) or not all(map(callable, passes)):
         raise ArgumentError(f"passes must be a list of functions such as overlap_transfers, not {passes!r}")
-    for one in passes:
-        changed = one(schedule, pipeline)
+    for compute_pass in passes:
+        changed = compute_pass(schedule, pipeline)
         if not isinstance(changed, Schedule):
             raise ArgumentError(f"a pass returned {type(changed).__name__}, not a Schedule")
         reports.append(
             Report(
-                getattr(one, "__name__", type(one).__name__),
+                getattr(compute_pass, "__name__", type(compute_pass).__name__),
                 _count_moved(schedule, changed),
                 simulate_schedule(schedule, pipeline).makespan_seconds,
                 simulate_schedule(changed, pipeline).makespan_seconds,

@@ -157,7 +157,7 @@ class Engine:
         self._last_weight, self._timeout_seconds = part.last_weight, part.timeout_seconds
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
         self._topology, policy = topology or Topology.from_hostnames(names), options.policy
-        pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
+        pipelines = tuple(item for item in (pipeline, last_pipeline) if item is not None)
         if policy.dimensions:
             pipelines = self._code(modules, pipelines)
         used = (*(0,) * (schedule.num_microbatches - 1), len(pipelines) - 1)
@@ -225,9 +225,11 @@ class Engine:
         """
         check_runnable(schedule, self.pp_rank, self._stages, self._device)
         transfers = []
-        for one in pipelines:
+        for pipeline in pipelines:
             options = {"signal_only": self._options.signal_only}
-            channels = plan_channels(one, schedule.pp_rank_of_stage, self._topology, self._options.strategy, **options)
+            channels = plan_channels(
+                pipeline, schedule.pp_rank_of_stage, self._topology, self._options.strategy, **options
+            )
             for channel in channels:
                 logger.debug("rank %d plans %s", self._group.rank, channel)
             transfers.append(

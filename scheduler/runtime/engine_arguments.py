@@ -77,8 +77,8 @@ class EngineOptions:
             ("the number of microbatches", str(schedule.num_microbatches)),
             ("the schedule's actions", hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:16]),
         ]
-        for name, one in (("pipeline", pipeline), ("last_pipeline", self.last_pipeline)):
-            for edge in one.edges if one is not None else ():
+        for name, item in (("pipeline", pipeline), ("last_pipeline", self.last_pipeline)):
+            for edge in item.edges if item is not None else ():
                 tensors = "; ".join(map(str, edge.tensors))
                 names = f"{sorted(edge.without_gradient)} {sorted(edge.passed_on)}"
                 described.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {names}"))

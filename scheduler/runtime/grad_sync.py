@@ -167,7 +167,7 @@ class ReplicaSync:
         outline = self._outline()
         # One all-reduce shows whether all hashes are equal: the maximum of -h is minus the minimum of h.
         hashes = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for _, text in outline]
-        extremes = self._on_device([sign * one for one in hashes for sign in (1, -1)])
+        extremes = self._on_device([sign * digest for digest in hashes for sign in (1, -1)])
         self._all_reduce(extremes, check_errors, "begin a step", dist.ReduceOp.MAX)
         for (what, text), high, low in zip(outline, extremes.tolist()[::2], extremes.tolist()[1::2], strict=True):
             if high != -low:
@@ -243,7 +243,7 @@ class ReplicaSync:
         def describe(named: Iterable[tuple[str, torch.Tensor]]) -> str:
             return ", ".join(f"{name} {torch_compat.gradient_dtype(item)} {list(item.shape)}" for name, item in named)
 
-        parameters = [one for one in self._module.module.named_parameters() if self._is_synced(one[0])]
+        parameters = [element for element in self._module.module.named_parameters() if self._is_synced(element[0])]
         frozen = ", ".join(name for name, parameter in parameters if not parameter.requires_grad) or "none"
         buffers = describe(self._buffers())
         return [("parameters", describe(parameters)), ("frozen parameters", frozen), ("buffers", buffers)]

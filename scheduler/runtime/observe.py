@@ -171,7 +171,7 @@ class StepRecord:
             computed = record.transfer.computed_at
             record.transfer.computed_at = None if computed is None else seconds(computed)
         self.waited_seconds = sum(
-            one.end - one.start if one.action.kind.is_transfer else one.start - one.since for one in self.actions
+            item.end - item.start if item.action.kind.is_transfer else item.start - item.since for item in self.actions
         )
 
 
@@ -220,7 +220,7 @@ def gather_values(requests: list[Request]) -> Decision:
 
 def _to_json(own: _RankTimes) -> list[Any]:
     pp_rank, records, transfers, boot, now = own
-    actions = [[*dataclasses.astuple(one.action), one.since, one.start, one.end] for one in records]
+    actions = [[*dataclasses.astuple(record.action), record.since, record.start, record.end] for record in records]
     return [pp_rank, actions, [[*dataclasses.astuple(channel), *rest] for channel, *rest in transfers], boot, now]
 
 
@@ -267,9 +267,9 @@ def _merge(ranks: Sequence[Any]) -> PipelineTimeline:
             if ended is not None and not is_send:
                 at.end = max(at.end, ended - clock - first)
     ready: dict[tuple[int, int, bool], float] = {}
-    for (channel, microbatch), at in ends.items():
+    for (channel, microbatch), index in ends.items():
         consumer = channel.receiver, microbatch, channel.is_forward
-        ready[consumer] = max(at.ready, ready.get(consumer, 0.0))
+        ready[consumer] = max(index.ready, ready.get(consumer, 0.0))
     spans = []
     shown: set[int] = set()
     for (pp_rank, actions, *_), clock in zip(ranks, clocks, strict=True):
@@ -280,8 +280,8 @@ def _merge(ranks: Sequence[Any]) -> PipelineTimeline:
             since, start, end = (when - clock - first for when in (record.since, record.start, record.end))
             spans.append(Span(pp_rank, record.action, start, end, _exposed(record.action, since, start, ready)))
     transfers = [
-        StageTransfer(channel, microbatch, at.ready, at.start, max(at.end, at.start))
-        for (channel, microbatch), at in ends.items()
+        StageTransfer(channel, microbatch, index.ready, index.start, max(index.end, index.start))
+        for (channel, microbatch), index in ends.items()
     ]
     return PipelineTimeline(
         tuple(sorted(spans, key=lambda span: (span.start, span.pp_rank))),

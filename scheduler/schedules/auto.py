@@ -204,7 +204,7 @@ class _Search:
         self.improve()
 
     def join_backwards(self) -> None:
-        """Merge adjacent I and W passes of the first microbatches into B, on each pp rank, while it shortens the step."""
+        """Merge adjacent I and W passes of the first microbatches into B on each pp rank, if that shortens the step."""
         assert self.best is not None
         for pp_rank in range(len(self.best.schedule.rank_actions)):
             best, worse = 0, self.num + 1  # bisection over the number of microbatches

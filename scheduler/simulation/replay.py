@@ -175,7 +175,7 @@ class _Replay:
             for pp_rank, end in enumerate(self.until):
                 if end is not None and end <= done:
                     self.finish(pp_rank)
-        if any(at < len(actions) for at, actions in zip(self.at, self.schedule.rank_actions, strict=True)):
+        if any(index < len(actions) for index, actions in zip(self.at, self.schedule.rank_actions, strict=True)):
             raise ScheduleError(
                 f"the schedule deadlocks: no pp rank can do its action in brackets; {self.describe()}; "
                 f"{describe_cycle(self.schedule, self.pipeline)}"
@@ -188,12 +188,12 @@ class _Replay:
     def describe(self) -> str:
         """The position of each pp rank, as text: nearby actions, with the current one in brackets."""
         positions = []
-        for pp_rank, (at, actions) in enumerate(zip(self.at, self.schedule.rank_actions, strict=True)):
-            before = " ".join(map(str, actions[max(0, at - 4) : at]))
-            after = " ".join(map(str, actions[at + 1 : at + 4]))
+        for pp_rank, (index, actions) in enumerate(zip(self.at, self.schedule.rank_actions, strict=True)):
+            before = " ".join(map(str, actions[max(0, index - 4) : index]))
+            after = " ".join(map(str, actions[index + 1 : index + 4]))
             positions.append(
-                f"pp rank {pp_rank}: {before} [{actions[at]}] {after}"
-                if at < len(actions)
+                f"pp rank {pp_rank}: {before} [{actions[index]}] {after}"
+                if index < len(actions)
                 else f"pp rank {pp_rank} is done"
             )
         return "; ".join(positions)

@@ -215,7 +215,7 @@ def test_buckets_move_inside_one_process(kind):
 
         def cut(layout, whole):
             cuts = {rank: take_shard(layout, rank, whole) for rank in layout.ranks}
-            return {rank: one.numpy() if kind == "numpy" else one for rank, one in cuts.items()}
+            return {rank: item.numpy() if kind == "numpy" else item for rank, item in cuts.items()}
 
         (base, shards), (out, wanted) = ([cut(side[name], whole) for whole in wholes] for side in (SRC, DST))
         moved = reshard.reshard_local(

@@ -21,7 +21,7 @@ ROWS = Layout(Mesh.of("2"), "S0")
 
 
 def _defaults(function):
-    return {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 @pytest.mark.parametrize("function", [reshard.reshard, reshard.reshard_async, reshard.ray.reshard])

@@ -143,7 +143,7 @@ def test_autograd_is_told_that_out_changes(dst_dtype, with_mover):
 def _copy_mover(rank):
     with reshard.Mover(reshard.make_plan(ROWS, COLS, (8, 6), "float32")) as mover:
         handle = mover.start(take_shard(ROWS, rank, WHOLE))
-        texts = [result_or_error(lambda one=one: copy.copy(one)) for one in (mover, handle)]
+        texts = [result_or_error(lambda item=item: copy.copy(item)) for item in (mover, handle)]
         handle.wait()
     return texts
 
@@ -305,7 +305,7 @@ def move_nibbles(rank):
             out=strided_nibbles(data) if rank else None,
         ),
     ]
-    return [None if one is None else torch.equal(one.view(torch.uint8), data) for one in found]
+    return [None if item is None else torch.equal(item.view(torch.uint8), data) for item in found]
 
 
 def test_reshard_moves_dtypes_that_torch_cannot_copy():

@@ -32,7 +32,7 @@ def _flat(gradients):
 def _all_equal(tensor):
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor)
-    return all(torch.equal(one.view(torch.int32), every[0].view(torch.int32)) for one in every)
+    return all(torch.equal(item.view(torch.int32), every[0].view(torch.int32)) for item in every)
 
 
 def _sums(rank, piece_values):

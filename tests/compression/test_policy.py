@@ -138,8 +138,8 @@ def test_each_dimension_sends_fewer_bytes():
                 error = float((gradient - exact).norm() / exact.norm())
                 assert 1e-4 < error < 0.03 or torch.equal(gradient, exact)
     for number in range(len(policies)):
-        for one, other in zip(ranks[1][number][2], ranks[2][number][2], strict=True):
-            assert torch.equal(one, other)  # replicas
+        for item, other in zip(ranks[1][number][2], ranks[2][number][2], strict=True):
+            assert torch.equal(item, other)  # replicas
     assert not torch.equal(ranks[1][3][2][0], ranks[1][0][2][0])
 
 

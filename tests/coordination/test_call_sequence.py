@@ -215,14 +215,14 @@ def test_failed_call_of_a_rank_in_two_sets_puts_both_out_of_sync():
     """The members of the failed call are unknown, so later calls cannot be matched either."""
     first, both, second = run_processes(_one_fails_in_two_sets, 3)
     for given in (first[:1], both[:3], second[:1]):
-        assert all(len(one) == 1 for one in given[:1]), given
+        assert all(len(item) == 1 for item in given[:1]), given
     for given in (first, second):
         assert given[0] == [0.0] and given[1] in ([1.0], given[1]), given
         assert "whose members are unknown" in given[-1], given
-        for step, one in enumerate(given):
-            assert one == [float(step)] or "create a new group" in one or "failed a call" in one, given
-    for step, one in enumerate(both):
-        assert one == [float(step // 2)] or "Error" in one, both
+        for step, item in enumerate(given):
+            assert item == [float(step)] or "create a new group" in item or "failed a call" in item, given
+    for step, item in enumerate(both):
+        assert item == [float(step // 2)] or "Error" in item, both
 
 
 A, B = Layout(Mesh([0], {"x": 1})), Layout(Mesh([1], {"x": 1}))

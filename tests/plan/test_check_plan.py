@@ -323,7 +323,7 @@ def test_errors_name_the_message_of_each_box(dst, lines, refused):
     text = STRIPES.format(dst=dst)
     for line in lines:
         head, *source = line.split(" from ")
-        text += f"{head} splits 1 window 4{''.join(f' from {one}' for one in source)}\n"
+        text += f"{head} splits 1 window 4{''.join(f' from {item}' for item in source)}\n"
     with pytest.raises(PlanError) as caught:
         check_plan(parse_plan(text))
     assert str(caught.value) == refused

@@ -54,9 +54,9 @@ def test_chain_chunk_size_grows_with_latency():
 def test_small_regions_with_one_tree_share_messages(strategy, receivers):
     """40 regions of about 60,000 bytes share messages of up to 1 MiB; a region of another dtype or of 64 KiB travels alone."""
     layouts = Layout(Mesh([0])), Layout(Mesh(range(1, 1 + receivers)))
-    specs = [TensorSpec((60_000 - at,), "int8", *layouts, str(at)) for at in range(40)]
+    specs = [TensorSpec((60_000 - index,), "int8", *layouts, str(index)) for index in range(40)]
     specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
-    specs += [TensorSpec((2**16 + at,), "int8", *layouts, f"large {at}") for at in range(2)]
+    specs += [TensorSpec((2**16 + index,), "int8", *layouts, f"large {index}") for index in range(2)]
     plan = plan_tensors(specs, strategy=strategy, topology=Topology(tuple(range(1 + receivers))))
     assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
     assert plan.num_messages == 43 * receivers
@@ -154,7 +154,7 @@ def _tried(problem, monkeypatch):
 def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
     def problem(num, holders, receivers, hosts):
         layouts = Layout(Mesh(holders)), Layout(Mesh(receivers))
-        specs = [TensorSpec((64,), "int8", *layouts, str(at)) for at in range(num)]
+        specs = [TensorSpec((64,), "int8", *layouts, str(index)) for index in range(num)]
         return PlanProblem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
 
     slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))

@@ -209,8 +209,8 @@ def _add_one(rank, by_name, listed):
 
 def test_functions_get_the_shards_of_their_actor(drive):
     added, whole = drive(_run_on_shards), _whole(6, 4)
-    assert [one[:2] for one in added] == [(0, [3, 4]), (1, [3, 4]), (2, None), (3, None)]
-    assert [one[2] for one in added] == [None, None, whole[:, :2].tolist(), whole[:, 2:].tolist()]
+    assert [item[:2] for item in added] == [(0, [3, 4]), (1, [3, 4]), (2, None), (3, None)]
+    assert [item[2] for item in added] == [None, None, whole[:, :2].tolist(), whole[:, 2:].tolist()]
 
 
 def _exit_on_one(rank):

@@ -281,9 +281,11 @@ def test_message_is_posted_only_after_its_waits(seed):
     src, dst, shape, topology = random_problem(seed)
     plan = make_plan(src, dst, shape, "int8", topology=topology)
     programs = {rank: build_program(plan, rank) for rank in plan.ranks}
-    ops = [op for one in programs.values() for op in (*one.recvs, *one.sends_across, *one.sends_inside)]
+    ops = [op for program in programs.values() for op in (*program.recvs, *program.sends_across, *program.sends_inside)]
     assert {bool(op.waits) for op in ops if hasattr(op, "sender")} == {True, False}
-    assert any(op.waits for op in ops if not hasattr(op, "sender")) and any(one.awaited for one in programs.values())
+    assert any(op.waits for op in ops if not hasattr(op, "sender")) and any(
+        program.awaited for program in programs.values()
+    )
     whole = whole_tensor(shape, torch.int8)
     done, hub, errors = set(), MemoryHub(), []
     sides = {

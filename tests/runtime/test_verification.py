@@ -60,22 +60,22 @@ def test_hops_pair_forwarded_with_received_messages():
 def test_fault_is_found_after_local_copies(side):
     plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([1, 2])), (8,), "int8", strategy="send_recv")
     messages = list(expand_messages(plan))
-    assert any(one.sender == one.receiver for one in messages)
-    moved = [one for one in messages if one.sender != one.receiver]
-    digests = {name: {one.id: one.id for one in moved} for name in ("sent", "received")}
+    assert any(message.sender == message.receiver for message in messages)
+    moved = [message for message in messages if message.sender != message.receiver]
+    digests = {name: {item.id: item.id for item in moved} for name in ("sent", "received")}
     assert find_fault(plan, digests["sent"], digests["received"]) is None
-    for one in moved:
-        changed = digests | {side: digests[side] | {one.id: -1}}
+    for item in moved:
+        changed = digests | {side: digests[side] | {item.id: -1}}
         fault = find_fault(plan, changed["sent"], changed["received"])
-        assert fault is not None and f"rank {one.receiver} does not hold what rank {one.sender} sent" in fault
+        assert fault is not None and f"rank {item.receiver} does not hold what rank {item.sender} sent" in fault
 
 
 def test_wrong_copy_error_names_the_region():
     plan = reshard.make_plan(Layout(Mesh([0])), Layout(Mesh([0])), {"a": (2,), "b": (3,)}, "int8", strategy="send_recv")
     copies = list(expand_messages(plan))
     assert {describe_copy(plan, 0, copies[0].id), describe_copy(plan, 0, copies[1].id)} == {
-        f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {one.id})"
-        for one, name, size in zip(copies, "ab", (2, 3), strict=True)
+        f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {copy.id})"
+        for copy, name, size in zip(copies, "ab", (2, 3), strict=True)
     }
 
 

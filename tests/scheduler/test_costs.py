@@ -76,7 +76,7 @@ def test_report_of_a_pass_gives_the_speed_up():
         block_transfers(one_f_one_b(pipeline, 4), pipeline), pipeline, [overlap_transfers]
     )
     seconds = [
-        simulate_schedule(one, pipeline).makespan_seconds for one in (block_transfers(schedule, pipeline), schedule)
+        simulate_schedule(item, pipeline).makespan_seconds for item in (block_transfers(schedule, pipeline), schedule)
     ]
     assert (report.before_seconds, report.after_seconds) == tuple(seconds) and seconds[0] > seconds[1]
     assert str(report) == (

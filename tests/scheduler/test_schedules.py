@@ -217,7 +217,7 @@ def test_arguments_of_builders_are_checked():
 def test_auto_schedule_keeps_stages_on_given_pp_ranks():
     pipeline = chain(0.1, 0.5, 0.1)
     in_order, permuted = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, pp_rank_of_stage=(2, 0, 3, 1))
-    seconds = [simulate_schedule(one, pipeline).makespan_seconds for one in (in_order, permuted)]
+    seconds = [simulate_schedule(item, pipeline).makespan_seconds for item in (in_order, permuted)]
     assert seconds[0] == seconds[1] and permuted.pp_rank_of_stage == (2, 0, 3, 1)
     check_schedule(permuted, pipeline)
     in_blocks = auto_schedule(

@@ -134,7 +134,7 @@ def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
         if "" in purposes and all(not purpose or purpose.startswith(_CALL_PURPOSE) for purpose in purposes):
             continue  # only one of the calls is fault tolerant; the comparison of arguments reports it
         if request.purpose != first.purpose:
-            actions = [f"rank {one.rank} {one.purpose or 'calls again'}" for one in (first, request)]
+            actions = [f"rank {item.rank} {item.purpose or 'calls again'}" for item in (first, request)]
             text = f"ranks disagree on what comes next: {', '.join(actions)}"
             if any(purpose.startswith("waits for") for purpose in purposes):
                 text += "; every rank must wait for fault-tolerant transfers, in the same order"

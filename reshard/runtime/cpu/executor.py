@@ -84,8 +84,8 @@ class _Execution:
     ) -> None:
         self.program, self.transport, self.tag = program, transport, options.tag
         self.digests = options.digests
-        self.encoders = {at: array for at, array in enumerate(src) if isinstance(array, EncodedSource)}
-        self.decoders = {at: array for at, array in enumerate(dst) if isinstance(array, DecodedTarget)}
+        self.encoders = {index: array for index, array in enumerate(src) if isinstance(array, EncodedSource)}
+        self.decoders = {index: array for index, array in enumerate(dst) if isinstance(array, DecodedTarget)}
         self.src = [item.coded if isinstance(item, EncodedSource) else item for item in src]
         self.dst = [item.coded if isinstance(item, DecodedTarget) else item for item in dst]
         self.encoded: set[int] = set()  # sends whose elements are encoded

@@ -103,13 +103,13 @@ class _ByteRuns:
 
     def pack(self, arrays: Sequence[torch.Tensor | None], buffer: torch.Tensor) -> None:
         """Copy from the arrays into the buffer."""
-        for tensor, at, in_buffer, length in self.rows:
-            copy_runs(_flat(arrays[tensor]), buffer.numpy(), at, in_buffer, length)
+        for tensor, index, in_buffer, length in self.rows:
+            copy_runs(_flat(arrays[tensor]), buffer.numpy(), index, in_buffer, length)
 
     def unpack(self, buffer: torch.Tensor, arrays: Sequence[torch.Tensor | None]) -> None:
         """Copy from the buffer into the arrays."""
-        for tensor, at, in_buffer, length in self.rows:
-            copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, at, length)
+        for tensor, index, in_buffer, length in self.rows:
+            copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, index, length)
 
 
 def _flat(array: torch.Tensor | None) -> np.ndarray:

@@ -99,9 +99,9 @@ class RegionCopier:
         found = self._addresses.get(known)
         if found is None:
             found = self._addresses[known] = self._upload(torch.tensor(known, dtype=torch.int64))
-            droppable = [one for one in self._addresses if one not in self._captured]
-            for one in droppable[:-MAX_ADDRESS_TABLES]:
-                del self._addresses[one]
+            droppable = [address for address in self._addresses if address not in self._captured]
+            for item in droppable[:-MAX_ADDRESS_TABLES]:
+                del self._addresses[item]
         if self._is_capturing():
             self._captured.add(known)
         return found

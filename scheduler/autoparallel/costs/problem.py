@@ -217,17 +217,17 @@ class SearchProblem:
         """
         exchanges = self.ties.exchanges(stages)
         found = [self.stage_cost(stage, num_microbatches) for stage in stages]
-        for at, cost in enumerate(found if self.graph.ties else ()):
-            own = [exchange for exchange in exchanges if at in exchange.stages]
-            nbytes = max((item.stage_bytes[item.stages.index(at)] for item in own), default=0.0)
-            found[at] = replace(cost, tie_seconds=sum(item.seconds for item in own), tie_bytes=nbytes)
+        for index, cost in enumerate(found if self.graph.ties else ()):
+            own = [exchange for exchange in exchanges if index in exchange.stages]
+            nbytes = max((item.stage_bytes[item.stages.index(index)] for item in own), default=0.0)
+            found[index] = replace(cost, tie_seconds=sum(item.seconds for item in own), tie_bytes=nbytes)
         return tuple(found), exchanges
 
     def _find_stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:
         place = self.place(stage.first_rank, stage.end_rank)
         costs = [
-            self.layer_cost(stage.first_layer + at, choice, place, num_microbatches)
-            for at, choice in enumerate(stage.choices)
+            self.layer_cost(stage.first_layer + index, choice, place, num_microbatches)
+            for index, choice in enumerate(stage.choices)
         ]
         moved = self.relayout_seconds(stage, place, num_microbatches)
         repeated_states, repeated_gradients = repeated_bytes(self.graph, stage, costs)
@@ -254,9 +254,9 @@ class SearchProblem:
     def relayout_seconds(self, stage: StagePlan, place: Place, num_microbatches: int) -> float:
         """Seconds in which tensors between layers of one stage with unequal degrees change their layout, one way."""
         seconds = 0.0
-        for at in range(1, stage.num_layers):
+        for index in range(1, stage.num_layers):
             seconds += self.relayout_between(
-                stage.first_layer + at, stage.choices[at - 1], stage.choices[at], place, num_microbatches
+                stage.first_layer + index, stage.choices[index - 1], stage.choices[index], place, num_microbatches
             )
         return seconds
 

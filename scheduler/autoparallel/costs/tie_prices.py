@@ -141,8 +141,8 @@ class TiePrices:
         found = []
         for tied, number in self.graph.ties:
             having = [
-                (at, stage, layer)
-                for at, stage in enumerate(stages)
+                (index, stage, layer)
+                for index, stage in enumerate(stages)
                 if (layer := own_layer(tied, stage.first_layer, stage.end_layer)) is not None
             ]
             nbytes = number * self.gradient_bytes
@@ -154,7 +154,7 @@ class TiePrices:
                 for _, stage, layer in having
             )
             sizes = tuple(sum_bytes(nbytes, part, len(having), codec is not None) for part in parts)
-            found.append(TieExchange(tied, tuple(at for at, _, _ in having), nbytes, seconds, codec, sizes))
+            found.append(TieExchange(tied, tuple(index for index, _, _ in having), nbytes, seconds, codec, sizes))
         return tuple(found)
 
     def least(self, stage: StagePlan, place: Place) -> tuple[float, float]:

@@ -136,8 +136,8 @@ class Cluster:
         counts = range(1, len(self.hosts) + 1)
         for count in counts:
             if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(self.hosts):
-                for at in range(len(self.hosts) - count + 1):
-                    sizes.add(self.hosts[at + count - 1][2] - self.hosts[at][1])
+                for index in range(len(self.hosts) - count + 1):
+                    sizes.add(self.hosts[index + count - 1][2] - self.hosts[index][1])
         return tuple(sorted(sizes))
 
 

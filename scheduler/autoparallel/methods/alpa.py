@@ -87,9 +87,9 @@ class _Places:
         """``(class, u)`` of each kind of place: the numbers of devices left where a stage of the class may begin."""
         found: dict[tuple[int, float, bytes], list[int]] = {}
         for c, sample in enumerate(self.tables.next_at):
-            for at in np.flatnonzero(sample >= 0).tolist():
-                key = c, float(self.tables.memory[c, at]), self.tables.allowed[:, at].tobytes()
-                found.setdefault(key, []).append(at)
+            for index in np.flatnonzero(sample >= 0).tolist():
+                key = c, float(self.tables.memory[c, index]), self.tables.allowed[:, index].tobytes()
+                found.setdefault(key, []).append(index)
         return tuple((c, np.array(ends)) for (c, _, _), ends in found.items())
 
     @cached_property

@@ -52,7 +52,7 @@ def degrees(problem: SearchProblem) -> Iterator[int]:
     total, degree = problem.cluster.num_ranks, 1
     while degree <= min(total, len(problem.graph.layers)):
         size = total // degree
-        if total % degree == 0 and all(problem.cluster.is_mesh(at, at + size) for at in range(0, total, size)):
+        if total % degree == 0 and all(problem.cluster.is_mesh(index, index + size) for index in range(0, total, size)):
             yield degree
         degree *= 2
 

@@ -75,9 +75,9 @@ def _pack(
     step = (limit - aside) / STEPS
     table = np.full((num, STEPS + 1), np.inf)
     came = np.zeros((len(costs), num, STEPS + 1), dtype=np.int32)
-    for at, row in enumerate(costs):
+    for index, row in enumerate(costs):
         moved = [
-            [problem.relayout_between(first + at, before, after, place, count) * 2 for before in choices]
+            [problem.relayout_between(first + index, before, after, place, count) * 2 for before in choices]
             for after in choices
         ]
         now = np.full((num, STEPS + 1), np.inf)
@@ -86,11 +86,11 @@ def _pack(
             seconds = cost.forward_seconds + cost.backward_seconds + cost.sync_seconds / count
             if needed > STEPS:
                 continue
-            if at == 0:
+            if index == 0:
                 now[s, needed:] = seconds
                 continue
             sums = table[:, : STEPS + 1 - needed] + np.array(moved[s])[:, None] + seconds
-            came[at, s, needed:] = sums.argmin(axis=0)
+            came[index, s, needed:] = sums.argmin(axis=0)
             now[s, needed:] = sums.min(axis=0)
         table = now
     last = int(table[:, STEPS].argmin())
@@ -98,9 +98,9 @@ def _pack(
     if math.isinf(seconds):
         return None
     picked, left = [last], STEPS
-    for at in range(len(costs) - 1, 0, -1):
-        cost = costs[at][picked[-1]]
-        before = int(came[at, picked[-1], left])
+    for index in range(len(costs) - 1, 0, -1):
+        cost = costs[index][picked[-1]]
+        before = int(came[index, picked[-1], left])
         left -= math.ceil((cost.state_bytes + in_flight * cost.activation_bytes) / step - 1e-9)
         picked.append(before)
     stage = StagePlan(first, end, *ranks, tuple(choices[s] for s in reversed(picked)))

@@ -145,11 +145,11 @@ class _ChoiceCosts:
         return cls(
             {name: running_sums(name) for name in SUMMED},
             kept,
-            _running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)]),
+            _running_max([cost.recompute_bytes + kept[index + 1] for index, cost in enumerate(again)]),
             _running_max(
                 [
-                    cost.recompute_bytes + kept[at + 1] + 2 * cost.gathered_bytes if cost.recompute_bytes else 0.0
-                    for at, cost in enumerate(again)
+                    cost.recompute_bytes + kept[index + 1] + 2 * cost.gathered_bytes if cost.recompute_bytes else 0.0
+                    for index, cost in enumerate(again)
                 ]
             ),
             _gathered_bytes([cost.gathered_bytes for cost in plain]),

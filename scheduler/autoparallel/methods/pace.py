@@ -134,15 +134,15 @@ class Tables:
         fastest: dict[tuple[bytes, float], np.ndarray] = {}  # ``[first, end]``, of the options of a position
         least = np.full((num_ends, size), np.inf)
         least[0, -1] = 0.0  # no layer and no device is left
-        for at in range(1, num_ends):
-            for c in np.flatnonzero(self.next_at[:, at] >= 0):
-                rest, memory = least[self.next_at[c, at]], float(self.memory[c, at])
-                options = np.flatnonzero(self.allowed[:, at] & (self.option_class == c))
+        for index in range(1, num_ends):
+            for c in np.flatnonzero(self.next_at[:, index] >= 0):
+                rest, memory = least[self.next_at[c, index]], float(self.memory[c, index])
+                options = np.flatnonzero(self.allowed[:, index] & (self.option_class == c))
                 key = (options.tobytes(), memory)
                 if key not in fastest:
                     fits = np.where(needed[options] <= memory, seconds[options], np.inf)
                     fastest[key] = np.where(self._is_range, fits.min(axis=0, initial=np.inf), np.inf)
-                least[at] = np.minimum(least[at], (fastest[key] + rest).min(axis=1))
+                least[index] = np.minimum(least[index], (fastest[key] + rest).min(axis=1))
         return float(least[-1, 0]) * (1 - 1e-9)
 
     def needed_bytes(self, option: int | slice, held: int) -> np.ndarray:
@@ -230,18 +230,18 @@ def _positions(
     shape = (len(classes), len(ends))
     next_at, place_at = (np.full(shape, -1, dtype=np.int64) for _ in range(2))
     port_in, port_out, memory = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    at_of, index_of = ({value: at for at, value in enumerate(values)} for values in (ends, places))
+    at_of, index_of = ({value: index for index, value in enumerate(values)} for values in (ends, places))
     sizes = np.array([class_.num_ranks for class_ in classes])
-    for size, at in itertools.product(sorted(set(sizes.tolist())), range(1, len(ends))):
-        used = ends[at]
+    for size, index in itertools.product(sorted(set(sizes.tolist())), range(1, len(ends))):
+        used = ends[index]
         begin, end = total - used, total - used + size
         if size > used or (used - size) not in at_of or not cluster.is_mesh(begin, end):
             continue
         c = sizes == size
-        next_at[c, at] = at_of[used - size]
-        memory[c, at] = cluster.memory_of(begin, end)
-        port_in[c, at], port_out[c, at] = _port_seconds(problem, begin, end)
-        place_at[c, at] = index_of[problem.place(begin, end)]
+        next_at[c, index] = at_of[used - size]
+        memory[c, index] = cluster.memory_of(begin, end)
+        port_in[c, index], port_out[c, index] = _port_seconds(problem, begin, end)
+        place_at[c, index] = index_of[problem.place(begin, end)]
     return next_at, port_in, port_out, memory, place_at
 
 
@@ -320,11 +320,11 @@ def _bound_factors(
     factor = np.zeros((len(classes), len(ends), len(classes)))
     sizes = np.array([class_.num_ranks for class_ in classes])
     rest_of = {size: next_at[np.flatnonzero(sizes == size)[0]] for size in sorted(set(sizes.tolist()))}
-    for (size, rests), at in itertools.product(rest_of.items(), range(1, len(ends))):
-        rest = rests[at]
-        begin, cut = total - ends[at], total - ends[at] + size
+    for (size, rests), index in itertools.product(rest_of.items(), range(1, len(ends))):
+        rest = rests[index]
+        begin, cut = total - ends[index], total - ends[index] + size
         for other in rest_of if rest > 0 else ():
             if rest_of[other][rest] >= 0:
                 bound = problem.prices.bound_per_byte((begin, cut, 1), (cut, cut + other, 1))
-                factor[np.ix_(sizes == size, [at], sizes == other)] = bound
+                factor[np.ix_(sizes == size, [index], sizes == other)] = bound
     return factor

@@ -292,7 +292,7 @@ def _count_work(
             for hook in hooks:
                 hook.remove()
         counts.append((counter.get_total_flops(), counted.nbytes, counted.marked_bytes, within.marked_bytes))
-    return tuple(max(0.0, float(two - one)) for one, two in zip(*counts, strict=True)), recorder
+    return tuple(max(0.0, float(two - item)) for item, two in zip(*counts, strict=True)), recorder
 
 
 def _with_grid(layer: Layer, module: Any, graph: StageGraph, number: int, recorder: SizeRecorder) -> Layer:

@@ -141,7 +141,9 @@ def check_shards(key: str, entry: Entry) -> None:
     for shard in entry.shards:
         if len(shard.offsets) != len(entry.shape) or len(shard.shape) != len(entry.shape):
             raise ValueError(f"{key} has {count_of(len(entry.shape), 'dim')}, but a shard of it has another number")
-        if any(at + size > whole for at, size, whole in zip(shard.offsets, shard.shape, entry.shape, strict=True)):
+        if any(
+            index + size > whole for index, size, whole in zip(shard.offsets, shard.shape, entry.shape, strict=True)
+        ):
             raise ValueError(f"{key} has shape {list(entry.shape)}, but a shard of it reaches past that")
     filled = [shard for shard in entry.shards if math.prod(shard.shape)]
     covered, whole = sum(math.prod(item.shape) for item in filled), math.prod(entry.shape)

@@ -70,7 +70,7 @@ class PickledCheckpoint:
         """Fill tensors. Raises ArgumentError if a file cannot be read."""
         for key, tensor in reads:
             pieces = find_pieces(tensor)
-            chunks = [ChunkStorageMetadata(torch.Size(at), local.shape) for at, local in pieces]
+            chunks = [ChunkStorageMetadata(torch.Size(index), local.shape) for index, local in pieces]
             items = create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], chunks)
             self._read(key, items, _Target([local for _, local in pieces]))
 
@@ -108,7 +108,7 @@ class _Target:
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
         """The memory that an item fills."""
         inside = zip(item.dest_offsets, item.lengths, strict=True)
-        return self._pieces[item.dest_index.index or 0][tuple(slice(at, at + size) for at, size in inside)]
+        return self._pieces[item.dest_index.index or 0][tuple(slice(index, index + size) for index, size in inside)]
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """The memory is filled."""

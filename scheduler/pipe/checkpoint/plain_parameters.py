@@ -110,6 +110,8 @@ def find_pieces(tensor: torch.Tensor | JoinedTensor) -> list[tuple[tuple[int, ..
         starts.append({start: end - (stop - start) for (start, stop), end in zip(intervals, ends, strict=True)})
     found = []
     for box in boxes:
-        inside = [slice(at[start], at[start] + stop - start) for at, (start, stop) in zip(starts, box, strict=True)]
+        inside = [
+            slice(index[start], index[start] + stop - start) for index, (start, stop) in zip(starts, box, strict=True)
+        ]
         found.append((tuple(start for start, _ in box), local[tuple(inside)]))
     return found

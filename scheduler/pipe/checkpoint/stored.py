@@ -97,8 +97,8 @@ class StoredCheckpoint:
                     ]
                     if all(low < high for low, high in overlap):
                         pairs = list(zip(overlap, offsets, shard.offsets, strict=True))
-                        target = local[tuple(slice(low - at, high - at) for (low, high), at, _ in pairs)]
-                        inside = tuple(slice(low - at, high - at) for (low, high), _, at in pairs)
+                        target = local[tuple(slice(low - index, high - index) for (low, high), index, _ in pairs)]
+                        inside = tuple(slice(low - index, high - index) for (low, high), _, index in pairs)
                         reads.append(Read(key, shard, inside, target))
         for file, reads_of_file in self._by_file(reads).items():
             with self._open(file) as opened:

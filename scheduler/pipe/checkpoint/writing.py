@@ -199,7 +199,7 @@ def _write_tensors(file: Path, pieces: Mapping[str, tuple[tuple[int, ...], torch
         storage = tensor.untyped_storage().data_ptr()
         tensors[key] = tensor.clone() if storage in seen else tensor  # safetensors refuses shared memory
         seen.add(storage)
-    offsets = {key: {"saved_offsets": at} for key, (at, _) in pieces.items()}
+    offsets = {key: {"saved_offsets": index} for key, (index, _) in pieces.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     try:
         save_file(tensors, file, metadata)

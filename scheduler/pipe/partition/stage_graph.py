@@ -169,20 +169,20 @@ class FakeModel:
             )
         few, many = (self._run(outline, num_samples) for num_samples in (outline.num_samples, 2 * outline.num_samples))
         values = []
-        for (writer, name), (one, readers) in few.values.items():
+        for (writer, name), (value, readers) in few.values.items():
             other = many.values[writer, name][0]
-            for item in (one, other):
+            for item in (value, other):
                 if not isinstance(item, torch.Tensor):
                     raise ArgumentError(
                         f"stage {writer} makes {name!r} ({type(item).__name__}), which stage {readers[0]} reads; only "
                         "tensors can be sent: cut elsewhere, or pass blocks="
                     )
-            sample_dim = _sample_dim(name, tuple(one.shape), tuple(other.shape))
+            sample_dim = _sample_dim(name, tuple(value.shape), tuple(other.shape))
             shape = tuple(
-                size // outline.num_samples if dim == sample_dim else size for dim, size in enumerate(one.shape)
+                size // outline.num_samples if dim == sample_dim else size for dim, size in enumerate(value.shape)
             )
             values.append(
-                Value(name, dtype_name(one.dtype), shape, sample_dim, writer, tuple(readers), one.requires_grad)
+                Value(name, dtype_name(value.dtype), shape, sample_dim, writer, tuple(readers), value.requires_grad)
             )
         return StageGraph(tuple(values), tuple(tuple(sorted(names)) for names in few.inputs))
 

@@ -17,15 +17,17 @@ from reshard.topology import Host, Port, Topology
 
 def make_graph(rng, num_layers, *, skips=True):
     layers, tensors = [], []
-    for at in range(num_layers):
+    for index in range(num_layers):
         saved = rng.uniform(1e6, 2e7)
         params = rng.randrange(10**5, 5 * 10**6)
-        name, key = f"layers.{at}", f"kind {at if rng.random() < 0.7 else 0}"
+        name, key = f"layers.{index}", f"kind {index if rng.random() < 0.7 else 0}"
         half = {"tp_limit": 2, "tp_params": params // 2, "tp_saved_bytes": saved / 2}
         sums = {"tp_sums": 2, "tp_sum_bytes": saved / 8}
         layers.append(Layer(name, key, rng.uniform(1e8, 2e9), params, saved, saved / 8, **half, **sums))
-        if at:
-            tensors.append(Tensor(f"x{at}", (1, rng.choice([1000, 50_000, 400_000])), "float32", at - 1, (at,)))
+        if index:
+            tensors.append(
+                Tensor(f"x{index}", (1, rng.choice([1000, 50_000, 400_000])), "float32", index - 1, (index,))
+            )
     if skips and num_layers > 2 and rng.random() < 0.5:
         tensors.append(Tensor("skip", (1, 200_000), "float32", 0, (num_layers - 1,)))
     return LayerGraph(tuple(layers), tuple(tensors), name="random")
@@ -139,9 +141,9 @@ def seconds_at(tables, plan, pace, true_prices):
     if least_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
         return math.inf
     trip, excess = 0.0, -math.inf
-    for at in reversed(range(len(plan))):
-        _, cost, _ = _stage(tables, *plan[at])
-        there, back = _price(tables, plan[at], plan[at + 1], true_prices) if at + 1 < len(plan) else (0.0, 0.0)
+    for index in reversed(range(len(plan))):
+        _, cost, _ = _stage(tables, *plan[index])
+        there, back = _price(tables, plan[index], plan[index + 1], true_prices) if index + 1 < len(plan) else (0.0, 0.0)
         trip += cost.seconds + there + back
         excess = max(cost.ending_seconds, excess - back - cost.backward_seconds)
         held = min(m, max(1, math.ceil(trip / pace - 1e-9)))

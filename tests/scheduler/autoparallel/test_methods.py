@@ -98,8 +98,8 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
 
     def seconds(plan):
         costs = [problem.stage_cost(tables.stage(*transfer), count) for transfer in plan]
-        for at, cost in enumerate(costs):
-            if cost.memory_bytes(min(count, len(costs) - at)) > cost.limit_bytes:
+        for index, cost in enumerate(costs):
+            if cost.memory_bytes(min(count, len(costs) - index)) > cost.limit_bytes:
                 return math.inf
         times = [cost.seconds + cost.ending_seconds / count for cost in costs]
         return sum(times) + (count - 1) * max(times)

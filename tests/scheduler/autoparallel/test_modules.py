@@ -58,7 +58,7 @@ def test_work_is_that_of_the_products(traced):
 def test_sizes_on_a_grid_are_those_of_the_products(traced):
     described = LayerGraph.transformer(layers=1, hidden=16, heads=2, sequence=8, vocabulary=32)
     sizes = [layer.grid_sizes for layer in traced.graph.layers]
-    assert sizes == [described.layers[at].grid_sizes for at in (0, 1, 1, 1, 2)]
+    assert sizes == [described.layers[index].grid_sizes for index in (0, 1, 1, 1, 2)]
     # what is left are positions, biases and norms
     assert [layer.num_params - layer.grid_sizes.num_params for layer in traced.graph.layers[:2]] == [8 * 16, 13 * 16]
 

@@ -129,7 +129,7 @@ def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
 
 
 def split_in_four(problem):
-    stages = tuple(StagePlan(at, at + 1, at, at + 1, (Choice(),)) for at in range(4))
+    stages = tuple(StagePlan(index, index + 1, index, index + 1, (Choice(),)) for index in range(4))
     return (Candidate("four", stages, problem.microbatch_counts[0]),)
 
 
@@ -330,7 +330,9 @@ def test_the_uplinks_of_pods_are_priced():
     for grid in ((1, 2, 2), (2, 1, 2), (2, 2, 1)):
         rows, cols, depth = grid
         ranks = np.arange(4).reshape(depth, rows, cols)
-        assert dict(_traffic(two, grid)) == {axis: find_traffic(topology, ranks, at) for at, axis in enumerate(AXES)}
+        assert dict(_traffic(two, grid)) == {
+            axis: find_traffic(topology, ranks, index) for index, axis in enumerate(AXES)
+        }
 
 
 @pytest.mark.integration

@@ -311,7 +311,7 @@ def run_plain(rank, wraps_a_layer):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         Engine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}).close()
-    return [f"{Path(one.filename).name}: {one.message}" for one in seen]
+    return [f"{Path(item.filename).name}: {item.message}" for item in seen]
 
 
 @pytest.mark.parametrize("wraps_a_layer", [False, True])

@@ -242,14 +242,15 @@ def run_wrapped(rank):
 
 def test_wrappers_that_would_give_wrong_gradients_are_rejected():
     first, second = run_processes(run_wrapped, 2, timeout_seconds=60)
-    for one in (first, second):
-        assert "the module of stage 0 has '0', which is wrapped by DistributedDataParallel; only the whole" in one[0]
-        assert "static_graph=True" in one[1]
+    for item in (first, second):
+        assert "the module of stage 0 has '0', which is wrapped by DistributedDataParallel; only the whole" in item[0]
+        assert "static_graph=True" in item[1]
         assert (
-            "stage 0 gives a loss on 2 replicas under DDP, which see different data, but num_loss_shards is 1" in one[2]
+            "stage 0 gives a loss on 2 replicas under DDP, which see different data, but num_loss_shards is 1"
+            in item[2]
         )
-        assert "num_loss_shards is 0; it must be an integer from 1 to 2" in one[3]
-        assert "num_loss_shards is 3" in one[4]
+        assert "num_loss_shards is 0; it must be an integer from 1 to 2" in item[3]
+        assert "num_loss_shards is 3" in item[4]
 
 
 def run_timeline(rank):
