@@ -14,7 +14,8 @@ import itertools
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress import print_line, track
-from reshard.parallel import GridPrice, TransformerSizes, choose_grid
+from reshard.parallel import TransformerSizes, choose_grid
+from reshard.parallel.choice import GridPrice
 from reshard.topology import Topology
 
 SEQUENCE = 512

@@ -16,15 +16,9 @@ from pathlib import Path
 
 from microbench.harness.options import OptionError, add_number
 from reshard.cli.progress import print_line, track
-from reshard.scheduler.autoparallel import (
-    MIXED_PRECISION,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    SearchProblem,
-)
+from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.joint import best_plans
 from reshard.topology import Host, Port, Topology

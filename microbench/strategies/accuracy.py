@@ -22,21 +22,13 @@ from microbench.harness.turns import equal_hosts
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from microbench.training.worker import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import Pipeline, PipelineTimeline, Schedule
-from reshard.scheduler.autoparallel import (
-    ClassTimes,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    LayerTimes,
-    SearchProblem,
-    Tensor,
-    TrainingPlan,
-    choose_training_plan,
-)
-from reshard.scheduler.autoparallel.costs.problem import Stages
+from reshard.scheduler import Pipeline, Schedule
+from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem, Stages
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.sharding import Mesh
 from reshard.topology import Topology
 

@@ -32,10 +32,13 @@ from microbench.strategies.accuracy import (
 )
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import block_transfers, one_f_one_b
-from reshard.scheduler.autoparallel import Choice, Cluster, SearchProblem, StagePlan, TrainingPlan, choose_training_plan
-from reshard.scheduler.autoparallel.costs.problem import Stages
+from reshard.scheduler import one_f_one_b
+from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem, Stages
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
+from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.scheduler.passes.overlap import block_transfers
 from reshard.topology import topology_from_json
 
 MODELS = (

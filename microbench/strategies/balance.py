@@ -15,16 +15,9 @@ from microbench.harness.options import add_number
 from microbench.planner.strategy_search import FLOPS, GBIT, make_topology
 from reshard.cli.progress import print_line, track
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import (
-    MIXED_PRECISION,
-    ChoiceRules,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    SearchProblem,
-    choose_training_plan,
-)
+from reshard.scheduler.autoparallel import MIXED_PRECISION, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.searching import choose_training_plan
 
 METHODS = ("pure", "galvatron", "bmw", "joint", "auto")
 #: Gigabytes of a device, for each model.

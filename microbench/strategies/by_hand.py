@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, SearchProblem, StagePlan, TrainingPlan
+from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.searching import make_training_plan
 from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
 

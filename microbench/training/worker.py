@@ -16,8 +16,11 @@ from microbench.harness.steal_time import Laps, RetryBudget
 from microbench.harness.worker import Stopwatch
 from microbench.training.timed_stages import TimedStage
 from microbench.training.workload import Workload
-from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zb_h1
+from reshard.scheduler import Pipeline, Schedule, one_f_one_b, zb_h1
+from reshard.scheduler.ir.actions import Kind
+from reshard.scheduler.passes.overlap import block_transfers
 from reshard.scheduler.runtime.engine import Engine, Feed
+from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.topology import Topology
 
 Modules = dict[int, torch.nn.Module]

@@ -53,11 +53,11 @@ class TransferOptions(PlanOptions, total=False):
         on_loss: what to do if ranks are lost before or during the transfer. ``"raise"``: raise an error.
             ``"recover"``: the surviving ranks move the missing data among themselves, from other replicas and from
             data that has arrived, and every one of them gets its shard. ``"offer"``: raise a
-            :class:`~reshard.RankLostError` that holds the plan of this recovery and runs it on request. The last two
-            cost one round of small messages among all ranks after the transfer. A rank that does not respond within
+            :class:`~reshard.errors.RankLostError` that holds the plan of this recovery and runs it on request. The last
+            two cost one round of small messages among all ranks after the transfer. A rank that does not respond within
             the timeout counts as lost.
         on_error: what to do with a tensor over ``max_error``: ``"raw"``: send it without the codec; ``"raise"``: raise
-            a :class:`~reshard.CompressionError` on all ranks.
+            a :class:`~reshard.errors.CompressionError` on all ranks.
     """
 
     staging_bytes: Annotated[int, DEFAULT_STAGING_BYTES]

@@ -86,7 +86,7 @@ class StageProfile:
             raise ArgumentError(f"{path} is not a profile: {type(error).__name__}: {error}") from error
         if type(profile.num_samples) is not int or profile.num_samples < 1:
             raise ArgumentError(
-                f"samples of the profile {path} is {profile.num_samples!r}; it must be a positive integer"
+                f"num_samples of the profile {path} is {profile.num_samples!r}; it must be a positive integer"
             )
         for stage, times in enumerate(profile.stages):
             for name, value in asdict(times).items():

@@ -14,20 +14,13 @@ import torch
 
 import reshard
 import reshard.api.call
-from reshard import (
-    ArgumentError,
-    CompressionError,
-    DisagreementError,
-    Layout,
-    Mesh,
-    RegionLayout,
-    Topology,
-    VerificationError,
-)
+from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
 from reshard.coordination.connections import GlooTransport
+from reshard.errors import ArgumentError, CompressionError, DisagreementError, VerificationError
 from reshard.testing.processes import LaunchError, run_processes
+from reshard.topology import Host, Port
 from tests.support.tensors import same_bytes, take_shard
 
 SHAPE = (256, 512)
@@ -133,7 +126,7 @@ def _limits(rank):
     measured = reshard.find_topology(codecs=["int8x128", "int4x128"])
     rates = [(rate.codec, rate.encode_bytes_per_second > 1e6) for rate in measured.codec_rates]
     assert rates == [("int8x128", True), ("int4x128", True)]
-    slow = replace(HOSTS, hosts=(reshard.Host((reshard.Port.of(1e6),)),), codec_rates=measured.codec_rates)
+    slow = replace(HOSTS, hosts=(Host((Port.of(1e6),)),), codec_rates=measured.codec_rates)
     chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.01)
     assert _is_right(rank, COLS, chosen, _round_trip(whole, "int8x128"))
     chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.2)
@@ -207,7 +200,7 @@ def _corrupt(rank):
 
         GlooTransport.send = flip
     source = take_shard(ROWS, rank, _whole())
-    with pytest.raises(reshard.VerificationError) as caught:
+    with pytest.raises(reshard.errors.VerificationError) as caught:
         reshard.reshard(source, ROWS, COLS, shape=SHAPE, dtype="float32", compression="int8x128", verify=True)
     return str(caught.value)
 
@@ -277,7 +270,7 @@ def test_coded_plans_print_and_parse_back():
     assert "# tensor 1 is not coded: its 32 bytes are fewer than 16384" in str(plan)
     assert f"# tensor 0: codes take up to {128 * 4 * 72} bytes of a rank beyond staging_bytes" in str(plan)
     text = str(plan).replace("of bfloat16 [256, 512]", "of bfloat16 [256, 700]")
-    with pytest.raises(reshard.PlanError, match="do not code the rows"):
+    with pytest.raises(reshard.errors.PlanError, match="do not code the rows"):
         reshard.parse_plan(text)
 
 

@@ -13,19 +13,17 @@ import pytest
 import torch
 
 import reshard
-from reshard import (
+from reshard import Layout, Mesh, Topology
+from reshard.coordination import Channel
+from reshard.coordination.connections import GlooTransport
+from reshard.errors import (
     ArgumentError,
     DisagreementError,
-    Layout,
-    Mesh,
     RankLostError,
     RemoteError,
     ResourceError,
-    Topology,
     VerificationError,
 )
-from reshard.coordination import Channel
-from reshard.coordination.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard
 from tests.support.versions import DST, DTYPES, SHAPES, SRC, make_version, shards_of

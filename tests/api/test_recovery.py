@@ -59,7 +59,7 @@ def _move(rank, victims, src, on_loss, strategy="multicast", **options):
     outcome = {"rank": rank}
     try:
         out = reshard.reshard(source, src, DST, shape=SHAPE, on_loss=on_loss, **options)
-    except reshard.RankLostError as error:
+    except reshard.errors.RankLostError as error:
         outcome |= {"error": str(error), "ranks": error.ranks, "regions": error.regions}
         if error.plan is not None:
             reshard.check_plan(error.plan)

@@ -39,7 +39,7 @@ def _run_steps_with_failures(rank, seed):
         try:
             out = reshard.reshard(shard, None if rank in failing else rows, one, timeout_seconds=60)
             found.append((failing, None if out is None else out.unique().tolist()))
-        except reshard.ArgumentError as error:
+        except reshard.errors.ArgumentError as error:
             found.append((failing, str(error)))
     dist.barrier()
     return found
@@ -131,7 +131,7 @@ def _one_never_calls(rank):
     try:
         reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS, timeout_seconds=1.5)
         text = "nothing was raised"
-    except reshard.TransferTimeoutError as error:
+    except reshard.errors.TransferTimeoutError as error:
         text = str(error)
     assert time.monotonic() - start < 5
     return text

@@ -28,7 +28,7 @@ def _join_as(process, port, ranks, on_loss):
                 reshard.reshard(torch.zeros(2, 6), SRC, DST, group=group, timeout_seconds=30, on_loss=on_loss)
                 assert not texts
                 time.sleep(0.05)  # the process too many has not called yet
-            except reshard.ArgumentError as error:
+            except reshard.errors.ArgumentError as error:
                 texts.append(str(error))
         store.set(f"done/{process}", "")
         store.wait([f"done/{other}" for other in range(len(ranks))])

@@ -170,7 +170,7 @@ def _calls_after_the_store_is_gone(rank, _, port):
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(rank == 1)
-    with pytest.raises(reshard.RemoteError) as caught:
+    with pytest.raises(reshard.errors.RemoteError) as caught:
         reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=8)
     return str(caught.value)
 

@@ -17,7 +17,8 @@ from reshard.parallel import Grid, parallelize, relayout, sync_gradients
 from reshard.parallel.grid.coded_axis import CodedAxis
 from reshard.parallel.grid.collectives import Axis
 from reshard.parallel.grid.shared_memory import SharedMemory
-from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
 from reshard.testing import run_processes
 from tests.support.torch_names import GATHER
 

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reshard import Layout, Mesh
 from reshard.parallel import Grid, parallelize, plain_state_dict
-from reshard.scheduler import Edge, Engine, Pipeline, Stage, StageOutput, one_f_one_b, zb_h1
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, one_f_one_b, zb_h1
+from reshard.scheduler.runtime.engine import Engine
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 

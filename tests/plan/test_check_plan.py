@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from microbench.planner import check_speed
-from reshard import Layout, Mesh, PlanError, Topology, check_plan, make_plan
+from reshard import Layout, Mesh, Topology, check_plan, make_plan
+from reshard.errors import PlanError
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
 from reshard.planner.registry import STRATEGIES

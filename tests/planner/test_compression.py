@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 import reshard
-from reshard import ArgumentError, CodecRate, Layout, Mesh, Topology, TopologyError, make_plan
+from reshard import Layout, Mesh, Topology, make_plan
+from reshard.errors import ArgumentError, TopologyError
 from reshard.planner import predict
+from reshard.topology import CodecRate, topology_to_json
 
 SRC, DST, SHAPE = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0"), (2048, 4096)
 INT8, INT4 = CodecRate("int8x128", 6e9, 8e9), CodecRate("int4x128", 5e9, 8e9)
@@ -106,7 +108,7 @@ def test_relays_do_not_code_and_rows_of_several_receivers_are_encoded_once():
 
 def test_topologies_keep_their_codec_rates():
     topology = _topology(1, INT8, INT4)
-    assert reshard.topology_from_json(reshard.topology_to_json(topology)) == topology
+    assert reshard.topology_from_json(topology_to_json(topology)) == topology
     plan = make_plan(SRC, DST, SHAPE, "float32", topology=topology)
     assert reshard.parse_plan(str(plan)) == plan
     with pytest.raises(TopologyError, match="there is no block codec 'zfp'"):

@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from reshard import Layout, Mesh, RankLostError, Topology, check_plan, make_plan
+from reshard import Layout, Mesh, Topology, check_plan, make_plan
+from reshard.errors import RankLostError
 from reshard.plan.messages import expand_messages
 from reshard.planner.recovery import (
     Piece,

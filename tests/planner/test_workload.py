@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, make_plan
+from reshard import Layout, Mesh, Topology, make_plan
 from reshard.cost.report import CostReport
+from reshard.errors import ArgumentError, PlanError
 from reshard.plan.messages import expand_messages
 from reshard.plan.ordering import find_turns, find_waits
 from reshard.plan.text_parser import parse_plan

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from microbench.emulation import namespaces
-from reshard import ArgumentError
+from reshard.errors import ArgumentError
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
 
@@ -333,7 +333,7 @@ def _recover():
             ray.get(left.actors[3].__ray_call__.remote(_end))
         try:
             actors.reshard(held, left, right, dst_spec="S0 R", on_loss="recover")
-        except reshard.RankLostError as error:
+        except reshard.errors.RankLostError as error:
             good.append(str(error))
     return good
 

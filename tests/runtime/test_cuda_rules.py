@@ -13,11 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from reshard import ArgumentError, Layout, Mesh, make_plan
+from reshard import Layout, Mesh, make_plan
 from reshard.api import handle
 from reshard.api.tensor_checks import check_movable
 from reshard.coordination.connections import Connections
 from reshard.coordination.liveness import heartbeat
+from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives

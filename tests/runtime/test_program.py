@@ -10,8 +10,9 @@ import time
 import pytest
 import torch
 
-from reshard import Layout, Mesh, PlanError, RegionLayout, Topology, TransferTimeoutError, check_plan, make_plan
+from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.coordination.connections import ABORT_TAG
+from reshard.errors import PlanError, TransferTimeoutError
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.planning import plan_tensors
 from reshard.runtime.cpu import executor

@@ -100,7 +100,7 @@ def _too_little_staging(rank):
     before = None if source is None else source.clone()
     try:
         reshard.Mover(plan)
-    except reshard.PlanError as error:
+    except reshard.errors.PlanError as error:
         assert before is None or torch.equal(before, source)
         out = reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32")  # the group still works
         assert wanted is None or not count_unlike(out, wanted)
@@ -273,7 +273,7 @@ def _start_blocks(rank):
     try:
         if rank == 2:
             time.sleep(0.5)
-            raise fail_transfers(mover, reshard.RemoteError("another stage failed"))
+            raise fail_transfers(mover, reshard.errors.RemoteError("another stage failed"))
         mover.start(source).synchronize()
     except reshard.ReshardError as error:
         return str(error), time.monotonic() - begun
@@ -357,7 +357,7 @@ def _sum_tied_gradients(rank):
     ties.share_values()
     for mover in ties._ties[0].raw.values():
         mover._transfers.on_stream.streams.mark_of = Broken if rank == 1 else Never
-    with pytest.raises(reshard.RemoteError) as caught:
+    with pytest.raises(reshard.errors.RemoteError) as caught:
         ties.add_gradients()
     return str(caught.value)
 
@@ -379,7 +379,9 @@ def _refuse_in_capture(rank):
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(torch.cuda, "is_initialized", lambda: True)
             patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            patched.setattr(runner, "run", Mock(side_effect=reshard.ArgumentError("these arrays were not moved")))
+            patched.setattr(
+                runner, "run", Mock(side_effect=reshard.errors.ArgumentError("these arrays were not moved"))
+            )
             patched.setattr(ThreadStream, "enqueue", lambda self, work, arrays: work())
             for call in (
                 lambda: mover.start(source),
@@ -387,7 +389,7 @@ def _refuse_in_capture(rank):
                 lambda: reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32"),
                 lambda: reshard.Mover(plan),
             ):
-                with pytest.raises(reshard.ArgumentError) as caught:
+                with pytest.raises(reshard.errors.ArgumentError) as caught:
                     call()
                 texts.append(str(caught.value))
         out, ones = mover.start(source).synchronize(), coding.start(wide).synchronize()

@@ -123,7 +123,7 @@ def test_comparison_waits_for_every_posted_operation(is_wrong):
         try:
             compare_digests(hops, rank, digests, transport, 7, wait)
             text = ""
-        except reshard.VerificationError as error:
+        except reshard.errors.VerificationError as error:
             text = str(error)
         assert len(waited) == len(transport.posted) > 0 and set(map(id, waited)) == set(map(id, transport.posted))
         return text
@@ -227,7 +227,7 @@ def _verify_on_rank_0(rank):
             shape=(2, 2),
             verify=rank == 0,
         )
-    except reshard.DisagreementError as error:
+    except reshard.errors.DisagreementError as error:
         return str(error)
     return None
 

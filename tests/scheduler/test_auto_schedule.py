@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import ScheduleError
-from reshard.scheduler import (
-    Action,
-    Edge,
-    Kind,
-    Pipeline,
-    Stage,
-    auto_schedule,
-    check_schedule,
-)
+from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule
+from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.schedules.auto import _Candidate, _depths, _join, _known, _link_seconds, _policies, _Search
 from reshard.scheduler.schedules.list_scheduling import Policy
 

@@ -13,19 +13,12 @@ from reshard import Layout, Mesh, Topology, make_plan
 from reshard.cost.report import CostReport
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
-    Action,
     Edge,
-    Kind,
     Pipeline,
     Schedule,
     Stage,
-    StageChannel,
-    apply_passes,
     auto_schedule,
-    block_transfers,
     check_schedule,
-    defer_recvs,
-    eager_1f1b,
     gpipe,
     one_f_one_b,
     overlap_transfers,
@@ -35,7 +28,10 @@ from reshard.scheduler import (
     to_svg,
     zb_h1,
 )
+from reshard.scheduler.ir.actions import Action, Kind, StageChannel
 from reshard.scheduler.passes.compression import CodecChoice
+from reshard.scheduler.passes.overlap import apply_passes, block_transfers, defer_recvs
+from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 
 

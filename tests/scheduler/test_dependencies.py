@@ -10,15 +10,15 @@ from reshard.scheduler import (
     Edge,
     Pipeline,
     Stage,
-    block_transfers,
     critical_path,
-    eager_1f1b,
     gpipe,
     one_f_one_b,
     parse_schedule,
     simulate_schedule,
     zb_h1,
 )
+from reshard.scheduler.passes.overlap import block_transfers
+from reshard.scheduler.schedules.classic import eager_1f1b
 
 PIPELINE = Pipeline(
     (Stage(1.0, 1.0, 0.5), Stage(2.0, 1.5, 1.0), Stage(1.0, 1.0, 1.0)), (Edge(0, 1, 0.25, 0.5), Edge(1, 2, 0.5, 0.25))

@@ -8,14 +8,9 @@ import pytest
 
 from reshard.errors import ScheduleError
 from reshard.scheduler import (
-    Action,
     Edge,
-    Kind,
     Pipeline,
     Stage,
-    block_transfers,
-    defer_recvs,
-    eager_1f1b,
     from_torch_csv,
     gpipe,
     one_f_one_b,
@@ -24,6 +19,9 @@ from reshard.scheduler import (
     to_torch_csv,
     zb_h1,
 )
+from reshard.scheduler.ir.actions import Action, Kind
+from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
+from reshard.scheduler.schedules.classic import eager_1f1b
 
 
 @pytest.mark.parametrize("name", ["", "x" * 101, " x", "x ", "a:b", "a\nb", "a: b\n"])

@@ -14,7 +14,6 @@ from reshard.scheduler import (
     Pipeline,
     auto_schedule,
     check_schedule,
-    eager_1f1b,
     from_torch_csv,
     gpipe,
     interleaved_1f1b,
@@ -23,6 +22,7 @@ from reshard.scheduler import (
     to_torch_csv,
     zb_h1,
 )
+from reshard.scheduler.schedules.classic import eager_1f1b
 
 
 def chain(num_stages):

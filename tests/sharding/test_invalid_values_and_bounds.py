@@ -9,24 +9,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from reshard import (
-    ArgumentError,
-    Layout,
-    LayoutError,
-    Mesh,
-    MeshError,
-    PartialError,
-    RegionLayout,
-    Topology,
-    TopologyError,
-    check_plan,
-    execute_local,
-    make_plan,
-)
+from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
+from reshard.api.local import execute_local
 from reshard.cli.demo_cases import study_cases
 from reshard.cost.lower_bound import Bound, _classes, _least_egress, find_bound, least_largest_share
 from reshard.cost.report import CostReport
 from reshard.dtypes import ITEMSIZE, dtype_name
+from reshard.errors import ArgumentError, LayoutError, MeshError, PartialError, TopologyError
 from reshard.formatting import format_bytes, format_ranks
 from reshard.plan.json import plan_to_json
 from reshard.planner.multicast.strategy import INSIDE_WINDOW

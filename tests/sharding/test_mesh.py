@@ -9,7 +9,8 @@ import pytest
 
 import reshard.sharding.dim_cuts
 import reshard.sharding.tiles
-from reshard import Layout, LayoutError, Mesh, MeshError, RegionLayout
+from reshard import Layout, Mesh, RegionLayout
+from reshard.errors import LayoutError, MeshError
 from reshard.formatting import format_ranks
 from reshard.sharding.mesh import MAX_AXES, MAX_MESH_RANKS, MAX_RANK, parse_ranks
 from reshard.sharding.spec import Strided

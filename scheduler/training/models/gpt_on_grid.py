@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.parallel import Heads, Linear, PositionEmbedding, multiply
+from reshard.parallel import Heads, Linear, PositionEmbedding
+from reshard.parallel.layers.linear import multiply
 
 
 def convert_embedding(embedding: Any, conversion: Any, path: str) -> nn.Module:

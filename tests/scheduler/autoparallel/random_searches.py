@@ -10,8 +10,9 @@ import random
 from dataclasses import replace
 
 from reshard.parallel.layer_price import LayerSizes
-from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, SearchProblem, Tensor
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.topology import Host, Port, Topology
 
 

@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reshard.scheduler.autoparallel import Candidate, Choice
+from reshard.scheduler.autoparallel import Choice
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, evaluate_schedule, step_bound
 from reshard.scheduler.autoparallel.costs.layer_costs import late_bytes, working_bytes
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide

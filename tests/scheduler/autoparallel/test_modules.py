@@ -14,12 +14,12 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     LayerGraph,
     LayerProfile,
-    SearchProblem,
-    StagePlan,
     profile_layers,
     search,
     trace_module,
 )
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.modules import profiling
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig

@@ -11,21 +11,20 @@ import pytest
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import (
-    Candidate,
     Choice,
     ChoiceRules,
-    ClassTimes,
     Cluster,
     Layer,
     LayerGraph,
     LayerProfile,
-    LayerTimes,
-    StagePlan,
     Tensor,
     TrainingPlan,
     search,
 )
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.files import read_value
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROFILE, make_graph
 
 

@@ -20,22 +20,21 @@ from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
-    Candidate,
     Choice,
     ChoiceRules,
-    ClassTimes,
     Cluster,
     Layer,
     LayerGraph,
     LayerProfile,
-    LayerTimes,
-    StagePlan,
     Tensor,
     TrainingPlan,
     search,
 )
 from reshard.scheduler.autoparallel.costs.grid_costs import _traffic
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.cluster import Place
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.topology import CodecRate, Host, Port, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)

@@ -12,19 +12,19 @@ import torch
 import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.scheduler import format_schedule
 from reshard.scheduler.autoparallel import (
-    Candidate,
     Choice,
     Cluster,
     LayerGraph,
     LayerProfile,
-    StagePlan,
     TrainingPlan,
     profile_layers,
     search,
     trace_module,
 )
+from reshard.scheduler.autoparallel.costs.problem import Candidate
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
+from reshard.scheduler.ir.text import format_schedule
 from reshard.scheduler.training.models import make_model
 from reshard.scheduler.training.presets import GPTConfig
 from reshard.topology import CodecRate, Topology

@@ -6,22 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.scheduler import format_schedule, one_f_one_b, zb_h1
-from reshard.scheduler.autoparallel import (
-    ClassTimes,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    LayerTimes,
-    Measurement,
-    SearchProblem,
-    choose_training_plan,
-    tune,
-)
+from reshard.scheduler import one_f_one_b, zb_h1
+from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, tune
 from reshard.scheduler.autoparallel.costs.iteration import evaluate_schedule
-from reshard.scheduler.autoparallel.costs.problem import Candidate
-from reshard.scheduler.autoparallel.tuning import correct_profile, is_same
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.searching import choose_training_plan
+from reshard.scheduler.autoparallel.tuning import Measurement, correct_profile, is_same
+from reshard.scheduler.ir.text import format_schedule
 from reshard.topology import Topology
 
 

@@ -14,21 +14,21 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.scheduler import (
     Edge,
-    Engine,
     Pipeline,
     Stage,
     StageOutput,
-    TiedParameter,
     auto_schedule,
-    defer_recvs,
-    eager_1f1b,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     zb_h1,
 )
 from reshard.scheduler.passes import overlap
+from reshard.scheduler.passes.overlap import defer_recvs
 from reshard.scheduler.runtime import engine_arguments
+from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.tied_params import TiedParameter
+from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 from tests.support.nccl.streams import BlockingStream, use_streams

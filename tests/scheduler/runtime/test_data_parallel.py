@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard import ArgumentError, Layout, Mesh, ReshardError
+from reshard import Layout, Mesh, ReshardError
+from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, interleaved_1f1b, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.grad_sync import restore_gradients, stash_gradients

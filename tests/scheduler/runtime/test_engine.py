@@ -6,21 +6,11 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, Topology
-from reshard.scheduler import (
-    Edge,
-    Pipeline,
-    Stage,
-    StageOutput,
-    auto_schedule,
-    block_transfers,
-    defer_recvs,
-    eager_1f1b,
-    gpipe,
-    one_f_one_b,
-    zb_h1,
-)
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, gpipe, one_f_one_b, zb_h1
+from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.p2p import PendingTransfer, plan_channels
+from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 

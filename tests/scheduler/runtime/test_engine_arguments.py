@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from reshard import ArgumentError, Layout, Mesh, RegionLayout, ReshardError, Topology, join
-from reshard.errors import ScheduleError
+from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, join
+from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
-    Action,
     Edge,
-    Kind,
     Pipeline,
     Stage,
     StageOutput,
@@ -27,6 +25,7 @@ from reshard.scheduler import (
     simulate_schedule,
     to_svg,
 )
+from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.runtime import grad_sync
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.engine_arguments import EngineOptions, find_ranks_of_pp_ranks, weigh_last

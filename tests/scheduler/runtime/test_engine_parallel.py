@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from reshard import ArgumentError, Layout, Mesh, RemoteError
+from reshard import Layout, Mesh
+from reshard.errors import ArgumentError, RemoteError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter

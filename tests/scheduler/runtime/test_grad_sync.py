@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import reshard
-from reshard import Mesh, RemoteError, ReshardError
+from reshard import Mesh, ReshardError
+from reshard.errors import RemoteError
 from reshard.scheduler import Pipeline, Stage, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.torch_compat import is_connection_error

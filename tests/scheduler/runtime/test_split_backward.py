@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from reshard import ArgumentError, Layout, Mesh
+from reshard import Layout, Mesh
+from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.schedule import Schedule
