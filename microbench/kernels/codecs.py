@@ -48,13 +48,13 @@ def _rate(function: Callable[[], object], nbytes: int) -> float:
 def time_codec(codec: BlockCodec, dtype: torch.dtype) -> tuple[float, float, float, float]:
     """GB/s of encoding, of encoding with measured errors, of decoding, and of adding decoded values (fp32 only)."""
     plain = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(0)).to(dtype)
-    coded = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8)
+    encoded = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8)
     nbytes = plain.numel() * plain.element_size()
     return (
-        _rate(lambda: codec.encode(plain, coded), nbytes),
-        _rate(lambda: codec.encode_measured(plain, coded), nbytes),
-        _rate(lambda: codec.decode(coded, plain), nbytes),
-        _rate(lambda: codec.decode(coded, plain, accumulate=True), nbytes),
+        _rate(lambda: codec.encode(plain, encoded), nbytes),
+        _rate(lambda: codec.encode_measured(plain, encoded), nbytes),
+        _rate(lambda: codec.decode(encoded, plain), nbytes),
+        _rate(lambda: codec.decode(encoded, plain, accumulate=True), nbytes),
     )
 
 
@@ -100,8 +100,8 @@ def time_differences(name: str, share: float, width: int) -> tuple[float, float,
         return [FORMATS[name].encode(*item, width) for item in zip(new, old, out, strict=True)]
 
     def decode() -> None:
-        for coded, piece in zip(data, target, strict=True):
-            decode_piece(coded, piece, width)
+        for encoded, piece in zip(data, target, strict=True):
+            decode_piece(encoded, piece, width)
 
     data = [piece[:size].copy() for piece, size in zip(out, encode(), strict=True)]
     return (

@@ -135,7 +135,7 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
 
 
 def time_parts(old: Weights, new: Weights) -> dict[str, tuple[float, float, int]]:
-    """By format: CPU seconds in which a trainer encodes its quarter and a replica decodes all, and the coded bytes."""
+    """By format: CPU seconds of a trainer that encodes its quarter and a replica that decodes all, and encoded bytes."""
     return {name: _fastest_parts(old, new, name) for name in known_formats()}
 
 

@@ -1,9 +1,9 @@
-"""Arrays in the form in which they travel: cast to another dtype, or coded by a block codec.
+"""Arrays in the form in which they travel: cast to another dtype, or encoded by a block codec.
 
 A cast never allocates a second shard. A narrowing cast happens on the sender, message by message as it packs. For a
 widening cast, the receiver stores the narrow elements in the destination's memory and casts them in place.
 
-A codec allocates the coded shard at both ends: it encodes from the source's dtype and decodes into the destination's
+A codec allocates the encoded shard at both ends: it encodes from the source's dtype and decodes into the destination's
 dtype, while other messages are on the wire (:mod:`reshard.runtime.cpu.coding`).
 """
 
@@ -84,20 +84,22 @@ def wire_source(
 
 
 def encode_source(array: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.Tensor | None, ErrorSums]:
-    """The elements of a coded tensor's source shard, and the sums of their errors."""
+    """The elements of an encoded tensor's source shard, and the sums of their errors."""
     if array is None:
         return None, ErrorSums()
     assert spec.codec is not None
     source, num_rows = array.contiguous(), spec.ndim - 1
     num_elements = spec.codec.num_elements(array.shape[num_rows:], 0)
-    coded = torch.empty((*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8, device=array.device)
-    return coded, spec.codec.encode_measured(source, coded, num_rows)
+    encoded = torch.empty(
+        (*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8, device=array.device
+    )
+    return encoded, spec.codec.encode_measured(source, encoded, num_rows)
 
 
 def wire_target(
     target: torch.Tensor | None, spec: TensorSpec, device_type: str = "cpu"
 ) -> torch.Tensor | DecodedTarget | DeviceDecodedTarget | None:
-    """The array that receives a destination shard: a new one for a coded tensor, else a view of the target.
+    """The array that receives a destination shard: a new one for an encoded tensor, else a view of the target.
 
     Tells autograd that the target changes.
     """

@@ -17,7 +17,7 @@ from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
-from reshard.planner import code_tensors, plan_tensors
+from reshard.planner import compress_tensors, plan_tensors
 from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape
 
@@ -74,15 +74,15 @@ def _encode(spec: TensorSpec, arrays: Mapping[int, Array]) -> Mapping[int, Array
 def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Mapping[int, Array], float]:
     """The encoded arrays as :func:`_encode` returns them, and the relative error of the codec on them."""
     assert spec.codec is not None
-    coded, sums = {}, ErrorSums()
+    encoded, sums = {}, ErrorSums()
     for rank, array in arrays.items():
         if isinstance(array, np.ndarray):
             array = np.ascontiguousarray(array, dtype=_native(array.dtype))
         else:
             array = array.detach().resolve_neg().cpu().contiguous()
-        coded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
-        sums = sums.plus(spec.codec.encode_measured(array, coded[rank], spec.ndim - 1))
-    return coded, sums.relative_error
+        encoded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
+        sums = sums.plus(spec.codec.encode_measured(array, encoded[rank], spec.ndim - 1))
+    return encoded, sums.relative_error
 
 
 def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array) -> Array:
@@ -100,7 +100,7 @@ def _placed_as(like: Array, array: Array) -> Array:
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in the byte order of this machine, in which values are coded and compared."""
+    """The dtype in the byte order of this machine, in which values are encoded and compared."""
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
@@ -211,7 +211,7 @@ def reshard_local(
         check_lossless(tensor, str(compression), dst_dtype)
         bases, outs = ({} if given is None else given for given in (base, out))
         return _move_lossless(tensor, str(compression), shards, bases, outs, make)
-    plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
+    plan = make(compress_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     if max_error is not None:
         from reshard.api.option_checks import check_compression  # imports torch

@@ -65,11 +65,11 @@ class CustomCodec(ElementCodec):
     def encode_measured(self, source: Any, out: Any, num_row_dims: int | None = None) -> ErrorSums:
         """See :class:`ElementCodec`."""
         blocks = self._blocks(source, num_row_dims)
-        coded = self._encode(blocks.copy(), source, out, num_row_dims)  # the codec may overwrite its values
+        encoded = self._encode(blocks.copy(), source, out, num_row_dims)  # the codec may overwrite its values
         decoded = np.zeros_like(blocks)
         if len(blocks):
             with self._named("decode"):
-                self.implementation.decode(_read_only(coded), decoded)
+                self.implementation.decode(_read_only(encoded), decoded)
         finite = np.isfinite(blocks).all(axis=1)
         values = blocks[finite].astype(np.float64)
         error = float(((decoded[finite] - values) ** 2).sum())
@@ -98,11 +98,11 @@ class CustomCodec(ElementCodec):
 
     def _encode(self, blocks: np.ndarray, source: Any, out: Any, num_row_dims: int | None) -> np.ndarray:
         self.check_size(out, source, num_row_dims)
-        coded = flat_bytes(out).reshape(len(blocks), self.element_bytes)
+        encoded = flat_bytes(out).reshape(len(blocks), self.element_bytes)
         if len(blocks):
             with self._named("encode"):
-                self.implementation.encode(blocks, coded)
-        return coded
+                self.implementation.encode(blocks, encoded)
+        return encoded
 
     @contextlib.contextmanager
     def _named(self, method: str) -> Iterator[None]:

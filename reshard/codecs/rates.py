@@ -28,8 +28,8 @@ def measure_rates(codec: BlockCodec) -> tuple[float, float]:
     Call it on all ranks at once: where ranks share cores or memory, they share them while they are timed, too.
     """
     plain = np.random.default_rng(0).standard_normal(NUM_VALUES, dtype=np.float32)
-    coded = np.empty(codec.nbytes(plain.shape), dtype=np.uint8)
-    codec.encode(plain, coded)  # maps the memory
+    encoded = np.empty(codec.nbytes(plain.shape), dtype=np.uint8)
+    codec.encode(plain, encoded)  # maps the memory
 
     def rate(run: Callable[[], object]) -> float:
         count, begun = 0, time.perf_counter()
@@ -38,7 +38,7 @@ def measure_rates(codec: BlockCodec) -> tuple[float, float]:
             count += 1
         return plain.nbytes * count / passed
 
-    return rate(lambda: codec.encode(plain, coded)), rate(lambda: codec.decode(coded, plain))
+    return rate(lambda: codec.encode(plain, encoded)), rate(lambda: codec.decode(encoded, plain))
 
 
 @functools.cache

@@ -37,7 +37,7 @@ class CodecReport:
     """What a codec does to all tensors of a kind.
 
     Attributes:
-        error: L2 norm of the error over that of the values. ratio: plain bytes over coded ones.
+        error: L2 norm of the error over that of the values. ratio: plain bytes over encoded ones.
         bias: sum of the errors over the standard deviation that independent errors of mean 0 would give it. A codec
             with an absolute bias above about 3 is biased.
     """
@@ -173,36 +173,36 @@ def _profile_kind(kind: str, tensors: list[torch.Tensor]) -> KindReport:
 
 
 def _try_codec(codec: BlockCodec, tensors: list[torch.Tensor]) -> CodecReport:
-    plain = coded_bytes = 0
+    plain = encoded_bytes = 0
     squares = error_squares = error_sum = 0.0
     for tensor in tensors:
         values = tensor.reshape(-1).contiguous()
-        coded = torch.empty(codec.nbytes(values.shape, 0), dtype=torch.uint8)
+        encoded = torch.empty(codec.nbytes(values.shape, 0), dtype=torch.uint8)
         decoded = torch.empty_like(values)
-        codec.encode(values, coded, 0)
-        codec.decode(coded, decoded, 0)
+        codec.encode(values, encoded, 0)
+        codec.decode(encoded, decoded, 0)
         errors = (decoded - values).double()
         plain += values.nbytes
-        coded_bytes += coded.nbytes
+        encoded_bytes += encoded.nbytes
         squares += float(values.double().square().sum())
         error_squares += float(errors.square().sum())
         error_sum += float(errors.sum())
     error = math.sqrt(error_squares / squares) if squares else 0.0
     bias = error_sum / math.sqrt(error_squares) if error_squares else 0.0
-    return CodecReport(codec.name, error, plain / coded_bytes, bias)
+    return CodecReport(codec.name, error, plain / encoded_bytes, bias)
 
 
 def _profile_changes(before: list[torch.Tensor], after: list[torch.Tensor]) -> tuple[float | None, float | None]:
     """The share of bf16 weights that steps change, and the ratio of their differences."""
     if not before or [item.shape for item in before] != [item.shape for item in after]:
         return None, None
-    changed = plain = coded = 0
+    changed = plain = encoded = 0
     for old, new in zip(before, after, strict=True):
         words = [item.bfloat16().reshape(-1).view(torch.int16).numpy().view(np.uint8) for item in (old, new)]
         changed += int((words[0].view(np.int16) != words[1].view(np.int16)).sum())
         plain += words[0].nbytes
-        coded += encode_delta(words[1], words[0], np.empty(words[0].nbytes + HEADER_BYTES, dtype=np.uint8), 2)
-    return 2 * changed / plain, plain / coded
+        encoded += encode_delta(words[1], words[0], np.empty(words[0].nbytes + HEADER_BYTES, dtype=np.uint8), 2)
+    return 2 * changed / plain, plain / encoded
 
 
 def _smallest(report: KindReport) -> str | None:

@@ -93,7 +93,7 @@ class Mover:
                     raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
                 for spec in plan.tensors:
                     if spec.codec is not None:
-                        raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is coded")
+                        raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is encoded")
                 ensure_checked(plan)
                 if self._rank in plan.ranks:
                     with self._stream:  # CuPy reuses memory in the order of the stream that it was allocated on

@@ -130,7 +130,7 @@ def choose_grid(
     model: Any,
     topology: Topology,
     ranks: Sequence[int],
-    memory_bytes: float = math.inf,
+    memory_limit_bytes: float = math.inf,
     *,
     rows: int,
     flops_per_second: float,
@@ -150,7 +150,7 @@ def choose_grid(
         model: :class:`TransformerSizes`, or a model or config that :meth:`TransformerSizes.of` reads.
         topology: hosts and links.
         ranks: ranks of the grid; list the ranks of each host next to each other.
-        memory_bytes: memory limit of a rank.
+        memory_limit_bytes: memory limit of a rank.
         rows: rows of a batch, over all ranks.
         flops_per_second: rate of one rank; a multiplication and its addition count as two.
         itemsize: bytes of an element of activations and weights.
@@ -161,7 +161,7 @@ def choose_grid(
         ArgumentError: no grid fits (the error says what the smallest needs), or an argument is invalid.
     """
     sizes = model if isinstance(model, TransformerSizes) else TransformerSizes.of(model)
-    for name, value in (("flops_per_second", flops_per_second), ("memory_bytes", memory_bytes)):
+    for name, value in (("flops_per_second", flops_per_second), ("memory_limit_bytes", memory_limit_bytes)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ArgumentError(f"{name} is {value!r}; it must be a positive number")
     counts = {"rows": rows, "itemsize": itemsize, "state_bytes": state_bytes, "panel": panel}
@@ -189,18 +189,18 @@ def choose_grid(
         else:
             prices += [workload.price(shape, order) for order in _orders(shape)]
     prices.sort(key=lambda price: (price.seconds, price.memory_bytes, str(price), price.order))
-    fitting = tuple(price for price in prices if price.memory_bytes <= memory_bytes)
+    fitting = tuple(price for price in prices if price.memory_bytes <= memory_limit_bytes)
     if not fitting:
         least = min((price.memory_bytes for price in prices), default=math.inf)
         detail = (
-            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_bytes)} on each rank; "
+            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_limit_bytes)} on each rank; "
             "use more ranks, or fewer rows in a batch"
             if prices
             else "; ".join(f"{name} {reason}" for name, reason in refused)
         )
         raise ArgumentError(f"no grid of {len(ranks)} ranks fits: {detail}")
-    too_large = tuple(price for price in prices if price.memory_bytes > memory_bytes)
-    return GridChoice(fitting, too_large, tuple(refused), memory_bytes)
+    too_large = tuple(price for price in prices if price.memory_bytes > memory_limit_bytes)
+    return GridChoice(fitting, too_large, tuple(refused), memory_limit_bytes)
 
 
 def _shapes(size: int) -> Iterator[tuple[int, int, int]]:

@@ -57,7 +57,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
         return AxisTraffic(0.0, 0.0, 0.0, 0)
     received: dict[tuple[int, int], float] = {}
     pod_received = [0.0] * len(topology.pods)
-    most_inside, has_levels, crosses = 0.0, False, False
+    max_inside, has_levels, crosses = 0.0, False, False
     for group in groups.tolist():
         hosts = [topology.host_of_rank[rank] for rank in group]
         counts = Counter(hosts)
@@ -68,7 +68,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
             inside = (counts[host] - 1) * (len(counts) if has_levels else 1)
             nic = (host, topology.nic_of_rank[rank])
             received[nic] = received.get(nic, 0.0) + outside
-            most_inside = max(most_inside, inside)
+            max_inside = max(max_inside, inside)
             if topology.pods:
                 pod = topology.host(host).pod
                 others = {item: 1 if has_levels else count for item, count in counts.items()}
@@ -80,8 +80,8 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
     for parts, uplink in zip(pod_received, topology.pods, strict=True):  # every pod sends as many bytes as it receives
         nic_seconds = max(nic_seconds, parts / _slower_rate(uplink))
     inside_rate = topology.inside_bytes_per_second or math.inf
-    latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if most_inside else 0.0)
-    return AxisTraffic(nic_seconds, most_inside / inside_rate, latency, size - 1)
+    latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if max_inside else 0.0)
+    return AxisTraffic(nic_seconds, max_inside / inside_rate, latency, size - 1)
 
 
 def _slower_rate(port: Port) -> float:

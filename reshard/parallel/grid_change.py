@@ -66,12 +66,12 @@ def relayout(
     of_state = {name for name in sources if not name.endswith(".")}
     if codec is not None and not of_state:
         raise ArgumentError(f"compression={compression} has optimizer=, but there is no optimizer state to move")
-    coded = set() if codec is None else {name for name in of_state if codec == "bf16-lossless" or is_linear(name)}
+    encoded = set() if codec is None else {name for name in of_state if codec == "bf16-lossless" or is_linear(name)}
     if codec is not None:
-        for name in of_state - coded:
+        for name in of_state - encoded:
             sources[name] = without_low_bits(sources[name])
     moved: dict[str, torch.Tensor] = {}
-    for names, names_codec in (([name for name in sources if name not in coded], None), (sorted(coded), codec)):
+    for names, names_codec in (([name for name in sources if name not in encoded], None), (sorted(encoded), codec)):
         if names:
             parts, specs = ({name: values[name] for name in names} for values in (sources, placements))
             moved |= reshard(parts, *meshes, src_spec=specs, dst_spec=specs, compression=names_codec)

@@ -125,11 +125,11 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     """
     raw = replace(problem, compression=None)
     plain = _decide(raw, method)
-    coded = _decide(problem, method)
+    encoded = _decide(problem, method)
     best, best_problem = plain[0], raw
-    for found in (plain[0], coded[0]):
+    for found in (plain[0], encoded[0]):
         for part in parts_of_policy(policy, found.candidate.stages, problem.graph):
-            fixed = replace(problem, compression=part, codes_all=True)
+            fixed = replace(problem, compression=part, compress_all=True)
             each = evaluate(fixed, found.candidate)
             if each is not None and not each.short_bytes and each.seconds < best.seconds:
                 best, best_problem = each, fixed
@@ -138,7 +138,7 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     thorough = evaluate(best_problem, best.candidate, thorough=True)
     if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
         best = thorough
-    return make_training_plan(best_problem, best, [plain[0], *coded[1:]])
+    return make_training_plan(best_problem, best, [plain[0], *encoded[1:]])
 
 
 def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
@@ -189,7 +189,7 @@ def make_problem(
         tp = keep["tp"]
         if type(tp) is not int or tp < 1 or tp & (tp - 1):
             raise ArgumentError(f"keep fixes tp at {tp!r}; it must be a power of two")
-        rules = replace(rules, least_tp=tp, max_tp=tp)
+        rules = replace(rules, min_tp=tp, max_tp=tp)
     if "grid" in keep:
         shape = _kept_grid(keep["grid"], keep, cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)

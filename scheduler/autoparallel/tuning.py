@@ -24,11 +24,11 @@ _Entry = tuple[str, int]
 #: Groups of kinds of actions.
 _Kinds = Sequence[Sequence[Kind]]
 #: Maximum number of rounds of measurement and search.
-MOST_ROUNDS = 2
+MAX_ROUNDS = 2
 #: Steps of the multiplicative fit of layer times to stage times.
 FIT_STEPS = 60
 #: Limits on the factor by which a correction changes the profiled time of a layer class.
-LEAST_FACTOR, MOST_FACTOR = 0.05, 20.0
+MIN_FACTOR, MAX_FACTOR = 0.05, 20.0
 
 
 @dataclass(frozen=True)
@@ -100,11 +100,11 @@ def tune(
     rounds: list[Round] = []
     training_plan = choose(problem)
     is_settled = False
-    while len(rounds) < MOST_ROUNDS and not is_settled:
+    while len(rounds) < MAX_ROUNDS and not is_settled:
         measurement = measure(training_plan)
         rounds.append(Round(training_plan, measurement))
-        coded = replace(problem, compression=training_plan.compression, codes_all=True)
-        problem = replace(problem, profile=correct_profile(coded, training_plan, measurement.timelines))
+        encoded = replace(problem, compression=training_plan.compression, compress_all=True)
+        problem = replace(problem, profile=correct_profile(encoded, training_plan, measurement.timelines))
         training_plan = choose(problem)
         is_settled = any(is_same(training_plan, item.training_plan) for item in rounds)
     best = min(rounds, key=lambda each: each.measurement.seconds)
@@ -173,7 +173,7 @@ def _fit(
         measured = next((sum(item) for item in _measured(timelines, number, kinds) if all(item)), 0.0)
         work, other = _work(problem, stage, training_plan.num_microbatches, kinds)
         if measured and sum(work.values()):
-            parts.append((work, max(measured - other, LEAST_FACTOR * measured)))
+            parts.append((work, max(measured - other, MIN_FACTOR * measured)))
     factors = dict.fromkeys((entry for work, _ in parts for entry in work), 1.0)
     for _ in range(FIT_STEPS):
         up, down = dict.fromkeys(factors, 0.0), dict.fromkeys(factors, 0.0)
@@ -184,7 +184,7 @@ def _fit(
                 down[entry] += seconds
         for entry in factors:
             if down[entry]:
-                factors[entry] = min(MOST_FACTOR, max(LEAST_FACTOR, factors[entry] * up[entry] / down[entry]))
+                factors[entry] = min(MAX_FACTOR, max(MIN_FACTOR, factors[entry] * up[entry] / down[entry]))
     return factors
 
 

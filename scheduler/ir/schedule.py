@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import networkx as nx
 
 #: Maximum number of actions in a schedule. Parsers and builders reject larger schedules.
-MOST_ACTIONS = 1_000_000
+MAX_ACTIONS = 1_000_000
 #: Maximum length of the name of a schedule.
-MOST_NAME = 100
+MAX_NAME = 100
 #: Change in the number of microbatches in flight: those whose forward has run and whose backward has not.
 _IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
@@ -62,9 +62,9 @@ class Schedule:
                     raise ScheduleError(f"rank_actions of a schedule must hold Actions, not {type(action).__name__}")
         if not isinstance(self.name, str):
             raise ScheduleError(f"the name of a schedule must be a string, not {self.name!r}")
-        if not 0 < len(self.name) <= MOST_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):
+        if not 0 < len(self.name) <= MAX_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):
             raise ScheduleError(
-                f"a schedule's name must be up to {MOST_NAME} characters on one line without a colon, not {self.name!r}"
+                f"a schedule's name must be up to {MAX_NAME} characters on one line without a colon, not {self.name!r}"
             )
 
     @property
@@ -73,8 +73,8 @@ class Schedule:
         return len(self.pp_rank_of_stage)
 
     def renamed(self, suffix: str) -> str:
-        """The name and a suffix. The name is cut so that both have at most :data:`MOST_NAME` characters."""
-        return self.name[: MOST_NAME - len(suffix)].rstrip() + suffix
+        """The name and a suffix. The name is cut so that both have at most :data:`MAX_NAME` characters."""
+        return self.name[: MAX_NAME - len(suffix)].rstrip() + suffix
 
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first microbatches alone.

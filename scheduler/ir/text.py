@@ -19,7 +19,7 @@ from reshard.errors import ArgumentError, ScheduleError
 from ..graph import Pipeline, check_pipeline
 from .actions import Action, Kind
 from .communication import add_transfers
-from .schedule import MOST_ACTIONS, Schedule
+from .schedule import MAX_ACTIONS, Schedule
 
 _HEADER = re.compile(
     r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on pp ranks (?P<pp_ranks>\d{1,5}( \d{1,5})*)",
@@ -53,10 +53,10 @@ def parse_schedule(text: str) -> Schedule:
         )
     pp_rank_of_stage = tuple(map(int, header["pp_ranks"].split()))
     num = int(header["num"])
-    if not 1 <= num * len(pp_rank_of_stage) <= MOST_ACTIONS:
+    if not 1 <= num * len(pp_rank_of_stage) <= MAX_ACTIONS:
         raise ScheduleError(
             f"line 1: {num:,} microbatches on {len(pp_rank_of_stage)} stages; microbatches times stages must be from 1 "
-            f"to {MOST_ACTIONS:,}"
+            f"to {MAX_ACTIONS:,}"
         )
     rank_actions = []
     total = 0
@@ -66,8 +66,8 @@ def parse_schedule(text: str) -> Schedule:
             raise ScheduleError(f"line {number + 2}: expected pp rank {number}, not {pp_rank[:40]!r}")
         words = rest.split()
         total += len(words)
-        if total > MOST_ACTIONS:
-            raise ScheduleError(f"the text has more than {MOST_ACTIONS:,} actions")
+        if total > MAX_ACTIONS:
+            raise ScheduleError(f"the text has more than {MAX_ACTIONS:,} actions")
         try:
             rank_actions.append(tuple(parse_action(word) for word in words))
         except ScheduleError as error:
@@ -170,8 +170,8 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
         rank_actions.append([_from_torch(word) for word in words if word and not _TORCH_SKIPPED.fullmatch(word)])
         if not rank_actions[-1]:
             raise ScheduleError(f"pp rank {pp_rank} has no computation or transfer of a stage")
-        if sum(map(len, rank_actions)) > MOST_ACTIONS:
-            raise ScheduleError(f"the text has more than {MOST_ACTIONS:,} actions")
+        if sum(map(len, rank_actions)) > MAX_ACTIONS:
+            raise ScheduleError(f"the text has more than {MAX_ACTIONS:,} actions")
     pp_rank_of: dict[int, int] = {}
     for pp_rank, actions in enumerate(rank_actions):
         for action in actions:
@@ -183,10 +183,10 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
         )
     pp_rank_of_stage = tuple(pp_rank_of[stage] for stage in range(len(pp_rank_of)))
     num = 1 + max(action.microbatch for actions in rank_actions for action in actions)
-    if num * len(pp_rank_of_stage) > MOST_ACTIONS:
+    if num * len(pp_rank_of_stage) > MAX_ACTIONS:
         raise ScheduleError(
             f"{num:,} microbatches on {len(pp_rank_of_stage)} stages; microbatches times stages must be at most "
-            f"{MOST_ACTIONS:,}"
+            f"{MAX_ACTIONS:,}"
         )
     if any(action.kind.is_transfer for actions in rank_actions for action in actions):
         return Schedule(name, tuple(map(tuple, rank_actions)), pp_rank_of_stage, num)

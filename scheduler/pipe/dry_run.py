@@ -13,7 +13,7 @@ from reshard.formatting import count_of
 from ..runtime.engine import Engine
 from .partition.batches import BatchOutline, Entry
 from .partition.stage_mesh import is_grid, num_sample_shards
-from .planner import MOST_GRAPHS, Planner
+from .planner import MAX_GRAPHS, Planner
 
 #: Stage, number of samples, and entries of a batch.
 Key = tuple[int, int, tuple[Entry, ...]]
@@ -95,6 +95,6 @@ class DryRun:
                 own = self._planner.find_failure(outline, num_samples, stage, self._shards[stage])
             found = sorted(self._engine.exchange(own).items())
             self._failures[key] = next((failure for _, failure in found if failure is not None), None)
-            if len(self._failures) > MOST_GRAPHS:
+            if len(self._failures) > MAX_GRAPHS:
                 self._failures.popitem(last=False)
         return self._failures[key]

@@ -302,7 +302,7 @@ class PipelineEngine:
             "step": step,
             "loss_scale": scale,
             "world_size": torch.distributed.get_world_size(self._options.process_group),
-            "coded_steps": self._engine.sums.state_dict()["steps"],
+            "encoded_steps": self._engine.sums.state_dict()["steps"],
         }
         return checkpoint.TrainingState(
             self._rank,

@@ -206,7 +206,8 @@ class Pipe:
             topology: hosts and links; default: hosts are found by host name.
             memory_limit_bytes: limit on the activations of a device. Only a ``schedule`` that is a function gets it.
             compression: codecs of each parallel dimension; default: those of the training plan, or none. Transfers
-                between stages are coded where this shortens the simulated iteration; ``engine.compression`` lists them.
+                between stages are encoded where this shortens the simulated iteration; ``engine.compression`` lists
+                them.
             timeout_seconds: see :class:`Engine`.
 
         Raises:

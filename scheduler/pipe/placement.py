@@ -184,7 +184,7 @@ class Strategy(Protocol):
 
     @property
     def compression(self) -> Policy | None:
-        """Codecs of edges and of sums of gradients; None: nothing is coded."""
+        """Codecs of edges and of sums of gradients; None: nothing is encoded."""
 
     def placements(self) -> Sequence[Placement]:
         """The placement of each stage."""

@@ -20,7 +20,7 @@ from ..graph import Pipeline, Stage
 from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
-from ..passes.compression import CodecChoice, choose_codecs, code_edges
+from ..passes.compression import CodecChoice, choose_codecs, compress_edges
 from ..runtime.engine import Engine
 from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
@@ -29,9 +29,9 @@ from .partition.stage_graph import FakeModel, StageGraph
 from .profile import ScheduleBuilder, StageProfile
 
 #: Largest number of programs that an engine keeps. Batches of different shapes need different programs.
-MOST_PROGRAMS = 8
+MAX_PROGRAMS = 8
 #: Largest number of stage graphs that an engine keeps, for batches of different outlines.
-MOST_GRAPHS = 32
+MAX_GRAPHS = 32
 
 
 class Planner:
@@ -60,7 +60,7 @@ class Planner:
         key = outline.entries
         if key not in self._graphs:
             self._graphs[key] = self._fake_model.find(outline)
-            if len(self._graphs) > MOST_GRAPHS:
+            if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
@@ -122,10 +122,10 @@ class Programs:
         pipelines = [self._planner.pipeline(outline, size) for size in distinct]
         if schedule is None:
             schedule = self._schedule_for(len(sizes), outline, sizes[0])
-            pipelines = [code_edges(pipeline, self._codecs[len(sizes)]) for pipeline in pipelines]
+            pipelines = [compress_edges(pipeline, self._codecs[len(sizes)]) for pipeline in pipelines]
         program = self._engine.make_program(schedule, pipelines, [distinct.index(size) for size in sizes])
         self._programs[key] = program
-        if len(self._programs) > MOST_PROGRAMS:
+        if len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)[1].close()
         return program
 

@@ -165,7 +165,7 @@ def count_saved_bytes(
 def restore_training_state(
     parameters: Sequence[torch.Tensor], modules: Mapping[int, torch.nn.Module], sums: StageSums, device_type: str
 ) -> Iterator[None]:
-    """Restore gradients, buffers, errors of coded sums and random number generators when the context ends."""
+    """Restore gradients, buffers, errors of encoded sums and random number generators when the context ends."""
     gradients = [parameter.grad for parameter in parameters]
     kept = sums.state_dict()
     for parameter in parameters:

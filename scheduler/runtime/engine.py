@@ -43,8 +43,8 @@ from .compression import (
     add_codec_rates,
     check_policy,
     code_modules,
-    code_pipelines,
-    code_sums,
+    compress_pipelines,
+    compress_sums,
     describe_modules,
     find_scatters,
     measure_codecs,
@@ -102,7 +102,7 @@ class Engine:
             that waits for the silent one.
 
     Attributes:
-        sums: coded sums of gradients; a checkpoint saves ``sums.state_dict()``.
+        sums: encoded sums of gradients; a checkpoint saves ``sums.state_dict()``.
 
     Raises:
         ScheduleError: the schedule does not fit the pipeline.
@@ -167,17 +167,17 @@ class Engine:
         replicas = self._make_replicas(modules)
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
-        self.sums = StageSums({replica.stage: replica.coded for replica in replicas}, find_scatters(modules), tied)
+        self.sums = StageSums({replica.stage: replica.encoded for replica in replicas}, find_scatters(modules), tied)
         self._state = EngineState(self.rank, self.pp_rank, self._stages, replicas, tied, num_loss_shards, self._device)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
-        """Replace collectives of the modules by coded ones. Returns the pipelines with the codecs of their edges."""
+        """Replace collectives of the modules by encoded ones. Returns the pipelines with the codecs of their edges."""
         policy, strategy = self._options.policy, self._options.strategy
         described = self.exchange(describe_modules(modules, self.schedule, self._options.tied_stages))
         check_policy(policy, list(described.values()), self._device)
         self.exchange(error=code_modules(modules, policy))
         self._topology = add_codec_rates(self._topology, self.exchange(measure_codecs(policy, self._topology)))
-        return code_pipelines(policy, self.schedule, pipelines, self._topology, strategy)
+        return compress_pipelines(policy, self.schedule, pipelines, self._topology, strategy)
 
     def _open_mover(self, spec: TensorSpec) -> Mover:
         """A Mover of one tied parameter, which several stages send and receive."""
@@ -201,7 +201,7 @@ class Engine:
                     members,
                     self._device,
                     self._timeout_seconds,
-                    code_sums(policy, self._topology, members, rank, self._stages[stage].module),
+                    compress_sums(policy, self._topology, members, rank, self._stages[stage].module),
                 )
                 for stage, members in find_replica_ranks(self._group, self.pipeline, self._stages).items()
             )

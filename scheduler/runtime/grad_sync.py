@@ -26,7 +26,7 @@ from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
 from . import torch_compat
-from .compression import CodedSums
+from .compression import CompressedSums
 from .data_parallel import REPLICATED, fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
@@ -82,7 +82,7 @@ class ReplicaSync:
         ranks: ranks of the replicas in ``group``, ascending.
         device: device type of the module.
         timeout_seconds: time limit of the agreement, and of each collective.
-        coded: compresses sums of gradients; None: they are sent raw.
+        encoded: compresses sums of gradients; None: they are sent raw.
 
     Raises:
         DisagreementError: parameters or buffers of the replicas differ in name, dtype or shape, or some are frozen on
@@ -98,10 +98,10 @@ class ReplicaSync:
         ranks: tuple[int, ...],
         device: str,
         timeout_seconds: float,
-        coded: CodedSums | None = None,
+        encoded: CompressedSums | None = None,
     ) -> None:
         self.stage, self._module, self._device = stage, module, device
-        self._timeout_seconds, self.coded = timeout_seconds, coded
+        self._timeout_seconds, self.encoded = timeout_seconds, encoded
         self._group, self._channel = group, find_channel(group, ranks)
         outline = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
         request = Request(group.rank, outline, hostname=group.hostname)
@@ -217,9 +217,9 @@ class ReplicaSync:
         for gradients in dense.values():
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                if self.coded is not None and self.coded.can_code(flat):
+                if self.encoded is not None and self.encoded.can_compress(flat):
                     parts = [(names[id(gradient)], gradient.numel()) for gradient in bucket]
-                    self.coded.add(flat, parts, functools.partial(self._exchange, check_errors))
+                    self.encoded.add(flat, parts, functools.partial(self._exchange, check_errors))
                 else:
                     self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, check_errors)
                 for gradient, part in zip(bucket, flat.split([item.numel() for item in bucket]), strict=True):

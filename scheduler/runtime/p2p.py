@@ -19,7 +19,7 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
-from ..costs import plan_coded
+from ..costs import plan_encoded
 from ..graph import Edge, Pipeline
 from ..ir.actions import StageChannel
 
@@ -75,7 +75,7 @@ def plan_channels(
             moved = [_one_element(spec) for spec in tensors] if signal_only else tensors
             is_local = pp_ranks[edge.src] == pp_ranks[edge.dst] and all(spec.src == spec.dst for spec in tensors)
             codec = edge.forward_codec if channel.is_forward else edge.backward_codec
-            plan = None if is_local or not moved else plan_coded(moved, codec, topology, strategy)
+            plan = None if is_local or not moved else plan_encoded(moved, codec, topology, strategy)
             plans.append(ChannelPlan(channel, tensors, plan))
     return plans
 

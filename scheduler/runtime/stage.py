@@ -27,7 +27,7 @@ from .local_tensors import cut_to_no_samples, full, is_dtensor, localize, sample
 Tensors = dict[str, torch.Tensor]
 
 #: Range of a weight that is not 0. The gradients of a microbatch are multiplied by it.
-_LEAST_WEIGHT, _MOST_WEIGHT = 1e-30, 1e30
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-30, 1e30
 
 
 class StageOutput(NamedTuple):
@@ -166,10 +166,10 @@ class StageRun:
             live.weight = self._to_number("a weight", output.weight)
             if not 0 <= live.weight < math.inf:
                 raise ArgumentError(f"stage {self.stage} gives the weight {live.weight}; it must be 0 or more")
-            if live.weight and not _LEAST_WEIGHT <= live.weight <= _MOST_WEIGHT:
+            if live.weight and not _MIN_WEIGHT <= live.weight <= _MAX_WEIGHT:
                 raise ArgumentError(
-                    f"stage {self.stage} gives the weight {live.weight:g}; it must be 0, or from {_LEAST_WEIGHT:g} to "
-                    f"{_MOST_WEIGHT:g}, so that float32 gradients times it stay finite"
+                    f"stage {self.stage} gives the weight {live.weight:g}; it must be 0, or from {_MIN_WEIGHT:g} to "
+                    f"{_MAX_WEIGHT:g}, so that float32 gradients times it stay finite"
                 )
         self._check_loss(live.loss, output)
         if train:

@@ -119,10 +119,10 @@ class _Search:
         num_microbatches: int,
         pp_ranks: tuple[int, ...],
         memory_limit_bytes: int | None,
-        most_in_flight: tuple[int, ...],
+        max_in_flight: tuple[int, ...],
     ) -> None:
         self.pipeline, self.num, self.pp_ranks = pipeline, num_microbatches, pp_ranks
-        self.limit, self.most = memory_limit_bytes, most_in_flight
+        self.limit, self.most = memory_limit_bytes, max_in_flight
         self.best: _Candidate | None = None
         self.tried: dict[Policy, _Candidate | None] = {}
         self.known_seconds = math.inf  # makespan of the fastest known schedule that fits
@@ -156,13 +156,13 @@ class _Search:
 
     def try_policy(self, policy: Policy) -> bool:
         """Keep the schedule of a policy if it is the best so far. Returns whether it is."""
-        policy = replace(policy, most_in_flight=self.within_limit(policy.most_in_flight))
+        policy = replace(policy, max_in_flight=self.within_limit(policy.max_in_flight))
         if policy not in self.tried:
             self.tried[policy] = self.run_policy(policy)
         return self.keep_best(self.tried[policy])
 
     def run_policy(self, policy: Policy) -> _Candidate | None:
-        if min(policy.most_in_flight) < 1:
+        if min(policy.max_in_flight) < 1:
             return None
         order = order_greedily(self.pipeline, self.num, self.pp_ranks, policy)
         if sum(map(len, order)) != sum(3 if split else 2 for split in policy.splits) * self.num:
@@ -224,10 +224,10 @@ class _Search:
         """Policies with the depth of one stage changed by one, or its backward not split."""
         for stage in range(len(self.pp_ranks)):
             for step in (-1, 1):
-                depths = list(policy.most_in_flight)
+                depths = list(policy.max_in_flight)
                 depths[stage] += step
                 if 1 <= depths[stage] <= self.most[stage]:
-                    yield replace(policy, most_in_flight=tuple(depths))
+                    yield replace(policy, max_in_flight=tuple(depths))
             if policy.splits[stage]:
                 whole = tuple(split and other != stage for other, split in enumerate(policy.splits))
                 yield replace(policy, splits=whole)

@@ -9,7 +9,7 @@ from reshard.errors import ArgumentError
 from ..graph import Pipeline, check_pipeline
 from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers
-from ..ir.schedule import MOST_ACTIONS, Schedule
+from ..ir.schedule import MAX_ACTIONS, Schedule
 
 
 def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -154,7 +154,7 @@ def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
     check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1")
-    most = MOST_ACTIONS // len(pipeline.stages)
+    most = MAX_ACTIONS // len(pipeline.stages)
     if num_microbatches > most:
         raise ArgumentError(
             f"num_microbatches is {num_microbatches:,}; at most {most:,} microbatches fit {len(pipeline.stages)} stages"

@@ -17,7 +17,7 @@ class Policy:
     """How an idle pp rank chooses its next computation.
 
     Attributes:
-        most_in_flight: for each stage, the most microbatches begun and not finished.
+        max_in_flight: for each stage, the most microbatches begun and not finished.
         splits: for each stage, whether its backward is split into an input-gradient and a weight-gradient pass.
         forward_first: whether a forward goes before a backward when both are ready.
         weights_first: whether a weight-gradient pass goes before a forward.
@@ -25,7 +25,7 @@ class Policy:
             this fraction of the pass.
     """
 
-    most_in_flight: tuple[int, ...]
+    max_in_flight: tuple[int, ...]
     splits: tuple[bool, ...]
     forward_first: bool = False
     weights_first: bool = False
@@ -110,7 +110,7 @@ class _ListScheduler:
                 ready[Kind.I].append(Action(kind, stage, at.backwards))
             if (
                 at.forwards < self.num
-                and at.forwards - at.finished < policy.most_in_flight[stage]
+                and at.forwards - at.finished < policy.max_in_flight[stage]
                 and self.has_arrived(stage, True, at.forwards)
             ):
                 ready[Kind.F].append(Action(Kind.F, stage, at.forwards))
@@ -137,7 +137,7 @@ class _ListScheduler:
                 if state.remaining is None or state.seconds_remaining >= limit:
                     continue
                 if arrived == (at.forwards if is_forward else at.backwards) and (
-                    not is_forward or at.forwards - at.finished < self.policy.most_in_flight[stage]
+                    not is_forward or at.forwards - at.finished < self.policy.max_in_flight[stage]
                 ):
                     return True
         return False

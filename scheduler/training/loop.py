@@ -33,9 +33,9 @@ SCHEDULES: Mapping[str, Callable[..., Any]] = {
     "zb_h1": zb_h1,
 }
 #: The learning rate ends at this share of its peak.
-LEAST_RATE = 0.1
+MIN_RATE = 0.1
 #: AdamW of the GPT-3 paper: its betas, its weight decay, and the largest norm of the gradients.
-BETAS, WEIGHT_DECAY, MOST_NORM = (0.9, 0.95), 0.1, 1.0
+BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0
 #: Seed of the held-out pictures, relative to that of the training.
 _HELD_OUT_SEED = 1_000_003
 
@@ -47,7 +47,7 @@ class Job:
     Attributes:
         name: of the run, for messages. preset: the model and how it is trained.
         steps: the number of the last step. stages: dp x tp of each stage. layers: of each stage; empty: of the preset.
-        schedule: name of a schedule. compression: text of a policy; None: nothing is coded.
+        schedule: name of a schedule. compression: text of a policy; None: nothing is encoded.
         data: file of tokens; None: the text that Python ships.
         warmup: steps in which the learning rate grows. seed: of the parameters and of the order of the data.
         device: "cpu" or "cuda". log_every: steps between messages and measured times.
@@ -130,7 +130,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
                 caught = dump if dump is not None and step in dumped_steps(job.steps) else None
                 with contextlib.nullcontext() if caught is None else caught.catch_activations():
                     result = engine.step(_move(batch, device), timeline=progress.wants_times(step))
-                norm = engine.clip_grad_norm_(MOST_NORM)
+                norm = engine.clip_grad_norm_(MAX_NORM)
                 if caught is not None:
                     caught.keep_gradients()
                 if result.finite:
@@ -223,7 +223,7 @@ def rate_factors(steps: int, warmup: int) -> Callable[[int], float]:
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * progress)) / 2
+        return MIN_RATE + (1 - MIN_RATE) * (1 + math.cos(math.pi * progress)) / 2
 
     return factor
 

@@ -20,19 +20,17 @@ from ..autoparallel import (
     ChoiceRules,
     Cluster,
     LayerProfile,
-    Measurement,
-    SearchProblem,
     StateBytes,
-    TracedModel,
     TrainingPlan,
-    Tuned,
-    choose_training_plan,
     profile_layers,
     trace_module,
     tune,
 )
 from ..autoparallel.command import find_topology, parse_bytes, parse_keep
-from ..autoparallel.searching import make_problem, warn_if_noisy
+from ..autoparallel.costs.problem import SearchProblem
+from ..autoparallel.modules.tracing import TracedModel
+from ..autoparallel.searching import choose_training_plan, make_problem, warn_if_noisy
+from ..autoparallel.tuning import Measurement, Tuned
 from .loop import Job, make_loaders, make_pipe
 from .models import layer_paths, make_model
 from .presets import GPTConfig

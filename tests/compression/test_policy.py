@@ -128,9 +128,9 @@ def test_each_dimension_sends_fewer_bytes():
     for rank, results in enumerate(ranks):
         raw, both, forward, dp = results
         sends = 4 * values if rank == 0 else 2 * values
-        coded = 132 * elements if rank == 0 else 66 * elements
-        assert [raw[0], both[0], dp[0]] == [sends, coded, sends]
-        assert forward[0] == (coded if rank == 0 else sends)
+        encoded = 132 * elements if rank == 0 else 66 * elements
+        assert [raw[0], both[0], dp[0]] == [sends, encoded, sends]
+        assert forward[0] == (encoded if rank == 0 else sends)
         if rank:
             assert [raw[1], both[1], dp[1]] == [4 * summed, 4 * summed, 2 * parts]
         for _, _, gradients in results[1:]:
@@ -188,7 +188,7 @@ def _choices(rank, rates):
     return texts
 
 
-def test_an_edge_is_coded_only_where_the_iteration_gets_shorter():
+def test_an_edge_is_encoded_only_where_the_iteration_gets_shorter():
     slow, fast = run_processes(_choices, 3, (1e5, 1e12))[2]
     assert "0 -> 1 activations: int8x128" in slow and "1 -> 0 gradients: int8x128" in slow
     assert "0 -> 1 activations: raw" in fast and "1 -> 0 gradients: raw" in fast
@@ -288,19 +288,19 @@ def _sum_ties(rank, policies):
 
 
 @pytest.mark.integration
-def test_gradients_of_tied_parameters_are_coded_and_stay_equal():
+def test_gradients_of_tied_parameters_are_encoded_and_stay_equal():
     policies = (None, Policy(dp="int8x128"), Policy(dp="int8x128", raw_steps=1))
     ranks = run_processes(_sum_ties, 3, policies)
-    raw, coded, late = ranks[0]
+    raw, encoded, late = ranks[0]
     fewer = 200 * (4 * WIDTH - 132)  # the embedding of 200 blocks goes to one rank, which passes it on
-    assert raw[0][0] - coded[0][0] == fewer and late[0][0] == raw[0][0] and late[1][0] == coded[1][0]
+    assert raw[0][0] - encoded[0][0] == fewer and late[0][0] == raw[0][0] and late[1][0] == encoded[1][0]
     for policy in range(3):
         for step in range(2):
             one, *others = (ranks[rank][policy][step][1] for rank in range(3))
             assert all(torch.equal(one, other) for other in others)
     exact = raw[0][1]
     assert torch.equal(late[0][1], exact)
-    assert 1e-4 < float((coded[0][1] - exact).norm() / exact.norm()) < 0.03
+    assert 1e-4 < float((encoded[0][1] - exact).norm() / exact.norm()) < 0.03
 
 
 def _feed_back_scatters(rank, folder):

@@ -93,7 +93,7 @@ def test_many_named_tensors_move_at_once():
 
 
 def _code(rank):
-    """Coded transfers give the same bits as the native codecs on the CPU."""
+    """Encoded transfers give the same bits as the native codecs on the CPU."""
     for codec in CODECS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             whole = torch.randn(32, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -105,7 +105,7 @@ def _code(rank):
             assert out is None or same_bytes(out.cpu(), wanted[rank]), (codec, dtype)
 
 
-def test_coded_tensors_equal_those_of_the_cpu():
+def test_encoded_tensors_equal_those_of_the_cpu():
     run(_code)
 
 

@@ -29,9 +29,9 @@ def _choose(gbit, *rates, max_error=0.2):
 
 def test_auto_codes_on_slow_links_only_and_says_why():
     chosen = _choose(1, INT8, INT4)
-    assert chosen.dtype == "int4x128" and chosen.coded_because.startswith("auto predicts raw 0.269 s")
+    assert chosen.dtype == "int4x128" and chosen.encoded_because.startswith("auto predicts raw 0.269 s")
     plan = make_plan(SRC, DST, SHAPE, "float32", topology=_topology(1, INT8), compression="auto", max_error=0.1)
-    assert f"# tensor 0 is coded: {plan.tensors[0].coded_because}" in str(plan)
+    assert f"# tensor 0 is encoded: {plan.tensors[0].encoded_because}" in str(plan)
     assert reshard.parse_plan(str(plan)) == plan
     assert _choose(1, INT8, INT4, max_error=0.02).dtype == "int8x128"
     fast = _choose(100, INT8, INT4)

@@ -97,7 +97,7 @@ def test_estimates_of_plans_that_take_too_long_to_simulate(strategy, monkeypatch
     plan = make_plan(src, dst, (2048, 2048), "float32", topology=topology, strategy=strategy)
     simulated = CostReport(plan)
     assert not simulated.makespan.is_estimate and "estimated" not in str(simulated)
-    monkeypatch.setattr("reshard.cost.prediction.MOST_OPERATIONS", 10)
+    monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 10)
     estimated = CostReport(plan)
     assert estimated.makespan.is_estimate and "estimated, not simulated" in str(estimated)
     most = 1.02 if strategy == "multicast" else 4.0
@@ -211,7 +211,7 @@ def test_auto_compares_estimates_above_the_simulation_limit(monkeypatch):
     spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
     problem = PlanProblem.of([spec], Topology((0, 1, 1)))
     chosen = auto.choose_fastest(problem)[0]
-    monkeypatch.setattr("reshard.cost.prediction.MOST_OPERATIONS", 0)
+    monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 0)
     monkeypatch.setattr(auto, "_LARGE", 0)
     assert auto.choose_fastest(problem)[0] == chosen == "multicast"
 

@@ -123,8 +123,8 @@ def _wrong_calls():
         good = actors.reshard(held, left, right, dst_spec="R S0")  # the actors still work after all errors
         assert good.gather().equal(_whole(4, 4))
         wide = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
-        coded = actors.reshard(left.put(wide, "S0"), left, right, dst_spec="R S0", compression="int8x128").gather()
-        assert 0.005 < np.linalg.norm(coded.numpy() - wide) / np.linalg.norm(wide) < 0.01
+        encoded = actors.reshard(left.put(wide, "S0"), left, right, dst_spec="R S0", compression="int8x128").gather()
+        assert 0.005 < np.linalg.norm(encoded.numpy() - wide) / np.linalg.norm(wide) < 0.01
         old, new = left.put(wide, "S0"), left.put(wide + (wide > 2), "S0")
         out = actors.reshard(old, left, right, dst_spec="R S0", compression="delta")  # there is no base: in full
         assert np.array_equal(out.gather().numpy(), wide)

@@ -13,7 +13,7 @@ _SWEEPS = 200
 #: Limit on steps of Newton's method per port and sweep.
 _STEPS = 20
 #: With more ports than this, one price is set after another.
-_MOST_JOINT_PORTS = 64
+_MAX_JOINT_PORTS = 64
 #: Limit on steps of Newton's method for all prices at once.
 _ROUNDS = 12
 #: A price is not unique if the pivot of its row is below this fraction of the row's diagonal entry.
@@ -95,7 +95,7 @@ def _search_prices(paths: list[list[int]], capacity: list[float], price: list[fl
             for other in flows[path[0]]:
                 cost[other] += price[path[0]]
     used = [port for port, row in enumerate(flows) if row]
-    if joint and len(used) <= _MOST_JOINT_PORTS:
+    if joint and len(used) <= _MAX_JOINT_PORTS:
         rates = _set_joint_prices(paths, used, capacity, price, cost)
         if rates is not None:
             return rates

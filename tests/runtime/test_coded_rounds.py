@@ -32,5 +32,5 @@ def _code(rank):
 
 
 @pytest.mark.usefixtures("device")
-def test_coded_tensors_move_in_rounds():
+def test_encoded_tensors_move_in_rounds():
     run_processes(_code, RANKS)

@@ -372,8 +372,8 @@ def _refuse_in_capture(rank):
     source, wanted = _shards(rank)
     wide = None if source is None else torch.ones(24, 1536)
     plan = reshard.make_plan(SRC, DST, SHAPE, "float32")
-    coded = reshard.make_plan(SRC, DST, (48, 1536), "float32", compression="int8x128")
-    with reshard.Mover(plan) as mover, reshard.Mover(coded) as coding:
+    encoded = reshard.make_plan(SRC, DST, (48, 1536), "float32", compression="int8x128")
+    with reshard.Mover(plan) as mover, reshard.Mover(encoded) as coding:
         mover(source)
         runner, texts = mover._transfers.on_stream._runner, []
         with pytest.MonkeyPatch.context() as patched:
@@ -401,6 +401,6 @@ def _refuse_in_capture(rank):
 def test_refused_captures_leave_the_group_usable(device):
     for texts in run_processes(_refuse_in_capture, RANKS):
         for text, words in zip(
-            texts, ("not moved", "coded tensors", "a call of reshard", "make it before"), strict=True
+            texts, ("not moved", "encoded tensors", "a call of reshard", "make it before"), strict=True
         ):
             assert words in text

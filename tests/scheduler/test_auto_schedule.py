@@ -57,7 +57,7 @@ def test_each_policy_change_affects_one_stage():
     search = _Search(Pipeline((Stage(1, 1, 1),) * 3, ()), 4, (0, 1, 2), None, (4, 2, 1))
     policy = Policy((2, 2, 1), (True, False, True), True, True, 0.5)
     changed = list(search.changes(policy))
-    assert [(p.most_in_flight, p.splits) for p in changed] == [
+    assert [(p.max_in_flight, p.splits) for p in changed] == [
         ((1, 2, 1), policy.splits),
         ((3, 2, 1), policy.splits),
         ((2, 2, 1), (False, False, True)),

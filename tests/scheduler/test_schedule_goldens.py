@@ -151,7 +151,7 @@ def test_activations_are_kept_until_the_weight_gradient_pass():
 
 def test_texts_with_too_many_actions_are_rejected(monkeypatch):
     text = str(one_f_one_b(SMALL, 2))
-    monkeypatch.setattr("reshard.scheduler.ir.text.MOST_ACTIONS", sum(map(len, parse_schedule(text).rank_actions)))
+    monkeypatch.setattr("reshard.scheduler.ir.text.MAX_ACTIONS", sum(map(len, parse_schedule(text).rank_actions)))
     assert str(parse_schedule(text)) == text
     with pytest.raises(ScheduleError, match="more than 16 actions"):
         parse_schedule(text + " 0F7")

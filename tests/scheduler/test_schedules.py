@@ -39,9 +39,9 @@ def chain(*communication, forward=1.0, backward=2.0):
 
 
 @st.composite
-def pipelines(draw, most_stages=4):
+def pipelines(draw, max_stages=4):
     """Random pipelines: a chain of unequal stages with skip edges and shared links."""
-    num = draw(st.integers(1, most_stages))
+    num = draw(st.integers(1, max_stages))
     costs = st.sampled_from([0.5, 1.0, 1.5, 3.0])
     stages = [Stage(draw(costs), draw(costs), draw(costs), draw(st.integers(1, 3))) for _ in range(num)]
     pairs = [(i, i + 1) for i in range(num - 1)]

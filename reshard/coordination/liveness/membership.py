@@ -138,7 +138,7 @@ def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
             text = f"ranks disagree on what comes next: {', '.join(actions)}"
             if any(purpose.startswith("waits for") for purpose in purposes):
                 text += "; every rank must wait for fault-tolerant transfers, in the same order"
-            if any("coded transfer" in purpose for purpose in purposes):
+            if any("encoded transfer" in purpose for purpose in purposes):
                 text += "; every rank must wait for transfers with lossless codecs, in the same order"
             return Decision(error=(DisagreementError.__name__, f"{text}; {_ADVICE}"), out_of_sync=text)
     return None

@@ -13,8 +13,8 @@ from .pending import Parts, Pending
 if TYPE_CHECKING:
     from .collectives import Axis
 
-#: A collective in two levels moves at most ``MOST_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
-MOST_PIECES, PIECE_BYTES = 4, 2**18
+#: A collective in two levels moves at most ``MAX_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
+MAX_PIECES, PIECE_BYTES = 4, 2**18
 
 
 class Summing(Protocol):
@@ -91,7 +91,7 @@ class TwoLevelAxis:
         Returns:
             ``[piece][position]`` intervals of the rows of each position.
         """
-        count = max(1, min(MOST_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
+        count = max(1, min(MAX_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
         return [[(size * n // count, size * (n + 1) // count) for size in sizes] for n in range(count)]
 
 

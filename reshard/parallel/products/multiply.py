@@ -80,7 +80,7 @@ class Product:
     def __init__(self, grid: Grid, shape: ProductShape) -> None:
         self.grid, self.shape = grid, shape
         self._mesh = grid.device_mesh
-        self._row_axis, self._col_axis, self._layer = map(grid.coded, ("row", "col", "layer"))
+        self._row_axis, self._col_axis, self._layer = map(grid.encoded, ("row", "col", "layer"))
 
     def check_grid(self) -> None:
         """Raise ArgumentError, on all ranks alike, if the model has moved to another grid."""

@@ -86,8 +86,8 @@ class _Execution:
         self.digests = options.digests
         self.encoders = {index: array for index, array in enumerate(src) if isinstance(array, EncodedSource)}
         self.decoders = {index: array for index, array in enumerate(dst) if isinstance(array, DecodedTarget)}
-        self.src = [item.coded if isinstance(item, EncodedSource) else item for item in src]
-        self.dst = [item.coded if isinstance(item, DecodedTarget) else item for item in dst]
+        self.src = [item.encoded if isinstance(item, EncodedSource) else item for item in src]
+        self.dst = [item.encoded if isinstance(item, DecodedTarget) else item for item in dst]
         self.encoded: set[int] = set()  # sends whose elements are encoded
         self.is_encoding = bool(self.encoders)
         self.staging = staging

@@ -193,7 +193,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def carrier(tensor: Any) -> Any:
     """View a tensor as a plain dtype of the same itemsize, so that copies preserve the bits of any dtype.
 
-    None, a :class:`CastSource` and coded arrays are returned unchanged.
+    None, a :class:`CastSource` and encoded arrays are returned unchanged.
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor

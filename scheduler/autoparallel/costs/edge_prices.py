@@ -25,7 +25,7 @@ EdgeCodecs = tuple[str | None, str | None]
 _NUM_VALUES = 1 << 20
 
 
-def coded_ratio(codec: str, dtype: str) -> float:
+def encoded_ratio(codec: str, dtype: str) -> float:
     """Bytes that a block codec makes of each byte of a large array."""
     return parse_codec(codec).nbytes((_NUM_VALUES,)) / (_NUM_VALUES * ITEMSIZE[dtype_name(dtype)])
 
@@ -36,7 +36,7 @@ class EdgePrices:
     Args:
         graph, cluster: the model and its devices.
         message_seconds: time of a message in addition to that of its bytes.
-        codecs: of activations and of their gradients; each direction of an edge is coded where that is faster.
+        codecs: of activations and of their gradients; each direction of an edge is encoded where that is faster.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EdgePrices:
     ) -> None:
         self._codecs = codecs
         #: A lower bound of the bytes on the wire of each byte of a tensor.
-        self.least_ratio = min([1.0, *(coded_ratio(name, graph.dtype) for name in codecs if name is not None)])
+        self.min_ratio = min([1.0, *(encoded_ratio(name, graph.dtype) for name in codecs if name is not None)])
         self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
         self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[Tensor, ...], int, End, End], Edge] = {}
@@ -92,12 +92,12 @@ class EdgePrices:
         forward_codec, backward_codec = self._codecs
         if forward_codec is None and backward_codec is None:
             return priced
-        coded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
-        coded = price_edge(coded, self.cluster.topology)
+        encoded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
+        encoded = price_edge(encoded, self.cluster.topology)
         for way in ("forward", "backward"):
-            if getattr(coded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
+            if getattr(encoded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
                 names = [f"{way}_{what}" for what in ("seconds", "loads", "codec")]
-                priced = replace(priced, **{name: getattr(coded, name) for name in names})
+                priced = replace(priced, **{name: getattr(encoded, name) for name in names})
         return priced
 
     def bound_seconds(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> tuple[float, float]:
@@ -117,7 +117,7 @@ class EdgePrices:
         hosts = topology.host
         leave = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in senders)
         enter = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in receivers)
-        return self.least_ratio / min(leave, enter)
+        return self.min_ratio / min(leave, enter)
 
     def _shift(self, src: End) -> int:
         """Number of hosts by which equal hosts may be renumbered so that ``src`` begins on host 0."""

@@ -23,15 +23,15 @@ from ..inputs.layer_profile import LayerTimes
 from .layer_costs import LayerCost, Workload, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
-MOST_GRIDS = 2
+MAX_GRIDS = 2
 
 
 def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     """Why a layer cannot be on a grid of some shape; None if it can."""
     if layer.grid_sizes is None:
         return layer.grid_refusal or "its sizes on a grid are not known"
-    if grid[1] > layer.grid_sizes.most_cols:
-        return f"it has only {layer.grid_sizes.most_cols} heads or features for {grid[1]} columns"
+    if grid[1] > layer.grid_sizes.max_cols:
+        return f"it has only {layer.grid_sizes.max_cols} heads or features for {grid[1]} columns"
     return None
 
 
@@ -69,7 +69,7 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     if shared.gather_seconds:
         forward, backward = (
             seconds + shared.gather_seconds
-            if shared.is_coded
+            if shared.is_encoded
             else overlapped_seconds(seconds, shared.gather_seconds, work.profile.slowdown)
             for seconds in (forward, backward)
         )
@@ -95,7 +95,7 @@ class _SharedStates(NamedTuple):
 
     Attributes:
         gather_seconds: of parameters, in each forward and in each backward. sync_seconds: of gradients, once in a step.
-        is_coded: whether gathers are coded, so that computation does not hide them.
+        is_encoded: whether gathers are encoded, so that computation does not hide them.
     """
 
     state_bytes: float
@@ -103,7 +103,7 @@ class _SharedStates(NamedTuple):
     gathered_bytes: float = 0.0
     gather_seconds: float = 0.0
     sync_seconds: float = 0.0
-    is_coded: bool = False
+    is_encoded: bool = False
 
 
 def _share_states(params: float, choice: Choice, place: Place, work: Workload) -> _SharedStates:
@@ -117,18 +117,18 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
     if choice.zero < 3:
         kept = gradients if choice.zero == 1 or num_microbatches > 1 else gradients / depth
         return _SharedStates(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
-    is_coded = False
+    is_encoded = False
     if codec_costs.gathers is not None:
         coding = codec_costs.gathers
-        coded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
-        is_coded = not codec_costs.is_optional or coded < gather
-        gather = coded if is_coded else gather
+        encoded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
+        is_encoded = not codec_costs.is_optional or encoded < gather
+        gather = encoded if is_encoded else gather
     if codec_costs.scatters is not None:
         coding = codec_costs.scatters
-        coded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
-        scatter = codec_costs.faster(scatter, coded)
+        encoded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
+        scatter = codec_costs.faster(scatter, encoded)
     held = gradients / depth if num_microbatches == 1 else gradients
-    return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_coded)
+    return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_encoded)
 
 
 def _exposed(price: LayerPrice) -> float:
@@ -154,7 +154,7 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
 def _best_price(
     sizes: LayerSizes, grid: GridShape, place: Place, layer_times: LayerTimes, own: float, work: Workload
 ) -> LayerPrice:
-    """The price of a layer, with coded products if they are faster or must be coded."""
+    """The price of a layer, with encoded products if they are faster or must be encoded."""
     rows, cols, depth = grid
     flops, itemsize = sizes.forward_flops * own, _itemsize(work)
     rate = flops / layer_times.forward_seconds if flops and layer_times.forward_seconds else math.inf
@@ -164,8 +164,8 @@ def _best_price(
     if coding is None:
         return price
     seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in a gather, a rank also decodes its own part
-    coded = price_layer(sizes, replace(load, coded_ratio=coding.ratio, coding_seconds=seconds), rate)
-    return coded if not work.codec_costs.is_optional or _exposed(coded) < _exposed(price) else price
+    encoded = price_layer(sizes, replace(load, encoded_ratio=coding.ratio, coding_seconds=seconds), rate)
+    return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
 
 
 def _itemsize(work: Workload) -> int:
@@ -246,7 +246,7 @@ def best_grids(
     best: list[Choice] = []
     for values, choice in found:
         alike = sum(item.zero == choice.zero and item.recompute == recompute[0] for item in best)
-        if alike < MOST_GRIDS and not any(all(a <= b for a, b in zip(item, values, strict=True)) for item in kept):
+        if alike < MAX_GRIDS and not any(all(a <= b for a, b in zip(item, values, strict=True)) for item in kept):
             kept.append(values)
             best += [replace(choice, recompute=flag) for flag in recompute]
     return tuple(best)

@@ -18,7 +18,7 @@ from .problem import SCALED_LIMIT, Candidate, SearchProblem
 from .tie_prices import TieExchange
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
-MOST_ACTIONS = 1500
+MAX_ACTIONS = 1500
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ def evaluate(
     stages, count = candidate.stages, candidate.num_microbatches
     pipeline = problem.pipeline(stages, count)
     costs, exchanges = problem.costs(stages, count)
-    most_short = 0.0 if below_seconds < math.inf else math.inf
+    max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
     for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough):
         short = _short_bytes(costs, schedule)
-        if short > most_short:
+        if short > max_short:
             continue
         limit = below_seconds if best is None or short < best.short_bytes else best.seconds
         found = _evaluate_within(limit, candidate, pipeline, costs, exchanges, schedule)
         if found is not None and (best is None or _preference(found) < _preference(best)):
-            best, most_short = found, short
+            best, max_short = found, short
     return None if best is None or best.seconds >= below_seconds else best
 
 
@@ -213,7 +213,7 @@ def _schedules(
             if schedule.in_flight not in seen:
                 seen.add(schedule.in_flight)
                 yield schedule
-    if thorough and 3 * count * len(costs) <= MOST_ACTIONS:
+    if thorough and 3 * count * len(costs) <= MAX_ACTIONS:
         try:
             yield auto_schedule(pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
         except ScheduleError:
@@ -247,7 +247,7 @@ def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: in
         trips[stage] = beyond + costs[stage].seconds
     depths = []
     for stage, cost in enumerate(costs):
-        depth = min(count, -int(-trips[stage] // pace) + more if pace else 1, cost.most_in_flight)
+        depth = min(count, -int(-trips[stage] // pace) + more if pace else 1, cost.max_in_flight)
         depths.append(depth)
     for stage in range(1, len(depths)):  # a stage must not have more microbatches in flight than a stage before it
         depths[stage] = min(depths[stage], *(depths[other] for other in pipeline.inputs[stage]), depths[stage - 1])

@@ -46,7 +46,7 @@ class Workload:
     Attributes:
         profile: times of the layers. states: bytes of states of a parameter.
         num_samples, num_microbatches: samples of a microbatch, and how many of these a step has.
-        codec_costs: which traffic inside stages is coded.
+        codec_costs: which traffic inside stages is encoded.
     """
 
     profile: LayerProfile
@@ -164,7 +164,7 @@ class StageCost:
         return max(kept, self.ending_bytes)
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """Microbatches that fit the memory, at least 0."""
         free = self.limit_bytes - self.fixed_bytes
         if self.memory_bytes(0) > self.limit_bytes:
@@ -203,7 +203,7 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
     whole_forward = overlapped_seconds(forward + sums, shared.gather_seconds, profile.slowdown)
     moved = shared.gather_seconds + shared.scatter_seconds
     whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
-    if codec_costs.gathers is not None and choice.zero == 3:  # coded gathers do not overlap with computation
+    if codec_costs.gathers is not None and choice.zero == 3:  # encoded gathers do not overlap with computation
         gather = codec_costs.gathers.gather_seconds(place, shared.gathered_bytes, choice.tp)
         whole_forward = codec_costs.faster(whole_forward, forward + sums + gather)
         whole_backward = codec_costs.faster(whole_backward, computed_backward + backward_sums + gather)
@@ -270,8 +270,8 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
         gradients = gradients / replicas if work.num_microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
         if codec_costs.scatters is not None:
-            coded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
-            sync = codec_costs.faster(sync, coded)
+            encoded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
+            sync = codec_costs.faster(sync, encoded)
     return _SharedStates(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
 
 

@@ -60,7 +60,7 @@ class SearchProblem:
             and 256.
         compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
             (``zero``) and of products on grids (``tp``).
-        codes_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
+        compress_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
 
     Raises:
         ArgumentError: the profile is of another model, no number of microbatches divides the samples, or the policy has
@@ -75,7 +75,7 @@ class SearchProblem:
     rules: ChoiceRules = field(default_factory=ChoiceRules)
     microbatch_counts: tuple[int, ...] = ()
     compression: Policy | None = None
-    codes_all: bool = False
+    compress_all: bool = False
     prices: EdgePrices = field(init=False, compare=False)
     ties: TiePrices = field(init=False, compare=False)
     memo: dict[Hashable, Any] = field(init=False, compare=False, repr=False)
@@ -108,8 +108,8 @@ class SearchProblem:
             self.states.gradient,
             self.profile.message_seconds,
             None if self.compression is None else self.compression.dp,
-            is_optional=not self.codes_all,
-            least_ratio=sums.ratio if sums else 1.0,
+            is_optional=not self.compress_all,
+            min_ratio=sums.ratio if sums else 1.0,
         )
         object.__setattr__(self, "ties", ties)
         for name in ("memo", "_layer_costs", "_stage_costs", "_choices", "_places"):
@@ -169,9 +169,9 @@ class SearchProblem:
 
     @cached_property
     def codec_costs(self) -> CodecCosts:
-        """How traffic inside stages is coded."""
+        """How traffic inside stages is encoded."""
         sizes = (self.states.weight, self.states.gradient)
-        return CodecCosts.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.codes_all)
+        return CodecCosts.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.compress_all)
 
     @cached_property
     def layer_classes(self) -> tuple[Layer, ...]:

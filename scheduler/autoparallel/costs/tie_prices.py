@@ -98,12 +98,12 @@ def num_parts(graph: LayerGraph, layer: int, num_params: int, choice: Choice, nu
     return inner * (num_ranks // choice.tp if choice.zero == 3 else 1)
 
 
-def sum_bytes(nbytes: float, parts: int, num_stages: int, is_coded: bool) -> float:
+def sum_bytes(nbytes: float, parts: int, num_stages: int, is_encoded: bool) -> float:
     """Bytes of a device while it adds gradients: what it receives, all of that in one tensor, and the sum.
 
-    A stage that codes its gradients receives its own, too.
+    A stage that compresses its gradients receives its own, too.
     """
-    return nbytes / parts * (2 * num_stages + is_coded)
+    return nbytes / parts * (2 * num_stages + is_encoded)
 
 
 class TiePrices:
@@ -113,7 +113,7 @@ class TiePrices:
         graph, cluster: the model and its devices.
         gradient_bytes: of a parameter. message_seconds: fixed time of a message.
         codec: of gradients. is_optional: whether it is used only where it is faster.
-        least_ratio: bytes on the wire of each byte of gradients, at least.
+        min_ratio: bytes on the wire of each byte of gradients, at least.
     """
 
     def __init__(
@@ -125,12 +125,12 @@ class TiePrices:
         codec: str | None = None,
         *,
         is_optional: bool = False,
-        least_ratio: float = 1.0,
+        min_ratio: float = 1.0,
     ) -> None:
         self.graph, self.cluster, self.gradient_bytes = graph, cluster, gradient_bytes
         self.message_seconds, self.is_optional = message_seconds, is_optional
         self.codec = codec if gradient_bytes in _DTYPES else None
-        self.least_ratio = least_ratio if self.codec else 1.0
+        self.min_ratio = min_ratio if self.codec else 1.0
         self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[TieEnd, ...], int], tuple[float, str | None]] = {}
         rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
@@ -164,11 +164,11 @@ class TiePrices:
             layer = own_layer(tied, stage.first_layer, stage.end_layer)
             if layer is not None and is_shared(tied, stage.first_layer, stage.end_layer):
                 choice = stage.choices[layer - stage.first_layer]
-                one, nbytes = self.least_of(tied, number, layer, choice, place)
+                one, nbytes = self.min_of(tied, number, layer, choice, place)
                 seconds, most = seconds + one, max(most, nbytes)
         return seconds, most
 
-    def least_of(
+    def min_of(
         self, tied: Sequence[int], num_params: int, layer: int, choice: Choice, place: Place
     ) -> tuple[float, float]:
         """Least seconds and bytes of a sum over two stages, on the ranks of the one that has ``layer`` of the tie."""
@@ -176,7 +176,7 @@ class TiePrices:
         if not nbytes:
             return 0.0, 0.0
         parts = num_parts(self.graph, layer, num_params, choice, place.num_ranks)
-        moved = nbytes * self.least_ratio
+        moved = nbytes * self.min_ratio
         seconds = moved / parts / max(self.cluster.inside_bytes_per_second, self._host_rate)
         has_both_ends = tied[0] == 0 and tied[-1] == len(self.graph.layers) - 1
         if place.num_hosts > 1 or (has_both_ends and len(self.cluster.hosts) > 1):  # the stages span hosts
@@ -196,8 +196,8 @@ class TiePrices:
         raw = self._exchange_seconds(ends, num_params, None)
         if self.codec is None:
             return raw, None
-        coded = self._exchange_seconds(ends, num_params, self.codec)
-        return (coded, self.codec) if coded < raw or not self.is_optional else (raw, None)
+        encoded = self._exchange_seconds(ends, num_params, self.codec)
+        return (encoded, self.codec) if encoded < raw or not self.is_optional else (raw, None)
 
     def _exchange_seconds(self, ends: Sequence[TieEnd], num_params: int, codec: str | None) -> float:
         """Seconds of all transfers at once: sends of a stage share its ports, and so do receives."""

@@ -16,7 +16,7 @@ from reshard.parallel.layer_price import LayerSizes
 from .files import explain_refusal, read_object
 
 #: Largest size, count or amount of work of a layer.
-MOST = 1e21
+MAX = 1e21
 #: Most bytes of a tensor for one sample.
 MAX_SAMPLE_BYTES = 10**12
 
@@ -70,8 +70,8 @@ class Layer:
         for name, value in vars(self).items():
             if name not in ("name", "key", "grid_sizes", "grid_refusal"):
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if not is_number or not 0 <= value <= MOST:
-                    raise ArgumentError(f"{name} of layer {self.name!r} is {value!r}; it must be from 0 to {MOST:g}")
+                if not is_number or not 0 <= value <= MAX:
+                    raise ArgumentError(f"{name} of layer {self.name!r} is {value!r}; it must be from 0 to {MAX:g}")
         if self.tp_limit < 1:
             raise ArgumentError(f"tp_limit of layer {self.name!r} is {self.tp_limit}; it must be at least 1")
         for part, whole in (("tp_params", "num_params"), ("tp_saved_bytes", "saved_bytes")):

@@ -14,7 +14,7 @@ from .pace import Tables, make_tables
 
 #: Number of limits on the time of the slowest stage that are tried. If there are more times of stages, the limits are
 #: spread evenly among them.
-MOST_LIMITS = 300
+MAX_LIMITS = 300
 #: Times whose relative difference is smaller count as one limit.
 SAME = 1e-6
 
@@ -55,8 +55,8 @@ def best_stages(tables: Tables) -> tuple[float, Stages]:
     if not len(values):
         return math.inf, ()
     limits = values[np.concatenate([[True], np.diff(values) > SAME * values[:-1]])]
-    if len(limits) > MOST_LIMITS:
-        limits = limits[np.unique(np.linspace(0, len(limits) - 1, MOST_LIMITS).astype(int))]
+    if len(limits) > MAX_LIMITS:
+        limits = limits[np.unique(np.linspace(0, len(limits) - 1, MAX_LIMITS).astype(int))]
     more = tables.num_microbatches - 1
     least, best = _with_limit(places, times, math.inf)
     if not best:

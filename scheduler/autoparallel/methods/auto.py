@@ -28,21 +28,21 @@ METHODS: dict[str, Method] = {
     "pure": pure,
 }
 #: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
-MOST_SUMS = 250_000_000
+MAX_SUMS = 250_000_000
 #: Number of evaluated training plans that local moves improve, and limit on the computations that each simulates for
 #: them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
 #: A move must shorten the time by at least this fraction.
-LEAST_GAIN = 1e-6
+MIN_GAIN = 1e-6
 
 
 def auto(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves."""
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
-        if method is alpa and num_sums(problem) > MOST_SUMS:
+        if method is alpa and num_sums(problem) > MAX_SUMS:
             continue
         for candidate in method(problem):
             found.setdefault(candidate.text, candidate)
@@ -120,7 +120,7 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             if candidate.text in tried or left <= 0:
                 continue
             tried.add(candidate.text)
-            target = best.seconds * (1 - LEAST_GAIN)
+            target = best.seconds * (1 - MIN_GAIN)
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
             left -= 3 * candidate.num_microbatches * len(candidate.stages)
@@ -156,9 +156,9 @@ def _why_nothing_fits(problem: SearchProblem) -> str:
     if least is None and refused:
         return f"no stage can have all {total} devices: {refused}"
     most = max(layer.tp_limit for layer in problem.graph.layers)
-    if least is None and problem.rules.least_tp > most:
+    if least is None and problem.rules.min_tp > most:
         return (
-            f"no stage can have tp={problem.rules.least_tp}: the layers of {problem.graph.name} allow tp={most} at "
+            f"no stage can have tp={problem.rules.min_tp}: the layers of {problem.graph.name} allow tp={most} at "
             "most; use a smaller tp, or pass a tp_plan and max_tp when you trace the model"
         )
     if least is None:

@@ -61,7 +61,7 @@ def best_plans(problem: SearchProblem) -> Iterator[Candidate]:
         if made is None:
             continue
         tables[count], prices[count] = made, {}
-        trip = made.least_trip()
+        trip = made.min_trip()
         if trip < math.inf:
             heap += [_Entry(trip + (count - 1) * pace, count, pace, False, ()) for pace in pace_grid(made)]
     heapq.heapify(heap)

@@ -141,6 +141,6 @@ def _with_ties(
                 if layer != own:
                     row[s] = replace(cost, state_bytes=cost.state_bytes - share * plain.state_bytes)
                 elif is_shared(tied, first, end):
-                    seconds, _ = problem.ties.least_of(tied, number, layer, choices[s], place)
+                    seconds, _ = problem.ties.min_of(tied, number, layer, choices[s], place)
                     row[s] = replace(cost, sync_seconds=cost.sync_seconds + seconds)
     return changed

@@ -56,7 +56,7 @@ class OptionTables:
         activation = total("activation_bytes")
         released = costs.kept[first] + activation
         recompute = np.maximum(0.0, costs.peaks[first, middle] - released)
-        backward = costs.gathering_peaks[first, middle] - released + costs.most_gathered
+        backward = costs.gathering_peaks[first, middle] - released + costs.max_gathered
         working = np.maximum(costs.gathered, np.minimum(recompute + costs.gathered, backward))  # as working_bytes
         states = total("state_bytes") - costs.repeated
         fixed = states + working + costs.panels
@@ -95,7 +95,7 @@ class OptionTables:
                     costs[layer].state_bytes
                 )
                 sums = has & (following >= end) & ((tied[0] < first) | (tied[-1] >= end))
-                one, nbytes = self.problem.ties.least_of(tied, number, layer, choice, place)
+                one, nbytes = self.problem.ties.min_of(tied, number, layer, choice, place)
                 seconds += np.where(sums, one, 0.0)
                 most = np.maximum(most, np.where(sums, nbytes, 0.0))
         return np.stack([repeated, seconds, most])
@@ -111,7 +111,7 @@ class _ChoiceCosts:
         peaks: ``[first, end]``: peak bytes of activations while the layers are recomputed one after another.
         gathering_peaks: the same, with the parameters of the recomputed layer and the buffer of their gather.
         gathered: ``[first, end]``: bytes of gathered parameters in a forward.
-        most_gathered: ``[first, end]``: bytes of the gathered parameters of the largest layer.
+        max_gathered: ``[first, end]``: bytes of the gathered parameters of the largest layer.
         panels: ``[first, end]``: bytes of the panels of the largest matrix product.
         repeated: ``[first, end]``: bytes of states that layers with shared parameters count twice.
         tie_seconds: ``[first, end]``: lower bound on seconds of sums over stages that share parameters.
@@ -124,7 +124,7 @@ class _ChoiceCosts:
     peaks: np.ndarray
     gathering_peaks: np.ndarray
     gathered: np.ndarray
-    most_gathered: np.ndarray
+    max_gathered: np.ndarray
     panels: np.ndarray
     repeated: np.ndarray
     tie_seconds: np.ndarray

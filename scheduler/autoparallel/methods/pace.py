@@ -123,7 +123,7 @@ class Tables:
         )  # fmt: skip
         return trip, excess, tuple(self.stage(*item) for item in chosen)
 
-    def least_trip(self) -> float:
+    def min_trip(self) -> float:
         """A round trip that no plan beats at any pace; infinite if no plan fits the memory at any pace.
 
         It is the least sum of the times of stages if edges take no time, each with one microbatch in flight.
@@ -209,7 +209,7 @@ def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None
         fixed[o] += min(RECVS_AHEAD, num_microbatches) * ahead / shards  # as in Problem.buffer_bytes
         activation[o] += kept / shards  # as in Problem.kept_bytes
     received, sent = (
-        num_samples * item * problem.prices.least_ratio for item in (exchanged[1].received, exchanged[1].sent)
+        num_samples * item * problem.prices.min_ratio for item in (exchanged[1].received, exchanged[1].sent)
     )
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(

@@ -23,7 +23,7 @@ def pure(problem: SearchProblem) -> tuple[Candidate, ...]:
         for degree in _pipeline_degrees(problem):
             for stages in even_stages(problem, degree, count):
                 costs, _ = problem.costs(stages, count)
-                fits = all(cost.most_in_flight >= min(count, degree - index) for index, cost in enumerate(costs))
+                fits = all(cost.max_in_flight >= min(count, degree - index) for index, cost in enumerate(costs))
                 if fits:
                     found.append((one_f_one_b_seconds(problem, stages, count), stages, count))
     found.sort(key=lambda each: (float(f"{each[0]:.9g}"), len(each[1]), str(each[1])))

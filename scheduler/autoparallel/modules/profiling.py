@@ -21,7 +21,7 @@ from .tracing import TracedModel, layer_inputs, run_layer
 #: Samples that are measured, unless others are given.
 SAMPLE_COUNTS = (1, 2, 4)
 #: If a number of samples took longer than this, larger numbers are not measured.
-MOST_SECONDS = 5.0
+MAX_SECONDS = 5.0
 
 
 def profile_layers(
@@ -83,7 +83,7 @@ def _measure_class(
     measured: list[LayerTimes] = []
     failed: list[int] = []
     for size in sample_counts:
-        if failed or (measured and measured[-1].forward_seconds + measured[-1].backward_seconds > MOST_SECONDS):
+        if failed or (measured and measured[-1].forward_seconds + measured[-1].backward_seconds > MAX_SECONDS):
             failed.append(size)
             continue
         try:

@@ -93,7 +93,7 @@ def _tie_line(tie: TieReport) -> str:
     return (
         f"layers {names} share parameters: stages {stages} add their gradients of "
         f"{format_bytes(round(tie.nbytes))} once in a step, {tie.seconds:.3g} s"
-        + (f", coded as {tie.codec}" if tie.codec else "")
+        + (f", encoded as {tie.codec}" if tie.codec else "")
     )
 
 
@@ -133,4 +133,4 @@ def _list_of(words: Sequence[str]) -> str:
 
 def _codecs_of(edge: EdgeReport) -> str:
     codecs = (edge.forward_codec, edge.backward_codec)
-    return f", coded as {' and '.join(codec or 'raw' for codec in codecs)}" if any(codecs) else ""
+    return f", encoded as {' and '.join(codec or 'raw' for codec in codecs)}" if any(codecs) else ""

@@ -57,7 +57,7 @@ class TrainingPlanRecord:
 
     @property
     def compression(self) -> Policy | None:
-        """Codecs of edges and of sums of gradients; None: nothing is coded."""
+        """Codecs of edges and of sums of gradients; None: nothing is encoded."""
         from reshard.compression import parse_policy  # imports torch
 
         return parse_policy(self.compression_text) if self.compression_text else None

@@ -18,7 +18,7 @@ from reshard.errors import ArgumentError
 DIGESTS_FILE = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\\\n]+)")
 _BLOCK_BYTES = 2**20
-_MOST_BYTES = 2**26  # of the file of digests: about 600,000 lines
+_MAX_BYTES = 2**26  # of the file of digests: about 600,000 lines
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
@@ -47,7 +47,7 @@ def read_digests(folder: Path) -> dict[str, str]:
         return {}
     try:
         with open_file(file) as stream:
-            text = stream.read(_MOST_BYTES)
+            text = stream.read(_MAX_BYTES)
     except OSError as error:
         raise ArgumentError(f"cannot read {file}: {error.strerror}") from error
     lines = [_LINE.fullmatch(part) for part in text.decode(errors="replace").split("\n")[:-1]]

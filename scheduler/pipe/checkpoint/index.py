@@ -25,7 +25,7 @@ _FORMAT, _VERSION = "reshard checkpoint", 1
 _TENSORS = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")
 _VALUES = re.compile(r"rank-\d{5,}\.json")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_MOST, _MOST_DIMS = 2**62, 64
+_MAX, _MAX_DIMS = 2**62, 64
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def _parse_entry(value: Any, what: str) -> Entry:
     dtype = DTYPES[found["dtype"]]
     shards = tuple(_parse_shard(item, f"a shard of {what}", dtype.itemsize) for item in found["shards"])
     entry = Entry(dtype, _integers(found["shape"], f"the shape of {what}"), shards)
-    if math.prod(max(1, item) for item in entry.shape) * dtype.itemsize >= _MOST:
+    if math.prod(max(1, item) for item in entry.shape) * dtype.itemsize >= _MAX:
         raise ValueError(f"{what} has the shape {brief(list(entry.shape))}, which no tensor has")
     check_shards(what, entry)
     return entry
@@ -203,7 +203,7 @@ def _check_name(value: Any, pattern: re.Pattern[str], what: str) -> None:
 
 
 def _integers(value: Any, what: str) -> tuple[int, ...]:
-    is_short = isinstance(value, list) and len(value) <= _MOST_DIMS
-    if not is_short or not all(type(item) is int and 0 <= item < _MOST for item in value):
-        raise ValueError(f"{what} is {brief(value)}, not a list of at most {_MOST_DIMS} integers from 0 to 2**62 - 1")
+    is_short = isinstance(value, list) and len(value) <= _MAX_DIMS
+    if not is_short or not all(type(item) is int and 0 <= item < _MAX for item in value):
+        raise ValueError(f"{what} is {brief(value)}, not a list of at most {_MAX_DIMS} integers from 0 to 2**62 - 1")
     return tuple(value)

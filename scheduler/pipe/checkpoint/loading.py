@@ -65,7 +65,7 @@ def load(request: Request, state: TrainingState) -> dict[str, Any]:
         prefix = f"feedback.{state.rank}."
         errors = {key.removeprefix(prefix): tensor for key, tensor in request.tensors if key.startswith(prefix)}
     if counters:
-        state.sums.load_state_dict({"steps": counters.get("coded_steps", 0), "errors": errors})
+        state.sums.load_state_dict({"steps": counters.get("encoded_steps", 0), "errors": errors})
     return counters
 
 

@@ -30,7 +30,7 @@ class TrainingState:
         ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
         optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
         counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.
-        sums: coded sums of gradients, whose errors are saved and loaded.
+        sums: encoded sums of gradients, whose errors are saved and loaded.
     """
 
     rank: int
@@ -112,8 +112,8 @@ def check_counters(value: Any) -> None:
     """Raise ValueError unless a value is the counters of an engine. The text names the key."""
     if not isinstance(value, dict):
         raise ValueError(f"it is {brief(value)}, not a dict")
-    least = {"step": 0, "world_size": 1, "coded_steps": 0}
-    if set(value) - {"coded_steps"} != {"step", "world_size", "loss_scale"}:  # earlier versions lack the first
+    least = {"step": 0, "world_size": 1, "encoded_steps": 0}
+    if set(value) - {"encoded_steps"} != {"step", "world_size", "loss_scale"}:  # earlier versions lack the first
         raise ValueError(f"it {compare_names(value, {*least, 'loss_scale'})}")
     for key in set(least) & set(value):
         if type(value[key]) is not int or not least[key] <= value[key] < 2**62:

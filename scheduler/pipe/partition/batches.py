@@ -171,8 +171,8 @@ def split_microbatches(num_samples: int, num_microbatches: int, meshes: Sequence
 
     The list is shorter if a microbatch would have fewer samples than replicas.
     """
-    most_shards = max(map(num_sample_shards, meshes))
-    return split_samples(num_samples, min(num_microbatches, max(1, num_samples // most_shards)))
+    max_shards = max(map(num_sample_shards, meshes))
+    return split_samples(num_samples, min(num_microbatches, max(1, num_samples // max_shards)))
 
 
 def replica_samples(num_samples: int, mesh: Mesh, rank: int) -> range:

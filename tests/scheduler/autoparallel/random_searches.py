@@ -64,9 +64,9 @@ def tie_layers(rng, graph):
     return replace(graph, ties=tuple(ties))
 
 
-def make_problem(seed, *, most_layers=3, executable=True, grids=False, ties=False):
+def make_problem(seed, *, max_layers=3, executable=True, grids=False, ties=False):
     rng = random.Random(seed)
-    graph = make_graph(rng, rng.randint(2, most_layers))
+    graph = make_graph(rng, rng.randint(2, max_layers))
     if grids:
         graph = put_on_grids(rng, graph)
     if ties:
@@ -129,7 +129,7 @@ def _price(tables, src, dst, true_prices):
     return edge.forward_seconds, edge.backward_seconds
 
 
-def least_pace(tables, plan, true_prices):
+def min_pace(tables, plan, true_prices):
     """The pace below which no part of a plan can work."""
     edges = [_price(tables, src, dst, true_prices) for src, dst in itertools.pairwise(plan)]
     stages = [_stage(tables, *transfer) for transfer in plan]
@@ -139,7 +139,7 @@ def least_pace(tables, plan, true_prices):
 def seconds_at(tables, plan, pace, true_prices):
     """What a plan takes at a pace in the model of ``methods/pace.py``, written from its definition; inf if not allowed."""
     m = tables.num_microbatches
-    if least_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
+    if min_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
         return math.inf
     trip, excess = 0.0, -math.inf
     for index in reversed(range(len(plan))):
@@ -153,7 +153,7 @@ def seconds_at(tables, plan, pace, true_prices):
     return trip + (m - 1) * pace + excess
 
 
-def least_seconds(tables, plan, paces):
+def min_seconds(tables, plan, paces):
     """What a plan takes at the first pace of an ascending grid that allows it: a longer one only adds to it."""
-    start = bisect.bisect_left(paces, least_pace(tables, plan, True) * (1 - 1e-12))
+    start = bisect.bisect_left(paces, min_pace(tables, plan, True) * (1 - 1e-12))
     return next((s for pace in paces[start:] if (s := seconds_at(tables, plan, pace, True)) < math.inf), math.inf)

@@ -21,7 +21,7 @@ from reshard.scheduler.autoparallel.result.reports import balance_degrees
 from reshard.scheduler.schedules.classic import eager_1f1b, one_f_one_b
 from reshard.scheduler.simulation.replay import simulate_within
 from tests.reference.pace import best_stages as reference_stages
-from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
+from tests.scheduler.autoparallel.random_searches import all_plans, make_problem, min_seconds, seconds_at
 
 
 def check_joint(seed, **kinds):
@@ -36,7 +36,7 @@ def check_joint(seed, **kinds):
         found = trip + (tables.num_microbatches - 1) * limit + excess if trip < math.inf else math.inf
         assert found == pytest.approx(least, rel=1e-9)
     first = next(joint.best_plans(problem), None)
-    least = min(least_seconds(tables, plan, grid) for plan in plans)
+    least = min(min_seconds(tables, plan, grid) for plan in plans)
     assert (math.inf if first is None else first.predicted_seconds) == pytest.approx(least, rel=1e-9)
 
 
@@ -87,8 +87,8 @@ def test_no_round_trip_is_below_the_bound(seed):
     tables = pace.make_tables(problem, problem.microbatch_counts[0])
     free = replace(tables, cut_bytes=np.zeros_like(tables.cut_bytes), sync=np.zeros_like(tables.sync))
     slowest = joint.pace_grid(tables)[-1] * 1e6
-    assert tables.least_trip() == pytest.approx(free.best_stages(slowest, {})[0], rel=1e-8)
-    assert tables.least_trip() <= tables.best_stages(slowest, {})[0]
+    assert tables.min_trip() == pytest.approx(free.best_stages(slowest, {})[0], rel=1e-8)
+    assert tables.min_trip() <= tables.best_stages(slowest, {})[0]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -117,7 +117,7 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
 @pytest.mark.parametrize("seed", range(16))
 def test_knapsack_finds_the_best_of_all_choices(seed):
     has_ties = seed > 7
-    problem = make_problem(300 + seed, executable=False, ties=has_ties, most_layers=3 + has_ties)
+    problem = make_problem(300 + seed, executable=False, ties=has_ties, max_layers=3 + has_ties)
     count, ranks = problem.microbatch_counts[0], (0, problem.cluster.num_ranks)
     num = min(3, len(problem.graph.layers) - has_ties)  # with ties, other stages have some of the layers
     choices = problem.choices(ranks[1], problem.num_samples // count)

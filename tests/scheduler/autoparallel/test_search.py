@@ -189,12 +189,12 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
 
     plain = search(graph, Cluster(slow, 1e9), profile, num_samples=12, keep=kept)
     assert plain.compression is None
-    coded = find(1e10)
-    assert coded.seconds < 0.5 * plain.seconds
-    assert coded.compression is not None
-    assert set(coded.compression.dimensions) <= {"dp", "pp"}
-    assert TrainingPlan.from_json(coded.to_json()) == coded
-    assert f"codecs: {coded.compression}" in coded.explain()
+    encoded = find(1e10)
+    assert encoded.seconds < 0.5 * plain.seconds
+    assert encoded.compression is not None
+    assert set(encoded.compression.dimensions) <= {"dp", "pp"}
+    assert TrainingPlan.from_json(encoded.to_json()) == encoded
+    assert f"codecs: {encoded.compression}" in encoded.explain()
     assert replace(find(1e3), cluster_hash="") == replace(plain, cluster_hash="")  # coding takes too long
     with pytest.raises(ArgumentError, match="has the codec int8x128, whose rates the topology of the cluster lacks"):
         search(graph, Cluster(slow, 1e9), profile, num_samples=12, compression=policy)
@@ -222,10 +222,10 @@ def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dime
         choice = Choice(zero=3) if dimension == "zero" else Choice.on_grid(2, 2)
         return [Candidate("one stage", (StagePlan(0, 4, 0, 4, (choice,) * 4),), 1)]
 
-    plain, coded, overloaded = find(1e10, None), find(1e10, policy), find(1e4, policy)
-    assert coded.compression.dimensions == (dimension,)
-    assert coded.compression.feedback == feedback[1:]  # gradients of replicas are not coded
-    assert coded.seconds < 0.6 * plain.seconds
+    plain, encoded, overloaded = find(1e10, None), find(1e10, policy), find(1e4, policy)
+    assert encoded.compression.dimensions == (dimension,)
+    assert encoded.compression.feedback == feedback[1:]  # gradients of replicas are not encoded
+    assert encoded.seconds < 0.6 * plain.seconds
     assert overloaded.compression is None
     assert overloaded.seconds == plain.seconds
 
@@ -312,7 +312,7 @@ def test_a_faster_larger_sample_never_makes_more_rows_free():
 
 
 def test_a_memory_in_words_is_refused():
-    with pytest.raises(ArgumentError, match="memory_bytes is '1GB'; it must be a number: write 80e9 for 80 GB"):
+    with pytest.raises(ArgumentError, match="memory_limit_bytes is '1GB'; it must be a number: write 80e9 for 80 GB"):
         Cluster(HOSTS, "1GB")
 
 

@@ -126,8 +126,8 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
     problem = make_problem_of((0, 1))
     rates = (CodecRate("int8x128", 1e12, 1e12),)
     cluster = replace(problem.cluster, topology=replace(problem.cluster.topology, codec_rates=rates))
-    coded = replace(problem, cluster=cluster, compression=Policy(dp="int8x128"), codes_all=True)
-    (each,), (raw,) = (found.ties.exchanges(TWO) for found in (coded, problem))
+    encoded = replace(problem, cluster=cluster, compression=Policy(dp="int8x128"), compress_all=True)
+    (each,), (raw,) = (found.ties.exchanges(TWO) for found in (encoded, problem))
     assert each.codec == "int8x128"
     assert each.seconds == pytest.approx(raw.seconds * 33 / 128, rel=0.01)  # 4 bytes become 1, and 4 of each 128
     found = search(

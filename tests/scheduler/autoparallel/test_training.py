@@ -50,7 +50,7 @@ def make_case():
     )
 
 
-def find_training_plan(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
+def find_training_plan(hosts, keep=None, memory_limit_bytes=1e9, flops=1e9, **options):
     graph = LayerGraph.transformer(
         layers=CONFIG.num_layers,
         hidden=CONFIG.hidden,
@@ -61,7 +61,7 @@ def find_training_plan(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options)
     )
     profile = LayerProfile.estimate(graph, flops_per_second=flops, efficiency=1.0)
     topology = hosts if isinstance(hosts, Topology) else Topology.uniform(hosts, 1e8)
-    cluster = Cluster(topology, memory_bytes)
+    cluster = Cluster(topology, memory_limit_bytes)
     keep = keep or {}
     return search(graph, cluster, profile, num_samples=8, keep=keep if "grid" in keep else {"tp": 1, **keep}, **options)
 

@@ -230,7 +230,7 @@ def test_nonsense_under_right_digests_is_an_error_that_names_file_and_key(tmp_pa
 def save_pickled(folder):
     """Save a model in the format of earlier versions."""
     torch.manual_seed(0)
-    counters = {"step": 4, "loss_scale": None, "world_size": 2, "coded_steps": 0}
+    counters = {"step": 4, "loss_scale": None, "world_size": 2, "encoded_steps": 0}
     state = {"model": Chain().state_dict(), "engine": pickle.dumps(counters), "rng.0": pickle.dumps(rng_state())}
     state["loader.0"] = pickle.dumps({"position": 7})
     dcp.save(state, checkpoint_id=folder, no_dist=True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reshard.scheduler.training.loop import (
-    MOST_NORM,
+    MAX_NORM,
     Job,
     make_loaders,
     make_optimizer,
@@ -37,7 +37,7 @@ def train_alone(job):
         loss = model(**batch)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         rates.step()
         losses.append(float(loss.detach()))
