@@ -62,3 +62,18 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+_registered: set[tuple[int, Any]] = set()  # (pid, function)
+
+
+def call_at_exit(function: Callable[[], None], priority: int) -> None:
+    """Call ``function`` once when this process ends; higher priorities first.
+
+    A multiprocessing child skips atexit handlers, but runs its own finalizers.
+    """
+    import multiprocessing.util
+
+    if (os.getpid(), function) not in _registered:
+        _registered.add((os.getpid(), function))
+        multiprocessing.util.Finalize(None, function, exitpriority=priority)

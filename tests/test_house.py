@@ -96,13 +96,6 @@ def test_no_files_import_each_other_in_a_circle(graph):
     assert [circle for circle in nx.strongly_connected_components(graph) if len(circle) > 1] == []
 
 
-#: Folders that import one of their subfolders and are imported by it. Mend them; add none.
-MUTUAL_FOLDERS = {
-    "reshard.coordination.liveness",
-    "reshard.scheduler.training.models",
-}
-
-
 def test_a_folder_and_its_subfolder_are_layers():
     modules = _modules()
     pairs = set()
@@ -114,7 +107,7 @@ def test_a_folder_and_its_subfolder_are_layers():
             if "reshard" not in folders:  # whose modules every package may import
                 pairs.add(tuple(folders))
     mutual = {inner for outer, inner in pairs if inner.startswith(f"{outer}.") and (inner, outer) in pairs}
-    assert mutual == MUTUAL_FOLDERS
+    assert mutual == set()
 
 
 def test_modules_are_imported_by_name_only_where_the_name_is_data():

@@ -31,7 +31,7 @@ from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, s
 from reshard.parallel.choice import GridPrice
 from reshard.parallel.grid import AXES
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
 
 HEADS, VOCABULARY, TIMEOUT_SECONDS = 16, 512, 300

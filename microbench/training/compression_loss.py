@@ -39,7 +39,7 @@ from reshard.cli.progress import print_line, track
 from reshard.scheduler.pipe.engine import PipelineEngine
 from reshard.scheduler.training.command import add_arguments, make_job
 from reshard.scheduler.training.loop import Job, train
-from reshard.scheduler.training.presets import find_preset
+from reshard.scheduler.training.models.presets import find_preset
 from reshard.testing.processes import run_processes
 
 STAGES, NUM_RANKS = "1x1,1x1,1x1,2x1", 5

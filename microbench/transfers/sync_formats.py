@@ -32,7 +32,7 @@ from reshard.compression import WeightSync
 from reshard.compression.sync_formats import SyncFormats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology, topology_from_json
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
@@ -135,7 +135,7 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
 
 
 def time_parts(old: Weights, new: Weights) -> dict[str, tuple[float, float, int]]:
-    """By format: CPU seconds of a trainer that encodes its quarter and a replica that decodes all, and encoded bytes."""
+    """By format: CPU seconds of a trainer that encodes its quarter and a replica that decodes all, and the bytes."""
     return {name: _fastest_parts(old, new, name) for name in known_formats()}
 
 

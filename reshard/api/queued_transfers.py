@@ -16,8 +16,9 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.handle import EXIT_SECONDS, Handle, Watch
 from reshard.api.memory_in_use import note_use
-from reshard.coordination import Monitor, call_at_exit
+from reshard.coordination import Monitor
 from reshard.errors import VerificationError
+from reshard.forks import call_at_exit
 from reshard.runtime.cpu.coding import encoded_array
 from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import describe_progress

@@ -129,7 +129,7 @@ class ReplicaSync:
         """Always False: there is nothing to poll, because the thread of the step waits for its collectives itself."""
         return False
 
-    # Interface :class:`reshard.coordination.process_group.ConnectionUser`, used when the group closes
+    # Interface :class:`reshard.coordination.groups.process_group.ConnectionUser`, used when the group closes
 
     def finish(self, timeout_seconds: float | None) -> None:
         """Do nothing: a step in progress fails when :meth:`release` drops its connections."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from .presets import PRESETS, GPTConfig, Preset, find_preset
+from .models.presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
     from ..autoparallel import TrainingPlan

@@ -33,7 +33,7 @@ from ..autoparallel.searching import choose_training_plan, make_problem, warn_if
 from ..autoparallel.tuning import Measurement, Tuned
 from .loop import Job, make_loaders, make_pipe
 from .models import layer_paths, make_model
-from .presets import GPTConfig
+from .models.presets import GPTConfig
 
 #: Numbers of samples for which a forward is measured. Numbers above the samples of a step are skipped.
 SAMPLE_COUNTS = (1, 2, 4, 8)

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from ..pipe.totals import StepResult
-from .presets import GPTConfig, Preset
+from .models.presets import GPTConfig, Preset
 
 
 class Progress:

@@ -17,7 +17,7 @@ import torch.distributed.tensor
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout
-from reshard.coordination.process_group import find_group
+from reshard.coordination.groups.process_group import find_group
 from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor

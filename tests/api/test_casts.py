@@ -13,7 +13,7 @@ import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
 from reshard.api.casts import cast_received, check_cast, receive_view, wire_dtype
-from reshard.coordination.process_group import find_group
+from reshard.coordination.groups.process_group import find_group
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.testing.processes import run_processes

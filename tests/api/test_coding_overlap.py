@@ -11,9 +11,9 @@ import torch
 import reshard
 from reshard import Layout, Mesh, Topology
 from reshard.codecs import BlockCodec, parse_codec
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import RemoteError
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import run_processes
 
 SHAPE = (1024, 4096)  # 16 MiB; the elements are 4.1 MiB, in messages of 1 MiB from host to host

@@ -17,8 +17,8 @@ import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError, CompressionError, DisagreementError, VerificationError
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.topology import Host, Port
 from tests.support.tensors import same_bytes, take_shard

@@ -24,8 +24,8 @@ from reshard import Layout, Mesh, Topology
 from reshard.api.casts import wire_dtype
 from reshard.cli.progress import print_line, track
 from reshard.codecs import BLOCK_CODECS, parse_codec
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import RankLostError
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.sharding import compress_tensor
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from reshard import Layout, Mesh, Topology
 from reshard.codecs.formats import known_formats
 from reshard.compression import WeightSync
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes
 from tests.support.versions import DST, DTYPES, SHAPES, SRC, shards_of

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
+from reshard.coordination.groups.messages import RankStatus, Request
+from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness import call_sequence
-from reshard.coordination.messages import RankStatus, Request
-from reshard.coordination.process_group import find_group
 from reshard.testing.processes import run_processes
 from tests.support.tensors import take_shard, whole_tensor
 

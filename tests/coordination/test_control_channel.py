@@ -15,8 +15,8 @@ import torch.distributed as dist
 import reshard
 from reshard import Layout, Mesh
 from reshard.coordination.control_channel import MAX_STRANGERS, Hub, Spoke
+from reshard.coordination.groups.store import Store
 from reshard.coordination.links import Links
-from reshard.coordination.store import Store
 from reshard.testing.processes import run_processes
 
 ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.coordination.store import Store, StoreSilentError
+from reshard.coordination.groups.store import Store, StoreSilentError
 from reshard.testing import run_processes
 from tests.support.tensors import result_or_error
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from reshard import Mesh
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, relayout, sync_gradients
 from reshard.parallel.grid.collectives import Axis
 from reshard.parallel.grid.compressed_axis import CompressedAxis
 from reshard.parallel.grid.shared_memory import SharedMemory
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.testing import run_processes

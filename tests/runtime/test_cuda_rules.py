@@ -16,7 +16,6 @@ import torch
 from reshard import Layout, Mesh, make_plan
 from reshard.api import handle
 from reshard.api.tensor_checks import check_movable
-from reshard.coordination.connections import Connections
 from reshard.coordination.liveness import heartbeat
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import TorchMemory
@@ -27,6 +26,7 @@ from reshard.runtime.rounds import executor
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.runtime.rounds.schedule import find_rounds, rounds_of
+from reshard.runtime.transport.connections import Connections
 from tests.support.memory_transport import PythonCopier
 
 CPU = torch.device("cpu")

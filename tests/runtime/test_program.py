@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
-from reshard.coordination.connections import ABORT_TAG
 from reshard.errors import PlanError, TransferTimeoutError
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.planning import plan_tensors
@@ -21,6 +20,7 @@ from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, carrier
 from reshard.runtime.cpu.verification import Digests, find_fault
 from reshard.runtime.program import build_program
+from reshard.runtime.transport.connections import ABORT_TAG
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.files import topology_from_json
 from tests.support.memory_transport import MemoryHub, MemoryTransport, run_in_threads

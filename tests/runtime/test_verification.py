@@ -14,12 +14,12 @@ import torch
 import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.coordination.connections import GlooTransport
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan
 from reshard.runtime.cpu import executor
 from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy, find_fault
 from reshard.runtime.program import build_program
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import run_processes
 from tests.support.memory_transport import MemoryHub, MemoryTransport
 

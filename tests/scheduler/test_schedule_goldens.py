@@ -11,8 +11,8 @@ import pytest
 
 from reshard.coordination.communicator import find_channel
 from reshard.coordination.decide import resolve
-from reshard.coordination.messages import Request
-from reshard.coordination.process_group import find_group
+from reshard.coordination.groups.messages import Request
+from reshard.coordination.groups.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel

@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 
-from reshard.coordination.process_group import serve_store
+from reshard.coordination.groups.process_group import serve_store
 
 _FORK = multiprocessing.get_context("fork")
 

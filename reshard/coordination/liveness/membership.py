@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
-from reshard.coordination.calling_threads import find_thread_mismatch
+from reshard.coordination.groups.calling_threads import find_thread_mismatch
+from reshard.coordination.groups.messages import Decision, RankStatus, Request
+from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import RoundEndedError
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
-from reshard.coordination.messages import Decision, RankStatus, Request
-from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import describe_ranks, format_ranks
 

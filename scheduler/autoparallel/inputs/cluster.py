@@ -52,8 +52,8 @@ class Cluster:
         if not isinstance(self.memory_limit_bytes, (int, float)):
             if not isinstance(self.memory_limit_bytes, Sequence):
                 raise ArgumentError(
-                    f"memory_limit_bytes is {self.memory_limit_bytes!r}; it must be a number of bytes, or a list of one for each "
-                    "device"
+                    f"memory_limit_bytes is {self.memory_limit_bytes!r}; it must be a number of bytes, or a list with "
+                    "one for each device"
                 )
             object.__setattr__(self, "memory_limit_bytes", tuple(self.memory_limit_bytes))
         values = self.memory_limit_bytes if isinstance(self.memory_limit_bytes, tuple) else (self.memory_limit_bytes,)
@@ -62,7 +62,7 @@ class Cluster:
         for value in values:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= MIN_MEMORY_BYTES:
                 raise ArgumentError(
-                    f"memory_limit_bytes is {value!r}; it is in bytes, at least {MIN_MEMORY_BYTES:,}: write 80e9 for 80 GB"
+                    f"memory_limit_bytes is {value!r}; it is bytes, at least {MIN_MEMORY_BYTES:,}: write 80e9 for 80 GB"
                 )
         hosts = [host for host, _ in itertools.groupby(self.topology.host_of_rank[: self.num_ranks])]
         if len(set(hosts)) < len(hosts):

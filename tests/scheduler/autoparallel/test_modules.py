@@ -22,7 +22,7 @@ from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.modules import profiling
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
 
 CONFIG = GPTConfig(3, 2, 8, sequence=8, vocabulary=32, is_tied=False)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.heartbeat import Monitor
-from reshard.coordination.process_group import find_group
 from reshard.scheduler import StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.grad_sync import ReplicaSync, _sparse

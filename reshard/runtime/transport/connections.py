@@ -15,16 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.descriptors import check_descriptors
-from reshard.coordination.liveness.heartbeat import call_at_exit
-from reshard.coordination.store import POLL_SECONDS, run_with_timeout
-from reshard.forks import call_in_child, keep_in_child
+from reshard.forks import call_at_exit, call_in_child, keep_in_child
 from reshard.formatting import format_ranks
 from reshard.public_api import caller_level
 from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NCCL_DEVICES, NcclCollectives, NcclExchange, make_communicator
-from reshard.runtime.transport import BrokenConnectionError, Work
+from reshard.runtime.transport.descriptors import check_descriptors
+from reshard.runtime.transport.interface import BrokenConnectionError, Work
+from reshard.timeouts import run_with_timeout
 
+#: Interval of checks for reported errors while waiting.
+POLL_SECONDS = 0.2
 #: A tag that no transfer uses: transfer tags are round numbers.
 ABORT_TAG = 2**31 - 1
 #: How long to wait for the creation of a group after its own timeout has passed.
