@@ -21,7 +21,7 @@ from .sharding.layout import Layout as Layout, RegionLayout as RegionLayout
 from .sharding.mesh import Mesh as Mesh
 from .sharding.tensor_spec import TensorSpec as TensorSpec
 from .topology.files import read_topology as read_topology, topology_from_json as topology_from_json
-from .topology.model import Topology as Topology
+from .topology.model import CodecRate as CodecRate, Topology as Topology
 from .topology.presets import load_preset as load_preset
 
 __version__: str

@@ -11,6 +11,7 @@ from .pipe.profile import StageProfile as StageProfile
 from .runtime.stage import StageOutput as StageOutput
 from .schedules.auto import auto_schedule as auto_schedule
 from .schedules.classic import (
+    eager_1f1b as eager_1f1b,
     gpipe as gpipe,
     interleaved_1f1b as interleaved_1f1b,
     one_f_one_b as one_f_one_b,
