@@ -123,7 +123,7 @@ def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str]
     Raises:
         ArgumentError: there is no dump, or a file of it cannot be read.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    dump: dict[str, list[torch.Tensor]] = {}
     dimensions: set[str] | None = None
     files = [item for item in sorted(Path(path).glob("step-*/rank-*.pt")) if re.fullmatch(r"rank-\d+\.pt", item.name)]
     if not files:
@@ -136,10 +136,10 @@ def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str]
             for kind, tensors in data.items():
                 if kind not in KINDS:
                     raise ValueError(f"kind {kind!r} is unknown; kinds are {', '.join(KINDS)}")
-                found.setdefault(kind, []).extend(tensors[name] for name in sorted(tensors))
+                dump.setdefault(kind, []).extend(tensors[name] for name in sorted(tensors))
         except Exception as error:  # torch.load raises anything
             raise ArgumentError(f"{file} cannot be read as a dump: {type(error).__name__}: {error}") from error
-    return found, dimensions
+    return dump, dimensions
 
 
 def profile_tensors(

@@ -125,10 +125,10 @@ def parse_bytes(text: str) -> float:
         ArgumentError: the unit is unknown.
     """
     pattern = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*"
-    found = re.fullmatch(pattern, text, flags=re.IGNORECASE)
-    if found is None or found[2].upper() not in _UNITS or math.isinf(float(found[1])):
+    match = re.fullmatch(pattern, text, flags=re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS or math.isinf(float(match[1])):
         raise ArgumentError(f"--memory {text!r} must be a number of bytes with a unit, such as 80GB")
-    return float(found[1]) * _UNITS[found[2].upper()]
+    return float(match[1]) * _UNITS[match[2].upper()]
 
 
 def _read_policy(text: str) -> Any:

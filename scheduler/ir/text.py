@@ -86,18 +86,18 @@ def parse_action(word: str) -> Action:
     Raises:
         ScheduleError: the word is not an action.
     """
-    found = _ACTION.fullmatch(word)
-    if found is None:
+    match = _ACTION.fullmatch(word)
+    if match is None:
         raise ScheduleError(f"{word[:40]!r} is not an action such as 0F3, 0SEND_F3>1 or 1RECV_F3<0")
-    kind = Kind(found["kind"])
-    if kind.is_transfer != (found["other"] is not None) or (found["blocks"] and not kind.is_transfer):
+    kind = Kind(match["kind"])
+    if kind.is_transfer != (match["other"] is not None) or (match["blocks"] and not kind.is_transfer):
         raise ScheduleError(
             f"{word!r}: a transfer must name another stage; a computation can neither name one nor block"
         )
-    if kind.is_transfer and (found["arrow"] == ">") != kind.is_send:
+    if kind.is_transfer and (match["arrow"] == ">") != kind.is_send:
         raise ScheduleError(f"{word!r}: a send takes '>' before the other stage, a receive '<'")
-    other = None if found["other"] is None else int(found["other"])
-    return Action(kind, int(found["stage"]), int(found["microbatch"]), other, bool(found["blocks"]))
+    other = None if match["other"] is None else int(match["other"])
+    return Action(kind, int(match["stage"]), int(match["microbatch"]), other, bool(match["blocks"]))
 
 
 def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
@@ -200,9 +200,9 @@ _TORCH = re.compile(r"(\d{1,5})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,7})")
 
 
 def _from_torch(cell: str) -> Action:
-    found = _TORCH.fullmatch(cell)
-    if found is None:
+    match = _TORCH.fullmatch(cell)
+    if match is None:
         raise ScheduleError(f"{cell[:40]!r} is not a supported action of torch's CSV, such as 0F3, 1SEND_B2 or 1W4")
-    kind, stage = Kind(found[2]), int(found[1])
+    kind, stage = Kind(match[2]), int(match[1])
     other = stage + _TORCH_OFFSET[kind] if kind.is_transfer else None
-    return Action(kind, stage, int(found[3]), other)
+    return Action(kind, stage, int(match[3]), other)

@@ -151,15 +151,15 @@ def _count_moved(before: Schedule, after: Schedule) -> int:
     """Number of transfers that follow another computation than before, or whose ``blocks`` changed."""
 
     def positions(schedule: Schedule) -> dict[tuple[object, ...], tuple[int, bool]]:
-        found: dict[tuple[object, ...], tuple[int, bool]] = {}
+        moved: dict[tuple[object, ...], tuple[int, bool]] = {}
         for actions in schedule.rank_actions:
             num_computed = 0
             for action in actions:
                 if action.kind.is_transfer:
-                    found[action.kind, action.stage, action.microbatch, action.other] = num_computed, action.blocks
+                    moved[action.kind, action.stage, action.microbatch, action.other] = num_computed, action.blocks
                 else:
                     num_computed += 1
-        return found
+        return moved
 
     old, new = positions(before), positions(after)
     return sum(new[key] != old.get(key) for key in new)

@@ -63,7 +63,7 @@ def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     Raises:
         ArgumentError: ``max_norm`` is negative or NaN, or ``norm_type`` is not above 0.
     """
-    found = []
+    clip = []
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         try:
             number = math.nan if isinstance(value, str) else float(value)
@@ -72,8 +72,8 @@ def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
         if not number >= 0 or (name == "norm_type" and number == 0):
             least = "a number above 0" if name == "norm_type" else "a number that is 0 or more"
             raise ArgumentError(f"{name} is {value!r}; it must be {least}")
-        found.append(number)
-    return found[0], found[1]
+        clip.append(number)
+    return clip[0], clip[1]
 
 
 def combine_norm(parts: Mapping[int, Sequence[float]]) -> float:

@@ -244,11 +244,11 @@ def find_ranks_of_pp_ranks(schedule: Schedule, pipeline: Pipeline) -> list[tuple
                 f"pp rank {pp_rank} has stages on ranks {format_ranks(ranks_of_pp_rank[pp_rank] or ())} and on ranks "
                 f"{format_ranks(ranks)}; all stages of a pp rank must be on the same ranks"
             )
-    found = [ranks for ranks in ranks_of_pp_rank if ranks is not None]
-    if len(found) < len(ranks_of_pp_rank):
+    ranks_of_pp_ranks = [ranks for ranks in ranks_of_pp_rank if ranks is not None]
+    if len(ranks_of_pp_ranks) < len(ranks_of_pp_rank):
         raise ArgumentError(f"pp rank {ranks_of_pp_rank.index(None)} has no stage")
     owner: dict[int, int] = {}
-    for pp_rank, ranks in enumerate(found):
+    for pp_rank, ranks in enumerate(ranks_of_pp_ranks):
         for rank in ranks:
             if owner.setdefault(rank, pp_rank) != pp_rank:
                 raise ArgumentError(
@@ -257,7 +257,7 @@ def find_ranks_of_pp_ranks(schedule: Schedule, pipeline: Pipeline) -> list[tuple
     for edge in pipeline.edges:
         if not edge.tensors:
             raise ArgumentError(f"edge {edge.src} -> {edge.dst} has no tensors; an Engine needs them")
-    return found
+    return ranks_of_pp_ranks
 
 
 def check_last(pipeline: Pipeline, last: Pipeline | None) -> None:

@@ -102,10 +102,10 @@ def expected(run: Run) -> tuple[torch.Tensor, torch.Tensor, bool]:
 
 def take_part(rank: int, runs: list[Run]) -> list[str]:
     """This rank's part of some runs: ``"encoded"``, ``"raw"``, ``"lost: ..."``, ``"wrong"``, or ``""`` outside the run."""
-    found = []
+    part = []
     for run in runs:
         if rank not in run.src.ranks + run.dst.ranks:
-            found.append("")
+            part.append("")
             continue
         whole, wanted, is_encoded = expected(run)
         arguments = take_shard(run.src, rank, whole), run.src, run.dst
@@ -118,12 +118,12 @@ def take_part(rank: int, runs: list[Run]) -> list[str]:
         try:
             out = reshard.reshard(*arguments, **options)
         except RankLostError as error:
-            found.append(f"lost: {error}")
+            part.append(f"lost: {error}")
             continue
         shard = take_shard(run.dst, rank, wanted)
         is_right = out is None if shard is None else same_bytes(out, shard)
-        found.append(("encoded" if is_encoded else "raw") if is_right else "wrong")
-    return found
+        part.append(("encoded" if is_encoded else "raw") if is_right else "wrong")
+    return part
 
 
 def _die_at(moment: int) -> None:

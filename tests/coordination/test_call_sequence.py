@@ -30,7 +30,7 @@ def _run_steps_with_failures(rank, seed):
     """Ranks fail before their members are known and continue at once; returns the result or error of each step."""
     chance = random.Random(seed)
     rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
-    found = []
+    steps_with_failures = []
     for step in range(30):
         failing = chance.sample(range(3), chance.choice((0, 0, 1, 1, 2, 3)))
         if chance.random() < 0.2:
@@ -38,11 +38,11 @@ def _run_steps_with_failures(rank, seed):
         shard = torch.full((2, 2), float(step)) if rank < 2 else None
         try:
             out = reshard.reshard(shard, None if rank in failing else rows, one, timeout_seconds=60)
-            found.append((failing, None if out is None else out.unique().tolist()))
+            steps_with_failures.append((failing, None if out is None else out.unique().tolist()))
         except reshard.errors.ArgumentError as error:
-            found.append((failing, str(error)))
+            steps_with_failures.append((failing, str(error)))
     dist.barrier()
-    return found
+    return steps_with_failures
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -58,7 +58,7 @@ def test_calls_failed_by_one_rank_never_match_other_calls(seed):
 def _run_steps_with_skipped_call(rank, seconds):
     """The result or error of each step. In step 2, rank 2 calls with ranks 0 and 1 only, and continues at once."""
     rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
-    found = []
+    steps_with_skipped_call = []
     for step in range(5):
         dst = Layout(Mesh.of("2"), "R S0") if (rank, step) == (2, 2) else one
         if step == 2 and rank < 2:
@@ -66,11 +66,11 @@ def _run_steps_with_skipped_call(rank, seconds):
         shard = torch.full((2, 2), float(step)) if rank < 2 else None
         try:
             out = reshard.reshard(shard, rows, dst, timeout_seconds=60)
-            found.append(None if out is None else out.unique().tolist())
+            steps_with_skipped_call.append(None if out is None else out.unique().tolist())
         except reshard.ReshardError as error:
-            found.append(f"{type(error).__name__}: {error}")
+            steps_with_skipped_call.append(f"{type(error).__name__}: {error}")
     dist.barrier()
-    return found
+    return steps_with_skipped_call
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])

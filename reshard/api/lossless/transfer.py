@@ -197,19 +197,19 @@ class LosslessTransfer:
         """
         if not self.lost:
             return self._buckets
-        found, gone = {}, []
+        survivors, gone = {}, []
         for name, bucket in self._buckets.items():
             holders, receivers = (
                 tuple(rank for rank in ranks if rank not in self.lost) for ranks in (bucket.holders, bucket.receivers)
             )
             if holders and receivers:
-                found[name] = replace(bucket, holders=holders, receivers=receivers)
+                survivors[name] = replace(bucket, holders=holders, receivers=receivers)
             elif receivers:
                 gone.append((bucket, receivers))
         if gone:
             needed = {rank for _, receivers in gone for rank in receivers}
             raise self._describe_loss([bucket for bucket, _ in gone], needed)
-        return found
+        return survivors
 
     def _describe_loss(self, gone: Sequence[Bucket], needed: Iterable[int]) -> RankLostError:
         """The error that no surviving rank holds some buckets, which the ranks in ``needed`` lack."""

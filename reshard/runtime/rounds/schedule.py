@@ -69,21 +69,21 @@ def find_rounds(plan: Plan) -> dict[int, int]:
 
 def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
     """``(messages,)`` bool: whether the receiver forwards the message and needs no element of it."""
-    found = np.zeros(len(messages), dtype=bool)
-    found[messages.source[messages.source >= 0]] = True
+    relays = np.zeros(len(messages), dtype=bool)
+    relays[messages.source[messages.source >= 0]] = True
     transfers = plan.transfers
     box = transfers.first_box[messages.transfer]
     tensor = transfers.box_tensor[box]
     for number, spec in enumerate(plan.tensors):
         ndim = spec.ndim
-        for rank in np.unique(messages.receiver[found & (tensor == number)]).tolist():
+        for rank in np.unique(messages.receiver[relays & (tensor == number)]).tolist():
             if rank not in spec.dst.ranks:
                 continue
-            rows = np.flatnonzero(found & (tensor == number) & (messages.receiver == rank))
+            rows = np.flatnonzero(relays & (tensor == number) & (messages.receiver == rank))
             start, stop = transfers.box_start[box[rows], :ndim], transfers.box_stop[box[rows], :ndim]
             pieces = spec.dst_shards.pieces_of(rank)[:2]
-            found[rows[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
-    return found
+            relays[rows[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
+    return relays
 
 
 class _Relays:

@@ -153,7 +153,7 @@ def _cut(
 def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     """The module paths that the patterns name, in the order of the model, without the first module of a model."""
     names = [name for name, _ in model.named_modules() if name]
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in patterns:
         parts = pattern.count(".")
         matches = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name.count(".") == parts]
@@ -163,8 +163,8 @@ def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"{type(model).__name__} has no module {pattern!r}; it has {', '.join(names[:12])}{more}; "
                 "wildcards are those of fnmatch, such as layers.* or layers.[1-3]"
             )
-        found += [match for match in matches if match not in found]
-    return found
+        paths += [match for match in matches if match not in paths]
+    return paths
 
 
 def _samples_first(shape: tuple[int, ...], sample_dim: int | None) -> tuple[int, ...]:

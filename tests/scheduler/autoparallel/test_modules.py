@@ -74,19 +74,19 @@ def test_layers_that_no_grid_can_cut_say_why():
 
     graph = trace_module(Net(), torch.zeros(2, 2, 4), ["plain", "last"]).graph
     assert graph.layers[1].grid_sizes is not None
-    found = search(
+    match = search(
         graph,
         Cluster(Topology.uniform((0, 0), 1e9), 1e9),
         LayerProfile.estimate(graph, flops_per_second=1e6),
         num_samples=4,
         keep={"grid": (1, 2, 1)},
     )
-    assert all(not choice.grid for stage in found.stages for choice in stage.choices if stage.first_layer != 1)
+    assert all(not choice.grid for stage in match.stages for choice in stage.choices if stage.first_layer != 1)
     assert "layer 'first' cannot be on a grid: parallelize cannot cut 'mixed', a torch.nn.modules.conv.Conv1d" in (
-        found.explain()
+        match.explain()
     )
-    assert "modules: first" in found.explain()
-    assert "layer 'last' cannot be on a grid: the model calls square between its modules" in found.explain()
+    assert "modules: first" in match.explain()
+    assert "layer 'last' cannot be on a grid: the model calls square between its modules" in match.explain()
 
 
 def test_layers_of_a_class_that_no_grid_can_cut_are_one_class_and_one_line():

@@ -115,15 +115,15 @@ def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
     kept = {"num_microbatches": 4}
     skip = Tensor("skip", (1, 1000), "float32", 0, (3,))
     graph = replace(GRAPH, tensors=(*GRAPH.tensors, skip))
-    found = search(graph, Cluster(HOSTS, 1e9), PROFILE, num_samples=8, keep=kept, method=split_in_four)
-    root = ElementTree.fromstring(found.to_svg())
+    match = search(graph, Cluster(HOSTS, 1e9), PROFILE, num_samples=8, keep=kept, method=split_in_four)
+    root = ElementTree.fromstring(match.to_svg())
     texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    for number, stage in enumerate(found.stages):
+    for number, stage in enumerate(match.stages):
         assert f"stage {number}: {stage}" in texts
     assert [text for text in texts if text.startswith("host ")] == ["host 0", "host 0", "host 1", "host 1"]
     shown = [text.partition(":")[0] for text in texts if " forward, " in text]
     assert shown == ["0 to 1", "0 to 3", "1 to 2", "2 to 3"]
-    for edge in found.edges:
+    for edge in match.edges:
         assert any(f"{edge.forward_seconds:.3g} s forward" in text and edge.busiest_port in text for text in texts)
 
 
@@ -240,10 +240,10 @@ def test_a_codec_that_is_slow_one_way_codes_the_other():
         return [Candidate("sharded", (StagePlan(0, 2, 0, 2, (Choice(zero=3),) * 2),), 1)]
 
     policy = Policy(zero=("int4x128", "int8x128"))
-    found = search(
+    match = search(
         graph, cluster, profile, num_samples=2, keep={"num_microbatches": 1}, method=sharded, compression=policy
     )
-    assert found.compression == Policy(zero=(None, "int8x128"))
+    assert match.compression == Policy(zero=(None, "int8x128"))
 
 
 def test_methods_are_functions_that_may_be_passed_in():
@@ -265,11 +265,11 @@ def test_zero_1_and_2_are_priced_but_not_run(zero):
         LayerProfile.estimate(GRAPH, flops_per_second=1e9),
     )
     for grid in (None, (1, 2, 2)):
-        found = search(GRAPH, CLUSTER, profile, num_samples=8, rules=rules, keep={**keep, "grid": grid})
-        shared = [stage for stage in found.stages if stage.num_ranks > 1]
+        match = search(GRAPH, CLUSTER, profile, num_samples=8, rules=rules, keep={**keep, "grid": grid})
+        shared = [stage for stage in match.stages if stage.num_ranks > 1]
         assert {(choice.zero, choice.grid) for stage in shared for choice in stage.choices} == {(zero, grid or ())}
         with pytest.raises(ArgumentError, match="which Pipe does not run"):
-            found.placements()
+            match.placements()
     one_rank = search(GRAPH, Cluster(HOSTS, 1e9, 1), PROFILE, num_samples=8, rules=rules, keep=keep)
     assert {choice.zero for choice in one_rank.stages[0].choices} == {0}  # it has no replicas
 

@@ -127,14 +127,14 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
     rates = (CodecRate("int8x128", 1e12, 1e12),)
     cluster = replace(problem.cluster, topology=replace(problem.cluster.topology, codec_rates=rates))
     encoded = replace(problem, cluster=cluster, compression=Policy(dp="int8x128"), compress_all=True)
-    (each,), (raw,) = (found.ties.exchanges(TWO) for found in (encoded, problem))
+    (each,), (raw,) = (match.ties.exchanges(TWO) for match in (encoded, problem))
     assert each.codec == "int8x128"
     assert each.seconds == pytest.approx(raw.seconds * 33 / 128, rel=0.01)  # 4 bytes become 1, and 4 of each 128
-    found = search(
+    match = search(
         problem.graph, cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4}, compression=Policy(dp="int8x128"),
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
-    assert found.compression == Policy(dp="int8x128")  # no stage has replicas
+    assert match.compression == Policy(dp="int8x128")  # no stage has replicas
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -162,17 +162,17 @@ def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
 
 def test_explain_says_what_stages_share():
     problem = make_problem_of((0, 1))
-    found = search(
+    match = search(
         problem.graph, problem.cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4},
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
-    text = found.explain()
+    text = match.explain()
     assert (
         "layers embed and norm share parameters: stages 0 and 1 add their gradients of 156.2 KiB once in a step" in text
     )
     assert "and 0.00016 s over stages" in text
-    assert type(found).from_json(found.to_json()) == found
-    assert found.wider_links_seconds < found.seconds
+    assert type(match).from_json(match.to_json()) == match
+    assert match.wider_links_seconds < match.seconds
 
 
 BATCH = {name: torch.zeros(8, 8, dtype=torch.long) for name in ("tokens", "targets")}
