@@ -7,7 +7,6 @@ import json
 import socket
 
 from reshard.coordination.groups.addresses import is_loopback, own_address
-from reshard.runtime.transport.descriptors import has_descriptors
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import Store
 from reshard.forks import close_in_child
