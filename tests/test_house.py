@@ -110,6 +110,23 @@ def test_a_folder_and_its_subfolder_are_layers():
     assert mutual == set()
 
 
+#: Words that once named several things, or were short for something else, and what to say in their place.
+RETIRED = {
+    r"(\w+_)?coded(_\w+)?": "encoded, or compressed",
+    r"codes_\w+|code_(tensor|sums|edges|pipelines)\w*": "compress, or encode",
+    r"_?(MOST|LEAST)_\w+": "MAX_ or MIN_",
+    r"row_of_stage|num_row_shards|row_shards": "pp_rank in schedules, sample in batches",
+}
+
+
+def test_retired_words_name_nothing():
+    for name, path in _modules().items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            for used in (getattr(node, field, None) for field in ("id", "arg", "attr", "name")):
+                for words, instead in RETIRED.items():
+                    assert not (isinstance(used, str) and re.fullmatch(words, used)), f"{name}: {used}; say {instead}"
+
+
 def test_modules_are_imported_by_name_only_where_the_name_is_data():
     calls = {
         name: ast.unparse(node.args[0])
