@@ -25,7 +25,7 @@ CASES = {
     "overlap": ("transfers.overlap", "a transfer that overlaps a torch computation"),
     "verification": ("transfers.verification", "the cost of verify=True"),
     "ray_actors": ("transfers.ray_actors", "one actor to three hosts of a Ray cluster, beside Ray's methods"),
-    "compression": ("transfers.compression", "coded transfers beside raw ones"),
+    "compression": ("transfers.compression", "encoded transfers beside raw ones"),
     "auto_compression": ("transfers.auto_compression", 'compression="auto" beside raw, 0.1 to 10 Gbit/s'),
     "gradient_sums": ("transfers.gradient_sums", "sums of gradients, beside Gloo's"),
     "weights": ("transfers.weights", "a whole model from a trainer to engines, beside other methods"),

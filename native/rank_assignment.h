@@ -6,7 +6,7 @@
 // tree. Among several candidates, the port keeps the rank that it used last until that rank is `run` pieces ahead of
 // the least loaded one, because each change of rank costs a wait of one rank for the other.
 //
-// A rank stages at most MOST_STAGED pieces for others. Beyond that it drops the oldest one. If the piece is needed
+// A rank stages at most MAX_STAGED pieces for others. Beyond that it drops the oldest one. If the piece is needed
 // later, the rank receives it again.
 //
 // Python reference: tests/reference/rank_assignment.py.
@@ -29,7 +29,7 @@ struct Messages {
 };
 
 constexpr size_t LONGEST_CHAIN = 8; // most ranks of a host that form a chain; more form a binary tree
-constexpr size_t MOST_STAGED = 2;   // most pieces that a rank stages for others at a time
+constexpr size_t MAX_STAGED = 2;   // most pieces that a rank stages for others at a time
 
 class RankAssignment {
   public:
@@ -226,7 +226,7 @@ class RankAssignment {
     void stage(int64_t piece, int64_t host, int64_t rank) {
         auto &kept = staged_[rank];
         kept.push_back({piece, host});
-        if (kept.size() <= MOST_STAGED)
+        if (kept.size() <= MAX_STAGED)
             return;
         Place &place = *where_[kept.front().first].find(kept.front().second);
         const auto gone = std::find_if(place.copies.begin(), place.copies.end(),

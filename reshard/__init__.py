@@ -7,11 +7,12 @@
 package imports neither torch nor scipy.
 """
 
-from reshard import forks as _forks  # noqa: F401  # registers the fork handler before any fork
+from reshard import errors as errors, forks as _forks  # noqa: F401  # forks registers its handler before any fork
 from reshard.public_api import public_names as _public_names
 
 __version__ = "0.1.0"
 __all__, __getattr__ = _public_names(__name__, __file__)
+__all__ += ["errors"]
 
 
 def __dir__() -> list[str]:

@@ -36,7 +36,7 @@ class ReshardError(Exception):
 
     def __init__(self, *args: Any) -> None:
         # a text, name or spec of the caller's may have any length
-        super().__init__(*(cut_lines(each) if isinstance(each, str) else each for each in args))
+        super().__init__(*(cut_lines(argument) if isinstance(argument, str) else argument for argument in args))
 
 
 class MeshError(ReshardError, ValueError):

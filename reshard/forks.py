@@ -40,7 +40,7 @@ def call_in_child(hook: Callable[[], None]) -> None:
 
 def find_creator_pid(process_group: Any) -> int | None:
     """The pid of the parent process that created a torch process group; None if this process created it."""
-    return next((pid for each, pid in _inherited if each is process_group), None)
+    return next((pid for item, pid in _inherited if item is process_group), None)
 
 
 def _after_fork_in_child() -> None:
@@ -62,3 +62,18 @@ def _after_fork_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+_registered: set[tuple[int, Any]] = set()  # (pid, function)
+
+
+def call_at_exit(function: Callable[[], None], priority: int) -> None:
+    """Call ``function`` once when this process ends; higher priorities first.
+
+    A multiprocessing child skips atexit handlers, but runs its own finalizers.
+    """
+    import multiprocessing.util
+
+    if (os.getpid(), function) not in _registered:
+        _registered.add((os.getpid(), function))
+        multiprocessing.util.Finalize(None, function, exitpriority=priority)

@@ -31,7 +31,7 @@ def public_names(package: str, file: str) -> tuple[list[str], Callable[[str], An
     module_of = {
         alias.name: f"{'.' * node.level}{node.module}"
         for node in ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ImportFrom)
+        if isinstance(node, ast.ImportFrom) and node.module is not None
         for alias in node.names
     }
 

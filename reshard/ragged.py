@@ -25,7 +25,7 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def distinct_values(values: np.ndarray) -> np.ndarray:
     """The different values, ascending. ``values``: ``(entries,)`` integers, at least 0."""
     size = int(values.max(initial=0)) + 1
-    if size > 4 * len(values) + _MOST_MARKED:
+    if size > 4 * len(values) + _MAX_MARKED:
         return np.unique(values)
     is_present = np.zeros(size, dtype=bool)
     is_present[values] = True
@@ -39,7 +39,7 @@ def number_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         values: ``(entries,)`` integers, at least 0.
     """
     size = int(values.max(initial=0)) + 1
-    if size > 4 * len(values) + _MOST_MARKED:
+    if size > 4 * len(values) + _MAX_MARKED:
         found, number = np.unique(values, return_inverse=True)
         return found, number.ravel().astype(np.int64)
     is_present = np.zeros(size, dtype=bool)
@@ -48,6 +48,6 @@ def number_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 #: Values below this are marked in an array; it is faster than sorting even a few.
-_MOST_MARKED = 2**14
+_MAX_MARKED = 2**14
 #: Stands for "no rank" in integer arrays of ranks.
 NO_RANK = -1

@@ -1,7 +1,9 @@
-"""Checks of timeouts that users pass."""
+"""Checks of timeouts that users pass, and calls that end at a timeout."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from numbers import Real
 from typing import Any
 
@@ -41,3 +43,36 @@ def _safe_repr(value: Any) -> str:
         return repr(value)
     except Exception:
         return f"a {type(value).__name__} whose repr raises"
+
+
+class PendingCall:
+    """A call that another thread makes, and its result or error."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self.done = threading.Event()
+        self.result: Any = None
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        """Make the call."""
+        try:
+            self.result = self._function()
+        except BaseException as error:
+            self.error = error
+        self.done.set()
+
+
+def run_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
+    """Call ``function`` on a new thread; returns its result or raises its exception.
+
+    Raises:
+        RuntimeError: it did not return in time. Its thread keeps running.
+    """
+    pending = PendingCall(function)
+    threading.Thread(target=pending.run, name="reshard-timeout", daemon=True).start()
+    if not pending.done.wait(seconds):
+        raise RuntimeError(f"timed out after {seconds:g} s")
+    if pending.error is not None:
+        raise pending.error
+    return pending.result

@@ -6,10 +6,10 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from reshard.cost import coded_makespan, find_loads, simulate
+from reshard.cost import encoded_makespan, find_loads, simulate
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.planner import Strategy, code_tensors, plan_tensors
+from reshard.planner import Strategy, compress_tensors, plan_tensors
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -64,7 +64,7 @@ def price_edge(
 
     def seconds(plan: Plan, codec: str | None) -> float:
         if codec in rates:
-            return coded_makespan(plan, rates[codec], links)
+            return encoded_makespan(plan, rates[codec], links)
         return simulate(plan, links).makespan_seconds
 
     return replace(
@@ -80,17 +80,17 @@ def edge_plans(edge: Edge, topology: Topology, *, strategy: str | Strategy | Non
     """The plans of one forward and one backward transfer. The second is None if no tensor has a gradient."""
     gradients = edge.gradients
     return (
-        plan_coded(edge.tensors, edge.forward_codec, topology, strategy),
-        plan_coded(gradients, edge.backward_codec, topology, strategy) if gradients else None,
+        plan_encoded(edge.tensors, edge.forward_codec, topology, strategy),
+        plan_encoded(gradients, edge.backward_codec, topology, strategy) if gradients else None,
     )
 
 
-def plan_coded(
+def plan_encoded(
     tensors: Sequence[TensorSpec], codec: str | None, topology: Topology, strategy: str | Strategy | None
 ) -> Plan:
     """A plan of tensors with a codec, or without one."""
     plan = functools.partial(plan_tensors, strategy=strategy, topology=topology)
-    return plan(code_tensors(tensors, codec, None, topology, plan))
+    return plan(compress_tensors(tensors, codec, None, topology, plan))
 
 
 def _loads(plan: Plan, links: Topology | None) -> Loads:

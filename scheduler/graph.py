@@ -15,7 +15,7 @@ from reshard.sharding import Mesh, TensorSpec
 #: ``((link, seconds), ...)``: for each link, how long one transfer keeps it busy.
 Loads = tuple[tuple[str, float], ...]
 #: Largest cost in seconds or bytes. Sums of larger costs would be too inexact to compare.
-MOST_COST = 1e15
+MAX_COST = 1e15
 #: Prefixes of the dtypes that can have gradients.
 _DIFFERENTIABLE: tuple[str, ...] = ("float", "bfloat", "complex")
 
@@ -273,7 +273,7 @@ def check_limit(memory_limit_bytes: object) -> None:
         )
 
 
-def _check_cost(what: str, value: object, most: float = MOST_COST) -> None:
+def _check_cost(what: str, value: object, most: float = MAX_COST) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         raise ArgumentError(f"{what} is {_short(value)}; it must be a number from 0 to {most:g}")
 
@@ -296,4 +296,4 @@ def _check_loads(what: str, loads: Any, transfer_seconds: float) -> None:
 
 
 def _short(value: object) -> str:
-    return "a very large integer" if isinstance(value, int) and abs(value) > MOST_COST else repr(value)
+    return "a very large integer" if isinstance(value, int) and abs(value) > MAX_COST else repr(value)

@@ -39,13 +39,13 @@ def run(options: argparse.Namespace) -> None:
         for dtype in (torch.float32, torch.bfloat16):
             plain = torch.randn(NUM_VALUES // ROW, ROW, device="cuda").to(dtype)
             shape = (plain.shape[0], codec.num_elements(plain.shape[1:], 0), codec.element[1])
-            coded = torch.empty(shape, dtype=torch.uint8, device="cuda")
-            nbytes = plain.numel() * plain.element_size() + coded.numel()
+            encoded = torch.empty(shape, dtype=torch.uint8, device="cuda")
+            nbytes = plain.numel() * plain.element_size() + encoded.numel()
             rates = [
                 nbytes / seconds_of(work, options.repeats)
                 for work in (
-                    lambda plain=plain, coded=coded, codec=codec: encode_on_device(codec, plain, coded, 1),
-                    lambda plain=plain, coded=coded, codec=codec: decode_on_device(codec, coded, plain, 1),
+                    lambda plain=plain, encoded=encoded, codec=codec: encode_on_device(codec, plain, encoded, 1),
+                    lambda plain=plain, encoded=encoded, codec=codec: decode_on_device(codec, encoded, plain, 1),
                 )
             ]
             cells = [cell for rate in rates for cell in (rate / 1e9, rate / copy)]

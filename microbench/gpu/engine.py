@@ -14,9 +14,10 @@ import torch
 
 from microbench.harness.table import Table
 from reshard import Mesh
-from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.testing import run_processes
 
 TURNS = 9
@@ -47,7 +48,7 @@ def measure(rank: int, device: str, model_name: str, precision: str) -> tuple[li
     config = GPTConfig(layers, heads, head_size, sequence=tokens, vocabulary=8192)
     module = _WithLoss(GPT(config).apply(GPT.initialize)).to(device, dtype)
     batch = torch.randint(8192, (num, rows, tokens + 1), device=device)
-    feed = [{"tokens": each[:, :-1], "targets": each[:, 1:]} for each in batch]
+    feed = [{"tokens": item[:, :-1], "targets": item[:, 1:]} for item in batch]
     pipeline = Pipeline((Stage(1.0, 1.0, 1.0, mesh=Mesh([0])),))
 
     def plain() -> float:

@@ -22,7 +22,7 @@ from reshard.testing import run_processes, share_gpus
 
 SIZES_MIB = (1, 64, 512)
 TURNS = 7
-MOST_RECEIVERS = 3
+MAX_RECEIVERS = 3
 #: Method -> seconds of all turns: until the data has arrived on all ranks, and of the host in the calls.
 Times = dict[str, tuple[list[float], list[float]]]
 
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     """Print a row per number of receivers, size and method."""
     columns = {"receivers": ">", "MiB": ">4", "method": "<16", "median ms": ">.2f", "ratio": ">6.2f"}
     table = Table(columns | {"host us": ">.0f", "of torch": ">.2f"})
-    for num_receivers, mib in itertools.product((1, MOST_RECEIVERS), options.mib):
+    for num_receivers, mib in itertools.product((1, MAX_RECEIVERS), options.mib):
         stderr(f"{num_receivers} receivers, {mib} MiB")
         by_rank = run_processes(measure, num_receivers + 1, options.device, num_receivers, mib, timeout_seconds=120.0)
         medians = {

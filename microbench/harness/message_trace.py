@@ -132,7 +132,7 @@ def _record(
     if recorder is None:
         return seconds, {}, {}, {}
     sent, awaited, arrived = (
-        {ident: at - stopwatch.begun for ident, at in times.items()}
+        {ident: index - stopwatch.begun for ident, index in times.items()}
         for times in (recorder.sent, recorder.awaited, recorder.arrived)
     )
     return seconds, sent, awaited, arrived

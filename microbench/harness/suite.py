@@ -144,7 +144,7 @@ def run_cluster(
     expected = nominal(shaped)
     rows: dict[str, dict[str, Any]] = {}
     crossed: dict[tuple[str, str], list[Any]] = {}
-    by_key = {one.key: one for one in planned}
+    by_key = {item.key: item for item in planned}
     begun = time.monotonic()
     with Cluster(shaped) as cluster:
         set_up = time.monotonic() - begun
@@ -167,16 +167,16 @@ def run_cluster(
                 ]
             last = now
 
-        for one in planned:  # new processes per row: even unused Gloo groups wake up a hundred times a second
-            job = Job(one.key, one.row.tensors, one.turns, budget.spare_seconds(one.expected_seconds))
-            limit = 120.0 + 2 * RETRY_SECONDS + 8 * one.expected_seconds
+        for item in planned:  # new processes per row: even unused Gloo groups wake up a hundred times a second
+            job = Job(item.key, item.row.tensors, item.turns, budget.spare_seconds(item.expected_seconds))
+            limit = 120.0 + 2 * RETRY_SECONDS + 8 * item.expected_seconds
             cluster.run(run_jobs, [job], timeout_seconds=limit, on_report=on_report)
         advance(0.0, f"{name}: measuring links")
         after = measure_cluster(cluster, expected)
     links, record = compare_links(name, before, after, expected)
     write(record | {"set_up_seconds": round(set_up, 3)})
-    for one in planned:
-        for record_of_row in make_records(one, rows[one.key], crossed, links):
+    for item in planned:
+        for record_of_row in make_records(item, rows[item.key], crossed, links):
             write(record_of_row | {"valid": record["valid"]})
 
 

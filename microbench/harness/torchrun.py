@@ -99,7 +99,7 @@ def run_on_machines(
         )
     before = _measure(rank, topology)
     planned = [plan_row(row, str(n), contenders, repeats, before) for n, row in enumerate(fitting)]
-    by_key = {one.key: one for one in planned}
+    by_key = {item.key: item for item in planned}
     results: list[tuple[Planned, dict[str, Any]]] = []
 
     with show_progress(len(planned), "rows", show=rank == 0) as advance:
@@ -110,13 +110,13 @@ def run_on_machines(
                 advance()
                 results.append((by_key[report[1]], report[2]))
 
-        run_jobs(rank, on_report, [Job(one.key, one.row.tensors, one.turns) for one in planned])
+        run_jobs(rank, on_report, [Job(item.key, item.row.tensors, item.turns) for item in planned])
     after = _measure(rank, topology)
     if rank == 0:
         links, record = compare_links("this job", before, after, topology, is_given=topology_file is not None)
         write(record)
-        for one, result in results:
-            for record_of_row in make_records(one, result, {}, links, is_shared=False):
+        for item, result in results:
+            for record_of_row in make_records(item, result, {}, links, is_shared=False):
                 write(record_of_row | {"valid": record["valid"]})
     dist.barrier()
     dist.destroy_process_group()

@@ -39,10 +39,10 @@ def measure(values: torch.Tensor) -> dict[str, tuple[float, float]]:
     found = {}
     for name in BLOCK_CODECS:
         codec, decoded = parse_codec(name), torch.empty_like(values)
-        coded = torch.empty(codec.nbytes(values.shape), dtype=torch.uint8)
-        codec.encode(values, coded)
-        codec.decode(coded, decoded)
-        found[name] = 8 * coded.numel() / values.numel(), float((decoded - values).norm() / values.norm())
+        encoded = torch.empty(codec.nbytes(values.shape), dtype=torch.uint8)
+        codec.encode(values, encoded)
+        codec.decode(encoded, decoded)
+        found[name] = 8 * encoded.numel() / values.numel(), float((decoded - values).norm() / values.norm())
     for name, dtype in (("cast to bf16", torch.bfloat16), ("cast to fp16", torch.float16)):
         found[name] = 16.0, float((values.to(dtype).float() - values).norm() / values.norm())
     return found

@@ -48,13 +48,13 @@ def _rate(function: Callable[[], object], nbytes: int) -> float:
 def time_codec(codec: BlockCodec, dtype: torch.dtype) -> tuple[float, float, float, float]:
     """GB/s of encoding, of encoding with measured errors, of decoding, and of adding decoded values (fp32 only)."""
     plain = torch.randn(NUM_VALUES, generator=torch.Generator().manual_seed(0)).to(dtype)
-    coded = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8)
+    encoded = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8)
     nbytes = plain.numel() * plain.element_size()
     return (
-        _rate(lambda: codec.encode(plain, coded), nbytes),
-        _rate(lambda: codec.encode_measured(plain, coded), nbytes),
-        _rate(lambda: codec.decode(coded, plain), nbytes),
-        _rate(lambda: codec.decode(coded, plain, accumulate=True), nbytes),
+        _rate(lambda: codec.encode(plain, encoded), nbytes),
+        _rate(lambda: codec.encode_measured(plain, encoded), nbytes),
+        _rate(lambda: codec.decode(encoded, plain), nbytes),
+        _rate(lambda: codec.decode(encoded, plain, accumulate=True), nbytes),
     )
 
 
@@ -93,15 +93,15 @@ def time_differences(name: str, share: float, width: int) -> tuple[float, float,
     base = rng.integers(0, 2 ** (8 * width), 4 * NUM_VALUES // width, dtype=f"u{width}")
     words = np.where(rng.random(len(base)) < share, base + rng.integers(1, 100, len(base), dtype=base.dtype), base)
     shape = -1, PIECE_BYTES
-    new, old, target = (each.view(np.uint8).reshape(shape) for each in (words, base, base.copy()))
+    new, old, target = (item.view(np.uint8).reshape(shape) for item in (words, base, base.copy()))
     out = np.empty((len(new), PIECE_BYTES + HEADER_BYTES), dtype=np.uint8)
 
     def encode() -> list[int]:
-        return [FORMATS[name].encode(*each, width) for each in zip(new, old, out, strict=True)]
+        return [FORMATS[name].encode(*item, width) for item in zip(new, old, out, strict=True)]
 
     def decode() -> None:
-        for coded, piece in zip(data, target, strict=True):
-            decode_piece(coded, piece, width)
+        for encoded, piece in zip(data, target, strict=True):
+            decode_piece(encoded, piece, width)
 
     data = [piece[:size].copy() for piece, size in zip(out, encode(), strict=True)]
     return (

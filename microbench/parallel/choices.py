@@ -31,7 +31,7 @@ from reshard.parallel import Grid, TransformerSizes, choose_grid, parallelize, s
 from reshard.parallel.choice import GridPrice
 from reshard.parallel.grid import AXES
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
 
 HEADS, VOCABULARY, TIMEOUT_SECONDS = 16, 512, 300
@@ -164,4 +164,4 @@ def run(options: argparse.Namespace) -> None:
     """Run all cases."""
     numbers = options.case or range(1, 1 + len(CASES))
     lost = [run_case(CASES[number - 1], options.repeats) for number in track(numbers, "cases")]
-    print_line(f"\n{sum(each <= 0.1 for each in lost)} of {len(lost)} choices lose at most 10 %; worst {max(lost):.1%}")
+    print_line(f"\n{sum(rank <= 0.1 for rank in lost)} of {len(lost)} choices lose at most 10 %; worst {max(lost):.1%}")

@@ -107,8 +107,8 @@ class DTensorStack:
         self.inputs = [distribute_tensor(torch.randn(tokens, k), mesh, self._placements) for k, _ in sizes]
         weight = [Replicate(), Shard(0), Shard(1)]
         self.weights = [distribute_tensor(torch.randn(size), mesh, weight) for size in sizes]
-        for each in (*self.inputs, *self.weights):
-            each.requires_grad_()
+        for item in (*self.inputs, *self.weights):
+            item.requires_grad_()
         self._weight = weight
 
     def run_step(self) -> None:
@@ -116,9 +116,9 @@ class DTensorStack:
         for x, w in zip(self.inputs, self.weights, strict=True):
             y = (x @ w).redistribute(placements=self._placements)
             y.backward(torch.ones_like(y))
-            for each, placements in ((x, self._placements), (w, self._weight)):
-                each.grad.redistribute(placements=placements)  # type: ignore[union-attr]
-                each.grad = None
+            for item, placements in ((x, self._placements), (w, self._weight)):
+                item.grad.redistribute(placements=placements)  # type: ignore[union-attr]
+                item.grad = None
 
 
 def time_settings(
@@ -202,7 +202,7 @@ def run(options: argparse.Namespace) -> None:
             tokens, hidden = map(int, text.split(","))
             how = tokens, hidden, options.repeats, not options.no_dtensor, options.keep_inputs
             results = cluster.run(time_settings, settings, *how, timeout_seconds=900)
-            bounds = [bound_seconds(each, links, tokens, hidden, options.keep_inputs) for each in settings]
+            bounds = [bound_seconds(item, links, tokens, hidden, options.keep_inputs) for item in settings]
             _print_table(settings, results[0], bounds, tokens, hidden)
 
 
@@ -225,8 +225,8 @@ def _print_table(
     for number, (setting, bound) in enumerate(zip(settings, bounds, strict=True)):
         medians = {name: _median(longest for longest, _ in seconds.get((number, name), ())) for name in names}
         least = min(each for name in ("transfers", "early sums") if (each := medians.get(name)) is not None)
-        cpu_seconds = statistics.median(each for _, each in seconds[number, "transfers"]) / cores
-        cells = " ".join("-".rjust(10) if each is None else f"{1e3 * each:>10.0f}" for each in medians.values())
+        cpu_seconds = statistics.median(second for _, second in seconds[number, "transfers"]) / cores
+        cells = " ".join("-".rjust(10) if median is None else f"{1e3 * median:>10.0f}" for median in medians.values())
         order = ", ".join(reversed([axis for axis in setting.order if _size(setting, axis) > 1]))
         limits = f"{1e3 * bound:>8.0f} {1e3 * cpu_seconds:>9.0f}"
         print_line(f"{setting.shape!s:>10} {order:>18} {limits} {cells}  {least / bound:.2f}")

@@ -14,7 +14,8 @@ import itertools
 from microbench.harness.options import add_number
 from microbench.harness.table import Table
 from reshard.cli.progress import print_line, track
-from reshard.parallel import GridPrice, TransformerSizes, choose_grid
+from reshard.parallel import TransformerSizes, choose_grid
+from reshard.parallel.choice import GridPrice
 from reshard.topology import Topology
 
 SEQUENCE = 512
@@ -32,7 +33,9 @@ def price(
 ) -> GridPrice:
     """The price of a grid of shape ``(rows, cols, depth)`` under its best mapping of ranks, in bfloat16."""
     choice = choose_grid(sizes(hidden), topology, range(64), rows=rows, flops_per_second=flops_per_second, itemsize=2)
-    return next(each for each in choice.candidates if (each.rows, each.cols, each.depth) == shape)
+    return next(
+        candidate for candidate in choice.candidates if (candidate.rows, candidate.cols, candidate.depth) == shape
+    )
 
 
 def speed(found: GridPrice, rows: int, hidden: int) -> float:

@@ -43,7 +43,7 @@ def measure(shape: GridShape, tokens: int, hidden: int, steps: int) -> list[floa
             before = [nics[0][1] for nics in cluster.crossed_bytes()]
             cluster.run(run_steps, shape, tokens, hidden, number, timeout_seconds=600)
             counts.append([nics[0][1] - old for nics, old in zip(cluster.crossed_bytes(), before, strict=True)])
-    return [(many - one) / steps for one, many in zip(*counts, strict=True)]
+    return [(many - item) / steps for item, many in zip(*counts, strict=True)]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     worst = 0.0
     for text in track(options.grids.split(), "grids"):
         shape = GridShape.parse(text)
-        formula = [4 * each for each in received_per_rank(shape, sizes, options.tokens)]
+        formula = [4 * item for item in received_per_rank(shape, sizes, options.tokens)]
         counted = measure(shape, options.tokens, options.hidden, options.steps)
         ratio = max((a / b for a, b in zip(counted, formula, strict=True)), key=lambda each: abs(each - 1))
         worst = max(worst, abs(ratio - 1))

@@ -75,11 +75,11 @@ class FullTensor:
             )
 
     def __call__(self) -> None:
-        for spec, dtensor, at, out in zip(self.specs, self.dtensors, self.at, self.outs, strict=True):
+        for spec, dtensor, index, out in zip(self.specs, self.dtensors, self.at, self.outs, strict=True):
             full = None if dtensor is None else dtensor.full_tensor()
             if self.rank in self.members:
                 if full is None or self.rank != self.root:
                     full = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
                 dist.broadcast(full, self.root, group=self.group)
                 if out is not None:
-                    out.copy_(full[at])
+                    out.copy_(full[index])

@@ -109,17 +109,17 @@ NETWORKS: dict[str, Callable[[random.Random, int], tuple[Topology, int]]] = {
 }
 
 
-def random_pair(seed: int, number: int, most_ranks: int = MAX_RANKS) -> tuple[str, TensorSpec, Topology]:
+def random_pair(seed: int, number: int, max_ranks: int = MAX_RANKS) -> tuple[str, TensorSpec, Topology]:
     """Pair ``number`` of a seed: name of its network, tensor with both layouts, and topology."""
     chance = random.Random(f"{seed}/{number}")
     network = list(NETWORKS)[number % len(NETWORKS)]
     is_in_place = chance.random() < 0.25
-    most = most_ranks if is_in_place else most_ranks // 2
+    most = max_ranks if is_in_place else max_ranks // 2
     counts = [min(2 ** chance.randint(0, most.bit_length() - 1) * chance.choice((1, 1, 1, 3)), most) for _ in range(2)]
     first = 0 if is_in_place else counts[0]
     if is_in_place and chance.random() < 0.5:
         first = chance.randint(0, counts[0])  # meshes that overlap
-        counts[1] = min(counts[1], most_ranks - first)
+        counts[1] = min(counts[1], max_ranks - first)
     topology, devices = NETWORKS[network](chance, max(counts[0], first + counts[1]))
     ndim = chance.randint(1, 3)
     src, dst = (
@@ -190,15 +190,15 @@ def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = T
 
 
 def _measure(task: tuple[int, int, int, bool]) -> dict[str, Any]:
-    seed, number, most_ranks, rivals = task
-    return {"number": number, **measure(*random_pair(seed, number, most_ranks), rivals)}
+    seed, number, max_ranks, rivals = task
+    return {"number": number, **measure(*random_pair(seed, number, max_ranks), rivals)}
 
 
 def measure_pairs(
-    seed: int, numbers: list[int], most_ranks: int, jobs: int, rivals: bool = True
+    seed: int, numbers: list[int], max_ranks: int, jobs: int, rivals: bool = True
 ) -> Iterator[dict[str, Any]]:
     """Measure every pair; results come in any order."""
-    tasks = [(seed, number, most_ranks, rivals) for number in numbers]
+    tasks = [(seed, number, max_ranks, rivals) for number in numbers]
     if jobs == 1:
         yield from map(_measure, tasks)
         return
@@ -227,7 +227,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare auto with the strategies it chooses from; the exit status is 1 if one is faster by more than 1 %."""
     numbers = options.only or list(range(options.pairs))
     rows = []
-    results = measure_pairs(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals)
+    results = measure_pairs(options.seed, numbers, options.max_ranks, options.jobs, not options.no_rivals)
     for found in track(results, "pairs", len(numbers)):
         rows.append(found)
         if options.out:
@@ -254,7 +254,7 @@ def report(rows: list[dict[str, Any]], worst: int) -> int:
         best = sum(a <= b for a, b in zip(times[name], others, strict=True))
         alone = sum(a * (1 + MARGIN) < b for a, b in zip(times[name], others, strict=True))
         chosen = sum(found["chosen"] == name for found in rows)
-        spent = [sum(found[name][at] for found in rows if len(found[name]) > 3) for at in (2, 3)]
+        spent = [sum(found[name][index] for found in rows if len(found[name]) > 3) for index in (2, 3)]
         print(f"{name:28} {chosen:7} {best:7} {alone:18} {spent[0]:14.2f} {spent[1]:12.2f}")
     for found in sorted(rows, key=ratio_of, reverse=True)[:worst]:
         best = min(CANDIDATES, key=lambda name: found[name][0])

@@ -16,15 +16,9 @@ from pathlib import Path
 
 from microbench.harness.options import OptionError, add_number
 from reshard.cli.progress import print_line, track
-from reshard.scheduler.autoparallel import (
-    MIXED_PRECISION,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    SearchProblem,
-)
+from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
 from reshard.scheduler.autoparallel.methods.joint import best_plans
 from reshard.topology import Host, Port, Topology
@@ -67,11 +61,13 @@ def make_topology(rates: Sequence[float], devices: int) -> Topology:
     )
 
 
-def make_problem(graph: LayerGraph, topology: Topology, rows: int, memory: float = 40e9) -> SearchProblem:
+def make_problem(graph: LayerGraph, topology: Topology, num_samples: int, memory: float = 40e9) -> SearchProblem:
     """A search with guessed times."""
     profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
-    counts = tuple(count for count in (4, 8, 16, 32) if rows % count == 0)
-    return SearchProblem(graph, Cluster(topology, memory), profile, rows, MIXED_PRECISION, microbatches=counts)
+    counts = tuple(count for count in (4, 8, 16, 32) if num_samples % count == 0)
+    return SearchProblem(
+        graph, Cluster(topology, memory), profile, num_samples, MIXED_PRECISION, microbatch_counts=counts
+    )
 
 
 def compare(problem: SearchProblem) -> dict[str, float]:
@@ -93,10 +89,10 @@ def compare(problem: SearchProblem) -> dict[str, float]:
 
 def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
     """Geometric mean and worst ratio over ``auto``, and how often a method finds nothing that fits."""
-    results = [each for each in results if each["auto"] < math.inf]
+    results = [result for result in results if result["auto"] < math.inf]
     print_line(f"{title}: {len(results)} problems; seconds over those of auto")
     for name in results[0] if results else ():
-        ratios = [each[name] / each["auto"] for each in results if each[name] < math.inf]
+        ratios = [result[name] / result["auto"] for result in results if result[name] < math.inf]
         mean = math.exp(sum(map(math.log, ratios)) / len(ratios)) if ratios else math.nan
         missing = len(results) - len(ratios)
         worst = max(ratios, default=math.nan)
@@ -139,8 +135,8 @@ def random_clusters(number: int, seconds: float, path: Path | None) -> None:
         behind = {name: s for name, s in found.items() if s < found["auto"] * (1 - 1e-9)}
         if behind:
             raise SystemExit(f"cluster {seed}: auto takes {found['auto']:.6g} s, but {behind}")
-        for each in ("all", group, *(["vision backbones or unequal links"] if "GPT, links" not in group else [])):
-            groups.setdefault(each, []).append(found)
+        for item in ("all", group, *(["vision backbones or unequal links"] if "GPT, links" not in group else [])):
+            groups.setdefault(item, []).append(found)
     for name in sorted(groups):
         print_table(name, groups[name])
 
@@ -164,7 +160,9 @@ def speed() -> None:
         graph = make_gpt(layers, hidden, 2048)
         topology = make_topology([400 * GBIT] * hosts, 8)
         profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
-        problem = SearchProblem(graph, Cluster(topology, 80e9), profile, 1024, MIXED_PRECISION, microbatches=counts)
+        problem = SearchProblem(
+            graph, Cluster(topology, 80e9), profile, 1024, MIXED_PRECISION, microbatch_counts=counts
+        )
         begun = time.process_time()
         plan = next(best_plans(problem))
         took = time.process_time() - begun

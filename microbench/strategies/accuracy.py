@@ -22,25 +22,17 @@ from microbench.harness.turns import equal_hosts
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from microbench.training.worker import Method, Training, train_in_turns
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import Pipeline, PipelineTimeline, Schedule
-from reshard.scheduler.autoparallel import (
-    ClassTimes,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    Sample,
-    SearchProblem,
-    Tensor,
-    TrainingPlan,
-    choose_training_plan,
-)
-from reshard.scheduler.autoparallel.costs.problem import Stages
+from reshard.scheduler import Pipeline, Schedule
+from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem, Stages
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.sharding import Mesh
 from reshard.topology import Topology
 
-ROWS, MICROBATCHES, REPEATS = 16, 8, 3
+NUM_SAMPLES, MICROBATCHES, REPEATS = 16, 8, 3
 #: Stages of all models, which have 8 layers. The first ones correct the profile.
 CASES = (
     "4:2, 4:2",
@@ -58,7 +50,7 @@ MB = 250_000  # elements of a megabyte
 
 @dataclass(frozen=True)
 class Model:
-    """Eight layers: seconds of the forward of one row, and megabytes of a row after each but the last.
+    """Eight layers: seconds of the forward of one sample, and megabytes of a sample after each but the last.
 
     ``skips``: (writer, reader, megabytes).
     """
@@ -70,9 +62,10 @@ class Model:
 
     def graph(self) -> LayerGraph:
         """The layers, without parameters, and the tensors between them."""
-        layers = [Layer(f"layers.{at}", f"{s:g} s", 0.0, 0, 0.0) for at, s in enumerate(self.seconds)]
+        layers = [Layer(f"layers.{index}", f"{s:g} s", 0.0, 0, 0.0) for index, s in enumerate(self.seconds)]
         tensors = [
-            Tensor(f"x{at}", (1, round(mb * MB)), "float32", at, (at + 1,)) for at, mb in enumerate(self.megabytes)
+            Tensor(f"x{index}", (1, round(mb * MB)), "float32", index, (index + 1,))
+            for index, mb in enumerate(self.megabytes)
         ]
         tensors += [
             Tensor(f"skip{writer}", (1, round(mb * MB)), "float32", writer, (reader,))
@@ -82,7 +75,7 @@ class Model:
 
     def profile(self, graph: LayerGraph) -> LayerProfile:
         """The seconds that the stages sleep."""
-        classes = {f"{s:g} s": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for s in self.seconds}
+        classes = {f"{s:g} s": {1: ClassTimes((LayerTimes(1, s, s, s, 2 * s),))} for s in self.seconds}
         return LayerProfile(graph.key, "timed", graph.dtype, classes)
 
 
@@ -121,7 +114,7 @@ def measure(
     training = Training(make_pipeline(problem, stages), methods, topology, None, repeats)
     results: list[dict[str, Any]] = cluster.run(train_in_turns, training, timeout_seconds=300.0)
     laps = {name: merge_laps([result["laps"][name] for result in results]) for name in schedules}
-    return {name: [lap.seconds for lap in each.kept()] for name, each in laps.items()}, results[0]["timelines"]
+    return {name: [lap.seconds for lap in item.kept()] for name, item in laps.items()}, results[0]["timelines"]
 
 
 def measure_strategy(
@@ -142,7 +135,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
     plain = nominal(shaped)
     graph = model.graph()
     devices = Cluster(plain, 1e9)
-    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), NUM_SAMPLES, microbatch_counts=(MICROBATCHES,))
     rows: list[tuple[str, float, float]] = []
     with EmulatedCluster(shaped) as cluster:
         problem = true
@@ -188,5 +181,6 @@ def run(options: argparse.Namespace) -> None:
     within = [sum(abs(ratio - 1) <= part for ratio in ratios) for part in (0.05, 0.1)]
     print_line(
         f"{len(ratios)} training plans: {within[0]} within 5 %, {within[1]} within 10 %, least {min(ratios):.3f}, most "
-        f"{max(ratios):.3f}; rank correlation of each model {', '.join(f'{each:.3f}' for each in correlations)}"
+        f"{max(ratios):.3f}; rank correlation of each model "
+        f"{', '.join(f'{correlation:.3f}' for correlation in correlations)}"
     )

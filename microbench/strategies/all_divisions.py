@@ -8,7 +8,7 @@ the least of many medians is too small by chance; these steps count.
 
 Devices sleep for the seconds of their stages, and tensors cross rate-limited links, as in
 :mod:`microbench.strategies.accuracy`. Layers have no parameters, so all ranks of a stage are replicas whose gradients
-cost nothing. One stage of four replicas cannot be: a microbatch has two rows.
+cost nothing. One stage of four replicas cannot be: a microbatch has two samples.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from microbench.emulation.cluster import Cluster as EmulatedCluster
 from microbench.emulation.links import nominal
 from microbench.strategies.accuracy import (
     MICROBATCHES,
+    NUM_SAMPLES,
     REPEATS,
-    ROWS,
     Model,
     make_pipeline,
     measure,
@@ -32,10 +32,13 @@ from microbench.strategies.accuracy import (
 )
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import block_transfers, one_f_one_b
-from reshard.scheduler.autoparallel import Choice, Cluster, SearchProblem, StagePlan, TrainingPlan, choose_training_plan
-from reshard.scheduler.autoparallel.costs.problem import Stages
+from reshard.scheduler import one_f_one_b
+from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem, Stages
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
+from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.scheduler.passes.overlap import block_transfers
 from reshard.topology import topology_from_json
 
 MODELS = (
@@ -53,22 +56,22 @@ FINAL_REPEATS, NUM_FINAL = 7, 2
 
 
 def divisions(problem: SearchProblem) -> Iterator[Stages]:
-    """All divisions of the layers and devices into stages of replicas that divide the rows of a microbatch."""
-    cluster, rows, num_layers = problem.cluster, ROWS // MICROBATCHES, len(problem.graph.layers)
+    """All divisions of the layers and devices into stages of replicas that divide the samples of a microbatch."""
+    cluster, num_samples, num_layers = problem.cluster, NUM_SAMPLES // MICROBATCHES, len(problem.graph.layers)
 
     def meshes(first: int) -> Iterator[tuple[int, ...]]:
         if first == cluster.num_ranks:
             yield ()
         for size in cluster.mesh_sizes:
-            if rows % size == 0 and first + size <= cluster.num_ranks and cluster.is_mesh(first, first + size):
+            if num_samples % size == 0 and first + size <= cluster.num_ranks and cluster.is_mesh(first, first + size):
                 yield from ((size, *rest) for rest in meshes(first + size))
 
     for sizes in meshes(0):
         for cuts in itertools.combinations(range(1, num_layers), len(sizes) - 1):
             ends, ranks = (*cuts, num_layers), list(itertools.accumulate(sizes, initial=0))
             yield tuple(
-                StagePlan(first, end, ranks[at], ranks[at + 1], (Choice(),) * (end - first))
-                for at, (first, end) in enumerate(itertools.pairwise((0, *ends)))
+                StagePlan(first, end, ranks[index], ranks[index + 1], (Choice(),) * (end - first))
+                for index, (first, end) in enumerate(itertools.pairwise((0, *ends)))
             )
 
 
@@ -83,7 +86,7 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
     shaped = topology_from_json(CLUSTERS[kind])
     plain, graph = nominal(shaped), model.graph()
     devices = Cluster(plain, 1e9)
-    true = SearchProblem(graph, devices, model.profile(graph), ROWS, microbatches=(MICROBATCHES,))
+    true = SearchProblem(graph, devices, model.profile(graph), NUM_SAMPLES, microbatch_counts=(MICROBATCHES,))
     title = f"{model.name}, {kind}"
     with EmulatedCluster(shaped) as cluster:
 
@@ -102,7 +105,7 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
         pipeline = make_pipeline(true, alpa.stages)  # blocking transfers stop the compute stream
         schedules = {"alpa": block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)}
         slow = statistics.median(measure(cluster, true, alpa.stages, schedules, plain)[0]["alpa"])
-        final = [(seconds_of(each, FINAL_REPEATS), each) for each in (chosen, *(s for _, s in found[:NUM_FINAL]))]
+        final = [(seconds_of(item, FINAL_REPEATS), item) for item in (chosen, *(s for _, s in found[:NUM_FINAL]))]
     took, (best, training_plan) = final[0][0], min(final, key=lambda each: each[0])
     print_line(
         f"{title}: {len(found)} divisions, {found[0][0]:.3f} to {found[-1][0]:.3f} s; choice {describe(chosen)} "

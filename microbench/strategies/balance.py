@@ -15,16 +15,9 @@ from microbench.harness.options import add_number
 from microbench.planner.strategy_search import FLOPS, GBIT, make_topology
 from reshard.cli.progress import print_line, track
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import (
-    MIXED_PRECISION,
-    ChoiceRules,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    SearchProblem,
-    choose_training_plan,
-)
+from reshard.scheduler.autoparallel import MIXED_PRECISION, ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.searching import choose_training_plan
 
 METHODS = ("pure", "galvatron", "bmw", "joint", "auto")
 #: Gigabytes of a device, for each model.
@@ -80,25 +73,25 @@ def describe(problem: SearchProblem, method: str) -> str:
             raise
         return "out of memory"
     time, memory = found.balance
-    return f"{problem.rows / found.seconds:.1f} ({time:.2f}, {memory:.2f})"
+    return f"{problem.num_samples / found.seconds:.1f} ({time:.2f}, {memory:.2f})"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limits", help="gigabytes of a device, of all models, such as 0.5,1,2 (default: by model)")
-    add_number(parser, "--rows", 64, "rows of a step", high=10**5)
+    add_number(parser, "--samples", 64, "samples of a step", high=10**5)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print a line of the table for each model and limit."""
-    given = [float(each) for each in options.limits.split(",")] if options.limits else None
+    given = [float(part) for part in options.limits.split(",")] if options.limits else None
     topology = make_topology([100 * GBIT] * 2, 4)
-    counts = tuple(count for count in COUNTS if options.rows % count == 0)
+    counts = tuple(count for count in COUNTS if options.samples % count == 0)
     print_line(f"| model | GB | {' | '.join(f'`{method}`' for method in METHODS)} |")
     print_line("|---" * (2 + len(METHODS)) + "|")
     for name, graph in make_models().items():
         profile = LayerProfile.estimate(graph, flops_per_second=FLOPS)
         for limit in track(given or LIMITS[name], f"limits of {name}"):
             cluster = Cluster(topology, limit * 1e9)
-            problem = SearchProblem(graph, cluster, profile, options.rows, MIXED_PRECISION, ChoiceRules(), counts)
+            problem = SearchProblem(graph, cluster, profile, options.samples, MIXED_PRECISION, ChoiceRules(), counts)
             cells = " | ".join(describe(problem, method) for method in METHODS)
             print_line(f"| {name} | {limit:g} | {cells} |")

@@ -6,16 +6,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Candidate, Choice, Cluster, SearchProblem, StagePlan, TrainingPlan
+from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.searching import make_training_plan
-from reshard.scheduler.training.presets import GPTConfig, Preset, UTransformerConfig
+from reshard.scheduler.training.models.presets import GPTConfig, Preset, UTransformerConfig
 
 #: Small models that train on CPU processes.
 _UNTIED = GPTConfig(6, 4, 16, sequence=64, vocabulary=512, is_tied=False)
-GPT = Preset(_UNTIED, 16, 3e-3, microbatches=4)
-TIED_GPT = Preset(replace(_UNTIED, is_tied=True), 16, 3e-3, microbatches=4)
-U_TRANSFORMER = Preset(UTransformerConfig(16, side=16, num_heads=4, groups=4), 16, 3e-3, microbatches=4)
+GPT = Preset(_UNTIED, 16, 3e-3, num_microbatches=4)
+TIED_GPT = Preset(replace(_UNTIED, is_tied=True), 16, 3e-3, num_microbatches=4)
+U_TRANSFORMER = Preset(UTransformerConfig(16, side=16, num_heads=4, groups=4), 16, 3e-3, num_microbatches=4)
 
 
 def parse_stages(text: str) -> tuple[StagePlan, ...]:
@@ -41,14 +43,19 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
 
 
 def make_by_hand(
-    problem: SearchProblem, cluster: Cluster, stages: Sequence[StagePlan], microbatches: int, *, thorough: bool = False
+    problem: SearchProblem,
+    cluster: Cluster,
+    stages: Sequence[StagePlan],
+    num_microbatches: int,
+    *,
+    thorough: bool = False,
 ) -> tuple[SearchProblem, TrainingPlan]:
     """The training plan of these stages under its fastest schedule, with all predictions, and its problem.
 
     ``thorough``: ``auto_schedule`` may be its schedule, too.
     """
-    changed = replace(problem, cluster=cluster, microbatches=(microbatches,))
-    found = evaluate(changed, Candidate("by hand", tuple(stages), microbatches), thorough=thorough)
+    changed = replace(problem, cluster=cluster, microbatch_counts=(num_microbatches,))
+    found = evaluate(changed, Candidate("by hand", tuple(stages), num_microbatches), thorough=thorough)
     if found is None:
         raise ArgumentError(f"no schedule runs {stages}")
     return changed, make_training_plan(changed, found, [])

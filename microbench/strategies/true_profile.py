@@ -25,23 +25,17 @@ from microbench.harness.turns import equal_hosts
 from microbench.strategies.accuracy import make_pipeline, measure
 from microbench.strategies.by_hand import make_by_hand, parse_stages
 from reshard.cli.progress import print_line, track
-from reshard.scheduler import PipelineTimeline, block_transfers, one_f_one_b
-from reshard.scheduler.autoparallel import (
-    ClassTimes,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    Sample,
-    SearchProblem,
-    Tensor,
-    TrainingPlan,
-    choose_training_plan,
-)
+from reshard.scheduler import one_f_one_b
+from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, Tensor, TrainingPlan
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import correct_profile
+from reshard.scheduler.passes.overlap import block_transfers
+from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.topology import Topology, parse_rate
 
-ROWS, LAYERS = 8, 48
+NUM_SAMPLES, LAYERS = 8, 48
 WIDTH, TOKENS, VOCABULARY = 1600, 1024, 50257
 FLOPS_PER_SECOND = 60e12
 FIRST = "12:1, 12:1, 12:1, 12:1"
@@ -49,10 +43,10 @@ BLOCKING, OVERLAPPED, CHOSEN = "blocking 1F1B", "overlapped 1F1B", "chosen sched
 
 
 def layer_seconds() -> list[float]:
-    """Forward seconds of one row in each layer on the modelled device; the last layer has the head."""
+    """Forward seconds of one sample in each layer on the modelled device; the last layer has the head."""
     flops = [24 * TOKENS * WIDTH**2 + 4 * TOKENS**2 * WIDTH] * LAYERS
     flops[-1] += 2 * TOKENS * WIDTH * VOCABULARY
-    return [each / FLOPS_PER_SECOND for each in flops]
+    return [flop / FLOPS_PER_SECOND for flop in flops]
 
 
 def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProblem:
@@ -63,16 +57,16 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProble
     Args:
         ratio: rate of the emulated links over that of the modelled ones. scale: of the seconds of the model.
     """
-    seconds = [scale * each for each in layer_seconds()]
+    seconds = [scale * layer_second for layer_second in layer_seconds()]
     numel = round(scale * ratio * WIDTH * TOKENS * 2 / 4)
     graph = LayerGraph(
-        tuple(Layer(f"layers.{at}", f"layer {at}", 0.0, 0, 0.0) for at in range(LAYERS)),
-        tuple(Tensor(f"x{at}", (1, numel), "float32", at, (at + 1,)) for at in range(LAYERS - 1)),
+        tuple(Layer(f"layers.{index}", f"layer {index}", 0.0, 0, 0.0) for index in range(LAYERS)),
+        tuple(Tensor(f"x{index}", (1, numel), "float32", index, (index + 1,)) for index in range(LAYERS - 1)),
         name="GPT of XL's proportions",
     )
-    classes = {f"layer {at}": {1: ClassTimes((Sample(1, s, s, s, 2 * s),))} for at, s in enumerate(seconds)}
+    classes = {f"layer {index}": {1: ClassTimes((LayerTimes(1, s, s, s, 2 * s),))} for index, s in enumerate(seconds)}
     profile = LayerProfile(graph.key, "timed", graph.dtype, classes)
-    return SearchProblem(graph, Cluster(topology, 1e9), profile, ROWS, microbatches=(ROWS,))
+    return SearchProblem(graph, Cluster(topology, 1e9), profile, NUM_SAMPLES, microbatch_counts=(NUM_SAMPLES,))
 
 
 def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
@@ -80,9 +74,9 @@ def merge_waits(timeline: PipelineTimeline) -> PipelineTimeline:
     spans, waiting = [], dict[int, float]()
     for span in timeline.spans:
         if span.action.kind.is_transfer:
-            waiting.setdefault(span.row, span.start)
+            waiting.setdefault(span.pp_rank, span.start)
         else:
-            spans.append(replace(span, start=waiting.pop(span.row, span.start)))
+            spans.append(replace(span, start=waiting.pop(span.pp_rank, span.start)))
     return replace(timeline, spans=tuple(spans))
 
 
@@ -91,7 +85,7 @@ def measure_ways(
 ) -> tuple[dict[str, list[float]], dict[str, PipelineTimeline]]:
     """Seconds of the steps in each way, and a timeline of each; the ways run in turns."""
     pipeline = make_pipeline(problem, training_plan.stages)
-    plain = one_f_one_b(pipeline, ROWS)
+    plain = one_f_one_b(pipeline, NUM_SAMPLES)
     schedules = {BLOCKING: block_transfers(plain, pipeline), OVERLAPPED: plain, CHOSEN: training_plan.schedule}
     return measure(cluster, problem, training_plan.stages, schedules, topology, repeats)
 
@@ -110,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     true = make_problem(plain, parse_rate(options.rate) / parse_rate(options.link), options.scale)
     measured: dict[str, dict[str, float]] = {}
     with EmulatedCluster(shaped) as cluster:
-        _, first = make_by_hand(true, true.cluster, parse_stages(FIRST), ROWS)
+        _, first = make_by_hand(true, true.cluster, parse_stages(FIRST), NUM_SAMPLES)
         seconds, timelines = measure_ways(cluster, true, first, plain, options.repeats)
         problems = {
             "wrong": replace(true, profile=correct_profile(true, first, [merge_waits(timelines[BLOCKING])])),
@@ -127,14 +121,14 @@ def run(options: argparse.Namespace) -> None:
             key = str(training_plan.stages), training_plan.schedule_text
             if key not in done:
                 done[key] = measure_ways(cluster, true, training_plan, plain, options.repeats)[0]
-            measured[name] = {way: statistics.median(each) for way, each in done[key].items()}
+            measured[name] = {way: statistics.median(item) for way, item in done[key].items()}
             layers = ", ".join(str(stage.end_layer - stage.first_layer) for stage in training_plan.stages)
             cells = ", ".join(
-                f"{way} {each:.3f} s ({min(done[key][way]):.3f} to {max(done[key][way]):.3f})"
-                for way, each in measured[name].items()
+                f"{way} {item:.3f} s ({min(done[key][way]):.3f} to {max(done[key][way]):.3f})"
+                for way, item in measured[name].items()
             )
             print_line(f"{name:22} layers {layers:14} predicted {training_plan.seconds:.3f} s: {cells}")
     base = measured["wrong profile, alpa"][BLOCKING]
     for name, found in measured.items():
-        gains = ", ".join(f"{way} {100 * (base / each - 1):+.1f} %" for way, each in found.items())
+        gains = ", ".join(f"{way} {100 * (base / item - 1):+.1f} %" for way, item in found.items())
         print_line(f"{name:22} over the wrong profile, alpa, {BLOCKING}: {gains}")

@@ -29,7 +29,7 @@ from microbench.training.workload import Workload
 from reshard.cli.progress import print_line, track
 from reshard.scheduler import Edge, Pipeline, Stage, simulate_schedule, to_chrome_trace
 from reshard.scheduler.costs import price_edge
-from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
+from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
 from reshard.topology import Topology, topology_from_json
 
 NUM_MICROBATCHES = 64

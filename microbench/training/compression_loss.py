@@ -3,19 +3,20 @@
 The GPT of ``reshard train`` trains on the text that Python ships, with four pipeline stages, the last of two replicas.
 All contenders of a seed begin with the same parameters and train on the same batches.
 
-``loss`` trains on local processes, because links do not change a value. A row prints the mean loss on all held-out text
-over the seeds, and its difference to training without codecs: mean, standard error, and each seed. "no codec again"
-has twice as many microbatches, which only changes the order of sums: its differences are what rounding alone causes.
+``loss`` trains on local processes, because links do not change a value. A line prints the mean loss on all held-out
+text over the seeds, and its difference to training without codecs: mean, standard error, and each seed. "no codec
+again" has twice as many microbatches, which only changes the order of sums: its differences are what rounding alone
+causes.
 
-``speed`` trains for a few steps with one rank per emulated host. Contenders take turns. A row prints the median of the
+``speed`` trains for a few steps with one rank per emulated host. Contenders take turns. A line prints the median of the
 turns, which are medians of steps, and the share of the step that is no computation: the one by which a step without
 codecs is longer than on links of 10 Gbit/s.
 
 A 2024 study (arXiv 2409.02423) found that ZFP everywhere trains faster and to a worse loss, and that milder codecs
 where errors hurt keep the loss. "ZFP everywhere" is its naive choice: ZFP at 8 bits a value (the zfpy package) in the
 messages of int8x128. "ZFP hybrid" codes only sums of gradients with it. The study codes the other messages without loss
-(MPC), which changes no value. Here they are raw, so only the loss compares. zfpy codes 0.2 GB/s on a CPU, and the
-study's ZFP ran on GPUs, so the speeds of both rows are not those of the study.
+(MPC), which changes no value. Here they are raw, so only the loss compares. zfpy compresses 0.2 GB/s on a CPU, and the
+study's ZFP ran on GPUs, so the speeds of both lines are not those of the study.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from reshard.cli.progress import print_line, track
 from reshard.scheduler.pipe.engine import PipelineEngine
 from reshard.scheduler.training.command import add_arguments, make_job
 from reshard.scheduler.training.loop import Job, train
-from reshard.scheduler.training.presets import find_preset
+from reshard.scheduler.training.models.presets import find_preset
 from reshard.testing.processes import run_processes
 
 STAGES, NUM_RANKS = "1x1,1x1,1x1,2x1", 5
-ROWS, MICROBATCHES, SEQUENCE = 16, 4, 64
-#: Batches of 16 rows that hold all of the held-out text.
+NUM_SAMPLES, MICROBATCHES, SEQUENCE = 16, 4, 64
+#: Batches of 16 samples that hold all of the held-out text.
 EVAL_BATCHES = 22
 RAW, AGAIN = "no codec", "no codec again"
 #: Links that take next to no time.
 FAST = "10 Gbit/s"
-#: Policy of each contender; edges are coded whatever the simulation says, so that only the codecs differ.
+#: Policy of each contender; edges are encoded whatever the simulation says, so that only the codecs differ.
 CONTENDERS = {
     RAW: None,
     "ZFP everywhere": "dp=int8x128,pp=int8x128,force-pp",
@@ -95,9 +96,9 @@ def run_reporting_job(rank: int, report: Callable[[Any], None], job: Job, is_zfp
 def _make_job(name: str, steps: int, seed: int, eval_batches: int, learning_rate: float | None = None) -> Job:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    microbatches = 2 * MICROBATCHES if name == AGAIN else MICROBATCHES
-    words = ["gpt3-125m", "--shrink", "8", "--steps", str(steps), "--seed", str(seed), "--batch", str(ROWS)]
-    words += ["--microbatches", str(microbatches), "--sequence", str(SEQUENCE), "--autocast", "none"]
+    num_microbatches = 2 * MICROBATCHES if name == AGAIN else MICROBATCHES
+    words = ["gpt3-125m", "--shrink", "8", "--steps", str(steps), "--seed", str(seed), "--batch", str(NUM_SAMPLES)]
+    words += ["--microbatches", str(num_microbatches), "--sequence", str(SEQUENCE), "--autocast", "none"]
     words += ["--schedule", "1f1b", "--eval-batches", str(eval_batches)]
     policy = CONTENDERS.get(name)
     words += [] if policy is None else ["--compression", policy]
@@ -118,7 +119,7 @@ def measure_losses(names: list[str], steps: int, seeds: int, learning_rate: floa
 
 
 def show_losses(losses: Mapping[str, list[float]]) -> None:
-    """Print a row per contender."""
+    """Print a line per contender."""
     for name, values in losses.items():
         differences = [loss - raw for loss, raw in zip(values, losses[RAW], strict=True)]
         error = statistics.stdev(differences) / len(differences) ** 0.5 if len(differences) > 1 else 0.0
@@ -148,7 +149,7 @@ def show_speeds(seconds: Mapping[str, list[float]]) -> None:
         step = statistics.median(values)
         print_line(
             f"{name:16} {step * 1e3:6.0f} ms ({min(values) * 1e3:.0f} to {max(values) * 1e3:.0f})  "
-            f"{ROWS / step:6.1f} rows/s  {base / step:.2f}x"
+            f"{NUM_SAMPLES / step:6.1f} samples/s  {base / step:.2f}x"
         )
     print_line(f"communication takes {1 - fast / base:.0%} of a step without codecs")
 
@@ -163,12 +164,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Print a row per contender."""
+    """Print a line per contender."""
     is_loss = options.measure == "loss"
     steps = options.steps or (400 if is_loss else 10)
     names = list(CONTENDERS)
     if importlib.util.find_spec("zfpy") is None:
-        stderr("compression_loss: zfpy is not installed, so the rows of ZFP are missing")
+        stderr("compression_loss: zfpy is not installed, so the lines of ZFP are missing")
         names = [name for name in names if not name.startswith("ZFP")]
     print_line(f"{STAGES}, {steps} steps")
     if is_loss:

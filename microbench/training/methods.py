@@ -5,15 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from reshard.scheduler import (
-    Pipeline,
-    Schedule,
-    auto_schedule,
-    block_transfers,
-    defer_recvs,
-    eager_1f1b,
-    one_f_one_b,
-)
+from reshard.scheduler import Pipeline, Schedule, auto_schedule, one_f_one_b
+from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
+from reshard.scheduler.schedules.classic import eager_1f1b
 
 #: Names of three methods. ``BASELINE`` moves tensors by local all-gather, and receives each one just before its
 #: consumer, under 1F1B. ``SIGNAL`` is our schedule with messages of one element.

@@ -16,8 +16,11 @@ from microbench.harness.steal_time import Laps, RetryBudget
 from microbench.harness.worker import Stopwatch
 from microbench.training.timed_stages import TimedStage
 from microbench.training.workload import Workload
-from reshard.scheduler import Kind, Pipeline, PipelineTimeline, Schedule, block_transfers, one_f_one_b, zb_h1
+from reshard.scheduler import Pipeline, Schedule, one_f_one_b, zb_h1
+from reshard.scheduler.ir.actions import Kind
+from reshard.scheduler.passes.overlap import block_transfers
 from reshard.scheduler.runtime.engine import Engine, Feed
+from reshard.scheduler.simulation.replay import PipelineTimeline
 from reshard.topology import Topology
 
 Modules = dict[int, torch.nn.Module]
@@ -145,12 +148,12 @@ def measure_stages(
             for engine, _ in (split, whole, blocked):
                 dist.barrier()
                 feed = _local_feed(rank, training, number)
-                engine.step({stage: rows[:num_microbatches] for stage, rows in feed.items()})
+                engine.step({stage: inputs[:num_microbatches] for stage, inputs in feed.items()})
                 timeline = engine.timeline()
                 if not number:
                     continue
                 for span in timeline.spans if engine is not blocked[0] else ():
-                    if span.row == engine.row and not (engine is whole[0] and span.action.kind is Kind.F):
+                    if span.pp_rank == engine.pp_rank and not (engine is whole[0] and span.action.kind is Kind.F):
                         found.setdefault(span.action.kind, []).append(span.end - span.start)
                 messages[engine is blocked[0]] += [
                     transfer.end - max(transfer.start, transfer.ready) for transfer in timeline.transfers

@@ -10,11 +10,11 @@ import torch
 
 from reshard import Mesh
 from reshard.scheduler import Edge, Pipe
-from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_rows, take_rows
+from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_samples, take_samples
 from reshard.scheduler.pipe.partition.stage_graph import FakeModel, StageGraph
 from reshard.scheduler.training.data import Loader, PictureLoader, TokenLoader, read_tokens
 from reshard.scheduler.training.models import find_cuts, make_model
-from reshard.scheduler.training.presets import GPTConfig, UTransformerConfig
+from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Workload:
 
     Attributes:
         config: sizes of the model.
-        batch: number of rows of a batch. num_microbatches: must divide ``batch``.
+        batch: number of samples of a batch. num_microbatches: must divide ``batch``.
         stages: dp x tp of each stage, as text. layers: number of layers of each stage.
     """
 
@@ -44,8 +44,8 @@ class Workload:
 
     def edges(self) -> list[Edge]:
         """The edges between the stages for one microbatch, without costs."""
-        rows = split_rows(self.batch, self.num_microbatches)[0]
-        return list(_find_graph(self)[0].edges(rows, self.meshes()))
+        num_samples = split_samples(self.batch, self.num_microbatches)[0]
+        return list(_find_graph(self)[0].edges(num_samples, self.meshes()))
 
     def make_model(self) -> Any:
         """The whole model, with the same values in every process."""
@@ -69,8 +69,10 @@ class Workload:
         fed: dict[int, list[dict[str, torch.Tensor]]] = {}
         for stage, names in enumerate(graph.inputs):
             if names:
-                every_row = range(self.batch // self.num_microbatches)
-                fed[stage] = [take_rows(each, outline, names, every_row) for each in self.microbatches(step)]
+                every_sample = range(self.batch // self.num_microbatches)
+                fed[stage] = [
+                    take_samples(microbatch, outline, names, every_sample) for microbatch in self.microbatches(step)
+                ]
         return fed
 
     def _loader(self) -> Loader:

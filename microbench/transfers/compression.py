@@ -1,9 +1,9 @@
-"""Coded transfers beside raw ones on emulated hosts.
+"""Encoded transfers beside raw ones on emulated hosts.
 
 Four hosts with two ranks each move 64 MiB of fp32 from two hosts to the other two. The contenders of a case run in
 turns. Every receiver checks that it holds, bit for bit, what the codec makes of the values. A row prints the median
-time, the speed-up over raw, and the ratios of the time to the lower bound of the coded bytes and to the prediction. The
-prediction counts coding at the rates of the slowest rank, all ranks measuring at once.
+time, the speed-up over raw, and the ratios of the time to the lower bound of the encoded bytes and to the prediction.
+The prediction counts coding at the rates of the slowest rank, all ranks measuring at once.
 """
 
 from __future__ import annotations
@@ -102,9 +102,9 @@ def _cut_shard(layout: Any, rank: int, whole: torch.Tensor) -> torch.Tensor | No
 
 def _round_trip(whole: torch.Tensor, name: str) -> torch.Tensor:
     codec = parse_codec(name)
-    coded, decoded = torch.empty(codec.nbytes(whole.shape), dtype=torch.uint8), torch.empty_like(whole)
-    codec.encode(whole, coded)
-    codec.decode(coded, decoded)
+    encoded, decoded = torch.empty(codec.nbytes(whole.shape), dtype=torch.uint8), torch.empty_like(whole)
+    codec.encode(whole, encoded)
+    codec.decode(encoded, decoded)
     return decoded
 
 
@@ -133,7 +133,7 @@ def run(options: argparse.Namespace) -> None:
 def _print_rate(
     rate: str, plans: list[dict[str, Plan]], results: list[list[Times]], codec_rates: tuple[CodecRate, ...]
 ) -> None:
-    rate_of = {each.codec: each for each in codec_rates}
+    rate_of = {codec_rate.codec: codec_rate for codec_rate in codec_rates}
     ratios: dict[str, list[tuple[float, float, float]]] = {}
     for number, (case, *_) in enumerate(CASES):
         times = slowest([ranks[number] for ranks in results])

@@ -2,8 +2,8 @@
 
 Four hosts with two ranks each average 16 MiB of fp32 gradients. The contenders run in turns: Gloo's all-reduce in fp32
 and in bf16, and :class:`reshard.compression.GradientSum` without a codec and with several. A row prints the median
-time, the speed-up over Gloo's fp32, the ratio to the lower bound (``2 (H - 1) / H`` of the coded bytes pass each host's
-link), and the relative error. The bits of all ranks are compared.
+time, the speed-up over Gloo's fp32, the ratio to the lower bound (``2 (H - 1) / H`` of the encoded bytes pass each
+host's link), and the relative error. The bits of all ranks are compared.
 """
 
 from __future__ import annotations

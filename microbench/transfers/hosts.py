@@ -91,9 +91,9 @@ def run(options: argparse.Namespace) -> int:
         plan_row(row, str(number), _contenders(options, row), options.repeats) for number, row in enumerate(rows)
     ]
     if options.list:
-        for one in planned:
-            print(f"{one.row.suite:13} {one.row.name:52.52} {one.row.title:48.48} {one.expected_seconds:6.1f} s")
-        print(f"{len(planned)} rows, about {sum(one.expected_seconds for one in planned):.0f} s of transfers")
+        for item in planned:
+            print(f"{item.row.suite:13} {item.row.name:52.52} {item.row.title:48.48} {item.expected_seconds:6.1f} s")
+        print(f"{len(planned)} rows, about {sum(item.expected_seconds for item in planned):.0f} s of transfers")
         return 0
     reason = why_unsupported()
     if reason is not None:
@@ -160,7 +160,7 @@ def _run_on_machines(options: argparse.Namespace, rows: list[Row]) -> int:
 def _run(options: argparse.Namespace, planned: list[Planned]) -> int:
     records: list[dict[str, Any]] = []
     minutes = options.minutes or (FULL_MINUTES if options.full else DEFAULT_MINUTES)
-    budget = TimeBudget(60.0 * minutes, sum(one.expected_seconds for one in planned))
+    budget = TimeBudget(60.0 * minutes, sum(item.expected_seconds for item in planned))
 
     def write(record: dict[str, Any]) -> None:
         records.append(record)
@@ -173,8 +173,8 @@ def _run(options: argparse.Namespace, planned: list[Planned]) -> int:
         write(describe_machine(options.words))
         advance = stack.enter_context(_progress(budget.expected_seconds))
         try:
-            for cluster in dict.fromkeys(one.row.cluster for one in planned):
-                run_cluster(cluster, [one for one in planned if one.row.cluster == cluster], write, advance, budget)
+            for cluster in dict.fromkeys(item.row.cluster for item in planned):
+                run_cluster(cluster, [item for item in planned if item.row.cluster == cluster], write, advance, budget)
         except KeyboardInterrupt:
             if options.out:
                 stderr(f"{options.out} has the results of the completed clusters")

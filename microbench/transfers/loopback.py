@@ -92,20 +92,20 @@ class PointToPoint:
 
     def __call__(self) -> None:
         recvs = []
-        for sender, at, buffer in self.recvs:
-            target = self.out[at] if buffer is None else buffer
-            recvs.append((dist.irecv(target, sender), at, buffer))
+        for sender, index, buffer in self.recvs:
+            target = self.out[index] if buffer is None else buffer
+            recvs.append((dist.irecv(target, sender), index, buffer))
         sends = []
-        for receiver, at, buffer in self.sends:
+        for receiver, index, buffer in self.sends:
             if buffer is None:
-                sends.append(dist.isend(self.source[at], receiver))
+                sends.append(dist.isend(self.source[index], receiver))
             else:
-                buffer.copy_(self.source[at])
+                buffer.copy_(self.source[index])
                 sends.append(dist.isend(buffer, receiver))
-        for work, at, buffer in recvs:
+        for work, index, buffer in recvs:
             work.wait()
             if buffer is not None:
-                self.out[at].copy_(buffer)
+                self.out[index].copy_(buffer)
         for work in sends:
             work.wait()
 

@@ -184,8 +184,8 @@ def run(options: argparse.Namespace) -> int:
             "wrong": ">",
         }
     )
-    for name, one in found.items():
-        first, *seconds = one["seconds"]
+    for name, item in found.items():
+        first, *seconds = item["seconds"]
         median = statistics.median(seconds)
-        table.add(name, median, min(seconds), max(seconds), median / bound, first, one["wrong"])
-    return 1 if any(one["wrong"] for one in found.values()) else 0
+        table.add(name, median, min(seconds), max(seconds), median / bound, first, item["wrong"])
+    return 1 if any(item["wrong"] for item in found.values()) else 0

@@ -32,7 +32,7 @@ from reshard.compression import WeightSync
 from reshard.compression.sync_formats import SyncFormats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology, topology_from_json
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
@@ -70,7 +70,7 @@ def make_runs(num_versions: int) -> list[list[Weights]]:
         versions = []
         for number in range(SKIPPED_STEPS + num_versions):
             _train(model, optimizer, batches, range(WARMUP_STEPS + number, WARMUP_STEPS + number + 1))
-            versions.append({each: value.detach().bfloat16() for each, value in model.named_parameters()})
+            versions.append({parameter: value.detach().bfloat16() for parameter, value in model.named_parameters()})
         runs.append(versions[SKIPPED_STEPS:])
     return runs
 
@@ -79,24 +79,24 @@ def _train(masters: Any, optimizer: torch.optim.Optimizer, batches: TokenLoader,
     """Train fp32 masters by the gradients at their bf16 values, computed in fp32, which CPUs do faster."""
     for step in steps:
         rounded = make_model(CONFIG, "cpu")
-        rounded.load_state_dict({name: each.bfloat16().float() for name, each in masters.state_dict().items()})
+        rounded.load_state_dict({name: item.bfloat16().float() for name, item in masters.state_dict().items()})
         rounded(**batches.batch(step)).backward()
-        for master, each in zip(masters.parameters(), rounded.parameters(), strict=True):
-            master.grad = each.grad
+        for master, parameter in zip(masters.parameters(), rounded.parameters(), strict=True):
+            master.grad = parameter.grad
         optimizer.step()
 
 
 def share_of_changes(old: Weights, new: Weights) -> float:
     """The share of the bf16 weights that differ."""
     changed = sum(int((old[name].view(torch.int16) != new[name].view(torch.int16)).sum()) for name in new)
-    return changed / sum(each.numel() for each in new.values())
+    return changed / sum(item.numel() for item in new.values())
 
 
 def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topology) -> None:
     """Report for each run: by contender, seconds of each timed version on this rank, and formats and bytes of it."""
     runs = torch.load(path, mmap=True)
-    shapes = {name: tuple(each.shape) for name, each in runs[0][0].items()}
-    numel = sum(each.numel() for each in runs[0][0].values()) // 4 * 4
+    shapes = {name: tuple(item.shape) for name, item in runs[0][0].items()}
+    numel = sum(item.numel() for item in runs[0][0].values()) // 4 * 4
     plan = reshard.make_plan(SRC, DST, (numel,), "bfloat16", topology=topology)
     flat = torch.zeros(numel // 4, dtype=torch.bfloat16) if rank < 4 else None
     syncs = {
@@ -104,7 +104,7 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
         for name in ("auto", *known_formats())
     }
     outs = {
-        name: {each: torch.zeros(shape, dtype=torch.bfloat16) for each, shape in shapes.items()} if rank >= 4 else None
+        name: {item: torch.zeros(shape, dtype=torch.bfloat16) for item, shape in shapes.items()} if rank >= 4 else None
         for name in syncs
     }
     stopwatch, number = Stopwatch(), 0
@@ -116,7 +116,7 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
                 number += 1
                 shards = None
                 if rank < 4:
-                    shards = {name: each.tensor_split(4)[rank].clone() for name, each in whole.items()}
+                    shards = {name: item.tensor_split(4)[rank].clone() for name, item in whole.items()}
                 for name, timed in found.items():
                     stopwatch.start()
                     sent: Any = None
@@ -129,29 +129,29 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
                         timed.append((seconds, sent and (sent.formats, sent.encoded_bytes, sent.plain_bytes)))
                     out = outs.get(name)
                     assert out is None or all(
-                        torch.equal(out[each].view(torch.int16), whole[each].view(torch.int16)) for each in shapes
+                        torch.equal(out[item].view(torch.int16), whole[item].view(torch.int16)) for item in shapes
                     )
             report((which, found))
 
 
 def time_parts(old: Weights, new: Weights) -> dict[str, tuple[float, float, int]]:
-    """By format: CPU seconds in which a trainer encodes its quarter and a replica decodes all, and the coded bytes."""
+    """By format: CPU seconds of a trainer that encodes its quarter and a replica that decodes all, and the bytes."""
     return {name: _fastest_parts(old, new, name) for name in known_formats()}
 
 
 def _fastest_parts(old: Weights, new: Weights, codec: Any) -> tuple[float, float, int]:
     buffers: dict[int, Any] = {}
     taken = [_code(old, new, codec, buffers) for _ in range(PARTS_REPEATS)]
-    return min(each[0] for each in taken), min(each[1] for each in taken), taken[0][2]
+    return min(item[0] for item in taken), min(item[1] for item in taken), taken[0][2]
 
 
 def _code(old: Weights, new: Weights, codec: Any, buffers: dict[int, Any]) -> tuple[float, float, int]:
     """One run; ``buffers`` keeps the memory of encoded buckets for the next one, as a WeightSync does."""
-    encoded, out = [], {name: each.clone() for name, each in old.items()}
+    encoded, out = [], {name: item.clone() for name, item in old.items()}
     seconds = []
     for rank in range(4):
-        (bucket,) = (each for each in _find_all(new, rank).values() if each.holders == (rank,))
-        shards, base = ({name: each.tensor_split(4)[rank] for name, each in side.items()} for side in (new, old))
+        (bucket,) = (item for item in _find_all(new, rank).values() if item.holders == (rank,))
+        shards, base = ({name: item.tensor_split(4)[rank] for name, item in side.items()} for side in (new, old))
         begun = time.thread_time()
         made = encode_bucket(bucket, shards, base, codec, buffer=buffers.get(rank))
         encoded.append((rank, made.data))
@@ -162,13 +162,13 @@ def _code(old: Weights, new: Weights, codec: Any, buffers: dict[int, Any]) -> tu
     for rank, data in encoded:
         decode_bucket(buckets[rank,], data, out, with_digest=False)
     decoding = time.thread_time() - begun
-    assert all(torch.equal(out[name].view(torch.int16), each.view(torch.int16)) for name, each in new.items())
+    assert all(torch.equal(out[name].view(torch.int16), item.view(torch.int16)) for name, item in new.items())
     return max(seconds), decoding, sum(len(data) for _, data in encoded)
 
 
 def _find_all(weights: Weights, rank: int) -> dict[str, Any]:
     """All buckets, with regions as a rank holds them."""
-    specs = [reshard.TensorSpec(tuple(each.shape), "bfloat16", SRC, DST, name) for name, each in weights.items()]
+    specs = [reshard.TensorSpec(tuple(weight.shape), "bfloat16", SRC, DST, name) for name, weight in weights.items()]
     return find_buckets(specs, rank)
 
 
@@ -177,7 +177,7 @@ def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
     codec_rates = time_formats()
     for versions in runs:
         old, new = versions[-2:]
-        parts, plain = time_parts(old, new), sum(each.nbytes for each in new.values())
+        parts, plain = time_parts(old, new), sum(item.nbytes for item in new.values())
         for rate in rates:
             topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
             link = topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
@@ -219,7 +219,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print a row for each rate and run."""
     runs = make_runs(UNTIMED + options.repeats)
-    print_line(f"{sum(each.nbytes for each in runs[0][0].values()) / 2**20:.1f} MiB of bf16")
+    print_line(f"{sum(item.nbytes for item in runs[0][0].values()) / 2**20:.1f} MiB of bf16")
     shares = [share_of_changes(versions[-2], versions[-1]) for versions in runs]
     if options.parts:
         print_parts(runs, options.rate or RATES)
@@ -252,15 +252,15 @@ class _Printer:
 def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tuple[float, Any]]]]) -> None:
     medians, ratios = {}, {}
     for contender in ranks[0]:
-        turns = [max(times) for times in zip(*([t for t, _ in each[contender]] for each in ranks), strict=True)]
+        turns = [max(times) for times in zip(*([t for t, _ in rank[contender]] for rank in ranks), strict=True)]
         medians[contender] = statistics.median(turns)
         sent = ranks[0][contender][-1][1]
         ratios[contender] = "" if sent is None else f" 1/{sent[2] / sent[1]:.1f}"
-    fixed = {each: value for each, value in medians.items() if each not in ("Mover", "auto")}
+    fixed = {median: value for median, value in medians.items() if median not in ("Mover", "auto")}
     best = min(fixed, key=fixed.__getitem__)
     plain = ranks[0]["auto"][-1][1]
-    chosen = ", ".join(f"{each} {part:.0%}" for each, nbytes in plain[0].items() if (part := nbytes / plain[2]) > 0.02)
-    times = "  ".join(f"{each} {1e3 * value:.1f} ms{ratios[each]}" for each, value in medians.items())
+    chosen = ", ".join(f"{item} {part:.0%}" for item, nbytes in plain[0].items() if (part := nbytes / plain[2]) > 0.02)
+    times = "  ".join(f"{median} {1e3 * value:.1f} ms{ratios[median]}" for median, value in medians.items())
     print_line(
         f"{rate:10} {name:11} {share:6.1%}  auto / {best} {medians['auto'] / fixed[best]:.3f}  / raw "
         f"{medians['auto'] / fixed['raw']:.3f}  ({chosen})  {times}"

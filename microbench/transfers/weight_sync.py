@@ -65,7 +65,7 @@ def measure(
                 if name == "raw":
                     mover(shard, out=out)
                 elif name == "sync":
-                    named = [None if each is None else {"w": each} for each in (shard, out)]
+                    named = [None if item is None else {"w": item} for item in (shard, out)]
                     result = sync(*named, version=version)
                 else:
                     call(shard, src, dst, compression=name, out=out, base=old if name == "delta" else None)

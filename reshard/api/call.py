@@ -137,8 +137,8 @@ def reshard_async(
     try:
         found = find_group(group)
     except ReshardError as error:
-        for each in known_groups(group):  # their other ranks may wait for this one
-            leave_call(each, error, functools.partial(find_members, tensor, src_mesh, dst_mesh, each))
+        for element in known_groups(group):  # their other ranks may wait for this one
+            leave_call(element, error, functools.partial(find_members, tensor, src_mesh, dst_mesh, element))
         raise
     given = {
         "tensor": tensor, "base": base, "src_mesh": src_mesh, "dst_mesh": dst_mesh, "src_spec": src_spec,

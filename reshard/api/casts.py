@@ -1,9 +1,9 @@
-"""Arrays in the form in which they travel: cast to another dtype, or coded by a block codec.
+"""Arrays in the form in which they travel: cast to another dtype, or encoded by a block codec.
 
 A cast never allocates a second shard. A narrowing cast happens on the sender, message by message as it packs. For a
 widening cast, the receiver stores the narrow elements in the destination's memory and casts them in place.
 
-A codec allocates the coded shard at both ends: it encodes from the source's dtype and decodes into the destination's
+A codec allocates the encoded shard at both ends: it encodes from the source's dtype and decodes into the destination's
 dtype, while other messages are on the wire (:mod:`reshard.runtime.cpu.coding`).
 """
 
@@ -62,7 +62,7 @@ def check_cast(src: str, dst: str, what: str) -> None:
 
 def _promotes(a: torch.dtype, b: torch.dtype) -> bool:
     """Whether torch promotes ``a`` to ``b``. Integers compare by range, as torch has no rules for uint16 to uint64."""
-    integers = [not (one.is_floating_point or one.is_complex or one is torch.bool) for one in (a, b)]
+    integers = [not (item.is_floating_point or item.is_complex or item is torch.bool) for item in (a, b)]
     if all(integers):
         return torch.iinfo(b).min <= torch.iinfo(a).min and torch.iinfo(a).max <= torch.iinfo(b).max
     return torch.promote_types(a, b) is b
@@ -84,20 +84,22 @@ def wire_source(
 
 
 def encode_source(array: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.Tensor | None, ErrorSums]:
-    """The elements of a coded tensor's source shard, and the sums of their errors."""
+    """The elements of an encoded tensor's source shard, and the sums of their errors."""
     if array is None:
         return None, ErrorSums()
     assert spec.codec is not None
     source, num_rows = array.contiguous(), spec.ndim - 1
     num_elements = spec.codec.num_elements(array.shape[num_rows:], 0)
-    coded = torch.empty((*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8, device=array.device)
-    return coded, spec.codec.encode_measured(source, coded, num_rows)
+    encoded = torch.empty(
+        (*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8, device=array.device
+    )
+    return encoded, spec.codec.encode_measured(source, encoded, num_rows)
 
 
 def wire_target(
     target: torch.Tensor | None, spec: TensorSpec, device_type: str = "cpu"
 ) -> torch.Tensor | DecodedTarget | DeviceDecodedTarget | None:
-    """The array that receives a destination shard: a new one for a coded tensor, else a view of the target.
+    """The array that receives a destination shard: a new one for an encoded tensor, else a view of the target.
 
     Tells autograd that the target changes.
     """
@@ -165,10 +167,10 @@ def cast_received(received: Sequence[torch.Tensor | None], targets: Sequence[tor
                 write_into(wide_piece, narrow_piece.clone())
             continue
         # In ascending order, each write ends before the narrow elements that are still to be read.
-        narrow_row, wide_row = (one.as_strided((one.numel(),), (1,)) for one in (array, wide))
+        narrow_row, wide_row = (item.as_strided((item.numel(),), (1,)) for item in (array, wide))
         step = max(1, CAST_BYTES // wide.element_size())
-        for at in range(0, wide.numel(), step):
-            write_into(wide_row[at : at + step], narrow_row[at : at + step].clone())
+        for index in range(0, wide.numel(), step):
+            write_into(wide_row[index : index + step], narrow_row[index : index + step].clone())
 
 
 def _is_dense(array: torch.Tensor) -> bool:

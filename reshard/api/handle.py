@@ -11,9 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from reshard.api.lossless.transfer import LosslessReport
-from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, call_at_exit, keep_exceptions_local
+from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, keep_exceptions_local
 from reshard.errors import ArgumentError, RankLostError, ReshardError, TransferTimeoutError
-from reshard.forks import call_in_child
+from reshard.forks import call_at_exit, call_in_child
 from reshard.formatting import describe_ranks
 from reshard.public_api import not_compiled
 from reshard.runtime.cpu.progress import Tally

@@ -197,7 +197,7 @@ def find_members(tensor: Any, src_mesh: Any, dst_mesh: Any, group: Group) -> tup
     """The ranks of the source and destination meshes, ignoring all other arguments."""
     if src_mesh is None:
         tensors = tensor.values() if isinstance(tensor, Mapping) else [tensor]
-        src_mesh = dict(enumerate(one.device_mesh for one in tensors))
+        src_mesh = dict(enumerate(item.device_mesh for item in tensors))
     ranks: set[int] = set()
     for given in (src_mesh, dst_mesh):
         for mesh in given.values() if isinstance(given, Mapping) else [given]:
@@ -245,7 +245,7 @@ def _read_item(name: str, names: list[str], given: Mapping[str, Any], group: Gro
 
 
 def _are_placements(spec: Any) -> bool:
-    return isinstance(spec, (list, tuple)) and bool(spec) and all(hasattr(one, "is_partial") for one in spec)
+    return isinstance(spec, (list, tuple)) and bool(spec) and all(hasattr(axis, "is_partial") for axis in spec)
 
 
 def _read_side(

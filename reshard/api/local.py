@@ -17,7 +17,7 @@ from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.plan import Plan, ensure_checked, expand_messages
-from reshard.planner import code_tensors, plan_tensors
+from reshard.planner import compress_tensors, plan_tensors
 from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape
 
@@ -43,7 +43,7 @@ def execute_local(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dic
     """
     if not isinstance(plan, Plan):
         raise ArgumentError(f"execute_local needs a Plan, not {type(plan).__name__}")
-    if not isinstance(shards, Collection) or not all(isinstance(each, Mapping) for each in shards):
+    if not isinstance(shards, Collection) or not all(isinstance(shard, Mapping) for shard in shards):
         raise ArgumentError("pass shards as a list with {source rank: local array} for each tensor of the plan")
     if len(shards) != len(plan.tensors):
         raise ArgumentError(f"the plan moves {len(plan.tensors)} tensors, but shards has {len(shards)}")
@@ -74,15 +74,15 @@ def _encode(spec: TensorSpec, arrays: Mapping[int, Array]) -> Mapping[int, Array
 def _encode_measured(spec: TensorSpec, arrays: Mapping[int, Array]) -> tuple[Mapping[int, Array], float]:
     """The encoded arrays as :func:`_encode` returns them, and the relative error of the codec on them."""
     assert spec.codec is not None
-    coded, sums = {}, ErrorSums()
+    encoded, sums = {}, ErrorSums()
     for rank, array in arrays.items():
         if isinstance(array, np.ndarray):
             array = np.ascontiguousarray(array, dtype=_native(array.dtype))
         else:
             array = array.detach().resolve_neg().cpu().contiguous()
-        coded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
-        sums = sums.plus(spec.codec.encode_measured(array, coded[rank], spec.ndim - 1))
-    return coded, sums.relative_error
+        encoded[rank] = np.empty((*spec.src_shards.local_shape(rank), spec.itemsize), dtype=np.uint8)
+        sums = sums.plus(spec.codec.encode_measured(array, encoded[rank], spec.ndim - 1))
+    return encoded, sums.relative_error
 
 
 def _decode(spec: TensorSpec, array: Array, shape: tuple[int, ...], like: Array) -> Array:
@@ -100,7 +100,7 @@ def _placed_as(like: Array, array: Array) -> Array:
 
 
 def _native(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The dtype in the byte order of this machine, in which values are coded and compared."""
+    """The dtype in the byte order of this machine, in which values are encoded and compared."""
     return dtype if dtype.isnative else dtype.newbyteorder("=")
 
 
@@ -211,7 +211,7 @@ def reshard_local(
         check_lossless(tensor, str(compression), dst_dtype)
         bases, outs = ({} if given is None else given for given in (base, out))
         return _move_lossless(tensor, str(compression), shards, bases, outs, make)
-    plan = make(code_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
+    plan = make(compress_tensors([tensor], compression, max_error, topology, make, [dtype_on_wire]))
     spec = plan.tensors[0]
     if max_error is not None:
         from reshard.api.option_checks import check_compression  # imports torch
@@ -271,14 +271,14 @@ def _move_lossless(
         rank: _copy_of(out[rank]) if rank in out else _new_on_cpu(like, tensor.dst_shards.local_shape(rank))
         for rank in tensor.dst.ranks
     }
-    converted = [{rank: as_torch(array) for rank, array in one.items()} for one in (shards, base, out, targets)]
+    converted = [{rank: as_torch(array) for rank, array in item.items()} for item in (shards, base, out, targets)]
 
     def move(specs: Sequence[TensorSpec], buckets: Sequence[Mapping[int, np.ndarray]]) -> list[dict[int, np.ndarray]]:
         return execute_local(make(specs), buckets)
 
     if math.prod(tensor.shape):
         move_lossless(tensor, codec, LocalArrays(*converted), move)
-    return {rank: _placed_as(like, one) for rank, one in targets.items()}
+    return {rank: _placed_as(like, target) for rank, target in targets.items()}
 
 
 def _new_on_cpu(like: Array, shape: tuple[int, ...]) -> Array:

@@ -42,8 +42,8 @@ class PreparedBuckets:
 
 def sends_buckets(agreement: Agreement) -> bool:
     """Whether the tensors of a call travel as buckets."""
-    is_coded = is_lossless(agreement.inputs.options["compression"])
-    return is_coded and any(math.prod(spec.shape) for spec in agreement.tensors)
+    is_encoded = is_lossless(agreement.inputs.options["compression"])
+    return is_encoded and any(math.prod(spec.shape) for spec in agreement.tensors)
 
 
 def prepare_buckets(agreement: Agreement) -> PreparedBuckets:

@@ -67,7 +67,7 @@ def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
 
 def _add(use: _Use) -> None:
     with _lock:
-        _uses[:] = [each for each in _uses if not each.is_over()]
+        _uses[:] = [item for item in _uses if not item.is_over()]
         _uses.append(use)
 
 
@@ -83,7 +83,7 @@ def check_unused(
     A transfer whose ``wait`` still has to cast, decode or recover its result is unfinished, whatever its owner.
     """
     with _lock:
-        uses = [each for each in _uses if (owner is None or each.owner is not owner) and not each.is_over()]
+        uses = [item for item in _uses if (owner is None or item.owner is not owner) and not item.is_over()]
     if not uses:
         return
     for arrays, what in ((src, "the source"), (dst, "out"), (bases, "the base")):

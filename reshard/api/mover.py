@@ -133,7 +133,7 @@ class Mover:
             if self._lossless is None:
                 return self._start(tensor, out, base)
             if is_capturing():
-                raise ArgumentError("a CUDA graph cannot capture transfers of coded tensors")
+                raise ArgumentError("a CUDA graph cannot capture transfers of encoded tensors")
             return self._start_lossless(self._lossless, tensor, out, base)
 
     def _start(self, tensor: Any, out: Any, base: Any) -> Handle:
@@ -149,7 +149,7 @@ class Mover:
             ]
             received = [wire_target(array, spec, device) for array, spec in zip(arrays.targets, tensors, strict=True)]
             if is_capturing() and any(spec.codec is not None for spec in tensors):
-                raise ArgumentError("a CUDA graph cannot capture transfers of coded tensors")
+                raise ArgumentError("a CUDA graph cannot capture transfers of encoded tensors")
         except ReshardError as error:
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error
                 raise
@@ -180,7 +180,9 @@ class Mover:
         """The arrays of a transfer, checked. Transfers of ``owner`` may use them: they end before this one begins."""
         names = [spec.name for spec in self.plan.tensors]
         sources = self._reader.sources(self.plan.by_tensor(tensor))
-        bases = [wait_for_collective(one.to_local() if is_dtensor(one) else one) for one in self.plan.by_tensor(base)]
+        bases = [
+            wait_for_collective(item.to_local() if is_dtensor(item) else item) for item in self.plan.by_tensor(base)
+        ]
         outs = self.plan.by_tensor(out)
         results = self._reader.targets(outs)
         check_no_aliasing(sources, results, names)

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.lossless.transfer import check_lossless_codec
-from reshard.api.option_checks import check_coding, check_device_type, check_verify, codes_on_cpu
+from reshard.api.option_checks import check_coding, check_device_type, check_verify, encodes_on_cpu
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.streamed_transfers import StreamedTransfers
 from reshard.coordination import (
@@ -113,7 +113,7 @@ def open_plan(
         check_verify(verify)
         if compression is not None:
             check_lossless_codec(compression, plan)
-        needs_cpu = verify or compression is not None or any(codes_on_cpu(spec.codec) for spec in plan.tensors)
+        needs_cpu = verify or compression is not None or any(encodes_on_cpu(spec.codec) for spec in plan.tensors)
         used = "cpu" if is_copied(device, needs_cpu) else device
         check_coding(plan, used)
         ensure_checked(plan)

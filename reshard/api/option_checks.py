@@ -51,7 +51,7 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
 
 
 def check_coding(plan: Plan, device: str) -> None:
-    """Raise ArgumentError if a plan has coded tensors that this process or device type cannot code."""
+    """Raise ArgumentError if a plan has encoded tensors that this process or device type cannot code."""
     for spec in plan.tensors:
         if spec.coding is not None and isinstance(spec.codec, CustomCodec):
             spec.codec.check_implemented()
@@ -74,11 +74,11 @@ def check_on_loss(on_loss: Any) -> None:
 def needs_cpu(options: TransferOptions) -> bool:
     """Whether a valid option is for transfers on the CPU only."""
     is_plain = not options["verify"] and options["on_loss"] == "raise" and options["max_error"] is None
-    return not is_plain or codes_on_cpu(options["compression"])
+    return not is_plain or encodes_on_cpu(options["compression"])
 
 
-def codes_on_cpu(codec: Any) -> bool:
-    """Whether tensors of this codec are coded on the CPU only: a codec of the caller or without loss, or ``"auto"``."""
+def encodes_on_cpu(codec: Any) -> bool:
+    """Whether only the CPU encodes tensors of this codec: one of the caller or without loss, or ``"auto"``."""
     if codec is None or codec == AUTO_CODEC or is_lossless(codec):
         return codec is not None
     return isinstance(find_codec(codec), CustomCodec)

@@ -40,9 +40,9 @@ class TransferOptions(PlanOptions, total=False):
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
             :class:`~reshard.Codec` that you implement: its elements travel in place of the values, and are decoded into
             the result's dtype. Tensors that the codec cannot code, or would not make smaller, travel as they are. Each
-            end allocates the coded shard in addition. ``"auto"`` chooses among the codecs of ``topology.codec_rates``,
-            or none. ``"bf16-lossless"`` codes bf16 without loss; ``"delta"`` sends the changes since ``base``. A
-            :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
+            end allocates the encoded shard in addition. ``"auto"`` chooses among the codecs of
+            ``topology.codec_rates``, or none. ``"bf16-lossless"`` codes bf16 without loss; ``"delta"`` sends the
+            changes since ``base``. A :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
         max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
             source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks that
             have NaN or infinity before coding do not count. With ``"auto"`` it also limits the choice of codecs, see
@@ -53,11 +53,11 @@ class TransferOptions(PlanOptions, total=False):
         on_loss: what to do if ranks are lost before or during the transfer. ``"raise"``: raise an error.
             ``"recover"``: the surviving ranks move the missing data among themselves, from other replicas and from
             data that has arrived, and every one of them gets its shard. ``"offer"``: raise a
-            :class:`~reshard.RankLostError` that holds the plan of this recovery and runs it on request. The last two
-            cost one round of small messages among all ranks after the transfer. A rank that does not respond within
+            :class:`~reshard.errors.RankLostError` that holds the plan of this recovery and runs it on request. The last
+            two cost one round of small messages among all ranks after the transfer. A rank that does not respond within
             the timeout counts as lost.
         on_error: what to do with a tensor over ``max_error``: ``"raw"``: send it without the codec; ``"raise"``: raise
-            a :class:`~reshard.CompressionError` on all ranks.
+            a :class:`~reshard.errors.CompressionError` on all ranks.
     """
 
     staging_bytes: Annotated[int, DEFAULT_STAGING_BYTES]
@@ -98,7 +98,9 @@ def shows_options(kind: type) -> Callable[[F], F]:
 
     def decorate(function: F) -> F:
         own = inspect.signature(function)
-        shown = [one for one in own.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        shown = [
+            parameter for parameter in own.parameters.values() if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+        ]
         hints = get_type_hints(kind)
         for name, default in _DEFAULTS[kind].items():
             keyword = inspect.Parameter.KEYWORD_ONLY

@@ -18,7 +18,7 @@ from reshard.codecs import is_lossless
 from reshard.coordination import MAX_CACHED, Request, plan_arguments, resolve_partial, topology_of_names
 from reshard.errors import ReshardError
 from reshard.plan import Plan, ensure_checked
-from reshard.planner import code_tensors, plan_tensors
+from reshard.planner import compress_tensors, plan_tensors
 from reshard.runtime.cuda.stream import make_runner
 from reshard.runtime.program import build_program
 from reshard.sharding import TensorSpec
@@ -69,11 +69,11 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
 
     Args:
         agreement: of the call.
-        raw: tensors that are not coded.
+        raw: tensors that are not encoded.
         buckets: what travels in place of the tensors.
     """
     channel, decision, options = agreement.channel, agreement.decision, agreement.inputs.options
-    agreed: list[Any] = [sorted(one.items()) for one in (decision.shapes, decision.dtypes, decision.hostnames)]
+    agreed: list[Any] = [sorted(item.items()) for item in (decision.shapes, decision.dtypes, decision.hostnames)]
     key = repr((agreement.arguments, decision.device_type, agreed, sorted(raw), list(map(str, buckets))))
     # different functions and codecs may have the same name
     is_cacheable = not callable(options["strategy"]) and isinstance(options["compression"], str | None)
@@ -117,8 +117,8 @@ def _make_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequenc
     tensors = agreement.tensors
     on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, inputs.items, strict=True)]
     codec = None if is_lossless(options["compression"]) else options["compression"]
-    coded = code_tensors(tensors, codec, options["max_error"], topology, plan, on_wire, encodes_first=True)
-    for at, item in enumerate(inputs.items):
+    encoded = compress_tensors(tensors, codec, options["max_error"], topology, plan, on_wire, encodes_first=True)
+    for index, item in enumerate(inputs.items):
         if item.name in raw:
-            coded[at] = replace(tensors[at], dtype=on_wire[at])
-    return plan(coded)
+            encoded[index] = replace(tensors[index], dtype=on_wire[index])
+    return plan(encoded)

@@ -16,9 +16,10 @@ import torch
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.handle import EXIT_SECONDS, Handle, Watch
 from reshard.api.memory_in_use import note_use
-from reshard.coordination import Monitor, call_at_exit
+from reshard.coordination import Monitor
 from reshard.errors import VerificationError
-from reshard.runtime.cpu.coding import coded_array
+from reshard.forks import call_at_exit
+from reshard.runtime.cpu.coding import encoded_array
 from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import describe_progress
 from reshard.runtime.cpu.staging import Staging, carrier
@@ -128,7 +129,7 @@ class QueuedTransfers:
             deadline = time.monotonic() + self.timeout_seconds
             digests = None
             if self._verify:
-                digests, src = Digests(), list(map(coded_array, src))
+                digests, src = Digests(), list(map(encoded_array, src))
                 digests.replicas = self._hops.replicas.digest(self._program.rank, src)
             run_program(
                 self._program,

@@ -38,7 +38,7 @@ from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
 from reshard.planner.recovery import RankProgress, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.public_api import not_compiled
-from reshard.runtime.cpu.coding import coded_array
+from reshard.runtime.cpu.coding import encoded_array
 from reshard.runtime.cpu.progress import Tally
 
 #: How long ranks wait for each other's outcome after the time limit of the transfer.
@@ -171,7 +171,7 @@ class Recovery:
         if self._group.rank not in self._plan.ranks:
             return None, tally, deadline
         try:
-            src, dst = (list(map(coded_array, arrays)) for arrays in (self._src, self._dst))
+            src, dst = (list(map(encoded_array, arrays)) for arrays in (self._src, self._dst))
             views = view_pieces(self._plan, self._pieces, self._original, self._group.rank, src, dst)
             limit, verify = self.timeout_seconds, self._verify
             with self._group.nesting():

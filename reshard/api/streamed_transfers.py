@@ -62,7 +62,7 @@ class StreamedTransfers:
         handle = StreamHandle(watch, finish, on_stream)
         Monitor.of(channel.group).watch(watch)  # before the start, which may block on a rank that has died
         try:
-            received = [carrier(each.coded if isinstance(each, DeviceDecodedTarget) else each) for each in dst]
+            received = [carrier(item.encoded if isinstance(item, DeviceDecodedTarget) else item) for item in dst]
             watch.begin_at(on_stream.start(list(map(carrier, src)), received))
         except BaseException as error:  # the other ranks wait for this one
             if is_capturing():  # nothing has run, and an abort would spoil the capture and hide this error

@@ -128,7 +128,7 @@ def check_base(base: Any, source: torch.Tensor | None, what: str, rank: int) -> 
             "a destination rank passes the base as out"
         )
     check_movable(base, f"base of {what}", rank)
-    found, needed = ((dtype_name(one.dtype), list(one.shape), one.device.type) for one in (base, source))
+    found, needed = ((dtype_name(item.dtype), list(item.shape), item.device.type) for item in (base, source))
     if found != needed:
         raise ArgumentError(
             f"{what}: rank {rank} passes a base of {found[0]} {found[1]} on {found[2]}, but the source shard is "

@@ -21,9 +21,9 @@ from reshard.sharding import AnyLayout, TensorSpec
 
 
 def shard_shapes(plan: Plan, rank: int, side: str) -> list[tuple[int, ...] | None]:
-    """The shapes of a rank's shards on one side of a plan, of the plain values of coded tensors."""
+    """The shapes of a rank's shards on one side of a plan, of the plain values of encoded tensors."""
     shards = [spec.plain.src_shards if side == "src" else spec.plain.dst_shards for spec in plan.tensors]
-    return [one.local_shape(rank) if rank in one.layout.ranks else None for one in shards]
+    return [shard.local_shape(rank) if rank in shard.layout.ranks else None for shard in shards]
 
 
 @dataclass(frozen=True)
@@ -92,13 +92,13 @@ class ArrayReader:
             return None
         if spec.plain.codec is not None:
             raise ArgumentError(
-                f"the plan moves elements of codec {spec.dtype}, but not the shape and dtype of the coded tensor"
+                f"the plan moves elements of codec {spec.dtype}, but not the shape and dtype of the encoded tensor"
             )
         dtype = getattr(torch, spec.plain.dtype)
         return torch.empty(tuple(shape), dtype=dtype, device=current_device(self.device_type))
 
     def _shapes(self, side: str) -> list[tuple[int, ...] | None]:
-        """The shape of each shard of this rank, of the plain values of coded tensors; None where it has none."""
+        """The shape of each shard of this rank, of the plain values of encoded tensors; None where it has none."""
         return shard_shapes(self._plan, self._program.rank, side)
 
     def _check(self, array: Any, shape: tuple[int, ...] | None, spec: TensorSpec, role: str) -> torch.Tensor | None:

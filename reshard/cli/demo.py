@@ -149,7 +149,7 @@ def shard_of_positions(layout: AnyLayout, rank: int, shape: Sequence[int], dtype
         for dim, ((lo, hi), stride) in enumerate(zip(box, strides, strict=True)):
             line = torch.arange(lo, hi) * stride
             block += line.reshape([-1 if d == dim else 1 for d in range(len(shape))])
-        codes[(..., *(slice(at, at + hi - lo) for at, (lo, hi) in zip(local, box, strict=True)))] = block
+        codes[(..., *(slice(index, index + hi - lo) for index, (lo, hi) in zip(local, box, strict=True)))] = block
     wanted = getattr(torch, dtype)
     if wanted.itemsize == 1:
         return (codes % 251).to(torch.uint8).view(wanted)

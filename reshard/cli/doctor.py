@@ -141,7 +141,7 @@ def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, 
     missing = set(range(size))
     with show_progress(size, "ranks", show=rank == 0) as advance:
         while missing:
-            found = {one for one in missing if store.check([f"{what}/{one}"])}
+            found = {item for item in missing if store.check([f"{what}/{item}"])}
             missing -= found
             advance(len(found))
             if missing and time.monotonic() >= deadline:
@@ -149,7 +149,7 @@ def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, 
                     f"{describe_ranks(sorted(missing))} did not respond within {timeout_seconds:g} s"
                 )
             time.sleep(0.05 if missing else 0.0)
-    return [json.loads(store.get(f"{what}/{one}")) for one in range(size)]
+    return [json.loads(store.get(f"{what}/{number}")) for number in range(size)]
 
 
 def _first_ranks(facts_by_rank: Sequence[Facts]) -> dict[str, int]:
@@ -242,11 +242,11 @@ def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int,
 def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
     """A problem for each package whose version differs between ranks. ``versions``: of each rank, by package."""
     found = []
-    for name in sorted({name for one in versions for name in one}):
+    for name in sorted({name for item in versions for name in item}):
         by_version: dict[str, list[int]] = {}
-        for rank, one in enumerate(versions):
-            if name in one:
-                by_version.setdefault(one[name], []).append(rank)
+        for rank, item in enumerate(versions):
+            if name in item:
+                by_version.setdefault(item[name], []).append(rank)
         if len(by_version) > 1:
             listed = "; ".join(f"ranks {format_ranks(ranks)} {version}" for version, ranks in by_version.items())
             found.append(f"{name} has different versions: {listed}; install the same one everywhere")

@@ -11,7 +11,7 @@ import socket
 from pathlib import Path
 
 #: What the table in docs/compatibility.md begins with.
-LEAST_TORCH = (2, 9, 1)
+MIN_TORCH = (2, 9, 1)
 #: Most connections of a few ranks fit.
 FEW_FILES = 1024
 #: NCCL allocates about 10 MB for each connection between ranks of a host without a direct path between their GPUs.
@@ -27,8 +27,8 @@ def examine_machine() -> tuple[list[str], list[str]]:
     has_gpu = bool([*Path("/dev").glob("nvidia[0-9]*")])
     if torch is None:
         problems.append("torch is not installed, and transfers between processes need it: pip install 'reshard[torch]'")
-    elif tuple(map(int, re.findall(r"\d+", torch)[:3])) < LEAST_TORCH:
-        least = ".".join(map(str, LEAST_TORCH))
+    elif tuple(map(int, re.findall(r"\d+", torch)[:3])) < MIN_TORCH:
+        least = ".".join(map(str, MIN_TORCH))
         problems.append(f"torch {torch} is older than {least}, the oldest that was tried: pip install -U torch")
     elif has_gpu:
         found, trouble = _examine_gpus(torch)

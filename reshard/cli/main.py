@@ -321,8 +321,8 @@ def default_topology(src: Mesh, dst: Mesh) -> Topology:
     count = 0
     for mesh in (src, dst):
         devices = mesh.sizes[-1] if mesh.sizes else 1
-        for at in range(0, mesh.size, devices):
-            row = mesh.ranks[at : at + devices]
+        for index in range(0, mesh.size, devices):
+            row = mesh.ranks[index : index + devices]
             host = next((host_of[rank] for rank in row if rank in host_of), count)
             count = max(count, host + 1)
             for rank in row:

@@ -31,16 +31,16 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
 
 
 def _describe_compression(plan: Plan) -> list[str]:
-    """A line with the predicted times of the plan without and with its codec; none if no tensor is coded."""
-    coded = [spec for spec in plan.tensors if spec.codec is not None]
-    if not coded:
+    """A line with the predicted times of the plan without and with its codec; none if no tensor is encoded."""
+    encoded = [spec for spec in plan.tensors if spec.codec is not None]
+    if not encoded:
         return []
     plain = plan_tensors(
         [spec.plain for spec in plan.tensors], topology=plan.topology, staging_bytes=plan.staging_bytes
     )
     rates = {rate.codec: rate for rate in plan.topology.codec_rates}
-    codec = coded[0].codec
+    codec = encoded[0].codec
     rate = rates.get(codec.with_values(ELEMENT_VALUES[0]).name) if isinstance(codec, BlockCodec) else None
     note = "" if rate is not None else "; without the time of the codec, whose rate the topology does not have"
-    text = f"{predict(plain)}, {replace(predict(plan, rate), codec=coded[0].dtype)}{note}"
-    return [f"compression  {text}; {len(coded)} of {len(plan.tensors)} tensors coded"]
+    text = f"{predict(plain)}, {replace(predict(plan, rate), codec=encoded[0].dtype)}{note}"
+    return [f"compression  {text}; {len(encoded)} of {len(plan.tensors)} tensors encoded"]

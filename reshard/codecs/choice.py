@@ -1,4 +1,4 @@
-"""Choose the lossless format of a tensor by predicted time: encoding, the coded bytes over the link, and decoding."""
+"""Choose the lossless format of a tensor by predicted time: encoding, the encoded bytes over the link, and decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SMALL_BYTES = 2**16
 MIN_GAIN = 0.97
 #: A sample is so many runs of so many words, at equal distances.
 RUNS, RUN_WORDS = 32, 64
-#: Coded bytes per plain byte of bf16 weights without a base.
+#: Encoded bytes per plain byte of bf16 weights without a base.
 BF16_SIZE = 0.71
 #: Entropy of normally distributed integers less the log2 of their mean magnitude.
 BITS_BEYOND_DISTANCE = 2.37
@@ -62,7 +62,7 @@ class Rates:
 
 
 def find_size(name: str, width: int, sample: Sample) -> float:
-    """Predict the coded bytes of a format per plain byte, for words of ``width`` bytes."""
+    """Predict the encoded bytes of a format per plain byte, for words of ``width`` bytes."""
     changed, wide = sample.changed, sample.changed * (1 - sample.fits)
     if name == "delta":
         long_gap = (1 - changed) ** 255  # the chance that 255 words after a changed one did not change

@@ -82,8 +82,8 @@ def parse_codec(name: Any) -> BlockCodec:
     Raises:
         ArgumentError: there is no block codec of this name.
     """
-    if isinstance(name, str) and (found := find_block_codec(name)) is not None:
-        return found
+    if isinstance(name, str) and (codec := find_block_codec(name)) is not None:
+        return codec
     if is_lossless(name):
         raise ArgumentError(
             f"{name} makes output whose size depends on the values, which only reshard, reshard_async, reshard_local, "

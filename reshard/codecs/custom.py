@@ -65,11 +65,11 @@ class CustomCodec(ElementCodec):
     def encode_measured(self, source: Any, out: Any, num_row_dims: int | None = None) -> ErrorSums:
         """See :class:`ElementCodec`."""
         blocks = self._blocks(source, num_row_dims)
-        coded = self._encode(blocks.copy(), source, out, num_row_dims)  # the codec may overwrite its values
+        encoded = self._encode(blocks.copy(), source, out, num_row_dims)  # the codec may overwrite its values
         decoded = np.zeros_like(blocks)
         if len(blocks):
             with self._named("decode"):
-                self.implementation.decode(_read_only(coded), decoded)
+                self.implementation.decode(_read_only(encoded), decoded)
         finite = np.isfinite(blocks).all(axis=1)
         values = blocks[finite].astype(np.float64)
         error = float(((decoded[finite] - values) ** 2).sum())
@@ -98,11 +98,11 @@ class CustomCodec(ElementCodec):
 
     def _encode(self, blocks: np.ndarray, source: Any, out: Any, num_row_dims: int | None) -> np.ndarray:
         self.check_size(out, source, num_row_dims)
-        coded = flat_bytes(out).reshape(len(blocks), self.element_bytes)
+        encoded = flat_bytes(out).reshape(len(blocks), self.element_bytes)
         if len(blocks):
             with self._named("encode"):
-                self.implementation.encode(blocks, coded)
-        return coded
+                self.implementation.encode(blocks, encoded)
+        return encoded
 
     @contextlib.contextmanager
     def _named(self, method: str) -> Iterator[None]:
@@ -167,7 +167,7 @@ def wrap_codec(codec: Any) -> CustomCodec:
     if not isinstance(label, str) or _LABEL.fullmatch(label) is None:
         raise ArgumentError(f"the name of codec {kind} is {label!r}; it must be letters, digits and _")
     is_pair = isinstance(element, tuple) and len(element) == 2
-    if not is_pair or not all(type(one) is int and 0 < one <= MAX_ELEMENT for one in element):
+    if not is_pair or not all(type(item) is int and 0 < item <= MAX_ELEMENT for item in element):
         raise ArgumentError(
             f"the element of codec {label} is {element!r}; it must be (values, bytes), both from 1 to {MAX_ELEMENT}"
         )

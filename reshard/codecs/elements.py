@@ -98,11 +98,11 @@ class ElementCodec(ABC):
         """The bytes of an encoded array."""
         return self.num_elements(shape, num_row_dims) * self.element[1]
 
-    def check_size(self, coded: Any, plain: Any, num_row_dims: int | None) -> None:
-        """Raise ArgumentError unless ``coded`` has the bytes that ``plain`` is coded in."""
-        found, needed = math.prod(coded.shape), self.nbytes(plain.shape, num_row_dims)
-        if found != needed or coded.dtype.itemsize != 1:
+    def check_size(self, encoded: Any, plain: Any, num_row_dims: int | None) -> None:
+        """Raise ArgumentError unless ``encoded`` has the bytes that ``plain`` is encoded in."""
+        found, needed = math.prod(encoded.shape), self.nbytes(plain.shape, num_row_dims)
+        if found != needed or encoded.dtype.itemsize != 1:
             raise ArgumentError(
-                f"codec {self.name} codes shape {list(plain.shape)} in {needed} bytes, but the coded array has {found} "
-                f"elements of {coded.dtype}"
+                f"codec {self.name} codes shape {list(plain.shape)} in {needed} bytes, but the encoded array has "
+                f"{found} elements of {encoded.dtype}"
             )

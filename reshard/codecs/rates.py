@@ -28,8 +28,8 @@ def measure_rates(codec: BlockCodec) -> tuple[float, float]:
     Call it on all ranks at once: where ranks share cores or memory, they share them while they are timed, too.
     """
     plain = np.random.default_rng(0).standard_normal(NUM_VALUES, dtype=np.float32)
-    coded = np.empty(codec.nbytes(plain.shape), dtype=np.uint8)
-    codec.encode(plain, coded)  # maps the memory
+    encoded = np.empty(codec.nbytes(plain.shape), dtype=np.uint8)
+    codec.encode(plain, encoded)  # maps the memory
 
     def rate(run: Callable[[], object]) -> float:
         count, begun = 0, time.perf_counter()
@@ -38,7 +38,7 @@ def measure_rates(codec: BlockCodec) -> tuple[float, float]:
             count += 1
         return plain.nbytes * count / passed
 
-    return rate(lambda: codec.encode(plain, coded)), rate(lambda: codec.decode(coded, plain))
+    return rate(lambda: codec.encode(plain, encoded)), rate(lambda: codec.decode(encoded, plain))
 
 
 @functools.cache
@@ -65,7 +65,7 @@ def time_formats() -> FormatRates:
     found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in known_formats()}
     for share in SHARES:
         words, base, target = (
-            each.view(np.uint8) for each in (np.where(order < share, old + steps, old), old, old.copy())
+            item.view(np.uint8) for item in (np.where(order < share, old + steps, old), old, old.copy())
         )
         for name, (encoding, decoding) in found.items():
             seconds = []
@@ -75,17 +75,17 @@ def time_formats() -> FormatRates:
                 encoded = time.thread_time()
                 decode_piece(out[number, :size], target[number], 2)
                 seconds.append((encoded - begun, time.thread_time() - encoded))
-            encoding.append(max(min(each for each, _ in seconds), 1e-9))
-            decoding.append(max(min(each for _, each in seconds), 1e-9))
-    return {name: tuple(tuple(2 * NUM_WORDS / each for each in side) for side in found[name]) for name in found}
+            encoding.append(max(min(second for second, _ in seconds), 1e-9))
+            decoding.append(max(min(second for _, second in seconds), 1e-9))
+    return {name: tuple(tuple(2 * NUM_WORDS / item for item in side) for side in found[name]) for name in found}
 
 
 def slowest_rates(rates: Sequence[Mapping[str, Any]]) -> FormatRates:
     """The lowest rates of some ranks, for the formats that all of them list."""
-    names = [name for name in rates[0] if all(name in each for each in rates)] if rates else []
+    names = [name for name in rates[0] if all(name in rate for rate in rates)] if rates else []
     return {
         name: tuple(
-            tuple(min(each[name][side][nth] for each in rates) for nth in range(len(SHARES))) for side in range(2)
+            tuple(min(rate[name][side][nth] for rate in rates) for nth in range(len(SHARES))) for side in range(2)
         )
         for name in names
     }

@@ -23,19 +23,21 @@ def encode_rows(rows: torch.Tensor, codec: BlockCodec | None) -> torch.Tensor:
     """Rows as they travel: ``(rows, bytes)`` uint8, or the rows themselves without a codec."""
     if codec is None:
         return rows
-    coded = torch.empty(len(rows), codec.nbytes(rows.shape[1:], 0), dtype=torch.uint8, device=rows.device)
-    codec.encode(rows, coded, 1)
-    return coded
+    encoded = torch.empty(len(rows), codec.nbytes(rows.shape[1:], 0), dtype=torch.uint8, device=rows.device)
+    codec.encode(rows, encoded, 1)
+    return encoded
 
 
-def decode_rows(coded: torch.Tensor, out: torch.Tensor, codec: BlockCodec | None, *, accumulate: bool = False) -> None:
+def decode_rows(
+    encoded: torch.Tensor, out: torch.Tensor, codec: BlockCodec | None, *, accumulate: bool = False
+) -> None:
     """The inverse of :func:`encode_rows`, written to or added to ``out``."""
     if codec is not None:
-        codec.decode(coded, out, 1, accumulate=accumulate)
+        codec.decode(encoded, out, 1, accumulate=accumulate)
     elif accumulate:
-        out.add_(coded)
+        out.add_(encoded)
     else:
-        out.copy_(coded)
+        out.copy_(encoded)
 
 
 def exchange(rows: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | None = None) -> Wait:
@@ -63,7 +65,7 @@ def reduce_scatter(
 ) -> torch.Tensor:
     """Add the rows that all members have for this member, in the order of members.
 
-    Its own contribution is not coded.
+    Its own contribution is not encoded.
 
     Args:
         errors: receives the coding errors, ``rows`` minus the decoded rows; same shape as ``rows``.

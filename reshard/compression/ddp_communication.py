@@ -19,9 +19,9 @@ def ddp_hook(state: GradientSum, bucket: dist.GradBucket) -> torch.futures.Futur
         DisagreementError: ranks pass other gradients.
     """
     parameters, failure = bucket.parameters(), None
-    unnamed = next((one for one in parameters if id(one) not in state.names), None)
+    unnamed = next((parameter for parameter in parameters if id(parameter) not in state.names), None)
     if unnamed is None:
-        names = [state.names[id(one)] for one in parameters]
+        names = [state.names[id(parameter)] for parameter in parameters]
     else:
         names = list(map(str, range(len(parameters))))
     if unnamed is not None and state.feedback:

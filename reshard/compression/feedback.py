@@ -51,11 +51,11 @@ class CodingErrors:
 
 def check_state(state: Any) -> None:
     """Raise ArgumentError unless this is ``{name: coding errors}``, flat fp32 tensors of finite numbers."""
-    if not isinstance(state, Mapping) or not all(isinstance(one, torch.Tensor) for one in state.values()):
+    if not isinstance(state, Mapping) or not all(isinstance(item, torch.Tensor) for item in state.values()):
         raise ArgumentError(f"a state of coding errors must be {{name: tensor}}, not {brief(state)}")
-    for name, one in state.items():
-        if one.dtype != torch.float32 or one.ndim != 1 or not one.isfinite().all():
+    for name, item in state.items():
+        if item.dtype != torch.float32 or item.ndim != 1 or not item.isfinite().all():
             raise ArgumentError(
                 f"the coding errors of {name!r} must be finite, in float32 and flat, but are "
-                f"{dtype_name(one.dtype)} of shape {list(one.shape)}"
+                f"{dtype_name(item.dtype)} of shape {list(item.shape)}"
             )

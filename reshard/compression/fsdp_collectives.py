@@ -1,12 +1,12 @@
-"""Coded collectives for FSDP2: parameters that are gathered, and gradients that are reduced and scattered.
+"""Encoded collectives for FSDP2: parameters that are gathered, and gradients that are reduced and scattered.
 
 >>> for module in model.modules():  # doctest: +SKIP
 ...     if isinstance(module, FSDPModule):
-...         module.set_custom_all_gather(CodedAllGather("int8x128"))
-...         module.set_custom_reduce_scatter(CodedReduceScatter("int8x128"))
+...         module.set_custom_all_gather(CompressedAllGather("int8x128"))
+...         module.set_custom_reduce_scatter(CompressedReduceScatter("int8x128"))
 
-All messages of a collective are coded, inside a host too. All ranks decode the same bytes, their own included, so that
-gathered parameters are equal on all ranks. The sharded parameters that the optimizer changes are not coded.
+All messages of a collective are encoded, inside a host too. All ranks decode the same bytes, their own included, so
+that gathered parameters are equal on all ranks. The sharded parameters that the optimizer changes are not encoded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
 
-class _Coded:
+class _Encoded:
     def __init__(self, codec: str) -> None:
         self.codec: BlockCodec = parse_codec(codec)
 
@@ -41,7 +41,7 @@ class _Coded:
             )
 
 
-class CodedAllGather(_Coded, AllGather):
+class CompressedAllGather(_Encoded, AllGather):
     """An all-gather for ``FSDPModule.set_custom_all_gather`` that sends the elements of a block codec.
 
     Raises:
@@ -57,11 +57,11 @@ class CodedAllGather(_Coded, AllGather):
     ) -> None:
         """Gather the inputs of all ranks into the output."""
         self._check(input_tensor)
-        coded = encode_rows(input_tensor.reshape(1, -1), self.codec)
-        decode_rows(gather(coded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
+        encoded = encode_rows(input_tensor.reshape(1, -1), self.codec)
+        decode_rows(gather(encoded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
 
 
-class CodedReduceScatter(_Coded, ReduceScatter):
+class CompressedReduceScatter(_Encoded, ReduceScatter):
     """A reduce-scatter for ``FSDPModule.set_custom_reduce_scatter`` that sends the elements of a block codec.
 
     Ranks add in fp32, in rank order.
@@ -100,7 +100,7 @@ class CodedReduceScatter(_Coded, ReduceScatter):
         """Write this rank's part of the sum or average over all ranks to the output."""
         self._check(input_tensor)
         if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ArgumentError(f"a coded reduce-scatter computes sums and averages, not {op}")
+            raise ArgumentError(f"an encoded reduce-scatter computes sums and averages, not {op}")
         world = dist.get_world_size(group)
         rows, errors = input_tensor.view(world, -1).float(), None
         if self._feedback:
@@ -108,8 +108,8 @@ class CodedReduceScatter(_Coded, ReduceScatter):
             if self._errors is not None:
                 if self._errors.numel() != rows.numel():
                     raise ArgumentError(
-                        f"a CodedReduceScatter with feedback has errors of {self._errors.numel()} values, but gets "
-                        f"{rows.numel()}: give each FSDP module a separate CodedReduceScatter"
+                        f"a CompressedReduceScatter with feedback has errors of {self._errors.numel()} values, but "
+                        f"gets {rows.numel()}: give each FSDP module a separate CompressedReduceScatter"
                     )
                 rows = rows + self._errors.view(rows.shape)
         total = reduce_scatter(rows, group, self.codec, errors)

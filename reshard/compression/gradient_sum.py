@@ -1,4 +1,4 @@
-"""Sums of gradients over data-parallel replicas, coded between hosts."""
+"""Sums of gradients over data-parallel replicas, encoded between hosts."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from reshard.public_api import not_compiled
 #: Dtypes of gradients. Sums are computed in fp32.
 GRADIENT_DTYPES = ("float32", "bfloat16", "float16")
 
-#: Values of a piece. While a piece travels between hosts, the next one is summed and coded.
+#: Values of a piece. While a piece travels between hosts, the next one is summed and encoded.
 PIECE_VALUES = 2**20
 
 
@@ -38,11 +38,12 @@ class GradientSum:
     With L ranks on each of H hosts and n values:
 
     1. Ranks of a host exchange raw fp32 slices, and each sums one slice of ``n / L`` values in the order of ranks.
-    2. Ranks at the same place of their hosts exchange coded parts of their slice, and each sums one part.
-    3. Each part is coded once. It is gathered by the ranks at the same place, then by the ranks of each host, and every
+    2. Ranks at the same place of their hosts exchange encoded parts of their slice, and each sums one part.
+    3. Each part is encoded once. It is gathered by the ranks at the same place, then by the ranks of each host, and
+    every
        rank decodes the same bytes.
 
-    A host sends ``2 n (H - 1) / H`` coded values, as a ring of hosts would. No value is coded more than twice.
+    A host sends ``2 n (H - 1) / H`` encoded values, as a ring of hosts would. No value is encoded more than twice.
 
     Args:
         codec: the name of a block codec; ``"int4x128-bf16"`` has the least error at 4 bits. None: no codec.
@@ -146,9 +147,9 @@ class GradientSum:
         try:
             if found is not None:
                 raise found
-            gradients = {name: _local_of(name, each) for name, each in gradients.items()} if is_mapping else gradients
+            gradients = {name: _local_of(name, item) for name, item in gradients.items()} if is_mapping else gradients
             self.check(gradients)
-            given = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
+            given = [(name, dtype_name(element.dtype), list(element.shape)) for name, element in gradients.items()]
         except ArgumentError as error:
             failure = str(error)
         self._compare(given, failure)

@@ -1,4 +1,4 @@
-"""The sum of an array over ranks of several hosts: raw inside a host, coded between hosts."""
+"""The sum of an array over ranks of several hosts: raw inside a host, encoded between hosts."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def sum_over_hosts(
         errors: receives the errors of this rank's codings; like ``flat``.
         received: scratch memory like ``flat``.
         piece_values: cut ``flat`` into pieces of at least this many values. While one piece travels between hosts, the
-            next one is summed and coded. The same on all ranks; None: one piece.
+            next one is summed and encoded. The same on all ranks; None: one piece.
     """
     unit = inside.size * across.size * (1 if codec is None else codec.values)
     num_units = flat.numel() // unit
@@ -134,18 +134,18 @@ def _sum_piece(
             total += parts[host]
         else:
             decode_rows(row[None], total[None], codec, accumulate=True)
-    coded = encode_rows(total[None], codec)
-    wait = across.gather(coded)
+    encoded = encode_rows(total[None], codec)
+    wait = across.gather(encoded)
     if errors is not None:
         own = errors.view(len(slices), len(parts), -1)[inside.index]
         own.copy_(parts)
         decoded = torch.empty_like(parts)
         decode_rows(sent, decoded, codec)
         own -= decoded
-        decode_rows(coded, decoded[host : host + 1], codec)
+        decode_rows(encoded, decoded[host : host + 1], codec)
         own[host] = total - decoded[host]
     yield
     every = wait()
     if inside.size > 1:
         every = inside.gather(every)()  # (ranks of a host, hosts * bytes of a part)
-    decode_rows(every.view(-1, coded.shape[1]), flat.view(inside.size * across.size, -1), codec)
+    decode_rows(every.view(-1, encoded.shape[1]), flat.view(inside.size * across.size, -1), codec)

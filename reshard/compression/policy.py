@@ -23,10 +23,10 @@ class Policy:
     """The codec of each parallel dimension. Dimensions without one stay as they are.
 
     Args:
-        dp: of sums of gradients over data-parallel replicas: raw inside a host, coded between hosts. Replicas on one
-            host are coded among themselves. Also of the sums over pipeline stages that share a parameter.
+        dp: of sums of gradients over data-parallel replicas: raw inside a host, encoded between hosts. Replicas on one
+            host are encoded among themselves. Also of the sums over pipeline stages that share a parameter.
         pp: of transfers between pipeline stages: a codec, or ``(activations, gradients)``. A direction of an edge is
-            coded only where the simulation of the schedule says that the iteration gets shorter.
+            encoded only where the simulation of the schedule says that the iteration gets shorter.
         tp: of the panels and all-to-alls of :mod:`reshard.parallel`.
         zero: of FSDP2's collectives: a codec, or ``(gathers of parameters, reduce-scatters of gradients)``.
         optimizer: of moves of optimizer state by :func:`reshard.parallel.relayout`; also ``"bf16-lossless"``, for state
@@ -35,7 +35,7 @@ class Policy:
         feedback: ``("dp",)``, ``("zero",)`` or both: each rank adds the errors of its codings to its next gradients, in
             sums over replicas or in FSDP2's reduce-scatters, but not in sums over stages. At 4 bits and more, training
             with Adam does not need it.
-        raw_steps: number of first steps whose sums of gradients (``dp``) are not coded.
+        raw_steps: number of first steps whose sums of gradients (``dp``) are not encoded.
 
     Raises:
         ArgumentError: there is no such codec, ``force_pp`` without ``pp``, ``feedback`` for a dimension whose gradients
@@ -127,7 +127,7 @@ class Policy:
     def __str__(self) -> str:
         """The text that :func:`parse_policy` reads."""
         parts = [
-            f"{name}={'/'.join(each or 'raw' for each in self.pair(name)) if name in _PAIRS else getattr(self, name)}"
+            f"{name}={'/'.join(item or 'raw' for item in self.pair(name)) if name in _PAIRS else getattr(self, name)}"
             for name in self.dimensions
         ]
         parts += ["force-pp"] * self.force_pp
@@ -151,7 +151,7 @@ def parse_policy(text: str) -> Policy:
         raise ArgumentError(f"a policy is a text such as 'dp=int8x128', not {type(text).__name__}")
     found: dict[str, Codecs] = {}
     options: dict[str, Any] = {}
-    for part in filter(None, (each.strip() for each in text.split(","))):
+    for part in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = part.partition("=")
         if part == "force-pp":
             options["force_pp"] = True
@@ -167,6 +167,6 @@ def parse_policy(text: str) -> Policy:
                 f"the policy {text!r} has {part!r}; write dp=, pp=, tp=, zero= or optimizer= with a codec, each once, "
                 "force-pp, feedback, or raw-steps= with a number"
             )
-        codecs = [None if each == "raw" else each for each in value.split("/")]
+        codecs = [None if item == "raw" else item for item in value.split("/")]
         found[name] = codecs[0] if len(codecs) == 1 else tuple(codecs)  # type: ignore[assignment]
     return Policy(**found, **options)  # type: ignore[arg-type]

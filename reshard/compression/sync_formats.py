@@ -18,9 +18,9 @@ from reshard.formatting import describe_ranks
 #: Value of ``compression=`` that chooses a format for each tensor and version.
 AUTO = "auto"
 #: The rate of the link is the median of so many transfers.
-MOST_LINK_RATES = 5
+MAX_LINK_RATES = 5
 #: Transfers of less than this part of the plain bytes take too short to tell the rate of the link.
-LEAST_PART = 1 / 16
+MIN_PART = 1 / 16
 
 
 class SyncFormats:
@@ -71,7 +71,7 @@ class SyncFormats:
                 )
         known = [report["known"] for _, report in sorted(reports.items())]
         self._formats = {
-            name: version for name, version in known[0].items() if all(each.get(name) == version for each in known)
+            name: version for name, version in known[0].items() if all(item.get(name) == version for item in known)
         }
         if self._compression in FORMATS and self._compression not in self._formats:
             lacking = [rank for rank, report in sorted(reports.items()) if self._compression not in report["known"]]
@@ -93,12 +93,12 @@ class SyncFormats:
         Args:
             is_first: whether the transfer was the first one of its connections.
         """
-        if not seconds or nbytes < LEAST_PART * self._plain:
+        if not seconds or nbytes < MIN_PART * self._plain:
             return
         if is_first:
             self._first_rate = nbytes / seconds
         else:
-            self._link_rates = [*self._link_rates, nbytes / seconds][-MOST_LINK_RATES:]
+            self._link_rates = [*self._link_rates, nbytes / seconds][-MAX_LINK_RATES:]
 
     @property
     def link_rate(self) -> float | None:
@@ -127,7 +127,7 @@ class SyncFormats:
 
 
 def check_compression(compression: Any, dtypes: Mapping[str, str]) -> None:
-    """Raise ArgumentError unless ``compression`` is :data:`AUTO` or a format that codes the dtypes of all tensors."""
+    """Raise ArgumentError unless ``compression`` is :data:`AUTO` or a format for the dtypes of all tensors."""
     if compression == AUTO:
         return
     if not isinstance(compression, str) or compression not in FORMATS:

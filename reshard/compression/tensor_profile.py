@@ -37,7 +37,7 @@ class CodecReport:
     """What a codec does to all tensors of a kind.
 
     Attributes:
-        error: L2 norm of the error over that of the values. ratio: plain bytes over coded ones.
+        error: L2 norm of the error over that of the values. ratio: plain bytes over encoded ones.
         bias: sum of the errors over the standard deviation that independent errors of mean 0 would give it. A codec
             with an absolute bias above about 3 is biased.
     """
@@ -85,7 +85,7 @@ class TensorProfile:
         ``dp`` and ``zero``'s reduce-scatters carry gradients, ``pp`` activations and their gradients, and ``zero``'s
         gathers weights. ``tp`` and ``optimizer`` are left out: their tensors are not in a dump, or tolerate no error.
         """
-        best = {each.kind: _smallest(each) for each in self.kinds if each.kind in MAX_ERROR}
+        best = {kind.kind: _smallest(kind) for kind in self.kinds if kind.kind in MAX_ERROR}
         gradients, weights = best.get("gradients"), best.get("weights")
         edges = best.get("activations"), best.get("activation_gradients")
         found = {
@@ -98,13 +98,13 @@ class TensorProfile:
 
     def __str__(self) -> str:
         lines = []
-        for each in self.kinds:
-            lossless = 16 / (8 + each.exponent_bits)
+        for kind in self.kinds:
+            lossless = 16 / (8 + kind.exponent_bits)
             lines.append(
-                f"{each.kind}: {each.num_values:,} values, exponents {each.exponent_bits:.2f} of 8 bits (bf16 without "
+                f"{kind.kind}: {kind.num_values:,} values, exponents {kind.exponent_bits:.2f} of 8 bits (bf16 without "
                 f"loss at most {lossless:.2f} times smaller)"
             )
-            for codec in each.codecs:
+            for codec in kind.codecs:
                 sizes = f"{codec.ratio:.2f} times smaller"
                 lines.append(f"  {codec.codec:14} error {codec.error:7.2%}  {sizes}  bias {codec.bias:+.1f}")
         if self.changed is not None:
@@ -123,9 +123,9 @@ def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str]
     Raises:
         ArgumentError: there is no dump, or a file of it cannot be read.
     """
-    found: dict[str, list[torch.Tensor]] = {}
+    dump: dict[str, list[torch.Tensor]] = {}
     dimensions: set[str] | None = None
-    files = [each for each in sorted(Path(path).glob("step-*/rank-*.pt")) if re.fullmatch(r"rank-\d+\.pt", each.name)]
+    files = [item for item in sorted(Path(path).glob("step-*/rank-*.pt")) if re.fullmatch(r"rank-\d+\.pt", item.name)]
     if not files:
         raise ArgumentError(f"{path} has no files step-*/rank-*.pt; write them by reshard train --dump-tensors {path}")
     for file in files:
@@ -136,10 +136,10 @@ def read_dump(path: str | Path) -> tuple[dict[str, list[torch.Tensor]], set[str]
             for kind, tensors in data.items():
                 if kind not in KINDS:
                     raise ValueError(f"kind {kind!r} is unknown; kinds are {', '.join(KINDS)}")
-                found.setdefault(kind, []).extend(tensors[name] for name in sorted(tensors))
+                dump.setdefault(kind, []).extend(tensors[name] for name in sorted(tensors))
         except Exception as error:  # torch.load raises anything
             raise ArgumentError(f"{file} cannot be read as a dump: {type(error).__name__}: {error}") from error
-    return found, dimensions
+    return dump, dimensions
 
 
 def profile_tensors(
@@ -151,7 +151,7 @@ def profile_tensors(
         ArgumentError: no kind has floating-point tensors that are large enough.
     """
     kept = {
-        kind: [each.detach().float() for each in found if each.is_floating_point() and each.numel() >= MIN_VALUES]
+        kind: [item.detach().float() for item in found if item.is_floating_point() and item.numel() >= MIN_VALUES]
         for kind, found in tensors.items()
     }
     kinds = tuple(_profile_kind(kind, kept[kind]) for kind in KINDS if kind != "weights_before" and kept.get(kind))
@@ -163,51 +163,51 @@ def profile_tensors(
 
 def _profile_kind(kind: str, tensors: list[torch.Tensor]) -> KindReport:
     counts = torch.zeros(256, dtype=torch.int64)
-    for each in tensors:
-        exponents = (each.bfloat16().contiguous().view(torch.int16).int() >> 7) & 0xFF
+    for tensor in tensors:
+        exponents = (tensor.bfloat16().contiguous().view(torch.int16).int() >> 7) & 0xFF
         counts += torch.bincount(exponents.reshape(-1), minlength=256)
     shares = counts[counts > 0].double() / counts.sum()
     entropy = float(-(shares * shares.log2()).sum())
     codecs = tuple(_try_codec(parse_codec(name), tensors) for name in BLOCK_CODECS)
-    return KindReport(kind, sum(each.numel() for each in tensors), entropy, codecs)
+    return KindReport(kind, sum(tensor.numel() for tensor in tensors), entropy, codecs)
 
 
 def _try_codec(codec: BlockCodec, tensors: list[torch.Tensor]) -> CodecReport:
-    plain = coded_bytes = 0
+    plain = encoded_bytes = 0
     squares = error_squares = error_sum = 0.0
-    for each in tensors:
-        values = each.reshape(-1).contiguous()
-        coded = torch.empty(codec.nbytes(values.shape, 0), dtype=torch.uint8)
+    for tensor in tensors:
+        values = tensor.reshape(-1).contiguous()
+        encoded = torch.empty(codec.nbytes(values.shape, 0), dtype=torch.uint8)
         decoded = torch.empty_like(values)
-        codec.encode(values, coded, 0)
-        codec.decode(coded, decoded, 0)
+        codec.encode(values, encoded, 0)
+        codec.decode(encoded, decoded, 0)
         errors = (decoded - values).double()
         plain += values.nbytes
-        coded_bytes += coded.nbytes
+        encoded_bytes += encoded.nbytes
         squares += float(values.double().square().sum())
         error_squares += float(errors.square().sum())
         error_sum += float(errors.sum())
     error = math.sqrt(error_squares / squares) if squares else 0.0
     bias = error_sum / math.sqrt(error_squares) if error_squares else 0.0
-    return CodecReport(codec.name, error, plain / coded_bytes, bias)
+    return CodecReport(codec.name, error, plain / encoded_bytes, bias)
 
 
 def _profile_changes(before: list[torch.Tensor], after: list[torch.Tensor]) -> tuple[float | None, float | None]:
     """The share of bf16 weights that steps change, and the ratio of their differences."""
-    if not before or [each.shape for each in before] != [each.shape for each in after]:
+    if not before or [item.shape for item in before] != [item.shape for item in after]:
         return None, None
-    changed = plain = coded = 0
+    changed = plain = encoded = 0
     for old, new in zip(before, after, strict=True):
-        words = [each.bfloat16().reshape(-1).view(torch.int16).numpy().view(np.uint8) for each in (old, new)]
+        words = [item.bfloat16().reshape(-1).view(torch.int16).numpy().view(np.uint8) for item in (old, new)]
         changed += int((words[0].view(np.int16) != words[1].view(np.int16)).sum())
         plain += words[0].nbytes
-        coded += encode_delta(words[1], words[0], np.empty(words[0].nbytes + HEADER_BYTES, dtype=np.uint8), 2)
-    return 2 * changed / plain, plain / coded
+        encoded += encode_delta(words[1], words[0], np.empty(words[0].nbytes + HEADER_BYTES, dtype=np.uint8), 2)
+    return 2 * changed / plain, plain / encoded
 
 
 def _smallest(report: KindReport) -> str | None:
     """The smallest codec whose error training tolerated, or one of nearly the same size with a smaller error."""
-    allowed = [each for each in report.codecs if each.error <= MAX_ERROR[report.kind]]
-    most = max((each.ratio for each in allowed), default=0.0)
-    close = [each for each in allowed if each.ratio >= SAME_SIZE * most]
+    allowed = [codec for codec in report.codecs if codec.error <= MAX_ERROR[report.kind]]
+    most = max((item.ratio for item in allowed), default=0.0)
+    close = [item for item in allowed if item.ratio >= SAME_SIZE * most]
     return min(close, key=lambda each: each.error).codec if close else None

@@ -265,7 +265,7 @@ class WeightSync:
         failure, seconds, is_first = None, 0.0, False
         sizes = {name: entry.nbytes for name, entry in entries.items()}
         try:
-            if any(self._group.rank in (*each.holders, *each.receivers) for each in self._buckets.values()):
+            if any(self._group.rank in (*item.holders, *item.receivers) for item in self._buckets.values()):
                 mover = self._find_mover(sizes)
                 is_first, self._has_sent = not self._has_sent, True
                 for name, bucket in data.items():
@@ -338,7 +338,7 @@ class WeightSync:
     def _find_lost(self, out: Shards | None, entries: Mapping[str, _Entry]) -> str | None:
         """The first bucket with differences to a version that this rank's destination shards do not hold, or None."""
         for name, bucket in self._buckets.items():
-            has_base = any(FORMATS[each].has_base for each in entries[name].formats)
+            has_base = any(FORMATS[item].has_base for item in entries[name].formats)
             needed = out is not None and self._group.rank in bucket.receivers and has_base
             if needed and digest_regions(bucket, out or {}, "dst") != self._digests[name]:
                 return name
@@ -401,7 +401,7 @@ def _have_equal_buffers(reports: Mapping[int, Any], buckets: Mapping[str, Bucket
     """Whether all ranks that send or receive have Movers for the same buffers, or none has one."""
     ranks = {rank for bucket in buckets.values() for rank in (*bucket.holders, *bucket.receivers)}
     found = [reports[rank]["capacity"] for rank in sorted(ranks)]
-    return all(each == found[0] for each in found)
+    return all(item == found[0] for item in found)
 
 
 def _agree_on_buckets(reports: Mapping[int, Any], buckets: Mapping[str, Bucket]) -> dict[str, _Entry]:

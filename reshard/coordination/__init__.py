@@ -3,10 +3,12 @@
 Imports :mod:`reshard.runtime` and the packages below it.
 """
 
-from reshard.coordination.addresses import own_address
-from reshard.coordination.calling_threads import Owner
 from reshard.coordination.communicator import MAX_CACHED, NCCL_ROOT_CAUSE_SECONDS, Channel, find_channel
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
+from reshard.coordination.groups.addresses import own_address
+from reshard.coordination.groups.calling_threads import Owner
+from reshard.coordination.groups.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
+from reshard.coordination.groups.process_group import Group, check_inside, find_group, known_groups, serve_store
 from reshard.coordination.liveness.call_sequence import (
     calling,
     leave_call,
@@ -16,13 +18,11 @@ from reshard.coordination.liveness.call_sequence import (
 )
 from reshard.coordination.liveness.claims import join
 from reshard.coordination.liveness.failure_detector import explain_lost_store
-from reshard.coordination.liveness.heartbeat import Monitor, call_at_exit, publishing_lost_ranks
+from reshard.coordination.liveness.heartbeat import Monitor, publishing_lost_ranks
 from reshard.coordination.liveness.interruptions import keep_exceptions_local, mark_published, publish_exceptions
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import report_dead
-from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
-from reshard.coordination.process_group import Group, check_inside, find_group, known_groups, serve_store
 from reshard.coordination.topology_discovery import topology_of_names, warn_of_hosts
 
 __all__ = [
@@ -35,7 +35,6 @@ __all__ = [
     "Owner",
     "Request",
     "TensorRequest",
-    "call_at_exit",
     "calling",
     "check_inside",
     "count_call",

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.connections import Connections, GlooTransport
+from reshard.coordination.groups.messages import Decision, Request, describe_error, name_rank, rebuild_error
+from reshard.coordination.groups.process_group import Group, check_inside
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.liveness.status import find_late
-from reshard.coordination.messages import Decision, Request, describe_error, name_rank, rebuild_error
-from reshard.coordination.process_group import Group, check_inside
 from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import describe_ranks, format_ranks
@@ -39,6 +38,7 @@ from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.schedule import Round
 from reshard.runtime.transport import BrokenConnectionError
+from reshard.runtime.transport.connections import Connections, GlooTransport
 
 #: Timeout for publishing an error.
 REPORT_SECONDS = 1.0

@@ -20,12 +20,12 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from reshard.coordination.addresses import is_loopback, own_address
-from reshard.coordination.descriptors import is_descriptor_shortage, out_of_descriptors
-from reshard.coordination.store import Store
+from reshard.coordination.groups.addresses import is_loopback, own_address
+from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError, RemoteError
 from reshard.forks import close_in_child
 from reshard.formatting import format_ranks
+from reshard.runtime.transport.descriptors import is_descriptor_shortage, out_of_descriptors
 
 #: Connections without a hello that are kept open beyond one of each member. The oldest are closed.
 MAX_STRANGERS = 64
@@ -275,7 +275,7 @@ class Hub:
         if hello is None:
             return
         self._unverified.remove(peer)
-        well_formed = isinstance(hello, list) and [type(each) for each in hello] == [str, int]
+        well_formed = isinstance(hello, list) and [type(item) for item in hello] == [str, int]
         given = hello[0].encode(errors="surrogatepass") if well_formed else b""  # a stranger may send any text
         if not hmac.compare_digest(given, self._proof.encode()):
             peer.close()

@@ -6,7 +6,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.coordination.messages import Decision, Request, TensorRequest, describe_error, name_rank, rebuild_error
+from reshard.coordination.groups.messages import (
+    Decision,
+    Request,
+    TensorRequest,
+    describe_error,
+    name_rank,
+    rebuild_error,
+)
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
 from reshard.formatting import count_of, describe_ranks, format_ranks
 from reshard.plan import Plan

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 
 from reshard.coordination.control_channel import Hub, Spoke
-from reshard.coordination.liveness.heartbeat import call_at_exit
+from reshard.forks import call_at_exit
 
 
 class Links:

@@ -19,7 +19,9 @@ from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.decide import missing_error
-from reshard.coordination.descriptors import check_descriptors, is_descriptor_shortage, out_of_descriptors
+from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, rebuild_error
+from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
+from reshard.coordination.groups.store import LOST_STORE_SECONDS, Store, StoreSilentError
 from reshard.coordination.links import Links
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,
@@ -43,11 +45,9 @@ from reshard.coordination.liveness.membership import (
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import LOST_SECONDS, HeartbeatReader, is_reported_dead, publish_status
 from reshard.coordination.liveness.survivors import propose_exclusion, read_exclusions
-from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, rebuild_error
-from reshard.coordination.process_group import RESUME_SECONDS, Group
-from reshard.coordination.store import LOST_STORE_SECONDS, Store, StoreSilentError
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import format_ranks
+from reshard.runtime.transport.descriptors import check_descriptors, is_descriptor_shortage, out_of_descriptors
 
 #: Interval at which a waiting rank publishes what it waits for and reads the status of absent ranks.
 CHECK_SECONDS = 0.2
@@ -243,7 +243,7 @@ class Rendezvous:
             received[args.request.rank] = args.request
             requests = [received[rank] for rank in self.members if rank in received]
             decision = find_lagging(requests, self.members) or find_round_mismatch(requests) or args.decide(requests)
-            attempts = {each.rank: each.attempt for each in requests}
+            attempts = {request.rank: request.attempt for request in requests}
             if not args.fault_tolerant:
                 return replace(decision, attempts=attempts)
             gone = {*decision.lost, *(rank for rank in self.members if rank not in received)}

@@ -12,9 +12,9 @@ import numpy as np
 from reshard.codecs import measure_rates, parse_codec
 from reshard.coordination.communicator import find_channel
 from reshard.coordination.decide import resolve
+from reshard.coordination.groups.messages import Decision, Request, describe_error
+from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption
-from reshard.coordination.messages import Decision, Request, describe_error
-from reshard.coordination.process_group import find_group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
 from reshard.public_api import caller_level

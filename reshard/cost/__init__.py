@@ -3,7 +3,7 @@
 Imports :mod:`reshard.plan` and the layers below it.
 """
 
-from reshard.cost.coding import coded_makespan
+from reshard.cost.coding import encoded_makespan
 from reshard.cost.fluid import flow
 from reshard.cost.lower_bound import find_bound
 from reshard.cost.port_loads import find_loads
@@ -16,7 +16,7 @@ __all__ = [
     "CostReport",
     "Makespan",
     "Timeline",
-    "coded_makespan",
+    "encoded_makespan",
     "find_bound",
     "find_loads",
     "flow",

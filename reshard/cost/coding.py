@@ -12,16 +12,16 @@ from reshard.plan import MessageTable, Plan, cut_chunks
 from reshard.topology import CodecRate, Topology
 
 
-def coded_makespan(
+def encoded_makespan(
     plan: Plan,
     rate: CodecRate | Sequence[CodecRate | None],
     topology: Topology | None = None,
     *,
     encodes_first: bool = False,
 ) -> float:
-    """The time in seconds until all ranks have decoded the coded tensors of a plan.
+    """The time in seconds until all ranks have decoded the encoded tensors of a plan.
 
-    The model follows :mod:`reshard.runtime.cpu.coding`, which codes whole rows of a shard:
+    The model follows :mod:`reshard.runtime.cpu.coding`, which encodes whole rows of a shard:
 
     * A rank encodes the rows of its messages one after another, in the plan's order, and each row once for all
       receivers. A message starts when its rows are encoded. The transfer is late by the longest time that any message
@@ -30,7 +30,7 @@ def coded_makespan(
     * Each rank has a core for each of the two.
 
     Args:
-        rate: of the codec, or one for each tensor of the plan, None where it is not coded.
+        rate: of the codec, or one for each tensor of the plan, None where it is not encoded.
         topology: hosts, rates and latencies; omitted, those of the plan.
         encodes_first: ranks encode everything before the transfer, as calls with ``max_error`` do.
     """
@@ -39,7 +39,7 @@ def coded_makespan(
     is_copy = messages.sender == messages.receiver
     rates = [rate] * len(plan.tensors) if isinstance(rate, CodecRate) else rate
     encode, decode = (
-        np.array([0.0 if each is None else 1 / getattr(each, f"{what}_bytes_per_second") for each in rates])
+        np.array([0.0 if item is None else 1 / getattr(item, f"{what}_bytes_per_second") for item in rates])
         for what in ("encode", "decode")
     )
     encoders = _Rows.of(plan, messages, "src", messages.source < 0, encode)
@@ -60,11 +60,11 @@ def coded_makespan(
 
 
 class _Rows:
-    """The runs of rows that ranks code on one side, in the plan's order.
+    """The runs of rows that ranks encode on one side, in the plan's order.
 
     Attributes:
         rank, seconds: ``(runs,)`` the rank, and the seconds that it takes.
-        message, of_message: ``(messages that are coded,)`` row of the message table, and run of its rows.
+        message, of_message: ``(messages that are encoded,)`` row of the message table, and run of its rows.
     """
 
     def __init__(self, rank: np.ndarray, seconds: np.ndarray, message: np.ndarray, of_message: np.ndarray) -> None:
@@ -74,10 +74,10 @@ class _Rows:
     def of(
         cls, plan: Plan, messages: MessageTable, side: str, chosen: np.ndarray, seconds_per_byte: np.ndarray
     ) -> _Rows:
-        """The runs of the chosen messages. Their seconds are scaled so that no row is coded twice.
+        """The runs of the chosen messages. Their seconds are scaled so that no row is encoded twice.
 
         Args:
-            seconds_per_byte: ``(tensors,)`` to code the plain values.
+            seconds_per_byte: ``(tensors,)`` to encode the plain values.
         """
         transfers = plan.transfers
         ranks = messages.sender if side == "src" else messages.receiver
@@ -100,10 +100,10 @@ class _Rows:
         return cls(rank, work * share[rank] * seconds_per_byte[of], message, number[of_message.ravel()])
 
     def finish(self, order: np.ndarray, ready: np.ndarray | None = None) -> np.ndarray:
-        """When each run is coded if a rank codes one after another.
+        """When each run is encoded if a rank encodes one after another.
 
         Args:
-            order: ``(runs,)`` numbers by which a rank sorts its runs. ready: when each run can be coded; default: 0.
+            order: ``(runs,)`` numbers by which a rank sorts its runs. ready: when each run can be encoded; default: 0.
         """
         done = np.empty(len(self.rank))
         sequence = np.lexsort((order, self.rank))
@@ -122,7 +122,7 @@ class _Rows:
 
 
 def _plain_bytes(plan: Plan, side: str, num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
-    """``(tensors, ranks)`` bytes of plain values in a row, and in all rows, of the shards of coded tensors."""
+    """``(tensors, ranks)`` bytes of plain values in a row, and in all rows, of the shards of encoded tensors."""
     row_bytes, shard_bytes = np.zeros((2, len(plan.tensors), num_ranks))
     for number, spec in enumerate(plan.tensors):
         if spec.coding is None or spec.codec is None:

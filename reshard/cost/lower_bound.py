@@ -186,7 +186,7 @@ def _bound_of_places(
         verb = "holds" if len(places) == 1 else "hold"
         words = f"{_format_places(kind, places)} {verb} {format_bytes(alone)} that no other {kind} has and can send "
     else:
-        seconds, places = _least_egress(classes, egress)
+        seconds, places = _min_egress(classes, egress)
         total = seconds * sum(egress[place] for place in places)
         words = f"{_format_places(kind, places)} must send {format_bytes(total)} and can send "
     together = " together" if len(places) > 1 else ""
@@ -194,7 +194,7 @@ def _bound_of_places(
     return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
 
 
-def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> float:
+def min_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> float:
     """The least possible time of the slowest place if the bytes of each key are divided among its places.
 
     Solved as a linear program. Its dual gives the set of places that binds, from which the value is recomputed exactly.
@@ -203,7 +203,7 @@ def least_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -
 
 
 def _find_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> tuple[float, list[int]]:
-    """As :func:`least_largest_share`, and the places that bind."""
+    """As :func:`min_largest_share`, and the places that bind."""
     places = sorted({place for key in held for place in key})
     if not places:
         return 0.0, []
@@ -230,7 +230,7 @@ def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
     return [place for place, dual in zip(places, duals, strict=True) if dual < -least]
 
 
-def _least_egress(classes: Classes, egress: Mapping[int, float]) -> tuple[float, list[int]]:
+def _min_egress(classes: Classes, egress: Mapping[int, float]) -> tuple[float, list[int]]:
     """The least time for all departures if receivers may pass data on, and the places that bind."""
     places = sorted({place for holders, destinations in classes for place in (*holders, *destinations)})
     share: list[tuple[int, int]] = []

@@ -12,10 +12,10 @@ from reshard.cost.simulator import network_of, simulate_until
 from reshard.plan import Plan, tabulate_messages
 
 #: Operations of a simulation, of a few nanoseconds each: 0.1 to 3 s.
-MOST_OPERATIONS = 10**8
+MAX_OPERATIONS = 10**8
 #: A plan that orders the messages of each port is not simulated if it has more messages, because its estimate is exact
 #: to a few per cent.
-MOST_IN_ORDER = 200_000
+MAX_IN_ORDER = 200_000
 #: Time of a plan over the time that its ports take one message at a time, if they pass several at once: at most this
 #: where it was measured. The messages of a port then wait for each other at the other ends.
 _UNORDERED = 2.5
@@ -46,9 +46,9 @@ def predict_makespan(plan: Plan, cutoff: float = math.inf) -> Makespan:
         cutoff: seconds. The simulation stops as soon as the makespan is sure to be above it.
     """
     is_ordered = len(plan.transfers.after) > 0
-    if not is_ordered or plan.num_messages <= MOST_IN_ORDER:
+    if not is_ordered or plan.num_messages <= MAX_IN_ORDER:
         try:
-            timeline = simulate_until(plan, cutoff, MOST_OPERATIONS)
+            timeline = simulate_until(plan, cutoff, MAX_OPERATIONS)
             return Makespan(math.inf if timeline is None else timeline.makespan_seconds)
         except TooMuchWork:
             pass

@@ -17,7 +17,7 @@ from reshard.topology import MAX_NICS, Topology
 #: The rate of a link that the topology does not limit.
 _UNLIMITED = 1e18
 #: Up to this window, :func:`recvs_ahead` is looked up in a table.
-_MOST_TABLED = 64
+_MAX_TABLED = 64
 #: Relative error of the difference of two times.
 _ROUNDING = 1e-9
 
@@ -153,7 +153,7 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
 def _find_ahead(window: np.ndarray) -> np.ndarray:
     """:func:`recvs_ahead` of each window."""
     most = int(window.max(initial=0))
-    if most > _MOST_TABLED:
+    if most > _MAX_TABLED:
         found, inverse = np.unique(window, return_inverse=True)
         return np.array([recvs_ahead(int(w)) for w in found], dtype=np.int64)[inverse.ravel()]
     return np.array([recvs_ahead(w) for w in range(most + 1)], dtype=np.int64)[window]

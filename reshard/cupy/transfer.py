@@ -93,7 +93,7 @@ class Mover:
                     raise ArgumentError(f"the plan names rank {plan.ranks[-1]}; the communicator has {size} ranks")
                 for spec in plan.tensors:
                     if spec.codec is not None:
-                        raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is coded")
+                        raise ArgumentError(f"reshard.cupy does not support codecs; tensor {spec} is encoded")
                 ensure_checked(plan)
                 if self._rank in plan.ranks:
                     with self._stream:  # CuPy reuses memory in the order of the stream that it was allocated on
@@ -185,7 +185,7 @@ class Mover:
         ]
         dst = self._check(outs, shapes, "destination")
         for given in plan.by_tensor(out):  # only arrays of the caller can overlap a source
-            if given is not None and any(one is not None and cupy.may_share_memory(given, one) for one in src):
+            if given is not None and any(item is not None and cupy.may_share_memory(given, item) for item in src):
                 raise ArgumentError("out shares memory with a source; pass a separate array")
         return src, dst
 

@@ -115,7 +115,7 @@ def sum_gradients(module: torch.nn.Module, *, check_replicas: bool = False) -> N
         ArgumentError: a gradient was summed before in this step, on this rank or another.
         DisagreementError: a sum or a parameter differs between ranks that must agree, or some ranks froze a parameter.
     """
-    declared = [(*each, axes_left(*each[1:])) for each in declared_sums(module)]
+    declared = [(*declared_sum, axes_left(*declared_sum[1:])) for declared_sum in declared_sums(module)]
     _agree_on_gradients(declared)
     buckets: dict[tuple[Any, ...], list[tuple[str, torch.Tensor, torch.Tensor]]] = {}
     to_sum: dict[tuple[Any, ...], list[torch.Tensor]] = {}
@@ -197,10 +197,10 @@ def _form_of(parameter: torch.Tensor) -> tuple[int, bool, bool]:
 
 
 def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> None:
-    flat = torch.cat([each.reshape(-1) for each in gradients])
+    flat = torch.cat([item.reshape(-1) for item in gradients])
     for axis in axes:
         flat = axis.all_reduce(flat)
-    for gradient, part in zip(gradients, flat.split([each.numel() for each in gradients]), strict=True):
+    for gradient, part in zip(gradients, flat.split([item.numel() for item in gradients]), strict=True):
         gradient.copy_(part.view(gradient.shape))
 
 
@@ -223,7 +223,7 @@ def digest_of(array: Any) -> torch.Tensor:
 def _split(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     bucket: list[torch.Tensor] = []
     for gradient in gradients:
-        if bucket and sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET_BYTES:
+        if bucket and sum(item.nbytes for item in bucket) + gradient.nbytes > BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(gradient)

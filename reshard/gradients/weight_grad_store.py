@@ -66,11 +66,11 @@ class WeightGradStore(TorchFunctionMode):
                 "the backward of a forward that calls autograd cannot be split; do not split that stage's backward, as "
                 "auto_schedule(..., can_split=False) does"
             )
-        versions = [torch_compat.version_of(each) for each in held]
+        versions = [torch_compat.version_of(item) for item in held]
         self.held += held
 
         def checked() -> None:
-            if [torch_compat.version_of(each) for each in held] != versions:
+            if [torch_compat.version_of(item) for item in held] != versions:
                 raise ArgumentError(
                     "the input of a layer, or a gradient, was changed in place between the input-gradient and the "
                     "weight-gradient pass; change a copy, or do not split that stage's backward, as "
@@ -142,15 +142,15 @@ def _can_defer(call: dict[str, Any], weight_dims: int) -> bool:
     array, weight, bias = call["input"], call["weight"], call.get("bias")
     if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
         return False
-    given = [each for each in (array, weight, bias) if each is not None]
+    given = [item for item in (array, weight, bias) if item is not None]
     if any(
-        each.layout is not torch.strided or not each.is_floating_point() or torch_compat.is_transformed(each)
-        for each in given
+        item.layout is not torch.strided or not item.is_floating_point() or torch_compat.is_transformed(item)
+        for item in given
     ):
         return False
-    if any(torch_compat.has_hooks(each) for each in (weight, bias) if each is not None):
+    if any(torch_compat.has_hooks(item) for item in (weight, bias) if item is not None):
         return False
-    dtypes = {each.dtype for each in given}
+    dtypes = {item.dtype for item in given}
     if _autocast_dtype(array.device.type) is None:
         has_one_dtype = len(dtypes) == 1
     else:

@@ -1,4 +1,4 @@
-from .choice import GridChoice as GridChoice, GridPrice as GridPrice, choose_grid as choose_grid
+from .choice import choose_grid as choose_grid
 from .conversion import parallelize as parallelize
 from .converters import Conversion as Conversion, register as register
 from .gradients import sync_gradients as sync_gradients
@@ -7,7 +7,7 @@ from .grid_change import relayout as relayout
 from .layers.attention import Heads as Heads
 from .layers.dropout import Dropout as Dropout
 from .layers.embedding import Embedding as Embedding, PositionEmbedding as PositionEmbedding
-from .layers.linear import Linear as Linear, multiply as multiply
+from .layers.linear import Linear as Linear
 from .layers.loss import CrossEntropy as CrossEntropy
 from .layers.norms import LayerNorm as LayerNorm, RMSNorm as RMSNorm
 from .overlap import sync_during_backward as sync_during_backward

@@ -111,7 +111,7 @@ class GridChoice:
             parts = (price.compute_seconds, price.product_seconds, price.depth_seconds, price.other_seconds)
             lines.append(
                 f"{price!s:>12} {price.kind:>14} {price.seconds:>9.4g} "
-                + " ".join(f"{each:>9.3g}" for each in parts)
+                + " ".join(f"{part:>9.3g}" for part in parts)
                 + f" {format_bytes(price.memory_bytes):>10}  {', '.join(reversed(price.order))}"
             )
         more = len({str(price) for price in self.candidates}) - len(seen)
@@ -130,7 +130,7 @@ def choose_grid(
     model: Any,
     topology: Topology,
     ranks: Sequence[int],
-    memory_bytes: float = math.inf,
+    memory_limit_bytes: float = math.inf,
     *,
     rows: int,
     flops_per_second: float,
@@ -150,7 +150,7 @@ def choose_grid(
         model: :class:`TransformerSizes`, or a model or config that :meth:`TransformerSizes.of` reads.
         topology: hosts and links.
         ranks: ranks of the grid; list the ranks of each host next to each other.
-        memory_bytes: memory limit of a rank.
+        memory_limit_bytes: memory limit of a rank.
         rows: rows of a batch, over all ranks.
         flops_per_second: rate of one rank; a multiplication and its addition count as two.
         itemsize: bytes of an element of activations and weights.
@@ -161,7 +161,7 @@ def choose_grid(
         ArgumentError: no grid fits (the error says what the smallest needs), or an argument is invalid.
     """
     sizes = model if isinstance(model, TransformerSizes) else TransformerSizes.of(model)
-    for name, value in (("flops_per_second", flops_per_second), ("memory_bytes", memory_bytes)):
+    for name, value in (("flops_per_second", flops_per_second), ("memory_limit_bytes", memory_limit_bytes)):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
             raise ArgumentError(f"{name} is {value!r}; it must be a positive number")
     counts = {"rows": rows, "itemsize": itemsize, "state_bytes": state_bytes, "panel": panel}
@@ -189,18 +189,18 @@ def choose_grid(
         else:
             prices += [workload.price(shape, order) for order in _orders(shape)]
     prices.sort(key=lambda price: (price.seconds, price.memory_bytes, str(price), price.order))
-    fitting = tuple(price for price in prices if price.memory_bytes <= memory_bytes)
+    fitting = tuple(price for price in prices if price.memory_bytes <= memory_limit_bytes)
     if not fitting:
         least = min((price.memory_bytes for price in prices), default=math.inf)
         detail = (
-            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_bytes)} on each rank; "
+            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_limit_bytes)} on each rank; "
             "use more ranks, or fewer rows in a batch"
             if prices
             else "; ".join(f"{name} {reason}" for name, reason in refused)
         )
         raise ArgumentError(f"no grid of {len(ranks)} ranks fits: {detail}")
-    too_large = tuple(price for price in prices if price.memory_bytes > memory_bytes)
-    return GridChoice(fitting, too_large, tuple(refused), memory_bytes)
+    too_large = tuple(price for price in prices if price.memory_bytes > memory_limit_bytes)
+    return GridChoice(fitting, too_large, tuple(refused), memory_limit_bytes)
 
 
 def _shapes(size: int) -> Iterator[tuple[int, int, int]]:
@@ -252,8 +252,8 @@ class _Workload:
         parameters = stationary = kept = 0
         for layer, count in ((sizes.layer, sizes.num_layers), (sizes.output, 1)):
             price = price_layer(layer, load, self.flops_per_second)
-            compute += count * sum(each.compute for each in price.passes)
-            exposed += count * sum(each.exposed for each in price.passes)
+            compute += count * sum(compute_pass.compute for compute_pass in price.passes)
+            exposed += count * sum(compute_pass.exposed for compute_pass in price.passes)
             sums += count * price.depth_seconds
             norms += count * (price.norm_forward_seconds + price.norm_backward_seconds)
             parameters += count * price.parameters

@@ -125,7 +125,7 @@ def parallelize(
     if compression is not None:
         grid.set_codec(compression.check_only("tp", "parallelize"))
     conversion, before = Conversion(model, grid, panel), list(model.parameters())
-    modes = {path: each.training for path, each in model.named_modules(remove_duplicate=False)}
+    modes = {path: submodule.training for path, submodule in model.named_modules(remove_duplicate=False)}
     result = conversion.convert(model, "")
     for names in conversion.ties:
         _tie(result, names)
@@ -138,7 +138,7 @@ def parallelize(
             path = path.rpartition(".")[0]
         module.training = modes[path]
     kept = set(map(id, result.parameters()))
-    mark_replaced([each for each in before if id(each) not in kept], "parallelize")
+    mark_replaced([item for item in before if id(item) not in kept], "parallelize")
     watch_optimizers()
     _BatchHooks(grid, has_local_input).attach(result)
     result.reshard_grid = grid  # type: ignore[assignment]
@@ -182,7 +182,7 @@ class _BatchHooks:
     @not_compiled
     def _before(self, model: nn.Module, args: Any, kwargs: Any) -> Any:
         _sum_under_fsdp(model)
-        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor) and each.dim()]
+        tensors = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Tensor) and item.dim()]
         if not tensors:
             raise ArgumentError("the forward of a model on a grid needs a tensor whose first dim is the batch")
         rows = _rows_of(tensors)
@@ -196,10 +196,10 @@ class _BatchHooks:
                 self._compare_batches(model, args, kwargs)
             self._num_forwards += 1
             lo, hi = self.grid.local_rows(rows)
-            args = tuple(_narrow(each, rows, lo, hi) for each in args)
+            args = tuple(_narrow(argument, rows, lo, hi) for argument in args)
             kwargs = {
-                name: each if _has_no_batch_dim(name, each) else _narrow(each, rows, lo, hi)
-                for name, each in kwargs.items()
+                name: argument if _has_no_batch_dim(name, argument) else _narrow(argument, rows, lo, hi)
+                for name, argument in kwargs.items()
             }
         context.__enter__()
         self._open.append(context)
@@ -215,15 +215,15 @@ class _BatchHooks:
 
         A floating-point input may hold only the features of its column, so it may differ between columns.
         """
-        named = [(f"argument {number}", each) for number, each in enumerate(args)] + sorted(kwargs.items())
-        tensors = [(name, each) for name, each in named if isinstance(each, torch.Tensor)]
+        named = [(f"argument {number}", argument) for number, argument in enumerate(args)] + sorted(kwargs.items())
+        tensors = [(name, item) for name, item in named if isinstance(item, torch.Tensor)]
         device = tensors[0][1].device
-        if any(getattr(each, "draws_masks", False) for each in model.modules()):
+        if any(getattr(submodule, "draws_masks", False) for submodule in model.modules()):
             tensors.append(("the state of torch's CPU generator", torch.get_rng_state()))
         if bool(self._differs(torch.tensor([len(tensors)], device=device), torch.tensor([False], device=device))):
             raise DisagreementError(f"ranks of {self.grid} pass different numbers of tensors to a model")
-        is_cut = torch.tensor([each.is_floating_point() for _, each in tensors], device=device)
-        different = self._differs(torch.stack([digest_of(each).to(device) for _, each in tensors]), is_cut)
+        is_cut = torch.tensor([tensor.is_floating_point() for _, tensor in tensors], device=device)
+        different = self._differs(torch.stack([digest_of(tensor).to(device) for _, tensor in tensors]), is_cut)
         for index in different.nonzero().flatten().tolist():
             raise DisagreementError(
                 f"ranks of {self.grid} pass different batches to a model: {tensors[index][0]} differs; every rank must "
@@ -233,7 +233,7 @@ class _BatchHooks:
     def _differs(self, values: torch.Tensor, may_differ_by_column: torch.Tensor) -> torch.Tensor:
         """1 where any two ranks have different values, 0 elsewhere; the same on all ranks."""
         row, col, depth = (self.grid.along(axis) for axis in ("row", "col", "depth"))
-        high, low = (depth.max(row.max(each)) for each in (values, -values))
+        high, low = (depth.max(row.max(item)) for item in (values, -values))
         by_column = (col.max(values) != -col.max(-values)) & ~may_differ_by_column
         wrong = ((high != -low) | by_column).int()
         return depth.max(row.max(col.max(wrong)))
@@ -263,8 +263,8 @@ def _sum_under_fsdp(model: nn.Module) -> None:
 
 def _rows_of(tensors: Sequence[torch.Tensor]) -> int:
     """Number of rows of a batch, without tensors that all rows share: of 1 row, or of 1 dim where others have more."""
-    several = [each for each in tensors if each.dim() > 1] or tensors
-    return next((len(each) for each in several if len(each) != 1), 1)
+    several = [tensor for tensor in tensors if tensor.dim() > 1] or tensors
+    return next((len(item) for item in several if len(item) != 1), 1)
 
 
 def _has_no_batch_dim(name: str, value: Any) -> bool:

@@ -57,7 +57,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
         return AxisTraffic(0.0, 0.0, 0.0, 0)
     received: dict[tuple[int, int], float] = {}
     pod_received = [0.0] * len(topology.pods)
-    most_inside, has_levels, crosses = 0.0, False, False
+    max_inside, has_levels, crosses = 0.0, False, False
     for group in groups.tolist():
         hosts = [topology.host_of_rank[rank] for rank in group]
         counts = Counter(hosts)
@@ -68,11 +68,11 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
             inside = (counts[host] - 1) * (len(counts) if has_levels else 1)
             nic = (host, topology.nic_of_rank[rank])
             received[nic] = received.get(nic, 0.0) + outside
-            most_inside = max(most_inside, inside)
+            max_inside = max(max_inside, inside)
             if topology.pods:
                 pod = topology.host(host).pod
-                others = {each: 1 if has_levels else count for each, count in counts.items()}
-                pod_received[pod or 0] += sum(n for each, n in others.items() if topology.host(each).pod != pod)
+                others = {item: 1 if has_levels else count for item, count in counts.items()}
+                pod_received[pod or 0] += sum(n for other, n in others.items() if topology.host(other).pod != pod)
     nic_seconds = 0.0
     for (host, number), parts in received.items():
         port = topology.host(host).nics[number]
@@ -80,8 +80,8 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
     for parts, uplink in zip(pod_received, topology.pods, strict=True):  # every pod sends as many bytes as it receives
         nic_seconds = max(nic_seconds, parts / _slower_rate(uplink))
     inside_rate = topology.inside_bytes_per_second or math.inf
-    latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if most_inside else 0.0)
-    return AxisTraffic(nic_seconds, most_inside / inside_rate, latency, size - 1)
+    latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if max_inside else 0.0)
+    return AxisTraffic(nic_seconds, max_inside / inside_rate, latency, size - 1)
 
 
 def _slower_rate(port: Port) -> float:
@@ -143,6 +143,6 @@ def _seconds_per_byte(traffic: Mapping[str, AxisTraffic]) -> tuple[float, float]
     """Seconds per received byte on NICs and inside hosts, each along the slower of the axes "row" and "col"."""
     parts = [traffic[axis] for axis in ("row", "col")]
     return (
-        max(each.nic_seconds / max(1, each.parts) for each in parts),
-        max(each.inside_seconds / max(1, each.parts) for each in parts),
+        max(part.nic_seconds / max(1, part.parts) for part in parts),
+        max(part.inside_seconds / max(1, part.parts) for part in parts),
     )

@@ -35,7 +35,7 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
     """
     check_interval(check_every)
     for _, parameter, axes in declared_sums(model):
-        depth = next((each for each in axes_left(parameter, axes) if each.name == "depth"), None)
+        depth = next((item for item in axes_left(parameter, axes) if item.name == "depth"), None)
         if isinstance(depth, Axis):
             Turns.of(depth, parameter.device).take(Turn.SUM, digest_of_sums(model))
             break
@@ -44,7 +44,10 @@ def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) ->
 
 def digest_of_sums(model: torch.nn.Module) -> int:
     """A 63-bit digest of the names, shapes and dtypes of the gradients that are summed, equal along depth."""
-    sums = [(name, tuple(local_of(each).shape), str(each.dtype)) for name, each, _ in declared_sums(model)]
+    sums = [
+        (name, tuple(local_of(declared_sum).shape), str(declared_sum.dtype))
+        for name, declared_sum, _ in declared_sums(model)
+    ]
     return int.from_bytes(hashlib.sha256(repr(sums).encode()).digest()[:8], "big") >> 1
 
 

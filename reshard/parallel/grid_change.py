@@ -53,7 +53,7 @@ def relayout(
     if optimizer is not None:
         check_state(optimizer, model.named_parameters())
     codec = None if compression is None else compression.check_only("optimizer", "relayout")
-    meshes = [each.mesh for each in (old_grid, grid)]
+    meshes = [item.mesh for item in (old_grid, grid)]
     parameters = _holders(model)
     state = {} if optimizer is None else optimizer.state
     sources: dict[str, torch.Tensor] = {}
@@ -66,12 +66,12 @@ def relayout(
     of_state = {name for name in sources if not name.endswith(".")}
     if codec is not None and not of_state:
         raise ArgumentError(f"compression={compression} has optimizer=, but there is no optimizer state to move")
-    coded = set() if codec is None else {name for name in of_state if codec == "bf16-lossless" or is_linear(name)}
+    encoded = set() if codec is None else {name for name in of_state if codec == "bf16-lossless" or is_linear(name)}
     if codec is not None:
-        for name in of_state - coded:
+        for name in of_state - encoded:
             sources[name] = without_low_bits(sources[name])
     moved: dict[str, torch.Tensor] = {}
-    for names, names_codec in (([name for name in sources if name not in coded], None), (sorted(coded), codec)):
+    for names, names_codec in (([name for name in sources if name not in encoded], None), (sorted(encoded), codec)):
         if names:
             parts, specs = ({name: values[name] for name in names} for values in (sources, placements))
             moved |= reshard(parts, *meshes, src_spec=specs, dst_spec=specs, compression=names_codec)
@@ -105,11 +105,11 @@ def _replace_parameters(
             }
     if optimizer is not None:
         for group in optimizer.param_groups:
-            group["params"] = [replaced.get(id(each), each) for each in group["params"]]
+            group["params"] = [replaced.get(id(item), item) for item in group["params"]]
 
 
 def _check(model: nn.Module, old_grid: Grid, grid: Grid) -> None:
-    ranks, others = (sorted(each.device_mesh.mesh.flatten().tolist()) for each in (old_grid, grid))
+    ranks, others = (sorted(item.device_mesh.mesh.flatten().tolist()) for item in (old_grid, grid))
     if ranks != others:
         raise ArgumentError(f"relayout moves a model between grids of the same ranks, not from {ranks} to {others}")
     if old_grid.has_open_graph:

@@ -49,13 +49,13 @@ class LayerSizes:
         object.__setattr__(self, "products", tuple((k, n) for k, n in self.products))
         sizes = (self.hidden, self.sequence, *(size for product in self.products for size in product))
         counts = (self.num_heads, self.head_size, self.num_norms, self.num_entries)
-        if not all(type(each) is int and each >= 1 for each in sizes) or not all(
-            type(each) is int and each >= 0 for each in counts
+        if not all(type(item) is int and item >= 1 for item in sizes) or not all(
+            type(count) is int and count >= 0 for count in counts
         ):
             raise ArgumentError(f"sizes of a layer on a grid must be positive integers, and counts at least 0: {self}")
 
     @property
-    def most_cols(self) -> int:
+    def max_cols(self) -> int:
         """The largest number of columns of which each gets a head, or a feature if there is no attention."""
         return self.num_heads or min(self.hidden, *itertools.chain(*self.products), 1 << 30)
 
@@ -82,8 +82,8 @@ class GridLoad:
         itemsize: bytes of an element of activations and weights on the wire. gradient_bytes: of an element of a
             gradient.
         panel, keep_inputs: see :class:`~reshard.parallel.Linear`.
-        coded_ratio: bytes on the wire per byte of a message of a matrix product. coding_seconds: seconds to encode and
-            decode one element that a rank receives. Computation does not hide them.
+        encoded_ratio: bytes on the wire per byte of a message of a matrix product. coding_seconds: seconds to encode
+            and decode one element that a rank receives. Computation does not hide them.
     """
 
     rows: int
@@ -94,7 +94,7 @@ class GridLoad:
     itemsize: int
     gradient_bytes: float
     panel: int = PANEL_WIDTH
-    coded_ratio: float = 1.0
+    encoded_ratio: float = 1.0
     coding_seconds: float = 0.0
     keep_inputs: bool = False
 
@@ -156,7 +156,7 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
         product = ProductShape(min(k, n), tuple(map(size_of, chunk_spans(max(k, n), load.cols))), load.rows, load.panel)
         multiply = 2.0 * load.tokens[0] * product.p * product.q[0] / flops_per_second
         products = LayerProducts(product, load.tokens, k < n, load.keep_inputs)
-        flows, itemsize = products.dataflows, load.itemsize * load.coded_ratio
+        flows, itemsize = products.dataflows, load.itemsize * load.encoded_ratio
         kept += products.kept(flows)
         moved = find_product_seconds(products, flows, load.traffic, itemsize)
         for number, (seconds, keeps) in enumerate(zip(map(sum, moved), flows, strict=True)):

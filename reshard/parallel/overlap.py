@@ -103,7 +103,7 @@ class _EarlySums:
         found: list[tuple[str, torch.Tensor, SumState]] = []
         for name, parameter, axes in reversed(list(declared_sums(model))):
             state, left = sum_state_of(parameter), axes_left(parameter, axes)
-            if state is None or parameter.device.type != "cpu" or [each.name for each in left] != ["depth"]:
+            if state is None or parameter.device.type != "cpu" or [item.name for item in left] != ["depth"]:
                 continue
             if not isinstance(left[0], Axis) or self._depth not in (None, left[0]):
                 continue  # another grid, or a group that the user declared
@@ -138,7 +138,7 @@ class _EarlySums:
     @staticmethod
     def _check_trained(found: Sequence[tuple[str, torch.Tensor, SumState]], depth: Axis) -> None:
         """Raise DisagreementError, on all ranks along depth, if only some froze a parameter: buckets would differ."""
-        own = torch.tensor([(each.requires_grad, not each.requires_grad) for _, each, _ in found])
+        own = torch.tensor([(item.requires_grad, not item.requires_grad) for _, item, _ in found])
         for (name, _, _), both in zip(found, depth.max(own.int()).all(1).tolist(), strict=True):
             if both:
                 raise frozen_on_some_ranks(name, [depth])
@@ -201,7 +201,7 @@ class _EarlySums:
             for bucket in self._buckets[:most]:
                 assert bucket.total is not None
                 gradients = [local_of(parameter.grad) for parameter, _ in bucket.entries]
-                parts = bucket.total.result().split([each.numel() for each in gradients])
+                parts = bucket.total.result().split([item.numel() for item in gradients])
                 for gradient, part in zip(gradients, parts, strict=True):
                     gradient.copy_(part.view(gradient.shape))
 

@@ -75,13 +75,13 @@ class FusedLinear(nn.Module):
 
 def find_plain_forms(model: nn.Module) -> dict[str, PlainForm]:
     """``{name in the plain model: form}`` of all parameters that differ. ``parts`` are names in ``model``."""
-    found = {}
+    plain_forms = {}
     for path, module in model.named_modules():
         prefix = f"{path}." if path else ""
         for name, form in getattr(module, "plain_forms", {}).items():
             parts = tuple(f"{prefix}{part}" for part in form.parts)
-            found[f"{prefix}{name}"] = PlainForm(parts, form.is_transposed)
-    return found
+            plain_forms[f"{prefix}{name}"] = PlainForm(parts, form.is_transposed)
+    return plain_forms
 
 
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -95,7 +95,7 @@ def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
         TransferTimeoutError: a rank did not call it within the time-out of the grid.
         RemoteError: a rank is lost, or an earlier collective of the grid failed.
     """
-    grid = next((each.reshard_grid for each in model.modules() if hasattr(each, "reshard_grid")), None)
+    grid = next((submodule.reshard_grid for submodule in model.modules() if hasattr(submodule, "reshard_grid")), None)
     if isinstance(grid, Grid):
         grid.meet("plain_state_dict")
     whole: dict[int, torch.Tensor] = {}

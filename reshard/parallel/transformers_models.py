@@ -51,7 +51,7 @@ class GPT2Attention(_Attention):
     def forward(self, hidden_states: torch.Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         """``[batch, sequence, features_j]`` to the same shape, and None in place of the weights."""
         check_no_cache(kwargs)
-        q, k, v = (self.heads.split(each, is_query=True) for each in self.c_attn(hidden_states))
+        q, k, v = (self.heads.split(item, is_query=True) for item in self.c_attn(hidden_states))
         dropout = self.dropout if self.training else 0.0
         attended = self.heads.attend(q, k, v, attention_mask, dropout=dropout, scale=self.scaling)
         return self.resid_dropout(self.c_proj(self.heads.join(attended))), None
@@ -75,8 +75,8 @@ class LlamaAttention(_Attention):
         """``[batch, sequence, features_j]`` to the same shape, and None in place of the weights."""
         check_no_cache(kwargs)
         projected = multiply([self.q_proj, self.k_proj, self.v_proj], hidden_states)
-        q, k, v = (self.heads.split(each, is_query=number == 0) for number, each in enumerate(projected))
-        q, k = (rotate(each, *position_embeddings) for each in (q, k))
+        q, k, v = (self.heads.split(item, is_query=number == 0) for number, item in enumerate(projected))
+        q, k = (rotate(item, *position_embeddings) for item in (q, k))
         dropout = self.dropout if self.training else 0.0
         attended = self.heads.attend(q, k, v, attention_mask, dropout=dropout, scale=self.scaling)
         return self.o_proj(self.heads.join(attended)), None

@@ -19,7 +19,7 @@ MAX_CHECKED = 2**24
 #: Limit on staged boxes that overlap different boxes staged by the same rank. The checker replays them one by one.
 MAX_REPLAYED = 2**13
 #: Limit on the total bytes of all messages, which must fit int64.
-_MOST_BYTES = 2**62
+_MAX_BYTES = 2**62
 
 
 def ensure_checked(plan: Plan) -> None:
@@ -133,8 +133,8 @@ def _check_bounds(boxes: MessageBoxes) -> None:
         raise PlanError(f"{boxes.name(row)} is empty or outside shape {shape}")
     itemsize = np.array([spec.itemsize for spec in boxes.plan.tensors], dtype=np.float64)
     total = float((boxes.numel.astype(np.float64) * itemsize[boxes.tensor])[boxes.piece].sum())
-    if total >= _MOST_BYTES:
-        raise PlanError(f"the messages have {total:.0f} bytes in total; at most {_MOST_BYTES} can be checked")
+    if total >= _MAX_BYTES:
+        raise PlanError(f"the messages have {total:.0f} bytes in total; at most {_MAX_BYTES} can be checked")
 
 
 class _Replay:
@@ -242,7 +242,7 @@ class _Replay:
                 shards = self._plan.tensors[tensor].dst_shards
                 own = mine[boxes.tensor[boxes.piece[mine]] == tensor]
                 tile, owner = owners.tiles_of(np.unique(self._owner[own]))
-                start, stop = (np.full((len(tile), ndim), at, dtype=np.int64) for at in (0, 1))
+                start, stop = (np.full((len(tile), ndim), index, dtype=np.int64) for index in (0, 1))
                 start[:, : len(shards.shape)], stop[:, : len(shards.shape)] = shards.start[tile], shards.stop[tile]
                 found.append((np.searchsorted(names, owners.ranks[owner] * num_tensors + tensor), start, stop))
         group, start, stop = map(np.concatenate, zip(*found, strict=True))

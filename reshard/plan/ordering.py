@@ -40,9 +40,9 @@ def find_turns(plan: Plan) -> np.ndarray:
     """``(transfers,)`` bool: whether the receiver of a transfer waits for another transfer into its host to end."""
     waits = find_waits(plan)
     receiver = plan.transfers.receiver[plan.transfers.edge_at[:-1]]
-    found = np.zeros(len(plan.transfers), dtype=bool)
-    found[waits.later[waits.waiter == receiver[waits.later]]] = True
-    return found
+    turns = np.zeros(len(plan.transfers), dtype=bool)
+    turns[waits.later[waits.waiter == receiver[waits.later]]] = True
+    return turns
 
 
 def find_waits(plan: Plan) -> Waits:

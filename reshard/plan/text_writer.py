@@ -49,9 +49,9 @@ def format_plan(plan: Plan) -> str:
         coding = f" of {spec.coding}" if spec.coding is not None else ""
         lines.append(f"tensor {number} {spec.dtype} {list(spec.shape)}{coding}{name} from {spec.src} to {spec.dst}")
         if spec.raw_because:
-            lines.append(f"# tensor {number} is not coded: {spec.raw_because}")
-        if spec.coded_because:
-            lines.append(f"# tensor {number} is coded: {spec.coded_because}")
+            lines.append(f"# tensor {number} is not encoded: {spec.raw_because}")
+        if spec.encoded_because:
+            lines.append(f"# tensor {number} is encoded: {spec.encoded_because}")
         if spec.coding is not None:
             most = _code_bytes(spec)
             lines.append(f"# tensor {number}: codes take up to {most} bytes of a rank beyond staging_bytes")

@@ -4,21 +4,24 @@ May import :mod:`reshard.cost` and the layers below it.
 """
 
 from reshard.planner.auto import CANDIDATES
-from reshard.planner.compression import AUTO_CODEC, code_tensors, predict
+from reshard.planner.compression import AUTO_CODEC, compress_tensors, predict
 from reshard.planner.estimates import Floors, floor_of_transfers
 from reshard.planner.planning import make_plan, plan_tensors
 from reshard.planner.registry import AUTO, STRATEGIES, find_strategy
-from reshard.planner.strategies.problem import PlanProblem, Strategy
+from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy
+from reshard.ragged import NO_RANK
 
 __all__ = [
     "AUTO",
     "AUTO_CODEC",
     "CANDIDATES",
+    "NO_RANK",
     "STRATEGIES",
     "Floors",
     "PlanProblem",
+    "Routes",
     "Strategy",
-    "code_tensors",
+    "compress_tensors",
     "find_strategy",
     "floor_of_transfers",
     "make_plan",

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.codecs import Codec, TransferPolicy, find_codec, parse_codec
-from reshard.cost import coded_makespan, find_bound, simulate
+from reshard.cost import encoded_makespan, find_bound, simulate
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
-from reshard.sharding import AnyLayout, TensorSpec, code_tensor
+from reshard.sharding import AnyLayout, TensorSpec, compress_tensor
 from reshard.topology import CodecRate, Topology
 
 #: Value of ``compression=`` that lets the planner choose.
@@ -18,7 +18,7 @@ AUTO_CODEC = "auto"
 #: A codec is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.95
 #: Only this many groups of tensors with equal layouts and dtypes, the largest ones, get a choice of their own.
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 #: Name of a choice that differs between tensors.
 MIXED = "a choice per layout and dtype"
 #: The rate of a codec, None without one, and the specs of all tensors with it.
@@ -48,17 +48,17 @@ def predict(
 
     Args:
         plan: the plan.
-        rate: rate of the codec of the coded tensors, or one for each tensor; None: coding takes no time.
-        encodes_first: see :func:`reshard.cost.coded_makespan`.
+        rate: rate of the codec of the encoded tensors, or one for each tensor; None: coding takes no time.
+        encodes_first: see :func:`reshard.cost.encoded_makespan`.
     """
     bound = find_bound(plan).seconds
     if rate is None:
         return Prediction(None, simulate(plan).makespan_seconds, bound)
     codec = rate.codec if isinstance(rate, CodecRate) else MIXED
-    return Prediction(codec, coded_makespan(plan, rate, encodes_first=encodes_first), bound)
+    return Prediction(codec, encoded_makespan(plan, rate, encodes_first=encodes_first), bound)
 
 
-def code_tensors(
+def compress_tensors(
     tensors: Sequence[TensorSpec],
     compression: str | Codec | TransferPolicy | None,
     max_error: float | None,
@@ -68,7 +68,7 @@ def code_tensors(
     *,
     encodes_first: bool = False,
 ) -> list[TensorSpec]:
-    """The specs of tensors on the wire, coded or raw.
+    """The specs of tensors on the wire, encoded or raw.
 
     Args:
         tensors: specs with the dtypes of the sources.
@@ -81,8 +81,8 @@ def code_tensors(
         encodes_first: whether ranks encode all tensors before they move any.
 
     Returns:
-        The coded tensors. A tensor that is not coded has the raw dtype, and ``raw_because`` says why.
-        If ``"auto"`` chose the codec, ``coded_because`` says why.
+        The encoded tensors. A tensor that is not encoded has the raw dtype, and ``raw_because`` says why.
+        If ``"auto"`` chose the codec, ``encoded_because`` says why.
 
     Raises:
         ArgumentError: there is no such codec, or with ``"auto"`` the topology has no rates of codecs.
@@ -93,7 +93,7 @@ def code_tensors(
     if compression is None:
         return raw
     if not isinstance(compression, str) or compression != AUTO_CODEC:
-        return _code_all(tensors, compression, dtypes)
+        return _compress_all(tensors, compression, dtypes)
     if topology is None or not topology.codec_rates:
         raise ArgumentError(
             'compression="auto" needs the rates of codecs: pass topology=reshard.find_topology(codecs=["int8x128"]), '
@@ -105,29 +105,29 @@ def code_tensors(
     if not allowed:
         return [replace(spec, raw_because=f"the usual error of every codec is above {max_error:g}") for spec in raw]
 
-    options: list[_Option] = [(None, raw), *((rate, _code_all(tensors, rate.codec, dtypes)) for rate in allowed)]
+    options: list[_Option] = [(None, raw), *((rate, _compress_all(tensors, rate.codec, dtypes)) for rate in allowed)]
     chosen, reason = _choose(options, plan, encodes_first)
     result = []
     for number, option in enumerate(chosen):
-        spec, coded = options[option][1][number], [specs[number] for _, specs in options[1:]]
+        spec, encoded = options[option][1][number], [specs[number] for _, specs in options[1:]]
         if spec.codec is not None:
-            result.append(replace(spec, coded_because=reason))
-        elif any(each.codec is not None for each in coded):
+            result.append(replace(spec, encoded_because=reason))
+        elif any(item.codec is not None for item in encoded):
             result.append(replace(spec, raw_because=reason))
         else:
-            result.append(replace(spec, raw_because=coded[0].raw_because))  # no codec can code it
+            result.append(replace(spec, raw_because=encoded[0].raw_because))  # no codec can code it
     return result
 
 
-def _code_all(
+def _compress_all(
     tensors: Sequence[TensorSpec], named: str | Codec | TransferPolicy, raw_dtypes: Sequence[str]
 ) -> list[TensorSpec]:
     """Code the tensors that a codec can code. The others get their raw dtypes."""
     codec = find_codec(named)
-    coded = [code_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, raw_dtypes, strict=True)]
+    encoded = [compress_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, raw_dtypes, strict=True)]
     return [
         spec if spec.codec is not None else replace(spec, dtype=dtype)
-        for spec, dtype in zip(coded, raw_dtypes, strict=True)
+        for spec, dtype in zip(encoded, raw_dtypes, strict=True)
     ]
 
 
@@ -138,17 +138,17 @@ def _choose(
     plain = predict(plan(options[0][1]))
     predicted = [predict(plan(specs), rate, encodes_first=encodes_first) for rate, specs in options[1:]]
     best = min(range(len(predicted)), key=lambda number: predicted[number].seconds)
-    is_coded = predicted[best].seconds < MIN_GAIN * plain.seconds
-    chosen = [1 + best if is_coded else 0] * len(options[0][1])
-    found = predicted[best] if is_coded else plain
+    is_encoded = predicted[best].seconds < MIN_GAIN * plain.seconds
+    chosen = [1 + best if is_encoded else 0] * len(options[0][1])
+    found = predicted[best] if is_encoded else plain
     groups = _group_alike(options[0][1])
-    for group in groups[:MOST_GROUPS] if len(groups) > 1 else []:
+    for group in groups[:MAX_GROUPS] if len(groups) > 1 else []:
         for option, (rate, _) in enumerate(options):
-            trial = [option if number in group else each for number, each in enumerate(chosen)]
+            trial = [option if number in group else item for number, item in enumerate(chosen)]
             if trial == chosen:
                 continue
-            specs = [options[each][1][number] for number, each in enumerate(trial)]
-            rates = [options[each][0] for each in trial]
+            specs = [options[item][1][number] for number, item in enumerate(trial)]
+            rates = [options[item][0] for item in trial]
             now = predict(plan(specs), rates, encodes_first=encodes_first)
             if now.seconds <= found.seconds if rate is None else now.seconds < MIN_GAIN * found.seconds:
                 chosen, found = trial, now

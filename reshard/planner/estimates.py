@@ -135,10 +135,10 @@ class Floors:
             place += (pod[host] - pod[home[of]]) % len(topology.pods) * 2 * num_hosts
         forwards = place < np.maximum.reduceat(place, np.cumsum(count) - count)[of]
         sender, of = np.concatenate([home, host[forwards]]), np.concatenate([np.arange(len(single)), of[forwards]])
-        sent, held = (np.bincount(sender, weights=one[of], minlength=num_hosts) for one in (nbytes, messages))
+        sent, held = (np.bincount(sender, weights=item[of], minlength=num_hosts) for item in (nbytes, messages))
         hosts = [topology.host(h) for h in range(num_hosts)]
-        slowest = np.array([min(nic.egress_bytes_per_second for nic in one.nics) for one in hosts])
-        rate = np.array([one.egress_bytes_per_second for one in hosts])
+        slowest = np.array([min(nic.egress_bytes_per_second for nic in item.nics) for item in hosts])
+        rate = np.array([item.egress_bytes_per_second for item in hosts])
         return float(((sent + held * topology.latency_seconds * slowest) / rate).max())
 
     def of_gathers(self, num_receivers: np.ndarray) -> float:

@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound, ranks_of
 from reshard.planner.auto import choose_fastest
-from reshard.planner.compression import AUTO_CODEC, code_tensors
+from reshard.planner.compression import AUTO_CODEC, compress_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.stacking import Stacks, stack_problem, unstack
 from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy, complete
@@ -93,7 +93,7 @@ def make_plan(
             raise ArgumentError("layouts are given by name, so shape must also be given by name: {name: shape}")
         tensors = [TensorSpec(check_shape(shape), dtype, src, dst)]
     plan = functools.partial(plan_tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
-    return plan(code_tensors(tensors, compression, max_error, topology, plan))
+    return plan(compress_tensors(tensors, compression, max_error, topology, plan))
 
 
 def plan_tensors(

@@ -169,8 +169,8 @@ def view_pieces(
         in_src, in_dst = (find_boxes(shards, rank, boxes) for shards in (spec.src_shards, spec.dst_shards))
         for i, *held in zip(numbers, in_src, in_dst, strict=True):
             views = [
-                None if array is None or at is None else array[at]
-                for array, at in zip((src[tensor], dst[tensor]), held, strict=True)
+                None if array is None or index is None else array[index]
+                for array, index in zip((src[tensor], dst[tensor]), held, strict=True)
             ]
             if rank in remainder.tensors[i].src.ranks:
                 sources[i] = views[0] if views[0] is not None else views[1]
@@ -197,8 +197,8 @@ def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], t
     for tensor in {box[0] for box in boxes}:
         own = [i for i, box in enumerate(boxes) if box[0] == tensor]
         found = find_boxes(plan.tensors[tensor].dst_shards, rank, [boxes[i][1:] for i in own])
-        for i, at in zip(own, found, strict=True):
-            needed[i] = at is not None
+        for i, index in zip(own, found, strict=True):
+            needed[i] = index is not None
     return needed
 
 
@@ -262,10 +262,10 @@ def _cut(piece: Piece, missing: Sequence[Piece]) -> list[Piece]:
     for other in missing:
         if _overlap(piece, other):
             for d, (start, stop) in enumerate(zip(piece.start, piece.stop, strict=True)):
-                for at in (other.start[d], other.stop[d]):
-                    if start < at < stop:
-                        ends = (*piece.stop[:d], at, *piece.stop[d + 1 :])
-                        begins = (*piece.start[:d], at, *piece.start[d + 1 :])
+                for index in (other.start[d], other.stop[d]):
+                    if start < index < stop:
+                        ends = (*piece.stop[:d], index, *piece.stop[d + 1 :])
+                        begins = (*piece.start[:d], index, *piece.start[d + 1 :])
                         return [replace(piece, stop=ends), replace(piece, start=begins)]
     return [piece]
 

@@ -223,7 +223,7 @@ class ShardedArray:
         """Fetch ``{rank: shard}`` of all ranks that are not ``lost``."""
         ranks = [rank for rank in self.mesh.mesh.ranks if rank not in self.lost]
         packed = self.mesh._call("get", dict.fromkeys(ranks, (self.key,)), timeout_seconds)
-        return {rank: unpack_array(one) for rank, one in zip(ranks, packed, strict=True)}
+        return {rank: unpack_array(item) for rank, item in zip(ranks, packed, strict=True)}
 
     def gather(self, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS) -> torch.Tensor:
         """Fetch the whole array; of equal shards only one is fetched.
@@ -237,7 +237,7 @@ class ShardedArray:
             holder.setdefault(tuple(shards.boxes_of(rank)), rank)
         ranks = sorted(holder.values())
         packed = self.mesh._call("get", dict.fromkeys(ranks, (self.key,)), timeout_seconds)
-        found = {rank: unpack_array(one) for rank, one in zip(ranks, packed, strict=True)}
+        found = {rank: unpack_array(item) for rank, item in zip(ranks, packed, strict=True)}
         return whole_of(found, self.layout, self.shape)
 
     def __str__(self) -> str:

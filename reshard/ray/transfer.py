@@ -66,22 +66,22 @@ def reshard(
     dtypes = {name: None if dtype is None else dtype_name(dtype) for name, dtype in dtypes.items()}
     first = 0 if dst_mesh is src_mesh else src_mesh.mesh.size
     results = {
-        name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), one.shape, dtypes[name] or one.dtype)
-        for name, one in arrays.items()
+        name: ShardedArray(dst_mesh, Layout(dst_mesh.mesh, specs[name]), item.shape, dtypes[name] or item.dtype)
+        for name, item in arrays.items()
     }
     bases, outs = _by_name(base, arrays, "base"), _by_name(out, arrays, "out")
     _check_versions(bases, outs, given["compression"], arrays, results)
-    results = {name: one if outs[name] is None else outs[name] for name, one in results.items()}
+    results = {name: result if outs[name] is None else outs[name] for name, result in results.items()}
     rank_in_group = {rank: rank + first for rank in dst_mesh.mesh.ranks}
     specs_by_name = {
-        name: (one.layout, results[name].layout.with_ranks(rank_in_group), one.shape, one.dtype, dtypes[name])
-        for name, one in arrays.items()
+        name: (item.layout, results[name].layout.with_ranks(rank_in_group), item.shape, item.dtype, dtypes[name])
+        for name, item in arrays.items()
     }
     with order_lock:
         pending = _start_moves(arrays, results, src_mesh, dst_mesh, (specs_by_name, given, bases, outs))
     pending.take((6 if is_fault_tolerant(given) else 2) * timeout_seconds + GRACE_SECONDS)
-    for one in results.values():
-        one.lost = frozenset(dst_mesh.dead)
+    for result in results.values():
+        result.lost = frozenset(dst_mesh.dead)
     return results if isinstance(array, Mapping) else results[None]
 
 
@@ -103,13 +103,13 @@ def _start_moves(
     calls: list[ActorCall] = []
     for mesh in meshes:
         keys = {
-            name: (one.key if mesh is src_mesh else None, results[name].key if mesh is dst_mesh else None)
-            for name, one in arrays.items()
+            name: (array.key if mesh is src_mesh else None, results[name].key if mesh is dst_mesh else None)
+            for name, array in arrays.items()
         }
         version_keys = {
             name: tuple(
-                None if one is None or mesh is not side else one.key
-                for one, side in ((bases[name], src_mesh), (outs[name], dst_mesh))
+                None if item is None or mesh is not side else item.key
+                for item, side in ((bases[name], src_mesh), (outs[name], dst_mesh))
             )
             for name in arrays
         }
@@ -126,12 +126,12 @@ def _check_versions(
 ) -> None:
     """Raise ArgumentError unless the earlier versions of ``arrays`` and ``results`` can be used."""
     is_delta = isinstance(compression, str) and compression == "delta"
-    if not is_delta and any(one is not None for one in (*bases.values(), *outs.values())):
+    if not is_delta and any(item is not None for item in (*bases.values(), *outs.values())):
         raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
-    for name, one in arrays.items():
-        _check_version(bases[name], "base", name, one, one.mesh)
+    for name, array in arrays.items():
+        _check_version(bases[name], "base", name, array, array.mesh)
         _check_version(outs[name], "out", name, results[name], results[name].mesh)
-        if outs[name] is not None and outs[name].key in (one.key, getattr(bases[name], "key", None)):
+        if outs[name] is not None and outs[name].key in (array.key, getattr(bases[name], "key", None)):
             raise ArgumentError(f"out{f' of {name!r}' if name else ''} is the source or its base; it would change them")
 
 
@@ -144,7 +144,7 @@ def _check_version(given: Any, what: str, name: Any, like: ShardedArray, mesh: A
         raise ArgumentError(f"{what} is {type(given).__name__}, not a ShardedArray")
     if given.mesh is not mesh:
         raise ArgumentError(f"{what} is on {given.mesh}, not on {mesh}")
-    found, needed = ((str(one.layout), list(one.shape), one.dtype) for one in (given, like))
+    found, needed = ((str(item.layout), list(item.shape), item.dtype) for item in (given, like))
     if found != needed:
         raise ArgumentError(
             f"{what} is {found[2]} {found[1]} in layout {found[0]}; it must be {needed[2]} {needed[1]} in {needed[0]}"
@@ -153,12 +153,12 @@ def _check_version(given: Any, what: str, name: Any, like: ShardedArray, mesh: A
 
 def _check_arrays(arrays: Mapping[Any, Any], src_mesh: Any, dst_mesh: Any) -> None:
     """Raise ArgumentError unless all arrays are on ``src_mesh``, and ``dst_mesh`` is an ActorMesh."""
-    for name, one in arrays.items():
+    for name, array in arrays.items():
         what = f"{name!r}" if name is not None else "the array"
-        if not isinstance(one, ShardedArray):
-            raise ArgumentError(f"{what} is {type(one).__name__}, not a ShardedArray; mesh.put(...) makes one")
-        if one.mesh is not src_mesh:
-            raise ArgumentError(f"{what} is on {one.mesh}, not on {src_mesh}")
+        if not isinstance(array, ShardedArray):
+            raise ArgumentError(f"{what} is {type(array).__name__}, not a ShardedArray; mesh.put(...) makes one")
+        if array.mesh is not src_mesh:
+            raise ArgumentError(f"{what} is on {array.mesh}, not on {src_mesh}")
     if not isinstance(dst_mesh, ActorMesh):
         raise ArgumentError(f"reshard needs an ActorMesh to move arrays to, not {type(dst_mesh).__name__}")
     if not arrays:

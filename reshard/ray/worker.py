@@ -150,7 +150,7 @@ class Device:
                     f"the function returned {dtype_name(block.dtype)} {list(block.shape)} for {list(map(list, box))}; "
                     f"it must return {dtype} {list(wanted)}"
                 )
-            array[(..., *(slice(at, at + size) for at, size in zip(local, wanted, strict=True)))] = block
+            array[(..., *(slice(index, index + size) for index, size in zip(local, wanted, strict=True)))] = block
         self._shards[key] = array
 
     @returns_errors
@@ -234,9 +234,9 @@ def replace_each(value: Any, kind: type, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, kind):
         return change(value)
     if type(value) is dict:
-        return {key: replace_each(each, kind, change) for key, each in value.items()}
+        return {key: replace_each(item, kind, change) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(replace_each(each, kind, change) for each in value)
+        return type(value)(replace_each(item, kind, change) for item in value)
     return value
 
 
@@ -267,7 +267,7 @@ def shard_of(whole: torch.Tensor, layout: AnyLayout, rank: int) -> torch.Tensor:
     array = whole.new_empty(shape)
     for box, local in boxes:
         part = whole[(..., *(slice(lo, hi) for lo, hi in box))]
-        array[(..., *(slice(at, at + hi - lo) for at, (lo, hi) in zip(local, box, strict=True)))] = part
+        array[(..., *(slice(index, index + hi - lo) for index, (lo, hi) in zip(local, box, strict=True)))] = part
     return array
 
 
@@ -277,6 +277,6 @@ def whole_of(shards_by_rank: Mapping[int, torch.Tensor], layout: AnyLayout, shap
     whole = next(iter(shards_by_rank.values())).new_empty(tuple(shape))
     for rank, array in shards_by_rank.items():
         for box, local in shards.boxes_of(rank):
-            part = array[(..., *(slice(at, at + hi - lo) for at, (lo, hi) in zip(local, box, strict=True)))]
+            part = array[(..., *(slice(index, index + hi - lo) for index, (lo, hi) in zip(local, box, strict=True)))]
             whole[(..., *(slice(lo, hi) for lo, hi in box))] = part
     return whole

@@ -3,7 +3,7 @@
 Imports only the modules at the root of :mod:`reshard`, and the sizes of :mod:`reshard.codecs`.
 """
 
-from reshard.sharding.block_grid import code_tensor
+from reshard.sharding.block_grid import compress_tensor
 from reshard.sharding.box_search import find_overlapping, locate_points
 from reshard.sharding.dim_cuts import check_shape
 from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format_box
@@ -27,7 +27,7 @@ __all__ = [
     "check_integer",
     "check_shape",
     "check_tensors",
-    "code_tensor",
+    "compress_tensor",
     "cut_shards",
     "find_overlapping",
     "find_overlaps",

@@ -19,12 +19,12 @@ from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
 from reshard.sharding.spec import axis_of
 from reshard.sharding.tensor_spec import Coding, TensorSpec
 
-#: A tensor of fewer bytes is not coded: its time is latency.
+#: A tensor of fewer bytes is not encoded: its time is latency.
 MIN_CODED_BYTES = 16 * 1024
 
 
-def code_tensor(spec: TensorSpec, codec: ElementCodec, wire_dtype: str | None = None) -> TensorSpec:
-    """The tensor of elements that codes ``spec``. Elements have fewer values than asked where the layouts demand it.
+def compress_tensor(spec: TensorSpec, codec: ElementCodec, wire_dtype: str | None = None) -> TensorSpec:
+    """The tensor of elements that encodes ``spec``. Elements have fewer values than asked where the layouts demand it.
 
     The last dims are joined into one if neither layout cuts them, so that small last dims fill blocks.
 
@@ -32,8 +32,8 @@ def code_tensor(spec: TensorSpec, codec: ElementCodec, wire_dtype: str | None = 
         wire_dtype: the dtype in which the tensor would travel without the codec; that of ``spec`` by default.
 
     Returns:
-        The coded tensor; or ``spec`` with :attr:`TensorSpec.raw_because` set if the codec cannot code it, or would not
-        make it smaller.
+        The encoded tensor; or ``spec`` with :attr:`TensorSpec.raw_because` set if the codec cannot code it, or would
+        not make it smaller.
     """
     raw_bytes = math.prod(spec.shape) * ITEMSIZE[wire_dtype or spec.dtype]
     if spec.dtype not in CODED_DTYPES:
@@ -64,7 +64,7 @@ def code_tensor(spec: TensorSpec, codec: ElementCodec, wire_dtype: str | None = 
 
 
 def _row_dims(spec: TensorSpec) -> Iterator[int]:
-    """The numbers of leading dims that may count rows; the values of all other dims are coded in a row."""
+    """The numbers of leading dims that may count rows; the values of all other dims are encoded in a row."""
     if isinstance(spec.src, RegionLayout) or isinstance(spec.dst, RegionLayout):
         if spec.ndim:
             yield spec.ndim - 1
@@ -92,13 +92,13 @@ def _cuts_fit(layout: Layout, size: int, inner: int, dim: int, values: int) -> b
     """Whether the layout cuts the dim of elements where it cuts the tensor's ``dim``, whose indices hold ``inner``."""
     steps = layout.spec[dim] if dim < len(layout.spec) else ()
     sizes = [layout.mesh.axis_size(axis_of(step)) for step in steps]
-    plain, coded = cut_dim(size, steps, sizes), cut_dim(-(-size * inner // values), steps, sizes)
+    plain, encoded = cut_dim(size, steps, sizes), cut_dim(-(-size * inner // values), steps, sizes)
     return (
-        len(plain.lo) == len(coded.lo)
-        and np.array_equal(plain.coord, coded.coord)
-        and np.array_equal(plain.lo * inner, coded.lo * values)
-        and np.array_equal(plain.hi * inner, np.minimum(coded.hi * values, size * inner))
-        and np.array_equal(plain.local * inner, coded.local * values)
+        len(plain.lo) == len(encoded.lo)
+        and np.array_equal(plain.coord, encoded.coord)
+        and np.array_equal(plain.lo * inner, encoded.lo * values)
+        and np.array_equal(plain.hi * inner, np.minimum(encoded.hi * values, size * inner))
+        and np.array_equal(plain.local * inner, encoded.local * values)
     )
 
 

@@ -31,9 +31,9 @@ def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
     Raises:
         PlanError: the boxes overlap or interlock so much that separating them takes too many parts.
     """
-    found = np.zeros(len(group), dtype=bool)
+    overlapping = np.zeros(len(group), dtype=bool)
     if len(group) < 2:
-        return found
+        return overlapping
     bins = _Bins(group, start, stop, start[:0])
     num_dims, idle, dim = start.shape[1], 0, 0  # idle: consecutive dims along which no bin could be halved
     while True:
@@ -42,14 +42,14 @@ def find_overlapping(group: np.ndarray, start: np.ndarray, stop: np.ndarray) -> 
             once = a < b
             a, b = a[once], b[once]
             hit = ((bins.start[a] < bins.stop[b]) & (bins.start[b] < bins.stop[a])).all(axis=1)
-            found[bins.box[a[hit]]] = True
-            found[bins.box[b[hit]]] = True
+            overlapping[bins.box[a[hit]]] = True
+            overlapping[bins.box[b[hit]]] = True
         bins.keep(bins.size > _MAX_PAIRWISE)
         if not len(bins.box):
-            return found
+            return overlapping
         if idle == num_dims:  # no box has a side inside its bin, so each box fills its bin
-            found[bins.box] = True
-            return found
+            overlapping[bins.box] = True
+            return overlapping
         idle = 0 if bins.halve(dim) else idle + 1
         dim = (dim + 1) % max(num_dims, 1)
 
@@ -71,9 +71,9 @@ def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.
     dim = 0
     while True:
         bins.separate(1)
-        for at, box in _pairs(bins.bin_of_point, bins.first, bins.size):
-            hit = ((bins.start[box] <= bins.point[at]) & (bins.point[at] < bins.stop[box])).all(axis=1)
-            found[bins.point_id[at[hit]]] = bins.box[box[hit]]
+        for index, box in _pairs(bins.bin_of_point, bins.first, bins.size):
+            hit = ((bins.start[box] <= bins.point[index]) & (bins.point[index] < bins.stop[box])).all(axis=1)
+            found[bins.point_id[index[hit]]] = bins.box[box[hit]]
         bins.keep(bins.size > _MAX_PAIRWISE)
         if not len(bins.box) or not len(bins.point):
             return found

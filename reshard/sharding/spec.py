@@ -94,7 +94,7 @@ def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
         for step in dim:
             axis = axis_of(step)
             if axis not in mesh.axes:
-                is_2023 = all(isinstance(each, str) and _SPEC_2023.fullmatch(each) for each in spec)
+                is_2023 = all(isinstance(item, str) and _SPEC_2023.fullmatch(item) for item in spec)
                 raise LayoutError(
                     f"spec {brief(spec)} names axis {brief(axis)}, but {mesh} has axes {', '.join(mesh.axes) or 'none'}"
                     + (f"; write {brief(' '.join(spec))} as one string" if is_2023 else "")
@@ -221,9 +221,9 @@ def write_placements(mesh: Mesh, spec: Spec) -> list[Any]:
         strided = any(not isinstance(step, str) for step in steps)
         if strided and positions != sorted(positions):
             raise LayoutError(f"torch placements cannot express {' '.join(map(str, steps))} on dim {dim}")
-        for at, (step, position) in enumerate(zip(steps, positions, strict=True)):
+        for index, (step, position) in enumerate(zip(steps, positions, strict=True)):
             factor = split_factor_of(step)
-            for earlier in positions[:at]:
+            for earlier in positions[:index]:
                 if earlier > position:
                     factor *= mesh.sizes[earlier]
             placements[position] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)

@@ -43,7 +43,7 @@ class TensorSpec:
         name: identifies the tensor in a plan of several; None if the plan has only one.
         coding: the tensor that the elements of a block codec encode; None if the plan only moves such elements.
         raw_because: why a requested codec does not encode this tensor; else empty.
-        coded_because: why ``compression="auto"`` chose the codec; else empty.
+        encoded_because: why ``compression="auto"`` chose the codec; else empty.
 
     Raises:
         LayoutError: the shape is not valid. ArgumentError: a dtype, layout, name or coding is not valid.
@@ -56,7 +56,7 @@ class TensorSpec:
     name: str | None = None
     coding: Coding | None = None
     raw_because: str = field(default="", compare=False)
-    coded_because: str = field(default="", compare=False)
+    encoded_because: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", check_sizes(self.shape))
@@ -76,9 +76,9 @@ class TensorSpec:
         )
         rows, values = self.shape[:-1], 0 if self.codec is None else self.codec.values
         if not values or not self.shape or len(rows) >= len(coding.shape) or coding.shape[: len(rows)] != rows:
-            raise ArgumentError(f"{self.dtype} {list(self.shape)} does not code {coding}")
+            raise ArgumentError(f"{self.dtype} {list(self.shape)} does not encode {coding}")
         if self.shape[-1] != -(-math.prod(coding.shape[len(rows) :]) // values):
-            raise ArgumentError(f"{self.shape[-1]} elements of {values} values do not code the rows of {coding}")
+            raise ArgumentError(f"{self.shape[-1]} elements of {values} values do not compress the rows of {coding}")
 
     @cached_property
     def codec(self) -> ElementCodec | None:

@@ -213,7 +213,10 @@ def _refine(holders: _Holders, ndim: int) -> _Holders:
             for cell in combine(columns).tolist():
                 piece = tuple((inside[dim][i], inside[dim][i + 1]) for dim, i in enumerate(cell))
                 refined.setdefault(piece, []).extend(
-                    (rank, tuple(at + lo - outer for at, (lo, _), (outer, _) in zip(local, piece, box, strict=True)))
+                    (
+                        rank,
+                        tuple(index + lo - outer for index, (lo, _), (outer, _) in zip(local, piece, box, strict=True)),
+                    )
                     for rank, local in holders[box]
                 )
     return refined

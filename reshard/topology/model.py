@@ -228,12 +228,12 @@ class Topology:
         lines += [f"uplink of pod {number}: {_describe_port(port)}" for number, port in enumerate(self.pods)]
         rate = "no limit" if self.inside_bytes_per_second is None else format_rate(self.inside_bytes_per_second)
         lines.append(f"inside a host: {rate} for each rank")
-        between, inside = (f"{1e6 * each:.3g} us" for each in (self.latency_seconds, self.inside_latency_seconds))
+        between, inside = (f"{1e6 * item:.3g} us" for item in (self.latency_seconds, self.inside_latency_seconds))
         lines.append(f"latency: {between} between hosts, {inside} inside")
         lines += [
-            f"codec {each.codec}: encodes {format_rate(each.encode_bytes_per_second)}, decodes "
-            f"{format_rate(each.decode_bytes_per_second)}"
-            for each in self.codec_rates
+            f"codec {codec_rate.codec}: encodes {format_rate(codec_rate.encode_bytes_per_second)}, decodes "
+            f"{format_rate(codec_rate.decode_bytes_per_second)}"
+            for codec_rate in self.codec_rates
         ]
         return "\n".join(lines)
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from reshard.coordination.process_group import own_client
-from reshard.coordination.store import LOST_STORE_SECONDS, Store
+from reshard.coordination.groups.process_group import own_client
+from reshard.coordination.groups.store import LOST_STORE_SECONDS, Store
 
 #: A message that its owner has read. Its key stays, so that nobody writes the number again.
 _READ = "-"

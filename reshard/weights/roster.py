@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.coordination import has_ended
-from reshard.coordination.store import Store
+from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
 from reshard.weights.holdings import Value
 from reshard.weights.manifest import Manifest

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from reshard.api.lossless.transfer import exchange_reports
 from reshard.coordination import Group, Monitor, calling, describe_error, find_channel, find_group, join
-from reshard.coordination.process_group import own_client
-from reshard.coordination.store import Store
+from reshard.coordination.groups.process_group import own_client
+from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout

@@ -24,8 +24,9 @@ from .searching import search
 HELP = "search for a training plan: stages, devices, parallelism, schedule and microbatches"
 EXAMPLES = (
     "reshard search transformer:layers=24,hidden=2048,heads=16,sequence=2048,vocabulary=50257 --topology dgx_a100 "
-    "--devices 16 --memory 80GB --flops 312e12 --rows 256 --mixed",
-    "reshard search graph.json --topology hosts.json --memory 40GB --profile profile.json --rows 64 --output plan.json",
+    "--devices 16 --memory 80GB --flops 312e12 --samples 256 --mixed",
+    "reshard search graph.json --topology hosts.json --memory 40GB --profile profile.json --samples 64 --output "
+    "plan.json",
 )
 _UNITS = {
     "": 1.0,
@@ -51,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topology", required=True, help=f"{', '.join(MACHINES)}, or a JSON or YAML file of hosts")
     add("--devices", type=int, help="number of devices; needed with the name of a machine (default: all of the file)")
     add("--memory", required=True, help="memory of a device, for example 80GB")
-    add("--rows", type=int, required=True, help="rows of a step")
+    add("--samples", type=int, required=True, help="samples of a step")
     add("--profile", help="JSON of a Profile, as profile_layers() measures it")
     add("--flops", type=float, help="without --profile: peak operations per second of a device, to estimate times")
     add("--efficiency", type=float, help="fraction of --flops that layers reach (default: 0.5)")
@@ -62,7 +63,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="fix microbatches, tp, zero, recompute, or grid=2x2x1",
+        help="fix num_microbatches, tp, zero, recompute, or grid=2x2x1",
     )
     add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
     add("--svg", metavar="FILE", help="draw the stages on their hosts")
@@ -85,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
             graph,
             cluster,
             profile,
-            rows=options.rows,
+            num_samples=options.samples,
             keep=parse_keep(options.keep),
             method=options.method,
             states=MIXED_PRECISION if options.mixed else StateBytes(),
@@ -124,10 +125,10 @@ def parse_bytes(text: str) -> float:
         ArgumentError: the unit is unknown.
     """
     pattern = r"\s*([0-9]+(?:\.[0-9]*)?(?:e[0-9]+)?)\s*([a-z]*)\s*"
-    found = re.fullmatch(pattern, text, flags=re.IGNORECASE)
-    if found is None or found[2].upper() not in _UNITS or math.isinf(float(found[1])):
+    match = re.fullmatch(pattern, text, flags=re.IGNORECASE)
+    if match is None or match[2].upper() not in _UNITS or math.isinf(float(match[1])):
         raise ArgumentError(f"--memory {text!r} must be a number of bytes with a unit, such as 80GB")
-    return float(found[1]) * _UNITS[found[2].upper()]
+    return float(match[1]) * _UNITS[match[2].upper()]
 
 
 def _read_policy(text: str) -> Any:

@@ -38,7 +38,7 @@ MIN_GAIN = 0.01
 #: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
 MAX_SPREAD = 0.25
 #: Parts of a training plan that ``keep=`` fixes.
-KEPT = ("microbatches", "tp", "zero", "recompute", "grid")
+KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid")
 
 
 def search(
@@ -46,7 +46,7 @@ def search(
     cluster: Cluster,
     profile: LayerProfile,
     *,
-    rows: int,
+    num_samples: int,
     keep: Mapping[str, Any] | None = None,
     method: str | Method = "auto",
     states: StateBytes | None = None,
@@ -57,8 +57,8 @@ def search(
 
     Args:
         graph, cluster, profile: the model, its devices and the times of its layers.
-        rows: rows of a step.
-        keep: parts that are fixed by hand: ``microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
+        num_samples: samples of a step.
+        keep: parts that are fixed by hand: ``num_microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids.
         method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to
             candidates. All but ``auto`` are taken as they are, without moves.
@@ -86,7 +86,7 @@ def search(
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
     keep = {} if keep is None else keep
     states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
-    problem = make_problem(graph, cluster, profile, rows, keep, states, rules)
+    problem = make_problem(graph, cluster, profile, num_samples, keep, states, rules)
     warn_if_noisy(problem)
     if compression is not None:
         from reshard.compression import Policy  # imports torch
@@ -125,11 +125,11 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     """
     raw = replace(problem, compression=None)
     plain = _decide(raw, method)
-    coded = _decide(problem, method)
+    encoded = _decide(problem, method)
     best, best_problem = plain[0], raw
-    for found in (plain[0], coded[0]):
+    for found in (plain[0], encoded[0]):
         for part in parts_of_policy(policy, found.candidate.stages, problem.graph):
-            fixed = replace(problem, compression=part, codes_all=True)
+            fixed = replace(problem, compression=part, compress_all=True)
             each = evaluate(fixed, found.candidate)
             if each is not None and not each.short_bytes and each.seconds < best.seconds:
                 best, best_problem = each, fixed
@@ -138,7 +138,7 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     thorough = evaluate(best_problem, best.candidate, thorough=True)
     if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
         best = thorough
-    return make_training_plan(best_problem, best, [plain[0], *coded[1:]])
+    return make_training_plan(best_problem, best, [plain[0], *encoded[1:]])
 
 
 def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
@@ -154,7 +154,7 @@ def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
         raise ArgumentError(
             f"nothing fits: in the closest plan, stage {number} needs {needed / 1e9:.4g} GB of "
             f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
-            "rows, or allow recomputation and ZeRO 3"
+            "samples, or allow recomputation and ZeRO 3"
         )
     return found
 
@@ -163,7 +163,7 @@ def make_problem(
     graph: LayerGraph,
     cluster: Cluster,
     profile: LayerProfile,
-    rows: int,
+    num_samples: int,
     keep: Mapping[str, Any],
     states: StateBytes,
     rules: ChoiceRules,
@@ -189,12 +189,12 @@ def make_problem(
         tp = keep["tp"]
         if type(tp) is not int or tp < 1 or tp & (tp - 1):
             raise ArgumentError(f"keep fixes tp at {tp!r}; it must be a power of two")
-        rules = replace(rules, least_tp=tp, max_tp=tp)
+        rules = replace(rules, min_tp=tp, max_tp=tp)
     if "grid" in keep:
         shape = _kept_grid(keep["grid"], keep, cluster)
         rules = replace(rules, grids=bool(shape), only_grid=shape)
-    counts = (keep["microbatches"],) if "microbatches" in keep else ()
-    return SearchProblem(graph, cluster, profile, rows, states, rules, counts)
+    counts = (keep["num_microbatches"],) if "num_microbatches" in keep else ()
+    return SearchProblem(graph, cluster, profile, num_samples, states, rules, counts)
 
 
 def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShape:
@@ -218,7 +218,7 @@ def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShap
     if size < 2 or size not in cluster.mesh_sizes:
         raise ArgumentError(
             f"keep fixes {choice}, which has {size} ranks; a stage on a grid has one of "
-            f"{', '.join(str(each) for each in cluster.mesh_sizes if each > 1)} ranks on this cluster"
+            f"{', '.join(str(mesh_size) for mesh_size in cluster.mesh_sizes if mesh_size > 1)} ranks on this cluster"
         )
     return choice.grid
 
@@ -235,17 +235,17 @@ def _find(method: str | Method) -> Method:
 
 def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
     """The training plan of an evaluation, with what it is compared to."""
-    candidate, count = best.candidate, best.candidate.microbatches
-    busy = [best.timeline.busy_seconds(row) for row in range(len(best.costs))]
-    exposed = [best.timeline.exposed_seconds(row) for row in range(len(best.costs))]
+    candidate, count = best.candidate, best.candidate.num_microbatches
+    busy = [best.timeline.busy_seconds(number) for number in range(len(best.costs))]
+    exposed = [best.timeline.exposed_seconds(number) for number in range(len(best.costs))]
     reports = tuple(
         StageReport(
             cost.compute_seconds,
             cost.sum_seconds,
             cost.gather_seconds,
             cost.sync_seconds,
-            busy[row],
-            exposed[row],
+            busy[number],
+            exposed[number],
             depth,
             states,
             depth * cost.activation_bytes,
@@ -254,7 +254,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
             cost.limit_bytes,
             cost.ending_bytes if cost.tie_bytes else 0.0,
         )
-        for row, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
+        for number, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
         for states, buffers in [cost.peak_parts(depth)]
     )
     edges = []
@@ -263,21 +263,27 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
         found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
         edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
-    faster = tuple(replace(each, seconds=each.seconds / 1.1) for each in best.exchanges)
+    faster = tuple(replace(exchange, seconds=exchange.seconds / 1.1) for exchange in best.exchanges)
     wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule, faster)
     layers = problem.graph.layers
     # several methods may find the same plan
-    different = [each for each in others if (each.candidate.text, each.seconds) != (candidate.text, best.seconds)]
+    different = [other for other in others if (other.candidate.text, other.seconds) != (candidate.text, best.seconds)]
     ties = tuple(
-        TieReport(tuple(layers[at].name for at in each.layers), each.stages, each.nbytes, each.seconds, each.codec)
-        for each in best.exchanges
+        TieReport(
+            tuple(layers[index].name for index in exchange.layers),
+            exchange.stages,
+            exchange.nbytes,
+            exchange.seconds,
+            exchange.codec,
+        )
+        for exchange in best.exchanges
     )
     return TrainingPlan(
         candidate.method,
         candidate.stages,
-        tuple(tuple(layers[at].name for at in range(s.first_layer, s.end_layer)) for s in candidate.stages),
+        tuple(tuple(layers[index].name for index in range(s.first_layer, s.end_layer)) for s in candidate.stages),
         count,
-        problem.rows,
+        problem.num_samples,
         format_schedule(best.schedule),
         best.seconds,
         min(problem.bound_seconds, best.seconds),
@@ -287,7 +293,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         problem.cluster.hash,
         reports,
         tuple(edges),
-        tuple(_alternative(each) for each in different[:NUM_ALTERNATIVES]),
+        tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
         wider.seconds,
         problem.cluster.hosts,
         _grid_refusals(layers) if problem.rules.grids else (),

@@ -15,7 +15,7 @@ from ..simulation.replay import PipelineTimeline
 from .costs.grid_costs import compute_share
 from .costs.problem import SearchProblem
 from .inputs.choices import shard_1d
-from .inputs.layer_profile import ClassTimes, LayerProfile, Sample
+from .inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
 from .inputs.stages import StagePlan
 from .result.training_plan import TrainingPlan
 
@@ -24,11 +24,11 @@ _Entry = tuple[str, int]
 #: Groups of kinds of actions.
 _Kinds = Sequence[Sequence[Kind]]
 #: Maximum number of rounds of measurement and search.
-MOST_ROUNDS = 2
+MAX_ROUNDS = 2
 #: Steps of the multiplicative fit of layer times to stage times.
 FIT_STEPS = 60
 #: Limits on the factor by which a correction changes the profiled time of a layer class.
-LEAST_FACTOR, MOST_FACTOR = 0.05, 20.0
+MIN_FACTOR, MAX_FACTOR = 0.05, 20.0
 
 
 @dataclass(frozen=True)
@@ -70,13 +70,13 @@ class Tuned:
     @property
     def gain(self) -> float:
         """How many times as fast the training plan is as the first choice, as measured."""
-        return self.rounds[0].measurement.seconds / min(each.measurement.seconds for each in self.rounds)
+        return self.rounds[0].measurement.seconds / min(item.measurement.seconds for item in self.rounds)
 
     def __str__(self) -> str:
         lines = [
-            f"round {number}: predicted {each.training_plan.seconds:.4g} s, measured {each.measurement.seconds:.4g} s "
-            f"({each.training_plan.seconds / each.measurement.seconds:.3f}): {each.training_plan}"
-            for number, each in enumerate(self.rounds, 1)
+            f"round {number}: predicted {item.training_plan.seconds:.4g} s, measured {item.measurement.seconds:.4g} s "
+            f"({item.training_plan.seconds / item.measurement.seconds:.3f}): {item.training_plan}"
+            for number, item in enumerate(self.rounds, 1)
         ]
         again = "the last search chose a measured training plan again"
         end = again if self.is_settled else f"stopped after {len(self.rounds)} rounds"
@@ -100,13 +100,13 @@ def tune(
     rounds: list[Round] = []
     training_plan = choose(problem)
     is_settled = False
-    while len(rounds) < MOST_ROUNDS and not is_settled:
+    while len(rounds) < MAX_ROUNDS and not is_settled:
         measurement = measure(training_plan)
         rounds.append(Round(training_plan, measurement))
-        coded = replace(problem, compression=training_plan.compression, codes_all=True)
-        problem = replace(problem, profile=correct_profile(coded, training_plan, measurement.timelines))
+        encoded = replace(problem, compression=training_plan.compression, compress_all=True)
+        problem = replace(problem, profile=correct_profile(encoded, training_plan, measurement.timelines))
         training_plan = choose(problem)
-        is_settled = any(is_same(training_plan, each.training_plan) for each in rounds)
+        is_settled = any(is_same(training_plan, item.training_plan) for item in rounds)
     best = min(rounds, key=lambda each: each.measurement.seconds)
     return Tuned(tuple(rounds), best.training_plan, problem.profile, is_settled)
 
@@ -139,18 +139,18 @@ def correct_profile(
         times, is_measured = profile.times(key, tp)
         layer = next(layer for layer in problem.graph.layers if layer.key == key)
         share = 1.0 if is_measured else shard_1d(layer, tp).compute
-        changes = [share * each.get(entry, 1.0) for each in (forward, backward, weight)]
-        samples = tuple(_scaled(sample, *changes) for sample in times.samples)
-        classes[key][tp] = ClassTimes(samples, times.failed)
+        changes = [share * item.get(entry, 1.0) for item in (forward, backward, weight)]
+        measured = tuple(_scaled(layer_times, *changes) for layer_times in times.measured)
+        classes[key][tp] = ClassTimes(measured, times.failed)
     return replace(profile, classes=classes, message_seconds=_message_seconds(problem, training_plan, timelines))
 
 
-def _scaled(sample: Sample, forward: float, backward: float, weight: float) -> Sample:
-    whole = sample.backward_seconds * backward
-    deferred = min(whole, sample.weight_grad_seconds * weight)
+def _scaled(layer_times: LayerTimes, forward: float, backward: float, weight: float) -> LayerTimes:
+    whole = layer_times.backward_seconds * backward
+    deferred = min(whole, layer_times.weight_grad_seconds * weight)
     return replace(
-        sample,
-        forward_seconds=sample.forward_seconds * forward,
+        layer_times,
+        forward_seconds=layer_times.forward_seconds * forward,
         input_grad_seconds=whole - deferred,
         weight_grad_seconds=deferred,
         backward_seconds=whole,
@@ -170,10 +170,10 @@ def _fit(
     """
     parts: list[tuple[dict[_Entry, float], float]] = []
     for number, stage in enumerate(training_plan.stages):
-        measured = next((sum(each) for each in _measured(timelines, number, kinds) if all(each)), 0.0)
-        work, other = _work(problem, stage, training_plan.microbatches, kinds)
+        measured = next((sum(item) for item in _measured(timelines, number, kinds) if all(item)), 0.0)
+        work, other = _work(problem, stage, training_plan.num_microbatches, kinds)
         if measured and sum(work.values()):
-            parts.append((work, max(measured - other, LEAST_FACTOR * measured)))
+            parts.append((work, max(measured - other, MIN_FACTOR * measured)))
     factors = dict.fromkeys((entry for work, _ in parts for entry in work), 1.0)
     for _ in range(FIT_STEPS):
         up, down = dict.fromkeys(factors, 0.0), dict.fromkeys(factors, 0.0)
@@ -184,7 +184,7 @@ def _fit(
                 down[entry] += seconds
         for entry in factors:
             if down[entry]:
-                factors[entry] = min(MOST_FACTOR, max(LEAST_FACTOR, factors[entry] * up[entry] / down[entry]))
+                factors[entry] = min(MAX_FACTOR, max(MIN_FACTOR, factors[entry] * up[entry] / down[entry]))
     return factors
 
 
@@ -205,20 +205,20 @@ def _median_seconds(timelines: Sequence[PipelineTimeline], stage: int, kind: Kin
 
 def _work(problem: SearchProblem, stage: StagePlan, count: int, kinds: _Kinds) -> tuple[dict[_Entry, float], float]:
     """Predicted seconds of computation of each class of a stage for one microbatch, and of all else in the actions."""
-    place, rows = problem.place(stage.first_rank, stage.end_rank), problem.rows // count
+    place, num_samples = problem.place(stage.first_rank, stage.end_rank), problem.num_samples // count
     work: dict[_Entry, float] = {}
     whole = 0.0
-    for at, choice in enumerate(stage.choices, stage.first_layer):
-        layer, cost = problem.graph.layers[at], problem.layer_cost(at, choice, place, count)
+    for index, choice in enumerate(stage.choices, stage.first_layer):
+        layer, cost = problem.graph.layers[index], problem.layer_cost(index, choice, place, count)
         degree = 1 if choice.grid else choice.tp
         times, is_measured = problem.profile.times(layer.key, degree)
-        sample = times.at(rows / choice.row_shards(place.num_ranks))
+        layer_times = times.at(num_samples / choice.sample_shards(place.num_ranks))
         if kinds is _FORWARD:
-            seconds, total = sample.forward_seconds, cost.forward_seconds
+            seconds, total = layer_times.forward_seconds, cost.forward_seconds
         elif kinds is _BACKWARD:
-            seconds, total = sample.backward_seconds, cost.backward_seconds
+            seconds, total = layer_times.backward_seconds, cost.backward_seconds
         else:
-            seconds = total = cost.weight_grad_seconds and sample.weight_grad_seconds
+            seconds = total = cost.weight_grad_seconds and layer_times.weight_grad_seconds
         share = 1.0 if is_measured else shard_1d(layer, choice.tp).compute
         if choice.grid:
             share = compute_share(layer, choice.grid)

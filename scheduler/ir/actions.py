@@ -51,11 +51,11 @@ _TRANSFERS = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One action of a row: compute one microbatch of a stage, or start one end of a transfer.
+    """One action of a pp rank: compute one microbatch of a stage, or start one end of a transfer.
 
-    ``other`` is the stage at the other end of a transfer. Transfers run in the background: a row never waits for a
-    send. It waits for a receive before the computation that needs the data. If ``blocks`` is set, the row waits for the
-    transfer immediately; such a transfer starts when both ends are posted.
+    ``other`` is the stage at the other end of a transfer. Transfers run in the background: a pp rank never waits for a
+    send. It waits for a receive before the computation that needs the data. If ``blocks`` is set, the pp rank waits for
+    the transfer immediately; such a transfer starts when both ends are posted.
 
     The text form is ``0F3``, ``0SEND_F3>1`` or ``1RECV_F3<0``, followed by ``!`` if it blocks.
     """

@@ -1,8 +1,8 @@
 """Add transfers to the computations of a schedule.
 
-All transfers have one order, and every row posts its ends in this order. So no schedule can deadlock, not even if a row
-that has posted a send or a receive does nothing more until the transfer is complete: both rows of the first incomplete
-transfer have completed all that they posted before it, so both post it.
+All transfers have one order, and every pp rank posts its ends in this order. So no schedule can deadlock, not even if a
+pp rank that has posted a send or a receive does nothing more until the transfer is complete: both pp ranks of the first
+incomplete transfer have completed all that they posted before it, so both post it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ RECVS_AHEAD = 2
 
 def add_transfers(
     name: str,
-    rows: Sequence[Sequence[Action]],
+    rank_actions: Sequence[Sequence[Action]],
     pipeline: Pipeline,
-    row_of_stage: Sequence[int],
+    pp_rank_of_stage: Sequence[int],
     num_microbatches: int,
 ) -> Schedule:
     """A schedule with every send right after its producer and every receive ahead of its consumer.
@@ -35,102 +35,102 @@ def add_transfers(
 
     Args:
         name: name of the schedule.
-        rows: computations of each row, in order.
-        pipeline, row_of_stage, num_microbatches: what the schedule is for.
+        rank_actions: computations of each pp rank, in order.
+        pipeline, pp_rank_of_stage, num_microbatches: what the schedule is for.
 
     Returns:
         The schedule, which ``check_one_order`` accepts.
     """
-    posts: list[list[Action]] = [[] for _ in rows]  # transfers of each row, in the common order
-    for producer in _sorted_by_end(rows, pipeline, row_of_stage):
+    posts: list[list[Action]] = [[] for _ in rank_actions]  # transfers of each pp rank, in the common order
+    for producer in _sorted_by_end(rank_actions, pipeline, pp_rank_of_stage):
         for other, kind in _ends_of(producer, pipeline)[1]:
-            if row_of_stage[other] != row_of_stage[producer.stage]:
+            if pp_rank_of_stage[other] != pp_rank_of_stage[producer.stage]:
                 recv = Action(_RECV_OF[kind], other, producer.microbatch, producer.stage)
-                posts[row_of_stage[producer.stage]].append(Action(kind, producer.stage, producer.microbatch, other))
-                posts[row_of_stage[other]].append(recv)
+                posts[pp_rank_of_stage[producer.stage]].append(Action(kind, producer.stage, producer.microbatch, other))
+                posts[pp_rank_of_stage[other]].append(recv)
     return Schedule(
         name,
-        tuple(tuple(_with_transfers(*each, pipeline)) for each in zip(rows, posts, strict=True)),
-        tuple(row_of_stage),
+        tuple(tuple(_with_transfers(*item, pipeline)) for item in zip(rank_actions, posts, strict=True)),
+        tuple(pp_rank_of_stage),
         num_microbatches,
     )
 
 
-def compute_rows(schedule: Schedule) -> list[list[Action]]:
-    """The computations of each row, without transfers."""
-    return [[action for action in row if not action.kind.is_transfer] for row in schedule.rows]
+def computations(schedule: Schedule) -> list[list[Action]]:
+    """The computations of each pp rank, without transfers."""
+    return [[action for action in actions if not action.kind.is_transfer] for actions in schedule.rank_actions]
 
 
 _RECV_OF = {Kind.SEND_F: Kind.RECV_F, Kind.SEND_B: Kind.RECV_B}
 
 
 def _sorted_by_end(
-    rows: Sequence[Sequence[Action]], pipeline: Pipeline, row_of_stage: Sequence[int]
+    rank_actions: Sequence[Sequence[Action]], pipeline: Pipeline, pp_rank_of_stage: Sequence[int]
 ) -> Iterable[Action]:
-    """Computations of all rows in the order in which they end, if transfers use a shared link one after another.
+    """Computations of all pp ranks in the order in which they end, if transfers use a shared link one after another.
 
-    Computations that never start, because the rows deadlock, come last.
+    Computations that never start, because the pp ranks deadlock, come last.
     """
-    at, free = [0] * len(rows), [0.0] * len(rows)
+    at, free = [0] * len(rank_actions), [0.0] * len(rank_actions)
     arrived: dict[_Input, float] = {}
-    waiting: dict[_Input, int] = {}  # the row that waits for an input
+    waiting: dict[_Input, int] = {}  # the pp rank that waits for an input
     free_at: dict[object, float] = {}  # by channel and by link
-    running: list[tuple[float, int]] = []  # end of the computation of each row
+    running: list[tuple[float, int]] = []  # end of the computation of each pp rank
 
-    def start(row: int) -> None:
-        if at[row] == len(rows[row]):
+    def start(pp_rank: int) -> None:
+        if at[pp_rank] == len(rank_actions[pp_rank]):
             return
-        action, begin = rows[row][at[row]], free[row]
+        action, begin = rank_actions[pp_rank][at[pp_rank]], free[pp_rank]
         for other, kind in _ends_of(action, pipeline)[0]:
             needed = kind, action.stage, other, action.microbatch
             if needed not in arrived:
-                waiting[needed] = row
+                waiting[needed] = pp_rank
                 return
             begin = max(begin, arrived[needed])
-        heapq.heappush(running, (begin + compute_seconds(action.kind, pipeline.stages[action.stage]), row))
+        heapq.heappush(running, (begin + compute_seconds(action.kind, pipeline.stages[action.stage]), pp_rank))
 
-    for row in range(len(rows)):
-        start(row)
+    for pp_rank in range(len(rank_actions)):
+        start(pp_rank)
     while running:
-        end, row = heapq.heappop(running)
-        action = rows[row][at[row]]
+        end, pp_rank = heapq.heappop(running)
+        action = rank_actions[pp_rank][at[pp_rank]]
         yield action
-        at[row], free[row] = at[row] + 1, end
-        woken = {row}
+        at[pp_rank], free[pp_rank] = at[pp_rank] + 1, end
+        woken = {pp_rank}
         for other, kind in _ends_of(action, pipeline)[1]:
             arrival = end
-            if row_of_stage[other] != row_of_stage[action.stage]:
+            if pp_rank_of_stage[other] != pp_rank_of_stage[action.stage]:
                 edge = pipeline.edge_between[min(action.stage, other), max(action.stage, other)]
                 is_forward = kind is Kind.SEND_F
                 busy: dict[object, float] = dict(edge.forward_loads if is_forward else edge.backward_loads)
                 busy[action.stage, other] = edge.forward_seconds if is_forward else edge.backward_seconds
-                begin = max(end, *(free_at.get(each, 0.0) for each in busy))
-                free_at |= {each: begin + seconds for each, seconds in busy.items()}
+                begin = max(end, *(free_at.get(item, 0.0) for item in busy))
+                free_at |= {item: begin + seconds for item, seconds in busy.items()}
                 arrival = free_at[action.stage, other]
             needed = _RECV_OF[kind], other, action.stage, action.microbatch
             arrived[needed] = arrival
             if needed in waiting:
                 woken.add(waiting.pop(needed))
-        for each in sorted(woken):
-            start(each)
-    yield from itertools.chain.from_iterable(actions[index:] for index, actions in zip(at, rows, strict=True))
+        for item in sorted(woken):
+            start(item)
+    yield from itertools.chain.from_iterable(actions[index:] for index, actions in zip(at, rank_actions, strict=True))
 
 
 #: What a computation needs from another stage: (kind of receive, stage, other stage, microbatch).
 _Input = tuple[Kind, int, int, int]
 
 
-def _with_transfers(row: Sequence[Action], transfers: Sequence[Action], pipeline: Pipeline) -> list[Action]:
-    """The computations of a row with its transfers, which keep their order."""
+def _with_transfers(actions: Sequence[Action], transfers: Sequence[Action], pipeline: Pipeline) -> list[Action]:
+    """The computations of a pp rank with its transfers, which keep their order."""
     producer: dict[Action, int] = {}  # index of the computation after which each send comes
     consumer: dict[Action, int] = {}  # index of the computation before which each receive comes
-    for index, action in enumerate(row):
+    for index, action in enumerate(actions):
         recvs, sends = _ends_of(action, pipeline)
         producer |= {Action(kind, action.stage, action.microbatch, other): index for other, kind in sends}
         consumer |= {Action(kind, action.stage, action.microbatch, other): index for other, kind in recvs}
-    transfers = [each for each in transfers if each in producer or each in consumer]
+    transfers = [item for item in transfers if item in producer or item in consumer]
     # Number of computations before each transfer, at most: it precedes its consumer, and any later transfer.
-    latest = [consumer[each] if each in consumer else producer[each] + 1 for each in transfers]
+    latest = [consumer[item] if item in consumer else producer[item] + 1 for item in transfers]
     latest = [*itertools.accumulate(reversed(latest), min)][::-1]
     out: list[Action] = []
     num_out = 0  # computations in out
@@ -141,10 +141,10 @@ def _with_transfers(row: Sequence[Action], transfers: Sequence[Action], pipeline
             places.append(place)
             # Post when the computation that needs the receive RECVS_AHEAD places earlier on this channel begins.
             place = places[-1 - RECVS_AHEAD] if len(places) > RECVS_AHEAD else 0
-        out += row[num_out:place]
+        out += actions[num_out:place]
         num_out = max(num_out, place)
         out.append(transfer)
-    return [*out, *row[num_out:]]
+    return [*out, *actions[num_out:]]
 
 
 _Ends = list[tuple[int, Kind]]

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 Node = Action | tuple[StageChannel, int]
 
 
-def build_dependency_graph(rows: Sequence[Sequence[Action]], pipeline: Pipeline) -> nx.DiGraph:
-    """The dependencies of the rows of a schedule that fits the pipeline; see :meth:`Schedule.to_networkx`."""
+def build_dependency_graph(rank_actions: Sequence[Sequence[Action]], pipeline: Pipeline) -> nx.DiGraph:
+    """The dependencies of the pp ranks of a schedule that fits the pipeline; see :meth:`Schedule.to_networkx`."""
     import networkx as nx
 
     graph = nx.DiGraph()
-    for row, actions in enumerate(rows):
+    for pp_rank, actions in enumerate(rank_actions):
         for action in actions:
-            _add_node(graph, action, row, pipeline)
+            _add_node(graph, action, pp_rank, pipeline)
     last_of_channel: dict[tuple[StageChannel, bool], Node] = {}
-    for actions in rows:
-        before: Node | None = None  # last node that the row has waited for
+    for actions in rank_actions:
+        before: Node | None = None  # last node that the pp rank has waited for
         for action in actions:
             node = _node_of(action)
             if before is not None and before != node and (not action.kind.is_transfer or action.blocks):
@@ -49,10 +49,15 @@ def _node_of(action: Action) -> Node:
     return (action.channel, action.microbatch) if action.kind.is_transfer else action
 
 
-def _add_node(graph: nx.DiGraph, action: Action, row: int, pipeline: Pipeline) -> None:
+def _add_node(graph: nx.DiGraph, action: Action, pp_rank: int, pipeline: Pipeline) -> None:
     if not action.kind.is_transfer:
         seconds = compute_seconds(action.kind, pipeline.stages[action.stage])
-        attributes: dict[str, Any] = {"kind": str(action.kind), "row": row, "seconds": seconds, "text": str(action)}
+        attributes: dict[str, Any] = {
+            "kind": str(action.kind),
+            "pp_rank": pp_rank,
+            "seconds": seconds,
+            "text": str(action),
+        }
     elif action.kind.is_send or _node_of(action) not in graph:
         channel = action.channel
         seconds = next(
@@ -65,7 +70,7 @@ def _add_node(graph: nx.DiGraph, action: Action, row: int, pipeline: Pipeline) -
         )
         what = "activations" if channel.is_forward else "gradients"
         text = f"{what} of microbatch {action.microbatch} from stage {channel.sender} to {channel.receiver}"
-        attributes = {"kind": "transfer", "row": row, "seconds": seconds, "text": text}
+        attributes = {"kind": "transfer", "pp_rank": pp_rank, "seconds": seconds, "text": text}
     else:
         return
     graph.add_node(_node_of(action), microbatch=action.microbatch, **attributes)

@@ -1,6 +1,7 @@
 """Pipeline schedules as immutable values.
 
-A schedule has one row of actions per pipeline rank. All stages of a row run on the same devices.
+A schedule has a list of actions for each pp rank, the rank in the pipeline. All stages of a pp rank run on the same
+devices.
 """
 
 from __future__ import annotations
@@ -20,21 +21,21 @@ if TYPE_CHECKING:
     import networkx as nx
 
 #: Maximum number of actions in a schedule. Parsers and builders reject larger schedules.
-MOST_ACTIONS = 1_000_000
+MAX_ACTIONS = 1_000_000
 #: Maximum length of the name of a schedule.
-MOST_NAME = 100
+MAX_NAME = 100
 #: Change in the number of microbatches in flight: those whose forward has run and whose backward has not.
 _IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of each row, in order.
+    """The actions of each pp rank, in order.
 
     Attributes:
         name: names of the builder and the passes that made the schedule.
-        rows: actions of each row.
-        row_of_stage: row that computes each stage.
+        rank_actions: actions of each pp rank.
+        pp_rank_of_stage: pp rank that computes each stage.
         num_microbatches: microbatches per iteration.
 
     Raises:
@@ -42,46 +43,53 @@ class Schedule:
     """
 
     name: str
-    rows: tuple[tuple[Action, ...], ...]
-    row_of_stage: tuple[int, ...]
+    rank_actions: tuple[tuple[Action, ...], ...]
+    pp_rank_of_stage: tuple[int, ...]
     num_microbatches: int
 
     def __post_init__(self) -> None:
-        is_whole = isinstance(self.rows, tuple) and isinstance(self.row_of_stage, tuple)
-        if not is_whole or not all(isinstance(row, tuple) for row in self.rows):
-            raise ScheduleError("rows must be a tuple of tuples of Actions, and row_of_stage a tuple of integers")
-        numbers = (*self.row_of_stage, self.num_microbatches)
+        is_whole = isinstance(self.rank_actions, tuple) and isinstance(self.pp_rank_of_stage, tuple)
+        if not is_whole or not all(isinstance(actions, tuple) for actions in self.rank_actions):
+            raise ScheduleError(
+                "rank_actions must be a tuple of tuples of Actions, and pp_rank_of_stage a tuple of integers"
+            )
+        numbers = (*self.pp_rank_of_stage, self.num_microbatches)
         if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-            raise ScheduleError("row_of_stage and num_microbatches of a schedule must be integers")
-        for row in self.rows:
-            for action in row:
+            raise ScheduleError("pp_rank_of_stage and num_microbatches of a schedule must be integers")
+        for actions in self.rank_actions:
+            for action in actions:
                 if not isinstance(action, Action):
-                    raise ScheduleError(f"rows of a schedule must hold Actions, not {type(action).__name__}")
+                    raise ScheduleError(f"rank_actions of a schedule must hold Actions, not {type(action).__name__}")
         if not isinstance(self.name, str):
             raise ScheduleError(f"the name of a schedule must be a string, not {self.name!r}")
-        if not 0 < len(self.name) <= MOST_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):
+        if not 0 < len(self.name) <= MAX_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):
             raise ScheduleError(
-                f"a schedule's name must be up to {MOST_NAME} characters on one line without a colon, not {self.name!r}"
+                f"a schedule's name must be up to {MAX_NAME} characters on one line without a colon, not {self.name!r}"
             )
 
     @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline."""
-        return len(self.row_of_stage)
+        return len(self.pp_rank_of_stage)
 
     def renamed(self, suffix: str) -> str:
-        """The name and a suffix. The name is cut so that both have at most :data:`MOST_NAME` characters."""
-        return self.name[: MOST_NAME - len(suffix)].rstrip() + suffix
+        """The name and a suffix. The name is cut so that both have at most :data:`MAX_NAME` characters."""
+        return self.name[: MAX_NAME - len(suffix)].rstrip() + suffix
 
     def first(self, num_microbatches: int) -> Schedule:
-        """The schedule of the first microbatches alone. It is valid if this one is: rows keep the order of actions."""
-        rows = tuple(tuple(each for each in row if each.microbatch < num_microbatches) for row in self.rows)
-        return replace(self, rows=rows, num_microbatches=num_microbatches)
+        """The schedule of the first microbatches alone.
+
+        It is valid if this one is: pp ranks keep the order of actions.
+        """
+        rank_actions = tuple(
+            tuple(action for action in actions if action.microbatch < num_microbatches) for actions in self.rank_actions
+        )
+        return replace(self, rank_actions=rank_actions, num_microbatches=num_microbatches)
 
     def __iter__(self) -> Iterator[tuple[int, Action]]:
-        for row, actions in enumerate(self.rows):
+        for pp_rank, actions in enumerate(self.rank_actions):
             for action in actions:
-                yield row, action
+                yield pp_rank, action
 
     @cached_property
     def named_stages(self) -> tuple[int, int]:
@@ -91,9 +99,9 @@ class Schedule:
             ScheduleError: a transfer names no stage at its other end.
         """
         low, high = 0, 0
-        for row, action in self:
+        for pp_rank, action in self:
             if action.kind.is_transfer and action.other is None:
-                raise ScheduleError(f"{action} on row {row} is a transfer, but names no stage at its other end")
+                raise ScheduleError(f"{action} on pp rank {pp_rank} is a transfer, but names no stage at its other end")
             ends = (action.stage, action.stage if action.other is None else action.other)
             low, high = min(low, *ends), max(high, *ends)
         return low, high
@@ -113,16 +121,16 @@ class Schedule:
         return tuple(most)
 
     def peak_bytes(self, pipeline: Pipeline) -> tuple[int, ...]:
-        """For each row, the peak bytes of activations on a device.
+        """For each pp rank, the peak bytes of activations on a device.
 
         Raises:
             ArgumentError, ScheduleError: see :func:`check_fits`.
         """
         check_fits(self, pipeline)
-        now, most = [0] * len(self.rows), [0] * len(self.rows)
-        for row, action in self:
-            now[row] += _IN_FLIGHT_CHANGE.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
-            most[row] = max(most[row], now[row])
+        now, most = [0] * len(self.rank_actions), [0] * len(self.rank_actions)
+        for pp_rank, action in self:
+            now[pp_rank] += _IN_FLIGHT_CHANGE.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
+            most[pp_rank] = max(most[pp_rank], now[pp_rank])
         return tuple(most)
 
     def to_networkx(self, pipeline: Pipeline) -> nx.DiGraph:
@@ -131,7 +139,7 @@ class Schedule:
         Nodes are computations, as :class:`Action`, and transfers, as ``(channel, microbatch)``. Node attributes:
 
         * ``kind``: "F", "B", "I", "W", or "transfer".
-        * ``row``: the row that computes, or that sends.
+        * ``pp_rank``: the pp rank that computes, or that sends.
         * ``microbatch``.
         * ``seconds``: duration without link contention.
         * ``text``: a readable name.
@@ -139,8 +147,8 @@ class Schedule:
         Each edge points to the node that waits. Edge attribute ``reason``:
 
         * "data": a computation needs data, or a transfer waits for the last action before its send.
-        * "order": an action waits for the action before it in its row.
-        * "posted": a transfer waits until the receiving row reaches the receive.
+        * "order": an action waits for the action before it in its pp rank.
+        * "posted": a transfer waits until the receiving pp rank reaches the receive.
         * "channel": a transfer waits for the previous transfer of its channel.
 
         Raises:
@@ -148,13 +156,15 @@ class Schedule:
             ScheduleError: the schedule was made for another pipeline.
         """
         check_fits(self, pipeline)
-        return build_dependency_graph(self.rows, pipeline)
+        return build_dependency_graph(self.rank_actions, pipeline)
 
     def __str__(self) -> str:
-        """A header line and one line per row; :func:`~reshard.scheduler.parse_schedule` parses this text."""
-        rows = " ".join(map(str, self.row_of_stage))
-        lines = [f"{self.name}: {self.num_microbatches} microbatches, stages on rows {rows}"]
-        lines += [f"{row}: {' '.join(map(str, actions))}".rstrip() for row, actions in enumerate(self.rows)]
+        """A header line and one line per pp rank; :func:`~reshard.scheduler.parse_schedule` parses this text."""
+        pp_ranks = " ".join(map(str, self.pp_rank_of_stage))
+        lines = [f"{self.name}: {self.num_microbatches} microbatches, stages on pp ranks {pp_ranks}"]
+        lines += [
+            f"{pp_rank}: {' '.join(map(str, actions))}".rstrip() for pp_rank, actions in enumerate(self.rank_actions)
+        ]
         return "\n".join(lines)
 
 

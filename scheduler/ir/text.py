@@ -2,7 +2,7 @@
 
 ::
 
-    1f1b: 2 microbatches, stages on rows 0 1
+    1f1b: 2 microbatches, stages on pp ranks 0 1
     0: 0F0 0SEND_F0>1 0F1 ...
     1: 1RECV_F0<0 1F0 ...
 """
@@ -19,10 +19,10 @@ from reshard.errors import ArgumentError, ScheduleError
 from ..graph import Pipeline, check_pipeline
 from .actions import Action, Kind
 from .communication import add_transfers
-from .schedule import MOST_ACTIONS, Schedule
+from .schedule import MAX_ACTIONS, Schedule
 
 _HEADER = re.compile(
-    r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on rows (?P<rows>\d{1,5}( \d{1,5})*)",
+    r"(?P<name>[^:\n]{1,100}): (?P<num>\d{1,7}) microbatches, stages on pp ranks (?P<pp_ranks>\d{1,5}( \d{1,5})*)",
     re.ASCII,
 )
 _ACTION = re.compile(
@@ -49,30 +49,30 @@ def parse_schedule(text: str) -> Schedule:
     if header is None:
         raise ScheduleError(
             f"line 1: {lines[0][:80] if lines else ''!r} is not a header; "
-            "expected one such as '1f1b: 8 microbatches, stages on rows 0 1'"
+            "expected one such as '1f1b: 8 microbatches, stages on pp ranks 0 1'"
         )
-    row_of_stage = tuple(map(int, header["rows"].split()))
+    pp_rank_of_stage = tuple(map(int, header["pp_ranks"].split()))
     num = int(header["num"])
-    if not 1 <= num * len(row_of_stage) <= MOST_ACTIONS:
+    if not 1 <= num * len(pp_rank_of_stage) <= MAX_ACTIONS:
         raise ScheduleError(
-            f"line 1: {num:,} microbatches on {len(row_of_stage)} stages; microbatches times stages must be from 1 to "
-            f"{MOST_ACTIONS:,}"
+            f"line 1: {num:,} microbatches on {len(pp_rank_of_stage)} stages; microbatches times stages must be from 1 "
+            f"to {MAX_ACTIONS:,}"
         )
-    rows = []
+    rank_actions = []
     total = 0
     for number, line in enumerate(lines[1:]):
-        row, _, rest = line.partition(":")
-        if row.strip() != str(number):
-            raise ScheduleError(f"line {number + 2}: expected row {number}, not {row[:40]!r}")
+        pp_rank, _, rest = line.partition(":")
+        if pp_rank.strip() != str(number):
+            raise ScheduleError(f"line {number + 2}: expected pp rank {number}, not {pp_rank[:40]!r}")
         words = rest.split()
         total += len(words)
-        if total > MOST_ACTIONS:
-            raise ScheduleError(f"the text has more than {MOST_ACTIONS:,} actions")
+        if total > MAX_ACTIONS:
+            raise ScheduleError(f"the text has more than {MAX_ACTIONS:,} actions")
         try:
-            rows.append(tuple(parse_action(word) for word in words))
+            rank_actions.append(tuple(parse_action(word) for word in words))
         except ScheduleError as error:
             raise ScheduleError(f"line {number + 2}: {error}") from None
-    return Schedule(header["name"], tuple(rows), row_of_stage, num)
+    return Schedule(header["name"], tuple(rank_actions), pp_rank_of_stage, num)
 
 
 def _check_text(text: object) -> None:
@@ -86,22 +86,23 @@ def parse_action(word: str) -> Action:
     Raises:
         ScheduleError: the word is not an action.
     """
-    found = _ACTION.fullmatch(word)
-    if found is None:
+    match = _ACTION.fullmatch(word)
+    if match is None:
         raise ScheduleError(f"{word[:40]!r} is not an action such as 0F3, 0SEND_F3>1 or 1RECV_F3<0")
-    kind = Kind(found["kind"])
-    if kind.is_transfer != (found["other"] is not None) or (found["blocks"] and not kind.is_transfer):
+    kind = Kind(match["kind"])
+    if kind.is_transfer != (match["other"] is not None) or (match["blocks"] and not kind.is_transfer):
         raise ScheduleError(
             f"{word!r}: a transfer must name another stage; a computation can neither name one nor block"
         )
-    if kind.is_transfer and (found["arrow"] == ">") != kind.is_send:
+    if kind.is_transfer and (match["arrow"] == ">") != kind.is_send:
         raise ScheduleError(f"{word!r}: a send takes '>' before the other stage, a receive '<'")
-    other = None if found["other"] is None else int(found["other"])
-    return Action(kind, int(found["stage"]), int(found["microbatch"]), other, bool(found["blocks"]))
+    other = None if match["other"] is None else int(match["other"])
+    return Action(kind, int(match["stage"]), int(match["microbatch"]), other, bool(match["blocks"]))
 
 
 def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
-    """The CSV that torch's pipeline runtime loads: one line per row. Transfers do not name the stage at the other end.
+    """The CSV that torch's pipeline runtime loads: one line per pp rank. Transfers do not name the stage at the other
+    end.
 
     Args:
         schedule: transfers must join neighbouring stages.
@@ -117,11 +118,11 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
         raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    for row in schedule.rows:
-        actions: list[Action] = []
+    for actions in schedule.rank_actions:
+        written: list[Action] = []
         #: receives not yet written: (is forward, receiver) -> sender -> receives in order
         pending: dict[tuple[bool, int], dict[int | None, deque[Action]]] = {}
-        for action in row:
+        for action in actions:
             if action.kind.is_transfer:
                 if abs(action.stage - (action.other or 0)) != 1 or (transfers and action.blocks):
                     raise ScheduleError(
@@ -137,10 +138,10 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
                 for recvs in pending.get((action.kind is Kind.F, action.stage), {}).values():
                     if any(recv.microbatch == action.microbatch for recv in recvs):
                         while recvs[0].microbatch != action.microbatch:
-                            actions.append(recvs.popleft())
-                        actions.append(recvs.popleft())
-            actions.append(action)
-        writer.writerow(f"{action.stage}{action.kind}{action.microbatch}" for action in actions)
+                            written.append(recvs.popleft())
+                        written.append(recvs.popleft())
+            written.append(action)
+        writer.writerow(f"{action.stage}{action.kind}{action.microbatch}" for action in written)
     return out.getvalue()
 
 
@@ -151,43 +152,45 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
     ``0REDUCE_GRAD``, ``0WAIT_REDUCE_GRAD``) and the waits for sends of torch 2.15 (``0WAIT_SEND_F3``) are skipped.
 
     Raises:
-        ScheduleError: a cell is not an action, a row has no stage, or the stages are not those of the pipeline.
+        ScheduleError: a cell is not an action, a pp rank has no stage, or the stages are not those of the pipeline.
     """
     _check_text(text)
     check_pipeline(pipeline)
-    rows: list[list[Action]] = []
+    rank_actions: list[list[Action]] = []
     try:
         lines = list(csv.reader(io.StringIO(text)))
     except csv.Error as error:
         raise ScheduleError(f"the text is not valid CSV: {error}") from None
     while lines and not any(cell.strip() for cell in lines[-1]):
         lines.pop()
-    for row, cells in enumerate(lines):
+    for pp_rank, cells in enumerate(lines):
         words = [cell.strip() for cell in cells]
         if not any(words):
-            raise ScheduleError(f"row {row} is empty; each row must compute a stage")
-        rows.append([_from_torch(word) for word in words if word and not _TORCH_SKIPPED.fullmatch(word)])
-        if not rows[-1]:
-            raise ScheduleError(f"row {row} has no computation or transfer of a stage")
-        if sum(map(len, rows)) > MOST_ACTIONS:
-            raise ScheduleError(f"the text has more than {MOST_ACTIONS:,} actions")
-    row_of: dict[int, int] = {}
-    for row, actions in enumerate(rows):
+            raise ScheduleError(f"pp rank {pp_rank} is empty; each pp rank must compute a stage")
+        rank_actions.append([_from_torch(word) for word in words if word and not _TORCH_SKIPPED.fullmatch(word)])
+        if not rank_actions[-1]:
+            raise ScheduleError(f"pp rank {pp_rank} has no computation or transfer of a stage")
+        if sum(map(len, rank_actions)) > MAX_ACTIONS:
+            raise ScheduleError(f"the text has more than {MAX_ACTIONS:,} actions")
+    pp_rank_of: dict[int, int] = {}
+    for pp_rank, actions in enumerate(rank_actions):
         for action in actions:
-            if row_of.setdefault(action.stage, row) != row:
-                raise ScheduleError(f"stage {action.stage} is on rows {row_of[action.stage]} and {row}")
-    if sorted(row_of) != list(range(len(pipeline.stages))):
-        raise ScheduleError(f"the CSV has stages {sorted(row_of)}; the pipeline has 0 to {len(pipeline.stages) - 1}")
-    row_of_stage = tuple(row_of[stage] for stage in range(len(row_of)))
-    num = 1 + max(action.microbatch for row in rows for action in row)
-    if num * len(row_of_stage) > MOST_ACTIONS:
+            if pp_rank_of.setdefault(action.stage, pp_rank) != pp_rank:
+                raise ScheduleError(f"stage {action.stage} is on pp ranks {pp_rank_of[action.stage]} and {pp_rank}")
+    if sorted(pp_rank_of) != list(range(len(pipeline.stages))):
         raise ScheduleError(
-            f"{num:,} microbatches on {len(row_of_stage)} stages; microbatches times stages must be at most "
-            f"{MOST_ACTIONS:,}"
+            f"the CSV has stages {sorted(pp_rank_of)}; the pipeline has 0 to {len(pipeline.stages) - 1}"
         )
-    if any(action.kind.is_transfer for row in rows for action in row):
-        return Schedule(name, tuple(map(tuple, rows)), row_of_stage, num)
-    return add_transfers(name, rows, pipeline, row_of_stage, num)
+    pp_rank_of_stage = tuple(pp_rank_of[stage] for stage in range(len(pp_rank_of)))
+    num = 1 + max(action.microbatch for actions in rank_actions for action in actions)
+    if num * len(pp_rank_of_stage) > MAX_ACTIONS:
+        raise ScheduleError(
+            f"{num:,} microbatches on {len(pp_rank_of_stage)} stages; microbatches times stages must be at most "
+            f"{MAX_ACTIONS:,}"
+        )
+    if any(action.kind.is_transfer for actions in rank_actions for action in actions):
+        return Schedule(name, tuple(map(tuple, rank_actions)), pp_rank_of_stage, num)
+    return add_transfers(name, rank_actions, pipeline, pp_rank_of_stage, num)
 
 
 #: Offset from a stage to the stage at the other end of torch's transfer.
@@ -197,9 +200,9 @@ _TORCH = re.compile(r"(\d{1,5})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,7})")
 
 
 def _from_torch(cell: str) -> Action:
-    found = _TORCH.fullmatch(cell)
-    if found is None:
+    match = _TORCH.fullmatch(cell)
+    if match is None:
         raise ScheduleError(f"{cell[:40]!r} is not a supported action of torch's CSV, such as 0F3, 1SEND_B2 or 1W4")
-    kind, stage = Kind(found[2]), int(found[1])
+    kind, stage = Kind(match[2]), int(match[1])
     other = stage + _TORCH_OFFSET[kind] if kind.is_transfer else None
-    return Action(kind, stage, int(found[3]), other)
+    return Action(kind, stage, int(match[3]), other)

@@ -1,4 +1,4 @@
-"""Which directions of which edges are coded: those where the simulation says that the iteration gets shorter."""
+"""Which directions of which edges are encoded: those where the simulation says that the iteration gets shorter."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from ..simulation.replay import simulate_schedule
 
 #: Codecs pay only if the iteration becomes shorter by at least this share.
 MIN_GAIN = 0.01
-#: A channel stays coded only if coding it saves at least this share of the iteration.
+#: A channel stays encoded only if coding it saves at least this share of the iteration.
 MIN_SHARE = 0.001
 
-#: The codec of each coded channel.
+#: The codec of each encoded channel.
 ChannelCodecs = Mapping[StageChannel, str]
 
 
@@ -24,7 +24,7 @@ class CodecChoice:
     """The codecs of a pipeline's edges, and why.
 
     Attributes:
-        codecs: of the coded channels. schedule: built for the pipeline with these codecs.
+        codecs: of the encoded channels. schedule: built for the pipeline with these codecs.
         raw_seconds, seconds: simulated iteration without and with the codecs.
         gains: for each channel that was tried, the seconds that coding it saves in the end.
     """
@@ -45,7 +45,7 @@ class CodecChoice:
         return "\n".join(lines)
 
 
-def code_edges(pipeline: Pipeline, codecs: ChannelCodecs) -> Pipeline:
+def compress_edges(pipeline: Pipeline, codecs: ChannelCodecs) -> Pipeline:
     """The pipeline whose edges have these codecs, and no others. Costs stay as they are."""
 
     def code(edge: Edge) -> Edge:
@@ -65,8 +65,8 @@ def choose_codecs(
 ) -> CodecChoice:
     """Code the channels that make the iteration shorter.
 
-    Starts with all channels coded, since several may share the critical path, and removes those whose codec saves less
-    than :data:`MIN_SHARE` of the iteration, the least useful first.
+    Starts with all channels encoded, since several may share the critical path, and removes those whose codec saves
+    less than :data:`MIN_SHARE` of the iteration, the least useful first.
 
     Args:
         pipeline: with the costs of stages; those of edges are not used.
@@ -85,17 +85,17 @@ def choose_codecs(
     priced: dict[Edge, Edge] = {}
 
     def with_costs(codecs: ChannelCodecs) -> Pipeline:
-        coded = code_edges(pipeline, codecs)
-        for edge in coded.edges:
+        encoded = compress_edges(pipeline, codecs)
+        for edge in encoded.edges:
             if edge not in priced:
                 priced[edge] = price(edge)
-        return replace(coded, edges=tuple(priced[edge] for edge in coded.edges))
+        return replace(encoded, edges=tuple(priced[edge] for edge in encoded.edges))
 
     def seconds(codecs: ChannelCodecs, schedule: Schedule) -> float:
         return simulate_schedule(schedule, with_costs(codecs)).makespan_seconds
 
     def without(codecs: ChannelCodecs, channel: StageChannel) -> ChannelCodecs:
-        return {each: codec for each, codec in codecs.items() if each != channel}
+        return {item: codec for item, codec in codecs.items() if item != channel}
 
     raw_schedule = build(with_costs({}))
     raw_seconds = seconds({}, raw_schedule)

@@ -10,7 +10,7 @@ from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline
 from ..ir.actions import Action, Kind, StageChannel
-from ..ir.communication import RECVS_AHEAD, add_transfers, compute_rows
+from ..ir.communication import RECVS_AHEAD, add_transfers, computations
 from ..ir.schedule import Schedule, check_fits
 from ..simulation.replay import simulate_schedule
 
@@ -35,18 +35,18 @@ class Report:
 
 
 def overlap_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Post every send right after its producer and every receive ahead of its consumer, in one order on all rows.
+    """Post every send right after its producer and every receive ahead of its consumer, in one order on all pp ranks.
 
     No transfer blocks.
     """
     check_fits(schedule, pipeline)
     return add_transfers(
-        schedule.name, compute_rows(schedule), pipeline, schedule.row_of_stage, schedule.num_microbatches
+        schedule.name, computations(schedule), pipeline, schedule.pp_rank_of_stage, schedule.num_microbatches
     )
 
 
 def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
-    """Make every send block its row, as an engine without overlap does. A baseline, for CPU tensors only.
+    """Make every send block its rank, as an engine without overlap does. A baseline, for CPU tensors only.
 
     Receives are posted as far ahead as it takes to avoid deadlock: two neighbours that send to each other must both
     have posted their receives.
@@ -54,11 +54,13 @@ def block_transfers(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     ahead = overlap_transfers(schedule, pipeline)
     recvs_ahead = RECVS_AHEAD
     while True:
-        rows = [_move_recvs(row, pipeline, recvs_ahead) for row in ahead.rows]
+        rank_actions = [_move_recvs(actions, pipeline, recvs_ahead) for actions in ahead.rank_actions]
         blocking = replace(
             ahead,
             name=schedule.renamed(", blocking"),
-            rows=tuple(tuple(replace(action, blocks=action.kind.is_send) for action in row) for row in rows),
+            rank_actions=tuple(
+                tuple(replace(action, blocks=action.kind.is_send) for action in actions) for actions in rank_actions
+            ),
         )
         if recvs_ahead >= schedule.num_microbatches or _completes(blocking, pipeline):
             return blocking
@@ -80,26 +82,26 @@ def defer_recvs(schedule: Schedule, pipeline: Pipeline) -> Schedule:
     when the receive is posted.
     """
     ahead = overlap_transfers(schedule, pipeline)
-    rows = []
-    for row in ahead.rows:
-        late = _move_recvs(row, pipeline, 0)
-        rows.append(tuple(replace(a, blocks=True) if a.kind in _CONSUMERS else a for a in late))
-    return replace(ahead, name=schedule.renamed(", at the consumer"), rows=tuple(rows))
+    rank_actions = []
+    for actions in ahead.rank_actions:
+        late = _move_recvs(actions, pipeline, 0)
+        rank_actions.append(tuple(replace(a, blocks=True) if a.kind in _CONSUMERS else a for a in late))
+    return replace(ahead, name=schedule.renamed(", at the consumer"), rank_actions=tuple(rank_actions))
 
 
 #: Kinds of the computations that need what a receive brings.
 _CONSUMERS = {Kind.RECV_F: (Kind.F,), Kind.RECV_B: (Kind.B, Kind.I)}
 
 
-def _move_recvs(row: Sequence[Action], pipeline: Pipeline, recvs_ahead: int) -> list[Action]:
-    """Move the receives of a row: ``recvs_ahead`` are posted on a channel beyond the one that is needed next.
+def _move_recvs(actions: Sequence[Action], pipeline: Pipeline, recvs_ahead: int) -> list[Action]:
+    """Move the receives of a pp rank: ``recvs_ahead`` are posted on a channel beyond the one that is needed next.
 
-    Rows may then post transfers in different orders.
+    Pp ranks may then post transfers in different orders.
     """
-    rest = [action for action in row if action.kind not in _CONSUMERS]
+    rest = [action for action in actions if action.kind not in _CONSUMERS]
     place = {(a.kind, a.stage, a.microbatch): index for index, a in enumerate(rest) if not a.kind.is_transfer}
     channels: dict[StageChannel, list[Action]] = {}
-    for action in row:
+    for action in actions:
         if action.kind in _CONSUMERS:
             channels.setdefault(action.channel, []).append(action)
     moved: list[tuple[int, int, int, Action]] = []
@@ -115,8 +117,8 @@ def _move_recvs(row: Sequence[Action], pipeline: Pipeline, recvs_ahead: int) -> 
             at = due[nth] if not recvs_ahead else due[nth - recvs_ahead] if nth >= recvs_ahead else 0
             moved.append((due[nth], first, at, recv))
     posted: dict[int, list[Action]] = {}  # receives before each action
-    for *_, at, recv in sorted(moved, key=lambda each: (*each[:2], each[3].other)):
-        posted.setdefault(at, []).append(recv)
+    for *_, position, recv in sorted(moved, key=lambda each: (*each[:2], each[3].other)):
+        posted.setdefault(position, []).append(recv)
     out: list[Action] = []
     for index, action in enumerate(rest):
         out += [*posted.get(index, ()), action]
@@ -129,13 +131,13 @@ def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass])
     reports = []
     if not isinstance(passes, Sequence) or not all(map(callable, passes)):
         raise ArgumentError(f"passes must be a list of functions such as overlap_transfers, not {passes!r}")
-    for one in passes:
-        changed = one(schedule, pipeline)
+    for compute_pass in passes:
+        changed = compute_pass(schedule, pipeline)
         if not isinstance(changed, Schedule):
             raise ArgumentError(f"a pass returned {type(changed).__name__}, not a Schedule")
         reports.append(
             Report(
-                getattr(one, "__name__", type(one).__name__),
+                getattr(compute_pass, "__name__", type(compute_pass).__name__),
                 _count_moved(schedule, changed),
                 simulate_schedule(schedule, pipeline).makespan_seconds,
                 simulate_schedule(changed, pipeline).makespan_seconds,
@@ -149,15 +151,15 @@ def _count_moved(before: Schedule, after: Schedule) -> int:
     """Number of transfers that follow another computation than before, or whose ``blocks`` changed."""
 
     def positions(schedule: Schedule) -> dict[tuple[object, ...], tuple[int, bool]]:
-        found: dict[tuple[object, ...], tuple[int, bool]] = {}
-        for row in schedule.rows:
+        moved: dict[tuple[object, ...], tuple[int, bool]] = {}
+        for actions in schedule.rank_actions:
             num_computed = 0
-            for action in row:
+            for action in actions:
                 if action.kind.is_transfer:
-                    found[action.kind, action.stage, action.microbatch, action.other] = num_computed, action.blocks
+                    moved[action.kind, action.stage, action.microbatch, action.other] = num_computed, action.blocks
                 else:
                     num_computed += 1
-        return found
+        return moved
 
     old, new = positions(before), positions(after)
     return sum(new[key] != old.get(key) for key in new)

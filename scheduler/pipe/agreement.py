@@ -77,8 +77,8 @@ class Agreement:
                 if spec is not None:
                     own.append([number, stage, spec])
         layouts: list[dict[int, Layout]] = [{} for _ in ties]
-        for each in self.exchange(own).values():
-            for number, stage, spec in each:
+        for item in self.exchange(own).values():
+            for number, stage, spec in item:
                 axes = tuple(None if dim is None else tuple(dim) for dim in spec)
                 layouts[number][stage] = Layout(meshes[stage], axes)
         return layouts

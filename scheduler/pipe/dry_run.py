@@ -12,10 +12,10 @@ from reshard.formatting import count_of
 
 from ..runtime.engine import Engine
 from .partition.batches import BatchOutline, Entry
-from .partition.stage_mesh import is_grid, num_row_shards
-from .planner import MOST_GRAPHS, Planner
+from .partition.stage_mesh import is_grid, num_sample_shards
+from .planner import MAX_GRAPHS, Planner
 
-#: Stage, number of rows, and entries of a batch.
+#: Stage, number of samples, and entries of a batch.
 Key = tuple[int, int, tuple[Entry, ...]]
 #: ``shard(module)`` shards a copy of a stage's module in place, as this rank shards the stage, without moving data.
 Shard = Callable[[torch.nn.Module], None]
@@ -27,9 +27,9 @@ class DryRun:
     Such a stage must be found before the step. If it failed inside the step, other ranks would wait in their
     collectives. Two kinds of stages can fail:
 
-    - A stage under FSDP with more replicas than a microbatch has rows. The collectives of FSDP need all replicas, so a
-      replica without rows runs too: on one row that does not count, or on 0 rows if the stage is a grid. Some modules
-      fail on so few rows, and some only when they are sharded.
+    - A stage under FSDP with more replicas than a microbatch has samples. The collectives of FSDP need all replicas, so
+      a replica without samples runs too: on one sample that does not count, or on 0 samples if the stage is a grid.
+      Some modules fail on so few samples, and some only when they are sharded.
     - A stage whose tensor-parallel plan divides the sequence over ``tp`` ranks. It may need a sequence length that
       ``tp`` divides.
 
@@ -54,14 +54,14 @@ class DryRun:
         # Text of the error of each run, or None if the stage ran; the same on all ranks.
         self._failures: collections.OrderedDict[Key, str | None] = collections.OrderedDict()
 
-    def rows_without(self, stage: int) -> int | None:
-        """The number of rows to run on for a replica of the stage that has no rows; None: it does not run."""
+    def num_samples_without(self, stage: int) -> int | None:
+        """The number of samples to run on for a replica of the stage that has no samples; None: it does not run."""
         if stage not in self._fsdp_stages:
             return None
         return 0 if is_grid(self._planner.meshes[stage]) else 1
 
     def check(self, outline: BatchOutline, fewest: int) -> None:
-        """Raise ArgumentError, on all ranks alike, if a stage does not run on microbatches of ``fewest`` rows."""
+        """Raise ArgumentError, on all ranks alike, if a stage does not run on microbatches of ``fewest`` samples."""
         for stage, parts in self._sequence_parts.items():
             if any(size % parts for entry in outline.entries if entry.is_divided for size in entry.shape[:1]):
                 failure = self._find_failure(stage, 1, outline)
@@ -71,30 +71,30 @@ class DryRun:
                         f"{outline} ({failure}); pad the sequence to a multiple of {parts}"
                     )
         for stage in self._fsdp_stages:
-            replicas = num_row_shards(self._planner.meshes[stage])
+            replicas = num_sample_shards(self._planner.meshes[stage])
             if fewest < replicas:
-                rows = self.rows_without(stage) or 0
-                failure = self._find_failure(stage, rows, outline)
+                num_samples = self.num_samples_without(stage) or 0
+                failure = self._find_failure(stage, num_samples, outline)
                 if failure is not None:
                     raise ArgumentError(
                         f"stage {stage} has {replicas} replicas under FSDP, which must all run, but a microbatch has "
-                        f"{count_of(fewest, 'row')}, and the stage does not run on {count_of(rows, 'row')} "
-                        f"({failure}); pass more rows"
+                        f"{count_of(fewest, 'sample')}, and the stage does not run on "
+                        f"{count_of(num_samples, 'sample')} ({failure}); pass more samples"
                     )
 
-    def _find_failure(self, stage: int, rows: int, outline: BatchOutline) -> str | None:
-        """Run a stage on ``rows`` rows. All ranks must call this.
+    def _find_failure(self, stage: int, num_samples: int, outline: BatchOutline) -> str | None:
+        """Run a stage on ``num_samples`` samples. All ranks must call this.
 
         Returns:
             The error of the first rank of the stage that fails; None if no rank fails.
         """
-        key = stage, rows, outline.entries
+        key = stage, num_samples, outline.entries
         if key not in self._failures:
             own = None
             if stage in self._shards:
-                own = self._planner.find_failure(outline, rows, stage, self._shards[stage])
+                own = self._planner.find_failure(outline, num_samples, stage, self._shards[stage])
             found = sorted(self._engine.exchange(own).items())
             self._failures[key] = next((failure for _, failure in found if failure is not None), None)
-            if len(self._failures) > MOST_GRAPHS:
+            if len(self._failures) > MAX_GRAPHS:
                 self._failures.popitem(last=False)
         return self._failures[key]

@@ -22,7 +22,7 @@ from . import checkpoint
 from .dry_run import DryRun, Shard
 from .feeding import Feeder
 from .gradients import LossScale, are_finite, check_clip, combine_norm, local_power_sum, scale_gradients
-from .partition.batches import BatchOutline, take_rows, take_unused_row
+from .partition.batches import BatchOutline, take_samples, take_unused_sample
 from .partition.stage_mesh import ranks_with_own_loss
 from .planner import Planner, Programs
 from .profile import ScheduleBuilder, StageProfile, count_saved_bytes, profile_timelines, restore_training_state
@@ -35,7 +35,7 @@ class CompileOptions:
     """Options of an engine, which :meth:`Pipe.compile` sets.
 
     Attributes:
-        microbatches: number of microbatches of a step. schedule: a schedule, or a function that builds one.
+        num_microbatches: number of microbatches of a step. schedule: a schedule, or a function that builds one.
         input_names: names for the values of a batch that is a tuple, in order.
         example: outline of the batch given to ``compile``.
         ties: ``{stage: name}`` of each parameter that several stages share.
@@ -45,7 +45,7 @@ class CompileOptions:
         shards, sequence_parts: how stages are sharded; see :class:`DryRun`.
     """
 
-    microbatches: int
+    num_microbatches: int
     schedule: Schedule | ScheduleBuilder
     input_names: Sequence[str]
     example: BatchOutline
@@ -72,12 +72,12 @@ class PipelineEngine:
         self, engine: Engine, planner: Planner, modules: Mapping[int, torch.nn.Module], options: CompileOptions
     ) -> None:
         self._engine, self._planner, self.modules, self._options = engine, planner, dict(modules), options
-        self._usual_microbatches = options.microbatches
+        self._usual_num_microbatches = options.num_microbatches
         own = [stage for stage, module in modules.items() if is_fsdp(module)]
         fsdp_stages = {stage for stages in engine.exchange(own).values() for stage in stages}
         dry_run = DryRun(engine, planner, fsdp_stages, options.shards, options.sequence_parts)
-        self._rows_without = dry_run.rows_without
-        self._feeder = Feeder(engine, planner, options.input_names, options.microbatches, dry_run, options.example)
+        self._num_samples_without = dry_run.num_samples_without
+        self._feeder = Feeder(engine, planner, options.input_names, options.num_microbatches, dry_run, options.example)
         self._replicated = ReplicatedGradients(engine, planner, self.modules)
         self._loss_scale = LossScale() if options.scales_loss else None
         self._rank, self._is_first = engine.rank, engine.rank == planner.first_rank
@@ -89,10 +89,10 @@ class PipelineEngine:
         self._without_elements = torch.nn.Parameter(torch.empty(0, device=options.device))
         self._can_split = not fsdp_stages
         hints: dict[str, Any] = {"can_split": self._can_split, "memory_limit_bytes": options.memory_limit_bytes}
-        row_of_stage = engine.schedule.row_of_stage
-        self._is_chain = list(row_of_stage) == list(range(len(row_of_stage)))
+        pp_rank_of_stage = engine.schedule.pp_rank_of_stage
+        self._is_chain = list(pp_rank_of_stage) == list(range(len(pp_rank_of_stage)))
         if not self._is_chain:
-            hints["row_of_stage"] = row_of_stage
+            hints["pp_rank_of_stage"] = pp_rank_of_stage
         self._programs = Programs(engine, planner, options.schedule, hints, options.policy or Policy())
 
     # Parameters
@@ -103,7 +103,7 @@ class PipelineEngine:
         If none is trainable, there is one more, which has no elements: torch makes no optimizer without parameters.
         """
         own = [parameter for _, parameter in self.named_parameters()]
-        return own if any(each.requires_grad for each in own) else [*own, self._without_elements]
+        return own if any(item.requires_grad for item in own) else [*own, self._without_elements]
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters of this rank's stages under the names of the whole model, each once."""
@@ -118,7 +118,7 @@ class PipelineEngine:
     @property
     def schedule(self) -> Schedule:
         """The schedule of a step on a batch like the example."""
-        return self._programs.schedules[self._usual_microbatches]
+        return self._programs.schedules[self._usual_num_microbatches]
 
     @property
     def compression(self) -> str:
@@ -129,13 +129,13 @@ class PipelineEngine:
     def step(
         self, batch: Any = None, *, accumulate: int = 1, local_batch: bool = False, timeline: bool = False
     ) -> StepResult:
-        """Add the gradients of the mean loss over all rows of a batch to each parameter's ``.grad``.
+        """Add the gradients of the mean loss over all samples of a batch to each parameter's ``.grad``.
 
         Args:
             batch: ``{name: tensor}``, a tensor or a tuple, the same on all ranks; None on ranks whose stages read no
-                input. Its sizes may differ from the example's. A batch of few rows has fewer microbatches.
+                input. Its sizes may differ from the example's. A batch of few samples has fewer microbatches.
             accumulate: number of parts of the batch that run one after the other, each with its own microbatches.
-            local_batch: whether the batch has only the rows of this rank, in the order of :meth:`local_rows`.
+            local_batch: whether the batch has only the samples of this rank, in the order of :meth:`local_samples`.
             timeline: measure the times of the last part.
 
         Raises:
@@ -146,9 +146,9 @@ class PipelineEngine:
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         earlier = stash_gradients(parameters := self.parameters())
         try:
-            steps, rows = self._run(batch, accumulate, local_batch, scale=scale)
+            steps, num_samples = self._run(batch, accumulate, local_batch, scale=scale)
             measured = self._engine.timeline() if timeline else None
-            totals = self._exchange_totals(steps, rows, are_finite(parameters))
+            totals = self._exchange_totals(steps, num_samples, are_finite(parameters))
             self._replicated.check(totals.finite)
             factor = totals.gradient_factor / scale
             if factor != 1.0:
@@ -162,7 +162,10 @@ class PipelineEngine:
 
     @ending_calls
     def evaluate(self, batch: Any = None, *, local_batch: bool = False) -> StepResult:
-        """The mean loss over all rows of a batch, in evaluation mode and without gradients. Arguments: :meth:`step`."""
+        """The mean loss over all samples of a batch, in evaluation mode and without gradients.
+
+        Arguments: :meth:`step`.
+        """
         modes = [(each, each.training) for module in self.modules.values() for each in module.modules()]
         for module in self.modules.values():
             module.eval()
@@ -170,13 +173,17 @@ class PipelineEngine:
             totals = self._exchange_totals(*self._run(batch, 1, local_batch, train=False), True)
             return StepResult(totals.loss, totals.metrics, totals.finite)
         finally:
-            for each, was_training in modes:
-                each.training = was_training
+            for mode, was_training in modes:
+                mode.training = was_training
 
-    def local_rows(self, rows: int, accumulate: int = 1) -> torch.Tensor:
-        """Indices (int64) of the rows that this rank passes with ``local_batch=True``, in order, of ``rows`` in all."""
-        parts = self._feeder.divide(rows, accumulate)
-        return torch.tensor([row for part in parts for each in part for row in self._feeder.own_rows(each)]).long()
+    def local_samples(self, num_samples: int, accumulate: int = 1) -> torch.Tensor:
+        """Indices (int64) of the samples that this rank passes with ``local_batch=True``, in order, of ``num_samples``
+        in all.
+        """
+        parts = self._feeder.divide(num_samples, accumulate)
+        return torch.tensor(
+            [sample for part in parts for each in part for sample in self._feeder.own_samples(each)]
+        ).long()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients of the whole model so that their norm is at most ``max_norm``. Returns the norm before.
@@ -295,7 +302,7 @@ class PipelineEngine:
             "step": step,
             "loss_scale": scale,
             "world_size": torch.distributed.get_world_size(self._options.process_group),
-            "coded_steps": self._engine.sums.state_dict()["steps"],
+            "encoded_steps": self._engine.sums.state_dict()["steps"],
         }
         return checkpoint.TrainingState(
             self._rank,
@@ -332,31 +339,31 @@ class PipelineEngine:
         scale: float = 1.0,
         schedule: Schedule | None = None,
     ) -> tuple[list[Step], int]:
-        """Run all parts of a batch. Returns the result of each part, and the number of rows of the batch."""
+        """Run all parts of a batch. Returns the result of each part, and the number of samples of the batch."""
         named, outline = self._feeder.agree(batch, accumulate, is_local)
         graph = self._planner.graph(outline)
-        parts = self._feeder.divide(outline.rows, accumulate)
+        parts = self._feeder.divide(outline.num_samples, accumulate)
         programs = [self._programs.find(outline, tuple(map(len, part)), schedule) for part in parts]
         steps, taken = [], 0
         for part, program in zip(parts, programs, strict=True):
             feed: dict[int, list[dict[str, Any]]] = {stage: [] for stage in self.modules}
             weights, fillers = [], []
-            for microbatch, rows in enumerate(part):
-                own = self._feeder.own_rows(rows)
-                weights.append(float(self._feeder.rows_of_loss(rows)))
+            for microbatch, samples in enumerate(part):
+                own = self._feeder.own_samples(samples)
+                weights.append(float(self._feeder.num_samples_of_loss(samples)))
                 source = range(taken, taken + len(own)) if is_local else own
                 taken += len(own)
                 for stage, fed in feed.items():
-                    if not own and self._rows_without(stage):
+                    if not own and self._num_samples_without(stage):
                         fillers.append((stage, microbatch))
-                        fed.append(take_unused_row(named, outline, graph.inputs[stage], not is_local))
+                        fed.append(take_unused_sample(named, outline, graph.inputs[stage], not is_local))
                     else:
-                        fed.append(take_rows(named, outline, graph.inputs[stage], source))
-            inputs = StepInputs(feed, weights, scale / outline.rows, train, fillers)
+                        fed.append(take_samples(named, outline, graph.inputs[stage], source))
+            inputs = StepInputs(feed, weights, scale / outline.num_samples, train, fillers)
             steps.append(self._engine.run(program, inputs))
-        return steps, outline.rows
+        return steps, outline.num_samples
 
-    def _exchange_totals(self, steps: Sequence[Step], rows: int, finite: bool) -> Totals:
+    def _exchange_totals(self, steps: Sequence[Step], num_samples: int, finite: bool) -> Totals:
         """The totals of all parts over all ranks. If several ranks have the same loss, only one of them counts."""
         own: list[Any] = []
         if self._rank in ranks_with_own_loss(self._planner.mesh_of(self._rank)):
@@ -364,9 +371,9 @@ class PipelineEngine:
         gathered = self._engine.exchange([own, finite])
         by_stage: dict[int, list[StageTotals]] = {}
         for values, _ in gathered.values():
-            for stage, each in values:
-                by_stage.setdefault(stage, []).append(StageTotals(**each))
-        return combine_totals(by_stage, rows, all(value[1] for value in gathered.values()))
+            for stage, item in values:
+                by_stage.setdefault(stage, []).append(StageTotals(**item))
+        return combine_totals(by_stage, num_samples, all(value[1] for value in gathered.values()))
 
     # Profile
 
@@ -374,8 +381,8 @@ class PipelineEngine:
         """Measure the stages unless a profile is given, and make the program for batches like the example."""
         self._programs.profile = profile if profile is not None else self.measure(example)
         _, outline = self._feeder.agree(example, 1, False)
-        sizes = tuple(map(len, self._feeder.divide(outline.rows, 1)[0]))
-        self._usual_microbatches = len(sizes)
+        sizes = tuple(map(len, self._feeder.divide(outline.num_samples, 1)[0]))
+        self._usual_num_microbatches = len(sizes)
         self._programs.find(outline, sizes, None)
 
     def profile(self) -> StageProfile:
@@ -389,11 +396,11 @@ class PipelineEngine:
         Trial steps do not change parameters, buffers, random number generators or ``.grad``.
         """
         named, outline = self._feeder.agree(batch, 1, False)
-        rows = [len(each) for each in self._feeder.divide(outline.rows, 1)[0]]
-        pipeline = self._planner.pipeline(outline, rows[0])
+        sizes = [len(item) for item in self._feeder.divide(outline.num_samples, 1)[0]]
+        pipeline = self._planner.pipeline(outline, sizes[0])
         trials = [self._engine.schedule]
         if self._can_split and self._is_chain:
-            trials.append(zb_h1(pipeline, len(rows)))
+            trials.append(zb_h1(pipeline, len(sizes)))
         with restore_training_state(self.parameters(), self.modules, self._engine.sums, self._options.device.type):
             with count_saved_bytes() as saved:
                 self._run(named, 1, False, schedule=self._engine.schedule)
@@ -401,9 +408,9 @@ class PipelineEngine:
             for schedule in trials:
                 self._run(named, 1, False, schedule=schedule)
                 timelines.append(self._engine.timeline())
-        gathered = self._engine.exchange([sorted(self.modules), saved.nbytes / len(rows) / len(self.modules)])
+        gathered = self._engine.exchange([sorted(self.modules), saved.nbytes / len(sizes) / len(self.modules)])
         activation_bytes = [1] * len(pipeline.stages)
         for stages, nbytes in gathered.values():
             for stage in stages:
                 activation_bytes[stage] = max(activation_bytes[stage], round(nbytes))
-        return profile_timelines(timelines, len(pipeline.stages), rows[0], activation_bytes)
+        return profile_timelines(timelines, len(pipeline.stages), sizes[0], activation_bytes)

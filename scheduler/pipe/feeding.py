@@ -1,4 +1,4 @@
-"""Agree on the batch of a step, and divide it into microbatches and rows of this rank."""
+"""Agree on the batch of a step, and divide it into microbatches and samples of this rank."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from .partition.batches import (
     check_same_values,
     common_outline,
     digest_batch,
-    has_no_row,
+    has_no_sample,
     name_batch,
     outline_batch,
-    replica_rows,
+    replica_samples,
     split_microbatches,
-    split_rows,
+    split_samples,
 )
-from .partition.stage_mesh import rows_of_loss
+from .partition.stage_mesh import num_samples_of_loss
 from .planner import Planner
 
 
@@ -37,8 +37,8 @@ class Feeder:
         engine: exchanges outlines and digests of batches between ranks.
         planner: knows the inputs that each stage reads.
         input_names: names of the values of a batch that is a tuple.
-        microbatches: number of microbatches of a part; fewer if it has fewer rows.
-        dry_run: checks that stages accept the numbers of rows that they get.
+        num_microbatches: number of microbatches of a part; fewer if it has fewer samples.
+        dry_run: checks that stages accept the numbers of samples that they get.
         example: outline of the batch that the engine was compiled with; see :func:`check_dtypes`.
     """
 
@@ -47,12 +47,12 @@ class Feeder:
         engine: Engine,
         planner: Planner,
         input_names: Sequence[str],
-        microbatches: int,
+        num_microbatches: int,
         dry_run: DryRun,
         example: BatchOutline,
     ) -> None:
         self._engine, self._planner = engine, planner
-        self._input_names, self._microbatches = input_names, microbatches
+        self._input_names, self._num_microbatches = input_names, num_microbatches
         self._dry_run, self._example = dry_run, example
 
     def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
@@ -71,7 +71,7 @@ class Feeder:
                 raise ArgumentError(f"local_batch is {is_local!r}; it must be True or False")
             if batch is not None:
                 named = name_batch(batch, self._input_names)
-                if is_local and has_no_row(named):
+                if is_local and has_no_sample(named):
                     named = {}
                 else:
                     own = outline_batch(named)
@@ -87,50 +87,54 @@ class Feeder:
         outline = common_outline(outlines, {rank: value[1:3] for rank, value in gathered.items()}, self._planner.meshes)
         if not is_local:
             check_same_values({rank: gathered[rank][3] for rank in outlines})
-        if outline.rows < accumulate:
-            raise ArgumentError(f"accumulate is {accumulate}, but the batch has only {count_of(outline.rows, 'row')}")
+        if outline.num_samples < accumulate:
+            raise ArgumentError(
+                f"accumulate is {accumulate}, but the batch has only {count_of(outline.num_samples, 'sample')}"
+            )
         self._check_given(outline, outlines, is_local, accumulate)
         return named or outline.empty(0), outline
 
     def _check_given(
         self, outline: BatchOutline, outlines: Mapping[int, BatchOutline], is_local: bool, accumulate: int
     ) -> None:
-        """Raise ArgumentError, on all ranks alike, unless each rank passes the rows and inputs that its stages read."""
+        """Raise ArgumentError, on all ranks alike, unless each rank passes what its stages read."""
         graph = self._planner.graph(outline)
         check_dtypes(outline, self._example)
-        parts = self.divide(outline.rows, accumulate)
+        parts = self.divide(outline.num_samples, accumulate)
         for stage, mesh in enumerate(self._planner.meshes):
             for rank in mesh.ranks:
-                wanted = sum(len(self.own_rows(rows, rank)) for part in parts for rows in part)
-                given = outlines[rank].rows if rank in outlines else 0
+                wanted = sum(len(self.own_samples(samples, rank)) for part in parts for samples in part)
+                given = outlines[rank].num_samples if rank in outlines else 0
                 if graph.inputs[stage] and rank not in outlines and not (is_local and wanted == 0):
                     raise ArgumentError(
                         f"rank {rank} passes no batch, but stage {stage} reads {', '.join(graph.inputs[stage])}"
                     )
                 if is_local and rank in outlines and given != wanted:
                     raise ArgumentError(
-                        f"rank {rank} passes {given} rows; of a batch of {outline.rows} rows, it computes "
-                        f"{wanted} (see local_rows)"
+                        f"rank {rank} passes {given} samples; of a batch of {outline.num_samples} samples, it computes "
+                        f"{wanted} (see local_samples)"
                     )
-        self._dry_run.check(outline, min(len(rows) for part in parts for rows in part))
+        self._dry_run.check(outline, min(len(samples) for part in parts for samples in part))
 
-    def divide(self, rows: int, accumulate: int) -> list[list[range]]:
-        """The rows of each microbatch of each part."""
+    def divide(self, num_samples: int, accumulate: int) -> list[list[range]]:
+        """The samples of each microbatch of each part."""
         parts, first = [], 0
-        for size in split_rows(rows, accumulate):
+        for size in split_samples(num_samples, accumulate):
             part = []
-            for each in split_microbatches(size, self._microbatches, self._planner.meshes):
-                part.append(range(first, first + each))
-                first += each
+            for split_microbatch in split_microbatches(size, self._num_microbatches, self._planner.meshes):
+                part.append(range(first, first + split_microbatch))
+                first += split_microbatch
             parts.append(part)
         return parts
 
-    def own_rows(self, rows: range, rank: int | None = None) -> range:
-        """The rows of a microbatch that a rank computes; default: this rank."""
+    def own_samples(self, samples: range, rank: int | None = None) -> range:
+        """The samples of a microbatch that a rank computes; default: this rank."""
         rank = self._engine.rank if rank is None else rank
-        own = replica_rows(len(rows), self._planner.mesh_of(rank), rank)
-        return range(rows.start + own.start, rows.start + own.stop)
+        own = replica_samples(len(samples), self._planner.mesh_of(rank), rank)
+        return range(samples.start + own.start, samples.start + own.stop)
 
-    def rows_of_loss(self, rows: range) -> int:
-        """Number of rows of a microbatch over which the loss on this rank is a mean."""
-        return rows_of_loss(self._planner.mesh_of(self._engine.rank), len(rows), len(self.own_rows(rows)))
+    def num_samples_of_loss(self, samples: range) -> int:
+        """Number of samples of a microbatch over which the loss on this rank is a mean."""
+        return num_samples_of_loss(
+            self._planner.mesh_of(self._engine.rank), len(samples), len(self.own_samples(samples))
+        )

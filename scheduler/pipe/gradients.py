@@ -63,7 +63,7 @@ def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     Raises:
         ArgumentError: ``max_norm`` is negative or NaN, or ``norm_type`` is not above 0.
     """
-    found = []
+    clip = []
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         try:
             number = math.nan if isinstance(value, str) else float(value)
@@ -72,8 +72,8 @@ def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
         if not number >= 0 or (name == "norm_type" and number == 0):
             least = "a number above 0" if name == "norm_type" else "a number that is 0 or more"
             raise ArgumentError(f"{name} is {value!r}; it must be {least}")
-        found.append(number)
-    return found[0], found[1]
+        clip.append(number)
+    return clip[0], clip[1]
 
 
 def combine_norm(parts: Mapping[int, Sequence[float]]) -> float:
@@ -89,7 +89,7 @@ def combine_norm(parts: Mapping[int, Sequence[float]]) -> float:
                 f"ranks {first} and {rank} clip gradients with max_norm {expected[0]:g} and {other[0]:g}, and "
                 f"norm_type {expected[1]:g} and {other[1]:g}; both must be equal on all ranks"
             )
-    sums = [each[2] for each in parts.values()]
+    sums = [part[2] for part in parts.values()]
     if math.isinf(expected[1]):
         return math.nan if any(map(math.isnan, sums)) else max(sums)
     return math.fsum(sums) ** (1 / expected[1]) if all(map(math.isfinite, sums)) else sum(sums)
@@ -108,8 +108,10 @@ def scale_gradients(parameters: Iterable[torch.Tensor], factor: float) -> None:
 
 def are_finite(parameters: Iterable[torch.Tensor]) -> bool:
     """Whether no gradient of this rank has an infinite or NaN element."""
-    gradients = [each.coalesce().values() if each.is_sparse else each for each in local_gradients(parameters)]
-    gradients = [each for each in gradients if each.numel()]
+    gradients = [
+        gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in local_gradients(parameters)
+    ]
+    gradients = [gradient for gradient in gradients if gradient.numel()]
     if not gradients:
         return True
     return all(bool(norm.isfinite()) for norm in torch_compat.largest_magnitudes(gradients))
@@ -129,7 +131,9 @@ def _num_shards(gradient: Any) -> int:
     if not hasattr(gradient, "placements"):
         return 1
     sizes = gradient.device_mesh.shape
-    return math.prod(size for size, each in zip(sizes, gradient.placements, strict=True) if not each.is_replicate())
+    return math.prod(
+        size for size, placement in zip(sizes, gradient.placements, strict=True) if not placement.is_replicate()
+    )
 
 
 @dataclass

@@ -38,7 +38,7 @@ from .placement import (
     check_world,
     ddp,
     find_meshes,
-    find_rows,
+    find_pp_ranks,
     fsdp,
     make_device_mesh,
     parse_placements,
@@ -99,7 +99,7 @@ class Pipe:
                     "a training plan has its own cuts and placements; pass no cut_before or stages with it"
                 )
             cut_before, stages = training_plan.cut_before, list(training_plan.placements())
-        if isinstance(model, (list, tuple)) and model and all(isinstance(each, torch.nn.Module) for each in model):
+        if isinstance(model, (list, tuple)) and model and all(isinstance(item, torch.nn.Module) for item in model):
             if cut_before or blocks is not None or loss is not None:
                 raise ArgumentError("a list of modules is already cut; it takes no cut_before, blocks or loss")
             model, blocks = torch.nn.ModuleList(model), blocks_of_modules
@@ -123,7 +123,7 @@ class Pipe:
             raise ArgumentError("blocks give the loss themselves, as StageOutput(loss=...); pass no loss=")
         self.meshes = find_meshes(self.placements)
         self._loss, self._blocks = loss, blocks if blocks is not None else find_blocks(model)
-        self._tp_plans = [find_plan(each, model, tp_plan, stage) for stage, each in enumerate(self.placements)]
+        self._tp_plans = [find_plan(item, model, tp_plan, stage) for stage, item in enumerate(self.placements)]
         self._sequence_parts = {
             stage: placement.tp
             for stage, placement in enumerate(self.placements)
@@ -157,12 +157,12 @@ class Pipe:
                 raise
             return BlockCut(functools.partial(whole_model, loss=self._loss), self.model, ())
 
-    def pipeline(self, example: Any, microbatches: int, profile: StageProfile, topology: Topology) -> Pipeline:
+    def pipeline(self, example: Any, num_microbatches: int, profile: StageProfile, topology: Topology) -> Pipeline:
         """The pipeline with the costs of its stages and edges, for one microbatch. One process suffices.
 
         Args:
             example: a whole batch; the values of its tensors do not matter.
-            microbatches: number of microbatches that the batch is divided into.
+            num_microbatches: number of microbatches that the batch is divided into.
             profile: seconds of each stage.
             topology: hosts and links of all ranks.
 
@@ -171,13 +171,13 @@ class Pipe:
         """
         outline = outline_batch(name_batch(example, self.input_names))
         fake_model = FakeModel(self.model, self.cut(outline.names), autocast=self.autocast)
-        rows = split_microbatches(outline.rows, microbatches, self.meshes)[0]
-        return Planner(fake_model, self.meshes).priced(outline, rows, topology, profile)
+        num_samples = split_microbatches(outline.num_samples, num_microbatches, self.meshes)[0]
+        return Planner(fake_model, self.meshes).priced(outline, num_samples, topology, profile)
 
     def compile(
         self,
         example: Any,
-        microbatches: int | None = None,
+        num_microbatches: int | None = None,
         *,
         schedule: Schedule | ScheduleBuilder | None = None,
         profile: StageProfile | None = None,
@@ -194,8 +194,8 @@ class Pipe:
 
         Args:
             example: a whole batch; the same on all ranks. Its values matter only if stage times are measured.
-            microbatches: number of microbatches of a step. A step has fewer if a microbatch would have fewer rows than
-                replicas. Default: that of the training plan.
+            num_microbatches: number of microbatches of a step. A step has fewer if a microbatch would have fewer
+                samples than replicas. Default: that of the training plan.
             schedule: a schedule, or a function of a pipeline and a number of microbatches that returns one. If a batch
                 has fewer microbatches, a schedule runs only for its first ones. Default: that of the training plan, or
                 :func:`auto_schedule`.
@@ -206,7 +206,8 @@ class Pipe:
             topology: hosts and links; default: hosts are found by host name.
             memory_limit_bytes: limit on the activations of a device. Only a ``schedule`` that is a function gets it.
             compression: codecs of each parallel dimension; default: those of the training plan, or none. Transfers
-                between stages are coded where this shortens the simulated iteration; ``engine.compression`` lists them.
+                between stages are encoded where this shortens the simulated iteration; ``engine.compression`` lists
+                them.
             timeout_seconds: see :class:`Engine`.
 
         Raises:
@@ -214,10 +215,10 @@ class Pipe:
             DisagreementError: ranks pass different arguments.
         """
         if self._training_plan is not None:
-            microbatches = self._training_plan.microbatches if microbatches is None else microbatches
+            num_microbatches = self._training_plan.num_microbatches if num_microbatches is None else num_microbatches
             schedule = schedule or _schedule_of(self._training_plan)
             compression = compression or self._training_plan.compression
-        microbatches = _check_compile(schedule, microbatches)
+        num_microbatches = _check_compile(schedule, num_microbatches)
         check_world(self.meshes, torch.distributed.get_world_size(group))
         device, agreement = torch.device(device), Agreement(group, check_timeout(timeout_seconds))
         with agreement.share_error():
@@ -231,18 +232,18 @@ class Pipe:
             device_meshes = {
                 stage: make_device_mesh(self.meshes[stage], device, group, timeout_seconds) for stage in mine
             }
-            modules = self._parallelize({each: stages[each] for each in mine}, device, device_meshes, timeout_seconds)
+            modules = self._parallelize({item: stages[item] for item in mine}, device, device_meshes, timeout_seconds)
         layouts = agreement.tied_layouts(ties, modules, self.meshes)
         tied = [TiedParameter(tie, *kind, layouts=where) for tie, kind, where in zip(ties, kinds, layouts, strict=True)]
-        rows = split_microbatches(outline.rows, microbatches, self.meshes)
-        first = planner.pipeline(outline, rows[0])
+        sizes = split_microbatches(outline.num_samples, num_microbatches, self.meshes)
+        first = planner.pipeline(outline, sizes[0])
         del stages, cut  # traces and the modules of other stages refer to each other in cycles
         gc.collect()  # otherwise parameters of the whole model remain until Python's collector runs
         settings: dict[str, Any] = {"group": group, "topology": topology, "timeout_seconds": timeout_seconds}
         settings |= {"ties": tied, "autocast": self.autocast, "compression": compression}
-        engine = Engine(self._trial_schedule(first, len(rows)), first, modules, **settings)
+        engine = Engine(self._trial_schedule(first, len(sizes)), first, modules, **settings)
         options = CompileOptions(
-            microbatches,
+            num_microbatches,
             schedule or auto_schedule,
             self.input_names,
             outline,
@@ -276,10 +277,10 @@ class Pipe:
 
     def _trial_schedule(self, pipeline: Pipeline, num_microbatches: int) -> Schedule:
         """A schedule without split backwards, with which the stages are measured."""
-        row_of_stage = find_rows(self.meshes)
-        if row_of_stage == list(range(len(row_of_stage))):
+        pp_rank_of_stage = find_pp_ranks(self.meshes)
+        if pp_rank_of_stage == list(range(len(pp_rank_of_stage))):
             return one_f_one_b(pipeline, num_microbatches)
-        return auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=False)
+        return auto_schedule(pipeline, num_microbatches, pp_rank_of_stage=pp_rank_of_stage, can_split=False)
 
     def _parallelize(
         self, modules: Mapping[int, Any], device: torch.device, device_meshes: Mapping[int, Any], timeout_seconds: float
@@ -316,16 +317,16 @@ class Pipe:
         )
 
 
-def _check_compile(schedule: Any, microbatches: Any) -> int:
+def _check_compile(schedule: Any, num_microbatches: Any) -> int:
     """Raise ArgumentError unless these arguments of ``compile`` have the right types. Returns the microbatches."""
     if schedule is not None and not isinstance(schedule, Schedule) and not callable(schedule):
         raise ArgumentError(
             f"schedule is {schedule!r}; it must be a Schedule, or a function that makes one, such as "
             "reshard.scheduler.one_f_one_b"
         )
-    if isinstance(microbatches, bool) or not isinstance(microbatches, int) or microbatches < 1:
-        raise ArgumentError(f"microbatches is {microbatches!r}; it must be a positive integer")
-    return microbatches
+    if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
+        raise ArgumentError(f"microbatches is {num_microbatches!r}; it must be a positive integer")
+    return num_microbatches
 
 
 def _schedule_of(training_plan: Strategy) -> ScheduleBuilder:
@@ -334,7 +335,7 @@ def _schedule_of(training_plan: Strategy) -> ScheduleBuilder:
     def build(
         pipeline: Pipeline, num_microbatches: int, can_split: bool = True, memory_limit_bytes: int | None = None
     ) -> Schedule:
-        if num_microbatches == training_plan.microbatches:
+        if num_microbatches == training_plan.num_microbatches:
             return training_plan.schedule
         return auto_schedule(pipeline, num_microbatches, can_split=can_split, memory_limit_bytes=memory_limit_bytes)
 
@@ -346,7 +347,7 @@ def _kinds_of_ties(
 ) -> list[tuple[tuple[int, ...], str]]:
     """Shape and dtype of each parameter that several stages share."""
     shared = [stages[min(tie)].get_parameter(tie[min(tie)]) for tie in ties]
-    return [(tuple(each.shape), dtype_name(each.dtype)) for each in shared]
+    return [(tuple(item.shape), dtype_name(item.dtype)) for item in shared]
 
 
 def _copy_tied(stages: list[torch.nn.Module], mine: Sequence[int]) -> None:

@@ -30,7 +30,7 @@ def ddp(module: Any, device_mesh: Any) -> Any:
 
     from ..runtime.data_parallel import FrozenReplicas
 
-    if not any(each.requires_grad for each in module.parameters()):
+    if not any(parameter.requires_grad for parameter in module.parameters()):
         return FrozenReplicas(module, device_mesh.get_group())
     return DistributedDataParallel(module, process_group=device_mesh.get_group())
 
@@ -71,7 +71,7 @@ class Placement:
     """The devices of one stage and the parallelism inside it.
 
     Args:
-        dp: number of data-parallel replicas, which see different rows of a microbatch.
+        dp: number of data-parallel replicas, which see different samples of a microbatch.
         tp: number of tensor-parallel ranks of each replica. More than one needs a plan.
         grid: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`, which cuts the stage instead of dp and tp.
             Replicas are its depth. A tensor with a gradient that another stage sends or receives must have its features
@@ -171,7 +171,7 @@ class Strategy(Protocol):
     """The result of a strategy search for a model: its cuts, and the placements and the schedule of its stages."""
 
     @property
-    def microbatches(self) -> int:
+    def num_microbatches(self) -> int:
         """Microbatches of a step."""
 
     @property
@@ -180,11 +180,11 @@ class Strategy(Protocol):
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule of ``microbatches`` microbatches."""
+        """The schedule of ``num_microbatches`` microbatches."""
 
     @property
     def compression(self) -> Policy | None:
-        """Codecs of edges and of sums of gradients; None: nothing is coded."""
+        """Codecs of edges and of sums of gradients; None: nothing is encoded."""
 
     def placements(self) -> Sequence[Placement]:
         """The placement of each stage."""
@@ -202,7 +202,7 @@ def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]
         if (
             not isinstance(stages, (list, tuple))
             or not stages
-            or not all(isinstance(each, Placement) for each in stages)
+            or not all(isinstance(stage, Placement) for stage in stages)
         ):
             raise ArgumentError(f'stages must be a list of Placements or a text such as "1x2,2x2", not {stages!r}')
         return tuple(stages)
@@ -222,7 +222,7 @@ def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]
 
 
 def find_meshes(placements: Sequence[Placement]) -> list[Mesh]:
-    """The mesh of each stage, with axes "dp" and "tp", or "depth", "row" and "col" of a grid.
+    """The mesh of each stage, with axes "dp" and "tp", or "depth", "sample" and "col" of a grid.
 
     Raises:
         ArgumentError: placements of two stages share some ranks, but not all in the same order with the same axes.
@@ -259,7 +259,7 @@ def check_world(meshes: Sequence[Mesh], num_ranks: int) -> None:
         )
 
 
-def find_rows(meshes: Sequence[Mesh]) -> list[int]:
-    """The row of each stage: stages on the same ranks share a row."""
-    rows: dict[tuple[int, ...], int] = {}
-    return [rows.setdefault(tuple(sorted(mesh.ranks)), len(rows)) for mesh in meshes]
+def find_pp_ranks(meshes: Sequence[Mesh]) -> list[int]:
+    """The pp rank of each stage: stages on the same ranks share one."""
+    pp_ranks: dict[tuple[int, ...], int] = {}
+    return [pp_ranks.setdefault(tuple(sorted(mesh.ranks)), len(pp_ranks)) for mesh in meshes]

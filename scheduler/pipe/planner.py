@@ -20,7 +20,7 @@ from ..graph import Pipeline, Stage
 from ..ir.actions import StageChannel
 from ..ir.schedule import Schedule
 from ..ir.text import format_schedule, parse_schedule
-from ..passes.compression import CodecChoice, choose_codecs, code_edges
+from ..passes.compression import CodecChoice, choose_codecs, compress_edges
 from ..runtime.engine import Engine
 from ..runtime.executor import Program
 from ..simulation.validate import check_schedule
@@ -29,9 +29,9 @@ from .partition.stage_graph import FakeModel, StageGraph
 from .profile import ScheduleBuilder, StageProfile
 
 #: Largest number of programs that an engine keeps. Batches of different shapes need different programs.
-MOST_PROGRAMS = 8
+MAX_PROGRAMS = 8
 #: Largest number of stage graphs that an engine keeps, for batches of different outlines.
-MOST_GRAPHS = 32
+MAX_GRAPHS = 32
 
 
 class Planner:
@@ -56,29 +56,29 @@ class Planner:
         return next(mesh for mesh in self.meshes if rank in mesh.ranks)
 
     def graph(self, outline: BatchOutline) -> StageGraph:
-        """The stage graph for batches of this outline, whatever their number of rows."""
+        """The stage graph for batches of this outline, whatever their number of samples."""
         key = outline.entries
         if key not in self._graphs:
             self._graphs[key] = self._fake_model.find(outline)
-            if len(self._graphs) > MOST_GRAPHS:
+            if len(self._graphs) > MAX_GRAPHS:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._graphs[key]
 
     def find_failure(
-        self, outline: BatchOutline, rows: int, stage: int, shard: Callable[[torch.nn.Module], None] | None
+        self, outline: BatchOutline, num_samples: int, stage: int, shard: Callable[[torch.nn.Module], None] | None
     ) -> str | None:
         """See :meth:`FakeModel.find_failure`."""
-        return self._fake_model.find_failure(outline, rows, self.graph(outline), stage, shard)
+        return self._fake_model.find_failure(outline, num_samples, self.graph(outline), stage, shard)
 
-    def pipeline(self, outline: BatchOutline, rows: int) -> Pipeline:
-        """The pipeline for microbatches of ``rows`` rows, without costs."""
-        edges = self.graph(outline).edges(rows, self.meshes)
+    def pipeline(self, outline: BatchOutline, num_samples: int) -> Pipeline:
+        """The pipeline for microbatches of ``num_samples`` samples, without costs."""
+        edges = self.graph(outline).edges(num_samples, self.meshes)
         return Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in self.meshes), edges)
 
-    def priced(self, outline: BatchOutline, rows: int, topology: Topology, profile: StageProfile) -> Pipeline:
+    def priced(self, outline: BatchOutline, num_samples: int, topology: Topology, profile: StageProfile) -> Pipeline:
         """The pipeline with the costs of its stages and edges."""
-        pipeline = profile.apply(self.pipeline(outline, rows), rows)
+        pipeline = profile.apply(self.pipeline(outline, num_samples), num_samples)
         return Pipeline(pipeline.stages, tuple(price_edge(edge, topology) for edge in pipeline.edges))
 
 
@@ -113,7 +113,7 @@ class Programs:
         self._programs: collections.OrderedDict[Any, Program] = collections.OrderedDict()
 
     def find(self, outline: BatchOutline, sizes: tuple[int, ...], schedule: Schedule | None) -> Program:
-        """The program for microbatches of these numbers of rows. All ranks keep the same programs."""
+        """The program for microbatches of these numbers of samples. All ranks keep the same programs."""
         key = (self._planner.graph(outline), sizes, schedule)  # not the outline: scalars may change with each batch
         if key in self._programs:
             self._programs.move_to_end(key)
@@ -122,14 +122,14 @@ class Programs:
         pipelines = [self._planner.pipeline(outline, size) for size in distinct]
         if schedule is None:
             schedule = self._schedule_for(len(sizes), outline, sizes[0])
-            pipelines = [code_edges(each, self._codecs[len(sizes)]) for each in pipelines]
+            pipelines = [compress_edges(pipeline, self._codecs[len(sizes)]) for pipeline in pipelines]
         program = self._engine.make_program(schedule, pipelines, [distinct.index(size) for size in sizes])
         self._programs[key] = program
-        if len(self._programs) > MOST_PROGRAMS:
+        if len(self._programs) > MAX_PROGRAMS:
             self._programs.popitem(last=False)[1].close()
         return program
 
-    def _schedule_for(self, num_microbatches: int, outline: BatchOutline, rows: int) -> Schedule:
+    def _schedule_for(self, num_microbatches: int, outline: BatchOutline, num_samples: int) -> Schedule:
         """The schedule for a number of microbatches, which the first rank builds for all."""
         if num_microbatches in self.schedules:
             return self.schedules[num_microbatches]
@@ -137,15 +137,17 @@ class Programs:
         failure: Exception | None = None
         if self._engine.rank == self._planner.first_rank:
             try:
-                choice = self._choose(num_microbatches, outline, rows)
-                codecs = [[each.sender, each.receiver, each.is_forward, name] for each, name in choice.codecs.items()]
+                choice = self._choose(num_microbatches, outline, num_samples)
+                codecs = [
+                    [codec.sender, codec.receiver, codec.is_forward, name] for codec, name in choice.codecs.items()
+                ]
                 found = [format_schedule(choice.schedule), codecs, str(choice) if choice.gains else ""]
             except Exception as error:  # whatever the user's function raises must reach the other ranks
                 failure = error
         gathered = self._engine.exchange(found, failure)
-        text, codecs, self.choices = next(each for each in gathered.values() if each is not None)
+        text, codecs, self.choices = next(item for item in gathered.values() if item is not None)
         schedule = parse_schedule(text)
-        check_schedule(schedule, self._planner.pipeline(outline, rows))
+        check_schedule(schedule, self._planner.pipeline(outline, num_samples))
         self._check_fit(schedule, num_microbatches)
         self.schedules[num_microbatches] = schedule
         self._codecs[num_microbatches] = {StageChannel(*channel): name for *channel, name in codecs}
@@ -153,11 +155,11 @@ class Programs:
 
     def _check_fit(self, schedule: Schedule, num_microbatches: int) -> None:
         """Raise ArgumentError unless a schedule runs each stage on its ranks, and has this number of microbatches."""
-        rows, expected = list(schedule.row_of_stage), list(self._engine.schedule.row_of_stage)
-        if rows != expected:
+        pp_ranks, expected = list(schedule.pp_rank_of_stage), list(self._engine.schedule.pp_rank_of_stage)
+        if pp_ranks != expected:
             raise ArgumentError(
-                f"the schedule {schedule.name!r} has stages on rows {rows}, but by their ranks they are on rows "
-                f"{expected}; pass a schedule of these rows, such as auto_schedule"
+                f"the schedule {schedule.name!r} has stages on pp ranks {pp_ranks}, but by their ranks they are on "
+                f"{expected}; pass a schedule of these pp ranks, such as auto_schedule"
             )
         if schedule.num_microbatches != num_microbatches:
             raise ArgumentError(
@@ -165,14 +167,14 @@ class Programs:
                 f"{num_microbatches}"
             )
 
-    def _choose(self, num_microbatches: int, outline: BatchOutline, rows: int) -> CodecChoice:
+    def _choose(self, num_microbatches: int, outline: BatchOutline, num_samples: int) -> CodecChoice:
         """The schedule and the codecs between stages."""
         build = functools.partial(self._build_schedule, num_microbatches)
         topology = self._engine.topology
         if self._policy.pp is None and isinstance(self._build, Schedule):
             return CodecChoice({}, build(None), 0.0, 0.0, {})
         assert self.profile is not None
-        pipeline = self._planner.priced(outline, rows, topology, self.profile)
+        pipeline = self._planner.priced(outline, num_samples, topology, self.profile)
         if self._policy.pp is None:
             return CodecChoice({}, build(pipeline), 0.0, 0.0, {})
         return choose_codecs(

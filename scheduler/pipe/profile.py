@@ -40,18 +40,18 @@ class StageTimes:
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Times of all stages, for microbatches of ``rows`` rows."""
+    """Times of all stages, for microbatches of ``num_samples`` samples."""
 
-    rows: int
+    num_samples: int
     stages: tuple[StageTimes, ...]
 
-    def apply(self, pipeline: Pipeline, rows: int) -> Pipeline:
-        """The pipeline with these times, scaled to microbatches of ``rows`` rows."""
+    def apply(self, pipeline: Pipeline, num_samples: int) -> Pipeline:
+        """The pipeline with these times, scaled to microbatches of ``num_samples`` samples."""
         if len(self.stages) != len(pipeline.stages):
             raise ArgumentError(
                 f"the profile has {len(self.stages)} stages, but the pipeline has {len(pipeline.stages)}"
             )
-        scale = rows / self.rows
+        scale = num_samples / self.num_samples
         stages = [
             Stage(
                 times.forward_seconds * scale,
@@ -79,13 +79,15 @@ class StageProfile:
         """
         try:
             data = json.loads(Path(path).read_text())
-            profile = cls(data["rows"], tuple(StageTimes(**stage) for stage in data["stages"]))
+            profile = cls(data["num_samples"], tuple(StageTimes(**stage) for stage in data["stages"]))
         except OSError as error:
             raise ArgumentError(f"the profile {path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"{path} is not a profile: {type(error).__name__}: {error}") from error
-        if type(profile.rows) is not int or profile.rows < 1:
-            raise ArgumentError(f"rows of the profile {path} is {profile.rows!r}; it must be a positive integer")
+        if type(profile.num_samples) is not int or profile.num_samples < 1:
+            raise ArgumentError(
+                f"num_samples of the profile {path} is {profile.num_samples!r}; it must be a positive integer"
+            )
         for stage, times in enumerate(profile.stages):
             for name, value in asdict(times).items():
                 if type(value) not in (int, float) or not 0 <= value < math.inf:
@@ -97,7 +99,7 @@ class StageProfile:
 
 
 def profile_timelines(
-    timelines: Iterable[PipelineTimeline], num_stages: int, rows: int, activation_bytes: Sequence[int]
+    timelines: Iterable[PipelineTimeline], num_stages: int, num_samples: int, activation_bytes: Sequence[int]
 ) -> StageProfile:
     """Medians over all microbatches of measured timelines.
 
@@ -121,7 +123,7 @@ def profile_timelines(
                 activation_bytes[stage],
             )
         )
-    return StageProfile(rows, tuple(stages))
+    return StageProfile(num_samples, tuple(stages))
 
 
 @dataclass
@@ -143,7 +145,7 @@ def count_saved_bytes(
         key: function that identifies a storage; default: its address. Storages without data need another one.
         ignored: tensors whose storages do not count, such as parameters, of which autograd also saves views.
     """
-    counted, seen = SavedBytes(), {key(torch_compat.inner_tensor(each).untyped_storage()) for each in ignored}
+    counted, seen = SavedBytes(), {key(torch_compat.inner_tensor(item).untyped_storage()) for item in ignored}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         if not isinstance(tensor, torch.nn.Parameter) and tensor.layout is torch.strided:
@@ -163,7 +165,7 @@ def count_saved_bytes(
 def restore_training_state(
     parameters: Sequence[torch.Tensor], modules: Mapping[int, torch.nn.Module], sums: StageSums, device_type: str
 ) -> Iterator[None]:
-    """Restore gradients, buffers, errors of coded sums and random number generators when the context ends."""
+    """Restore gradients, buffers, errors of encoded sums and random number generators when the context ends."""
     gradients = [parameter.grad for parameter in parameters]
     kept = sums.state_dict()
     for parameter in parameters:

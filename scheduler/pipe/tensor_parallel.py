@@ -125,7 +125,7 @@ def parallelize(module: torch.nn.Module, device_mesh: Any, plan: Mapping[str, An
         parallelize_module(module, device_mesh, own_plan, src_data_rank=0 if moves_data else None)
     except NotImplementedError as error:  # a style of torch, for a module that is neither a Linear nor an Embedding
         given = [frame.f_locals.get("module") for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
-        path = next((name for name, each in module.named_modules() if each is given), "")
+        path = next((name for name, submodule in module.named_modules() if submodule is given), "")
         raise ArgumentError(
             f"the tp_plan does not fit {path!r} ({type(given).__name__}): {error} Use a style of your own there, or "
             "a grid, such as Placement(grid=(1, 2, 1)), which cuts such modules of transformers"
@@ -140,7 +140,7 @@ def put_on_grid(
     """Shard the modules of a stage over a grid. Returns the module to run.
 
     Args:
-        module: of the stage. device_mesh: with the axes depth, row and col.
+        module: of the stage. device_mesh: with the axes depth, sample and col.
         timeout_seconds: time limit of each collective.
         keep_inputs: see :func:`reshard.parallel.parallelize`.
 

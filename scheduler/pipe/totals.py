@@ -17,7 +17,7 @@ class StepResult:
     """The result of a step or an evaluation, the same on every rank.
 
     Attributes:
-        loss: mean over all rows of the batch; weighted if a stage returns weights, and NaN if their sum is 0.
+        loss: mean over all samples of the batch; weighted if a stage returns weights, and NaN if their sum is 0.
         metrics: ``{name: mean}``, weighted as the loss is.
         finite: whether the loss and all gradients are finite.
         timeline: measured times; None unless asked for.
@@ -46,12 +46,12 @@ class Totals:
     gradient_factor: float
 
 
-def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], rows: int, finite: bool) -> Totals:
+def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], num_samples: int, finite: bool) -> Totals:
     """Add the totals of all ranks and parts.
 
     Args:
         by_stage: ``{stage: totals of each replica and part}``.
-        rows: rows of the batch; each loss was weighted by its weight over ``rows`` in the backward.
+        num_samples: samples of the batch; each loss was weighted by its weight over ``num_samples`` in the backward.
         finite: whether all gradients are finite.
 
     Raises:
@@ -64,7 +64,7 @@ def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], rows: int, fin
         weight = _sum(part.weight for part in parts)
         if any(part.loss is not None for part in parts):
             losses[stage] = _divide(_sum(part.loss for part in parts if part.loss is not None), weight)
-            factors[stage] = rows / weight if weight else 0.0
+            factors[stage] = num_samples / weight if weight else 0.0
         for name in {name for part in parts for name in part.metrics}:
             mean = _divide(_sum(part.metrics.get(name, 0.0) for part in parts), weight)
             metrics[name] = metrics.get(name, 0.0) + mean
@@ -72,7 +72,7 @@ def combine_totals(by_stage: Mapping[int, Sequence[StageTotals]], rows: int, fin
     (first, factor), *others = sorted(factors.items())
     for stage, other in others:
         if other != factor:
-            weights = [rows / each if each else 0 for each in (factor, other)]
+            weights = [num_samples / item if item else 0 for item in (factor, other)]
             raise ArgumentError(
                 f"stages {first} and {stage} have a loss, and their weights sum to {weights[0]:g} and "
                 f"{weights[1]:g}; if several stages have a loss, give no weights, or weights with the same sum"

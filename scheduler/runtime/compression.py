@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import CODED_DTYPES, measure_rates, parse_codec
-from reshard.compression import CodedAllGather, CodedReduceScatter, Policy
+from reshard.compression import CompressedAllGather, CompressedReduceScatter, Policy
 from reshard.compression.collectives import Wait
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import padded_size, split_by_host, sum_over_hosts
@@ -23,7 +23,7 @@ from reshard.topology import CodecRate, Topology
 from ..costs import price_edge
 from ..graph import Pipeline
 from ..ir.schedule import Schedule
-from ..passes.compression import choose_codecs, code_edges
+from ..passes.compression import choose_codecs, compress_edges
 from .data_parallel import is_fsdp
 from .tied_params import TiedParameters
 
@@ -31,8 +31,8 @@ from .tied_params import TiedParameters
 Exchange = Callable[[torch.Tensor, torch.Tensor, list[int]], None]
 
 
-class CodedSums:
-    """Sums of gradients over replicas of a stage, raw inside a host and coded between hosts.
+class CompressedSums:
+    """Sums of gradients over replicas of a stage, raw inside a host and encoded between hosts.
 
     If all replicas share one host, or hosts have different numbers of replicas, each replica counts as a host.
 
@@ -41,7 +41,7 @@ class CodedSums:
         hosts: host of each replica. position: index of this replica.
         sizes: ``{name: number of values}`` of the parameters.
         feedback: whether to add the coding errors of a step to the gradients of the next step. raw_steps: number of
-            first steps whose sums are not coded.
+            first steps whose sums are not encoded.
 
     Attributes:
         errors: coding errors of this replica; None without feedback. steps: number of steps taken.
@@ -64,8 +64,8 @@ class CodedSums:
         self.errors = CodingErrors() if feedback else None
         self.steps = 0
 
-    def can_code(self, gradients: torch.Tensor) -> bool:
-        """Whether the sums of these gradients are coded in this step."""
+    def can_compress(self, gradients: torch.Tensor) -> bool:
+        """Whether the sums of these gradients are encoded in this step."""
         is_codable = gradients.device.type == "cpu" and dtype_name(gradients.dtype) in CODED_DTYPES
         return is_codable and self.steps >= self._raw_steps
 
@@ -97,23 +97,23 @@ class CodedSums:
 
 
 class StageSums:
-    """The coded sums of the stages of one rank.
+    """The encoded sums of the stages of one rank.
 
     Args:
-        sums: by stage; None where the gradients of a stage are not coded.
+        sums: by stage; None where the gradients of a stage are not encoded.
         scatters: see :func:`find_scatters`.
         ties: parameters that several stages share.
     """
 
     def __init__(
         self,
-        sums: Mapping[int, CodedSums | None],
-        scatters: Mapping[str, CodedReduceScatter],
+        sums: Mapping[int, CompressedSums | None],
+        scatters: Mapping[str, CompressedReduceScatter],
         ties: TiedParameters,
     ) -> None:
-        self._sums = {stage: each for stage, each in sums.items() if each is not None}
+        self._sums = {stage: item for stage, item in sums.items() if item is not None}
         self._scatters, self._ties = dict(scatters), ties
-        self._steps = 0  # counted here, so that ranks without coded sums have the same count
+        self._steps = 0  # counted here, so that ranks without encoded sums have the same count
 
     def count_step(self) -> None:
         """Count a step for ``raw_steps`` of the policy."""
@@ -121,28 +121,28 @@ class StageSums:
 
     def _set_steps(self, steps: int) -> None:
         self._steps = self._ties.steps = steps
-        for each in self._sums.values():
-            each.steps = steps
+        for item in self._sums.values():
+            item.steps = steps
 
     def state_dict(self) -> dict[str, Any]:
         """The steps taken, and this rank's coding errors by stage and name of the parameter or FSDP module."""
         errors = {
             f"{stage}.{name}": error
-            for stage, each in self._sums.items()
-            if each.errors is not None
-            for name, error in each.errors.state_dict().items()
+            for stage, item in self._sums.items()
+            if item.errors is not None
+            for name, error in item.errors.state_dict().items()
         }
-        scatters = {key: each.state_dict().get("errors") for key, each in self._scatters.items()}
-        errors |= {key: each for key, each in scatters.items() if each is not None}
+        scatters = {key: scatter.state_dict().get("errors") for key, scatter in self._scatters.items()}
+        errors |= {key: scatter for key, scatter in scatters.items() if scatter is not None}
         return {"steps": self._steps, "errors": errors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned on this rank. Errors of other stages are ignored."""
         self._set_steps(state["steps"])
-        for stage, each in self._sums.items():
+        for stage, item in self._sums.items():
             prefix = f"{stage}."
             own = {key: error for key, error in state["errors"].items() if key.startswith(prefix)}
-            each.load_errors({key.removeprefix(prefix): error for key, error in own.items()})
+            item.load_errors({key.removeprefix(prefix): error for key, error in own.items()})
         for key, scatter in self._scatters.items():
             scatter.load_state_dict({"errors": state["errors"][key]} if key in state["errors"] else {})
 
@@ -164,10 +164,10 @@ class _ReplicaSubset:
         return self.exchange(rows.reshape(1, -1).repeat(self.size, 1))
 
 
-def code_sums(
+def compress_sums(
     policy: Policy, topology: Topology, replicas: Sequence[int], rank: int, module: torch.nn.Module
-) -> CodedSums | None:
-    """The coded sums of gradients over the replicas of a stage; None if the policy does not code them.
+) -> CompressedSums | None:
+    """The encoded sums of gradients over the replicas of a stage; None if the policy does not compress them.
 
     Args:
         policy: the codec is ``policy.dp``.
@@ -177,9 +177,9 @@ def code_sums(
     """
     if policy.dp is None:
         return None
-    sizes = {name: each.numel() for name, each in module.module.named_parameters()}  # type: ignore[union-attr, operator]
-    hosts, feedback = [topology.host_of_rank[each] for each in replicas], "dp" in policy.feedback
-    return CodedSums(policy.dp, hosts, replicas.index(rank), sizes, feedback=feedback, raw_steps=policy.raw_steps)
+    sizes = {name: parameter.numel() for name, parameter in module.module.named_parameters()}  # type: ignore[union-attr, operator]
+    hosts, feedback = [topology.host_of_rank[replica] for replica in replicas], "dp" in policy.feedback
+    return CompressedSums(policy.dp, hosts, replicas.index(rank), sizes, feedback=feedback, raw_steps=policy.raw_steps)
 
 
 def describe_modules(
@@ -187,7 +187,7 @@ def describe_modules(
 ) -> dict[str, list[int]]:
     """For each kind of parallelism, the stages of this rank that have it. Tied stages count as having "dp"."""
     found: dict[str, list[int]] = {"dp": [], "zero": [], "tp": [], "torch tp": [], "pp": []}
-    if len(schedule.rows) > 1:
+    if len(schedule.rank_actions) > 1:
         found["pp"] = list(modules)
     for stage, module in sorted(modules.items()):
         if isinstance(module, DistributedDataParallel) or stage in tied_stages:
@@ -217,7 +217,7 @@ def check_policy(policy: Policy, described: Sequence[Mapping[str, Sequence[int]]
         described: what :func:`describe_modules` found on each rank.
         device: device type of the stages.
     """
-    stages = {kind: sorted({stage for each in described for stage in each[kind]}) for kind in described[0]}
+    stages = {kind: sorted({stage for item in described for stage in item[kind]}) for kind in described[0]}
     if policy.dimensions and device != "cpu":
         raise ArgumentError(f"engines code CPU tensors only, so compression={policy} cannot be used on {device}")
     lacks = {
@@ -230,7 +230,7 @@ def check_policy(policy: Policy, described: Sequence[Mapping[str, Sequence[int]]
         if dimension == "tp" and stages["torch tp"]:
             raise ArgumentError(
                 f"compression={policy} has tp=, but torch's own collectives join the tensor-parallel ranks of stages "
-                f"{stages['torch tp']}; only stages on a grid of reshard.parallel can be coded"
+                f"{stages['torch tp']}; only stages on a grid of reshard.parallel can be encoded"
             )
         if dimension in lacks and not stages[dimension]:
             raise ArgumentError(f"compression={policy} has {dimension}=, but {lacks[dimension]}")
@@ -251,12 +251,12 @@ def measure_codecs(policy: Policy, topology: Topology) -> dict[str, tuple[float,
 def add_codec_rates(topology: Topology, measured: Mapping[int, Mapping[str, Sequence[float]]]) -> Topology:
     """The topology with the rates of the slowest rank. ``measured``: results of :func:`measure_codecs`, by rank."""
     names = next(iter(measured.values()))
-    slowest = {name: map(min, zip(*(each[name] for each in measured.values()), strict=True)) for name in names}
+    slowest = {name: map(min, zip(*(item[name] for item in measured.values()), strict=True)) for name in names}
     rates = tuple(CodecRate(name, *pair) for name, pair in slowest.items())
     return replace(topology, codec_rates=(*topology.codec_rates, *rates))
 
 
-def code_pipelines(
+def compress_pipelines(
     policy: Policy,
     schedule: Schedule,
     pipelines: tuple[Pipeline, ...],
@@ -268,11 +268,11 @@ def code_pipelines(
         return pipelines
     price = functools.partial(price_edge, topology=topology, strategy=strategy)
     choice = choose_codecs(pipelines[0], lambda _: schedule, price, policy.pair("pp"), is_forced=policy.force_pp)
-    return tuple(code_edges(each, choice.codecs) for each in pipelines)
+    return tuple(compress_edges(pipeline, choice.codecs) for pipeline in pipelines)
 
 
 def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> ArgumentError | None:
-    """Replace the collectives of FSDP modules and grids of this rank by coded ones, as the policy asks.
+    """Replace the collectives of FSDP modules and grids of this rank by encoded ones, as the policy asks.
 
     Returns:
         An error if FSDP shards parameters that the codec cannot code; otherwise None.
@@ -290,18 +290,18 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
                     f"compression has zero=, but {name!r} of stage {stage} is {dtype_name(parameter.dtype)}; codecs "
                     f"code {', '.join(CODED_DTYPES)}"
                 )
-        for each in module.modules():
-            if gathers is not None and hasattr(each, "set_custom_all_gather"):
-                each.set_custom_all_gather(CodedAllGather(gathers))
-            if scatters is not None and hasattr(each, "set_custom_reduce_scatter"):
-                scatter = CodedReduceScatter(scatters, feedback="zero" in policy.feedback)
-                each.set_custom_reduce_scatter(scatter)
-                each.reshard_scatter = scatter  # type: ignore[assignment]
+        for submodule in module.modules():
+            if gathers is not None and hasattr(submodule, "set_custom_all_gather"):
+                submodule.set_custom_all_gather(CompressedAllGather(gathers))
+            if scatters is not None and hasattr(submodule, "set_custom_reduce_scatter"):
+                scatter = CompressedReduceScatter(scatters, feedback="zero" in policy.feedback)
+                submodule.set_custom_reduce_scatter(scatter)
+                submodule.reshard_scatter = scatter  # type: ignore[assignment]
     return None
 
 
-def find_scatters(modules: Mapping[int, torch.nn.Module]) -> dict[str, CodedReduceScatter]:
-    """The coded reduce-scatters of FSDP modules, by stage and name of the module."""
+def find_scatters(modules: Mapping[int, torch.nn.Module]) -> dict[str, CompressedReduceScatter]:
+    """The encoded reduce-scatters of FSDP modules, by stage and name of the module."""
     return {
         f"{stage}.reduce-scatter of {name}": each.reshard_scatter  # type: ignore[misc]
         for stage, module in modules.items()

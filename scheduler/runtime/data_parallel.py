@@ -36,8 +36,8 @@ class FrozenReplicas(torch.nn.Module):
         self.module, self.process_group = module, process_group
         self.broadcast_buffers = self.require_forward_param_sync = True
         self.parameters_to_ignore: frozenset[str] = frozenset()
-        for each in (*module.parameters(), *module.buffers()):
-            dist.broadcast(each.detach(), group=process_group, group_src=0)
+        for item in (*module.parameters(), *module.buffers()):
+            dist.broadcast(item.detach(), group=process_group, group_src=0)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""
@@ -52,15 +52,17 @@ def check_module(stage: int, module: Any) -> None:
     """Raise ArgumentError unless the module can run in a pipeline."""
     if not isinstance(module, torch.nn.Module):
         raise ArgumentError(f"stage {stage} needs a torch.nn.Module, not {type(module).__name__}")
-    for name, each in module.named_modules():
+    for name, submodule in module.named_modules():
         inside = f"the module of stage {stage}" + (f" has {name!r}, which" if name else "")
-        if isinstance(each, DistributedDataParallel) and each is not module:
+        if isinstance(submodule, DistributedDataParallel) and submodule is not module:
             raise ArgumentError(
                 f"{inside} is wrapped by DistributedDataParallel; only the whole module can be, outermost "
                 "(DDP(torch.compile(module)), not the other way round), or its gradients would not be summed"
             )
-        is_replicate = hasattr(each, "set_requires_gradient_sync") and not hasattr(each, "set_gradient_divide_factor")
-        if is_replicate or type(each).__name__ == "FullyShardedDataParallel":
+        is_replicate = hasattr(submodule, "set_requires_gradient_sync") and not hasattr(
+            submodule, "set_gradient_divide_factor"
+        )
+        if is_replicate or type(submodule).__name__ == "FullyShardedDataParallel":
             wrapper = "replicate()" if is_replicate else "FullyShardedDataParallel"
             raise ArgumentError(
                 f"{inside} is wrapped by {wrapper}, which is not supported; use DistributedDataParallel or fully_shard"
@@ -74,7 +76,7 @@ def check_module(stage: int, module: Any) -> None:
             f"stage {stage} is wrapped by DDP with a communication hook, which would not be called: replicas add their "
             "gradients once per step, after the last backward"
         )
-    if any(getattr(each, _FAILED, False) for each in _fsdp_modules(module)):
+    if any(getattr(fsdp_submodule, _FAILED, False) for fsdp_submodule in _fsdp_modules(module)):
         raise ArgumentError(
             f"stage {stage} is sharded by FSDP, and was in a step that failed: FSDP holds partial gradients "
             "that cannot be cleared, and its process group may be out of sync; make a new group and a new module, for "
@@ -97,8 +99,8 @@ _FAILED = "_was_in_a_step_that_failed"
 
 def mark_failed(module: Any) -> None:
     """Mark the FSDP modules in the module, so that no later engine uses them."""
-    for each in _fsdp_modules(module):
-        setattr(each, _FAILED, True)
+    for fsdp_submodule in _fsdp_modules(module):
+        setattr(fsdp_submodule, _FAILED, True)
 
 
 def find_parameter(module: torch.nn.Module, name: str) -> torch.nn.Parameter:
@@ -137,7 +139,7 @@ def is_sharded(pipeline: Pipeline, stage: int) -> bool:
 def warn_if_replicas_diverge(pipeline: Pipeline, stage: int, module: torch.nn.Module) -> None:
     """Warn if ranks of a stage see different data and nothing sums their gradients: their parameters would diverge."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    plain = [each for each in parameters if not hasattr(each, "to_local")]
+    plain = [item for item in parameters if not hasattr(item, "to_local")]
     # a tensor-parallel module keeps its plain parameters equal on all ranks
     are_summed = isinstance(module, REPLICATED) or (len(plain) < len(parameters) and not _fsdp_modules(module))
     if plain and not are_summed and is_sharded(pipeline, stage):
@@ -160,7 +162,7 @@ def loss_shards_of(stage: int, num_loss_shards: LossShards) -> int:
 
 def check_loss_shards(num_loss_shards: Any, pipeline: Pipeline) -> None:
     """Raise ArgumentError unless ``num_loss_shards`` fits the numbers of ranks of the stages."""
-    ranks = {stage: len(each.mesh.ranks) for stage, each in enumerate(pipeline.stages) if each.mesh is not None}
+    ranks = {stage: len(item.mesh.ranks) for stage, item in enumerate(pipeline.stages) if item.mesh is not None}
     wanted: list[tuple[str, Any, int]] = [("num_loss_shards is", num_loss_shards, max(ranks.values()))]
     if isinstance(num_loss_shards, Mapping):
         unknown = [stage for stage in num_loss_shards if stage not in ranks]
@@ -204,18 +206,20 @@ def no_grad_sync(module: Any) -> contextlib.AbstractContextManager[Any]:
 
 def prepare_backward(module: Any, *, is_last: bool) -> None:
     """Before each backward: make FSDP reduce gradients in the last backward of a step only, as sums."""
-    for each in _fsdp_modules(module):
-        each.set_gradient_divide_factor(1.0)
-        if hasattr(each, "set_force_sum_reduction_for_comms"):  # Gloo supports no other reduction with a factor
-            each.set_force_sum_reduction_for_comms(True)
-        each.set_is_last_backward(is_last)
-        each.set_requires_gradient_sync(is_last, recurse=False)
+    for fsdp_submodule in _fsdp_modules(module):
+        fsdp_submodule.set_gradient_divide_factor(1.0)
+        if hasattr(
+            fsdp_submodule, "set_force_sum_reduction_for_comms"
+        ):  # Gloo supports no other reduction with a factor
+            fsdp_submodule.set_force_sum_reduction_for_comms(True)
+        fsdp_submodule.set_is_last_backward(is_last)
+        fsdp_submodule.set_requires_gradient_sync(is_last, recurse=False)
 
 
 def reshard_parameters(module: Any) -> None:
     """After forwards without a backward: free FSDP's gathered parameters, so that the module has its sharded ones."""
-    for each in _fsdp_modules(module):
-        each.reshard()
+    for fsdp_submodule in _fsdp_modules(module):
+        fsdp_submodule.reshard()
 
 
 def align_gradients(module: torch.nn.Module) -> None:
@@ -233,8 +237,8 @@ def align_gradients(module: torch.nn.Module) -> None:
 
 def fsdp_ranks(module: Any) -> list[int]:
     """World ranks of FSDP's shards and replicas; empty without FSDP, or if torch does not expose them."""
-    for each in _fsdp_modules(module):
-        if (ranks := torch_compat.fsdp_ranks(each)) is not None:
+    for fsdp_submodule in _fsdp_modules(module):
+        if (ranks := torch_compat.fsdp_ranks(fsdp_submodule)) is not None:
             return ranks
     return []
 
@@ -245,7 +249,7 @@ def is_fsdp(module: Any) -> bool:
 
 
 def _fsdp_modules(module: Any) -> list[Any]:
-    return [each for each in module.modules() if hasattr(each, "set_requires_gradient_sync")]
+    return [submodule for submodule in module.modules() if hasattr(submodule, "set_requires_gradient_sync")]
 
 
 def check_frozen(digests: Mapping[int, Mapping[str, str]]) -> None:

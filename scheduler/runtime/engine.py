@@ -1,6 +1,6 @@
-"""Run a schedule on processes: each rank does the actions of its row in order, with transfers in the background.
+"""Run a schedule on processes: each rank does the actions of its pp rank in order, with transfers in the background.
 
-All ranks of a row do the same actions. Stages are ordinary modules; torch handles parallelism inside a stage.
+All ranks of a pp rank do the same actions. Stages are ordinary modules; torch handles parallelism inside a stage.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from .compression import (
     add_codec_rates,
     check_policy,
     code_modules,
-    code_pipelines,
-    code_sums,
+    compress_pipelines,
+    compress_sums,
     describe_modules,
     find_scatters,
     measure_codecs,
@@ -102,7 +102,7 @@ class Engine:
             that waits for the silent one.
 
     Attributes:
-        sums: coded sums of gradients; a checkpoint saves ``sums.state_dict()``.
+        sums: encoded sums of gradients; a checkpoint saves ``sums.state_dict()``.
 
     Raises:
         ScheduleError: the schedule does not fit the pipeline.
@@ -153,11 +153,11 @@ class Engine:
             raise
         self._channel = find_channel(self._group, ranks)
         part, hostnames = agree_on_arguments(options, schedule, pipeline, modules, self._group, self._channel)
-        self.row, self._stages, self._device = part.row, part.stages, part.device
+        self.pp_rank, self._stages, self._device = part.pp_rank, part.stages, part.device
         self._last_weight, self._timeout_seconds = part.last_weight, part.timeout_seconds
         names = [hostnames.get(rank, "") for rank in range(ranks[-1] + 1)]
         self._topology, policy = topology or Topology.from_hostnames(names), options.policy
-        pipelines = tuple(one for one in (pipeline, last_pipeline) if one is not None)
+        pipelines = tuple(item for item in (pipeline, last_pipeline) if item is not None)
         if policy.dimensions:
             pipelines = self._code(modules, pipelines)
         used = (*(0,) * (schedule.num_microbatches - 1), len(pipelines) - 1)
@@ -167,17 +167,17 @@ class Engine:
         replicas = self._make_replicas(modules)
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
-        self.sums = StageSums({each.stage: each.coded for each in replicas}, find_scatters(modules), tied)
-        self._state = EngineState(self.rank, self.row, self._stages, replicas, tied, num_loss_shards, self._device)
+        self.sums = StageSums({replica.stage: replica.encoded for replica in replicas}, find_scatters(modules), tied)
+        self._state = EngineState(self.rank, self.pp_rank, self._stages, replicas, tied, num_loss_shards, self._device)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:
-        """Replace collectives of the modules by coded ones. Returns the pipelines with the codecs of their edges."""
+        """Replace collectives of the modules by encoded ones. Returns the pipelines with the codecs of their edges."""
         policy, strategy = self._options.policy, self._options.strategy
         described = self.exchange(describe_modules(modules, self.schedule, self._options.tied_stages))
         check_policy(policy, list(described.values()), self._device)
         self.exchange(error=code_modules(modules, policy))
         self._topology = add_codec_rates(self._topology, self.exchange(measure_codecs(policy, self._topology)))
-        return code_pipelines(policy, self.schedule, pipelines, self._topology, strategy)
+        return compress_pipelines(policy, self.schedule, pipelines, self._topology, strategy)
 
     def _open_mover(self, spec: TensorSpec) -> Mover:
         """A Mover of one tied parameter, which several stages send and receive."""
@@ -201,7 +201,7 @@ class Engine:
                     members,
                     self._device,
                     self._timeout_seconds,
-                    code_sums(policy, self._topology, members, rank, self._stages[stage].module),
+                    compress_sums(policy, self._topology, members, rank, self._stages[stage].module),
                 )
                 for stage, members in find_replica_ranks(self._group, self.pipeline, self._stages).items()
             )
@@ -212,24 +212,26 @@ class Engine:
         trained = training_of(self._options.ties, modules)
         gathered = sorted(self.exchange([trained, shared], failure).items())
         check_training(each for _, (found, _) in gathered for each in found)
-        check_frozen({each: digests for each, (_, digests) in gathered})
+        check_frozen({item: digests for item, (_, digests) in gathered})
         return replicas
 
     def make_program(self, schedule: Schedule, pipelines: Sequence[Pipeline], used: Sequence[int]) -> Program:
         """Make the program of ``schedule`` for the tensor shapes of ``pipelines``. All ranks pass the same arguments.
 
         Args:
-            schedule: a checked schedule with the rows of this engine.
+            schedule: a checked schedule with the pp ranks of this engine.
             pipelines: pipelines that differ from that of this engine in tensor shapes and costs only.
             used: for each microbatch, the index of its pipeline.
         """
-        check_runnable(schedule, self.row, self._stages, self._device)
+        check_runnable(schedule, self.pp_rank, self._stages, self._device)
         transfers = []
-        for one in pipelines:
+        for pipeline in pipelines:
             options = {"signal_only": self._options.signal_only}
-            channels = plan_channels(one, schedule.row_of_stage, self._topology, self._options.strategy, **options)
-            for each in channels:
-                logger.debug("rank %d plans %s", self._group.rank, each)
+            channels = plan_channels(
+                pipeline, schedule.pp_rank_of_stage, self._topology, self._options.strategy, **options
+            )
+            for channel in channels:
+                logger.debug("rank %d plans %s", self._group.rank, channel)
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )
@@ -342,7 +344,9 @@ class Engine:
         """For each stage of this rank, a digest of the names of its frozen parameters."""
         return {
             str(stage): hashlib.sha256(
-                repr([name for name, each in run.module.named_parameters() if not each.requires_grad]).encode()
+                repr(
+                    [name for name, parameter in run.module.named_parameters() if not parameter.requires_grad]
+                ).encode()
             ).hexdigest()
             for stage, run in self._stages.items()
         }
@@ -373,7 +377,7 @@ class Engine:
         return dict(decision.payloads)
 
     def timeline(self) -> PipelineTimeline:
-        """Measured times of the last step, of all rows. Every rank of the pipeline must call this.
+        """Measured times of the last step, of all pp ranks. Every rank of the pipeline must call this.
 
         Raises:
             ArgumentError: there was no step yet.

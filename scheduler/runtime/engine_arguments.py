@@ -67,7 +67,7 @@ class EngineOptions:
     def check_types(self) -> None:
         """Raise ArgumentError unless the other arguments have the right types."""
         given = [("topology", self.topology, Topology), ("compression", self.compression, Policy)]
-        _check_types([each for each in given if each[1] is not None])
+        _check_types([item for item in given if item[1] is not None])
 
     def describe(self, schedule: Schedule, pipeline: Pipeline) -> list[tuple[str, str]]:
         """Arguments that must be equal on all ranks, as (name, text)."""
@@ -77,8 +77,8 @@ class EngineOptions:
             ("the number of microbatches", str(schedule.num_microbatches)),
             ("the schedule's actions", hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:16]),
         ]
-        for name, one in (("pipeline", pipeline), ("last_pipeline", self.last_pipeline)):
-            for edge in one.edges if one is not None else ():
+        for name, item in (("pipeline", pipeline), ("last_pipeline", self.last_pipeline)):
+            for edge in item.edges if item is not None else ():
                 tensors = "; ".join(map(str, edge.tensors))
                 names = f"{sorted(edge.without_gradient)} {sorted(edge.passed_on)}"
                 described.append((f"edge {edge.src} -> {edge.dst} of {name}", f"{tensors} {names}"))
@@ -100,12 +100,12 @@ class LocalPart:
     """The part of this rank in the checked arguments of an engine.
 
     Attributes:
-        row: row of this rank in the schedule. stages: the stages of this rank.
+        pp_rank: pp rank of this rank in the schedule. stages: the stages of this rank.
         last_weight: weight of the last microbatch relative to the others.
         device: type of the device of the modules. timeout_seconds: of the engine.
     """
 
-    row: int
+    pp_rank: int
     stages: dict[int, StageRun]
     last_weight: float
     device: str
@@ -139,46 +139,46 @@ def _find_part(options: EngineOptions, schedule: Schedule, pipeline: Pipeline, m
     """Check all arguments on this rank."""
     options.check_types()
     check_schedule(schedule, pipeline)
-    rows = find_rows(schedule, pipeline)
-    row = next(row for row, row_ranks in enumerate(rows) if group.rank in row_ranks)
+    ranks_of_pp_rank = find_ranks_of_pp_ranks(schedule, pipeline)
+    pp_rank = next(pp_rank for pp_rank, ranks in enumerate(ranks_of_pp_rank) if group.rank in ranks)
     check_last(pipeline, options.last_pipeline)
     last_weight = weigh_last(pipeline, options.last_pipeline)
     check_loss_shards(options.num_loss_shards, pipeline)
-    stages = _make_stages(schedule, row, pipeline, modules, group.rank, options.autocast)
+    stages = _make_stages(schedule, pp_rank, pipeline, modules, group.rank, options.autocast)
     if group.process_group is not None:
         find_replica_ranks(group, pipeline, stages)  # raises if a wrapper uses ranks of other stages
     check_ties(options.ties, pipeline, modules, group.rank)
-    return LocalPart(row, stages, last_weight, find_device_type(modules), float(options.timeout_seconds))
+    return LocalPart(pp_rank, stages, last_weight, find_device_type(modules), float(options.timeout_seconds))
 
 
 def _make_stages(
-    schedule: Schedule, row: int, pipeline: Pipeline, modules: Any, rank: int, autocast_dtype: torch.dtype | None
+    schedule: Schedule, pp_rank: int, pipeline: Pipeline, modules: Any, rank: int, autocast_dtype: torch.dtype | None
 ) -> dict[int, StageRun]:
-    ours = [stage for stage, stage_row in enumerate(schedule.row_of_stage) if stage_row == row]
+    ours = [stage for stage, stage_pp_rank in enumerate(schedule.pp_rank_of_stage) if stage_pp_rank == pp_rank]
     if not isinstance(modules, Mapping):
         raise ArgumentError(f"modules must be {{stage: module}}, not {type(modules).__name__}")
     if set(modules) != set(ours):
         raise ArgumentError(f"rank {rank} computes stages {ours}, but has modules for {[*modules]}")
     autocast = None if autocast_dtype is None else (find_device_type(modules), autocast_dtype)
     stages = {stage: StageRun(stage, modules[stage], pipeline, rank, autocast) for stage in ours}
-    check_splits(schedule, row, stages)
+    check_splits(schedule, pp_rank, stages)
     return stages
 
 
-def check_splits(schedule: Schedule, row: int, stages: Mapping[int, StageRun]) -> None:
-    """Raise ArgumentError if the schedule splits the backward of a stage of ``row`` that cannot be split."""
-    for stage in {action.stage for action in schedule.rows[row] if action.kind is Kind.W}:
+def check_splits(schedule: Schedule, pp_rank: int, stages: Mapping[int, StageRun]) -> None:
+    """Raise ArgumentError if the schedule splits the backward of a stage of ``pp_rank`` that cannot be split."""
+    for stage in {action.stage for action in schedule.rank_actions[pp_rank] if action.kind is Kind.W}:
         check_split(stage, stages[stage].module)
 
 
-def check_runnable(schedule: Schedule, row: int, stages: Mapping[int, StageRun], device: str) -> None:
-    """Raise an error unless the stages of a row can run a valid schedule on this type of device.
+def check_runnable(schedule: Schedule, pp_rank: int, stages: Mapping[int, StageRun], device: str) -> None:
+    """Raise an error unless the stages of a pp rank can run a valid schedule on this type of device.
 
     Raises:
         ArgumentError: the schedule splits the backward of a stage that cannot be split.
-        ScheduleError: rows could wait for each other on a GPU.
+        ScheduleError: pp ranks could wait for each other on a GPU.
     """
-    check_splits(schedule, row, stages)
+    check_splits(schedule, pp_rank, stages)
     if device in STREAMS:
         check_one_order(schedule)
 
@@ -213,7 +213,7 @@ def weigh_last(pipeline: Pipeline, last: Pipeline | None) -> float:
     if len(ratios) > 1:
         raise ArgumentError(
             f"tensors of last_pipeline have {', '.join(f'{ratio:.3g}' for ratio in sorted(ratios))} times the size of "
-            "those of pipeline, so the weight of the last loss is ambiguous; change only the rows per microbatch"
+            "those of pipeline, so the weight of the last loss is ambiguous; change only the pp ranks per microbatch"
         )
     if 0 in ratios:
         raise ArgumentError("tensors of last_pipeline are empty; omit the last microbatch")
@@ -223,39 +223,41 @@ def weigh_last(pipeline: Pipeline, last: Pipeline | None) -> float:
 def find_ranks(pipeline: Pipeline) -> tuple[int, ...]:
     """All ranks of the pipeline, ascending."""
     ranks: set[int] = set()
-    for stage, each in enumerate(pipeline.stages):
-        if each.mesh is None:
+    for stage, item in enumerate(pipeline.stages):
+        if item.mesh is None:
             raise ArgumentError(f"stage {stage} has no mesh; an Engine needs one for every stage")
-        ranks.update(each.mesh.ranks)
+        ranks.update(item.mesh.ranks)
     return tuple(sorted(ranks))
 
 
-def find_rows(schedule: Schedule, pipeline: Pipeline) -> list[tuple[int, ...]]:
-    """The ranks of each row, ascending."""
-    rows: list[tuple[int, ...] | None] = [None] * len(schedule.rows)
-    for stage, row in enumerate(schedule.row_of_stage):
+def find_ranks_of_pp_ranks(schedule: Schedule, pipeline: Pipeline) -> list[tuple[int, ...]]:
+    """The ranks of each pp rank, ascending."""
+    ranks_of_pp_rank: list[tuple[int, ...] | None] = [None] * len(schedule.rank_actions)
+    for stage, pp_rank in enumerate(schedule.pp_rank_of_stage):
         mesh = pipeline.stages[stage].mesh
         assert mesh is not None
         ranks = tuple(sorted(mesh.ranks))
-        if rows[row] is None:
-            rows[row] = ranks
-        elif rows[row] != ranks:
+        if ranks_of_pp_rank[pp_rank] is None:
+            ranks_of_pp_rank[pp_rank] = ranks
+        elif ranks_of_pp_rank[pp_rank] != ranks:
             raise ArgumentError(
-                f"row {row} has stages on ranks {format_ranks(rows[row] or ())} and on ranks {format_ranks(ranks)}; "
-                "all stages of a row must be on the same ranks"
+                f"pp rank {pp_rank} has stages on ranks {format_ranks(ranks_of_pp_rank[pp_rank] or ())} and on ranks "
+                f"{format_ranks(ranks)}; all stages of a pp rank must be on the same ranks"
             )
-    found = [row for row in rows if row is not None]
-    if len(found) < len(rows):
-        raise ArgumentError(f"row {rows.index(None)} has no stage")
+    ranks_of_pp_ranks = [ranks for ranks in ranks_of_pp_rank if ranks is not None]
+    if len(ranks_of_pp_ranks) < len(ranks_of_pp_rank):
+        raise ArgumentError(f"pp rank {ranks_of_pp_rank.index(None)} has no stage")
     owner: dict[int, int] = {}
-    for row, ranks in enumerate(found):
+    for pp_rank, ranks in enumerate(ranks_of_pp_ranks):
         for rank in ranks:
-            if owner.setdefault(rank, row) != row:
-                raise ArgumentError(f"rank {rank} is on rows {owner[rank]} and {row}; it must be on one row")
+            if owner.setdefault(rank, pp_rank) != pp_rank:
+                raise ArgumentError(
+                    f"rank {rank} is on pp ranks {owner[rank]} and {pp_rank}; it must be on one pp rank"
+                )
     for edge in pipeline.edges:
         if not edge.tensors:
             raise ArgumentError(f"edge {edge.src} -> {edge.dst} has no tensors; an Engine needs them")
-    return found
+    return ranks_of_pp_ranks
 
 
 def check_last(pipeline: Pipeline, last: Pipeline | None) -> None:
@@ -285,16 +287,17 @@ def check_feed(feed: Any, num_microbatches: int, num_stages: int) -> None:
     """Raise ArgumentError unless ``feed`` is ``{stage: [{name: tensor} of each microbatch]}``."""
     if not isinstance(feed, Mapping):
         raise ArgumentError(f"feed must be {{stage: [{{name: tensor}}, ...]}}, not {type(feed).__name__}")
-    for stage, rows in feed.items():
-        if not isinstance(rows, Sequence):
+    for stage, microbatches in feed.items():
+        if not isinstance(microbatches, Sequence):
             raise ArgumentError(
-                f"stage {stage} is fed {type(rows).__name__}; it needs a list with one entry per microbatch"
+                f"stage {stage} is fed {type(microbatches).__name__}; it needs a list with one entry per microbatch"
             )
         if stage not in range(num_stages):
             raise ArgumentError(f"feed names stage {stage!r}; there are stages 0 to {num_stages - 1}")
-        if len(rows) != num_microbatches or not all(isinstance(row, Mapping) for row in rows):
+        if len(microbatches) != num_microbatches or not all(isinstance(inputs, Mapping) for inputs in microbatches):
             raise ArgumentError(
-                f"stage {stage} is fed {len(rows)} microbatches; it needs {num_microbatches}, each {{name: tensor}}"
+                f"stage {stage} is fed {len(microbatches)} microbatches; it needs {num_microbatches}, each {{name: "
+                "tensor}}"
             )
 
 

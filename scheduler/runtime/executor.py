@@ -1,4 +1,4 @@
-"""One iteration of a schedule on one rank: the actions of its row, in order."""
+"""One iteration of a schedule on one rank: the actions of its pp rank, in order."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ class Program:
 
     def close(self) -> None:
         """Close the Movers."""
-        for each in self.transfers:
-            each.close()
+        for transfer in self.transfers:
+            transfer.close()
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class EngineState:
     """State of an engine on one rank, shared by all programs.
 
     Attributes:
-        rank, row: this rank, and its row in each schedule.
+        rank, pp_rank: this rank, and its pp rank in each schedule.
         stages: ``{stage: its module}`` of this rank. replicas: one for each of these stages under DDP.
         ties: parameters that several stages share.
         num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.
@@ -111,7 +111,7 @@ class EngineState:
     """
 
     rank: int
-    row: int
+    pp_rank: int
     stages: Mapping[int, StageRun]
     replicas: tuple[ReplicaSync, ...]
     ties: TiedParameters
@@ -129,8 +129,8 @@ class StepInputs:
         scale: factor for the weight of the loss in each backward; modules may then return a weight. None: the factor is
             1 / (number of replicas that see different data), and modules must return no weight.
         train: whether to run backwards and sum gradients, and not forwards only.
-        fillers: each ``(stage, microbatch)`` of which this replica has no rows. The stage runs on one row that does not
-            count.
+        fillers: each ``(stage, microbatch)`` of which this replica has no pp ranks. The stage runs on one pp rank that
+            does not count.
     """
 
     feed: Mapping[int, Sequence[Mapping[str, Any]]]
@@ -158,7 +158,7 @@ class Iteration:
         self.outputs: list[tuple[int, float, torch.Tensor | None, Mapping[str, float]]] = []
         self.weights: dict[tuple[int, int], float] = {}  # by stage and microbatch, until the backward
         self.has_loss: dict[int, bool] = {}  # by stage
-        self.measured = StepRecord(state.row, state.device)
+        self.measured = StepRecord(state.pp_rank, state.device)
         self.observe = find_observer(state.rank)
         self.doing: Action | None = None
         self.split = {(action.stage, action.microbatch) for action in self.actions if action.kind is Kind.W}
@@ -169,12 +169,12 @@ class Iteration:
     @property
     def actions(self) -> tuple[Action, ...]:
         """Actions of this rank, in order; without training, only forwards and their transfers."""
-        row = self.schedule.rows[self.state.row]
+        actions = self.schedule.rank_actions[self.state.pp_rank]
         if self.inputs.train:
-            return row
+            return actions
         return tuple(
             action
-            for action in row
+            for action in actions
             if (action.channel.is_forward if action.kind.is_transfer else action.kind is Kind.F)
         )
 
@@ -314,7 +314,7 @@ class Iteration:
         else:
             fillers = expected if (stage, microbatch) in self.inputs.fillers else None
             fed = self.inputs.feed[stage][microbatch]
-            sent = run.forward(microbatch, received, fed, train=train, is_split=is_split, without_rows=fillers)
+            sent = run.forward(microbatch, received, fed, train=train, is_split=is_split, without_samples=fillers)
             self.take_loss(stage, microbatch)
         run.check_sizes(microbatch, sent, expected)
         if not train:
@@ -322,7 +322,7 @@ class Iteration:
         self.pass_on(stage, microbatch, sent, is_forward=True)
 
     def is_empty(self, stage: int, microbatch: int, expected: Mapping[int, tuple[TensorSpec, ...]]) -> bool:
-        """Whether this replica has no rows of a microbatch, and need not run for collectives of FSDP."""
+        """Whether this replica has no pp ranks of a microbatch, and need not run for collectives of FSDP."""
         if self.inputs.scale is None or self.inputs.weights[microbatch] or is_fsdp(self.stages[stage].module):
             return False
         shapes = [spec.src_shards.local_shape(self.state.rank) for specs in expected.values() for spec in specs]
@@ -363,12 +363,12 @@ class Iteration:
         return found
 
     def pass_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
-        """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same row."""
+        """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same pp rank."""
         now = self.measured.clock.now()
         for other, tensors in sent.items():
             channel = StageChannel(stage, other, is_forward)
             versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}
-            if self.schedule.row_of_stage[other] == self.state.row:
+            if self.schedule.pp_rank_of_stage[other] == self.state.pp_rank:
                 transfer = self.transfers(microbatch).send(channel, tensors)
                 transfer.check_at_end(functools.partial(_check_unchanged, channel, tensors, versions))
             else:

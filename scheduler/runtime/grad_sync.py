@@ -26,7 +26,7 @@ from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
 
 from . import torch_compat
-from .compression import CodedSums
+from .compression import CompressedSums
 from .data_parallel import REPLICATED, fsdp_ranks
 
 #: Intervals at which a waiting replica polls its collective, and checks for errors of other ranks.
@@ -82,7 +82,7 @@ class ReplicaSync:
         ranks: ranks of the replicas in ``group``, ascending.
         device: device type of the module.
         timeout_seconds: time limit of the agreement, and of each collective.
-        coded: compresses sums of gradients; None: they are sent raw.
+        encoded: compresses sums of gradients; None: they are sent raw.
 
     Raises:
         DisagreementError: parameters or buffers of the replicas differ in name, dtype or shape, or some are frozen on
@@ -98,10 +98,10 @@ class ReplicaSync:
         ranks: tuple[int, ...],
         device: str,
         timeout_seconds: float,
-        coded: CodedSums | None = None,
+        encoded: CompressedSums | None = None,
     ) -> None:
         self.stage, self._module, self._device = stage, module, device
-        self._timeout_seconds, self.coded = timeout_seconds, coded
+        self._timeout_seconds, self.encoded = timeout_seconds, encoded
         self._group, self._channel = group, find_channel(group, ranks)
         outline = [(f"{what} of stage {stage}", text) for what, text in self._outline()]
         request = Request(group.rank, outline, hostname=group.hostname)
@@ -129,7 +129,7 @@ class ReplicaSync:
         """Always False: there is nothing to poll, because the thread of the step waits for its collectives itself."""
         return False
 
-    # Interface :class:`reshard.coordination.process_group.ConnectionUser`, used when the group closes
+    # Interface :class:`reshard.coordination.groups.process_group.ConnectionUser`, used when the group closes
 
     def finish(self, timeout_seconds: float | None) -> None:
         """Do nothing: a step in progress fails when :meth:`release` drops its connections."""
@@ -167,7 +167,7 @@ class ReplicaSync:
         outline = self._outline()
         # One all-reduce shows whether all hashes are equal: the maximum of -h is minus the minimum of h.
         hashes = [int(hashlib.sha256(text.encode()).hexdigest()[:15], 16) for _, text in outline]
-        extremes = self._on_device([sign * one for one in hashes for sign in (1, -1)])
+        extremes = self._on_device([sign * digest for digest in hashes for sign in (1, -1)])
         self._all_reduce(extremes, check_errors, "begin a step", dist.ReduceOp.MAX)
         for (what, text), high, low in zip(outline, extremes.tolist()[::2], extremes.tolist()[1::2], strict=True):
             if high != -low:
@@ -213,21 +213,21 @@ class ReplicaSync:
             elif form != _NONE:
                 parameter.grad = gradient = _sparse(parameter, sparse_dim=form - _NONE)
                 self._all_reduce(gradient, check_errors)
-        names = {id(each.grad): name for name, each in self._module.module.named_parameters()}
+        names = {id(item.grad): name for name, item in self._module.module.named_parameters()}
         for gradients in dense.values():
             for bucket in _buckets(gradients):
                 flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
-                if self.coded is not None and self.coded.can_code(flat):
+                if self.encoded is not None and self.encoded.can_compress(flat):
                     parts = [(names[id(gradient)], gradient.numel()) for gradient in bucket]
-                    self.coded.add(flat, parts, functools.partial(self._exchange, check_errors))
+                    self.encoded.add(flat, parts, functools.partial(self._exchange, check_errors))
                 else:
                     self._all_reduce(torch.view_as_real(flat) if flat.is_complex() else flat, check_errors)
-                for gradient, part in zip(bucket, flat.split([each.numel() for each in bucket]), strict=True):
+                for gradient, part in zip(bucket, flat.split([item.numel() for item in bucket]), strict=True):
                     gradient.copy_(part.view(gradient.shape))
 
     def parameters(self) -> list[torch.Tensor]:
         """Parameters whose gradients :meth:`add_gradients` sums."""
-        return [each for name, each in self._module.module.named_parameters() if self._is_synced(name)]
+        return [parameter for name, parameter in self._module.module.named_parameters() if self._is_synced(name)]
 
     def _is_synced(self, name: str) -> bool:
         return name not in self._module.parameters_to_ignore
@@ -235,16 +235,16 @@ class ReplicaSync:
     def _buffers(self) -> list[tuple[str, torch.Tensor]]:
         """Dense buffers that DDP would broadcast."""
         named = self._module.module.named_buffers() if self._module.broadcast_buffers else ()
-        return [(name, each) for name, each in named if self._is_synced(name) and each.layout is torch.strided]
+        return [(name, item) for name, item in named if self._is_synced(name) and item.layout is torch.strided]
 
     def _outline(self) -> list[tuple[str, str]]:
         """Descriptions of the parameters and the buffers, which must be equal on all replicas, as (name, text)."""
 
         def describe(named: Iterable[tuple[str, torch.Tensor]]) -> str:
-            return ", ".join(f"{name} {torch_compat.gradient_dtype(each)} {list(each.shape)}" for name, each in named)
+            return ", ".join(f"{name} {torch_compat.gradient_dtype(item)} {list(item.shape)}" for name, item in named)
 
-        parameters = [one for one in self._module.module.named_parameters() if self._is_synced(one[0])]
-        frozen = ", ".join(name for name, each in parameters if not each.requires_grad) or "none"
+        parameters = [element for element in self._module.module.named_parameters() if self._is_synced(element[0])]
+        frozen = ", ".join(name for name, parameter in parameters if not parameter.requires_grad) or "none"
         buffers = describe(self._buffers())
         return [("parameters", describe(parameters)), ("frozen parameters", frozen), ("buffers", buffers)]
 
@@ -271,7 +271,7 @@ class ReplicaSync:
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
         """Integers as an int64 tensor on the device of the module, from which its connections can send."""
         named = itertools.chain(self._module.module.named_parameters(), self._buffers())
-        first = next((each for name, each in named if self._is_synced(name)), None)
+        first = next((item for name, item in named if self._is_synced(name)), None)
         return torch.tensor(numbers, dtype=torch.int64, device=self._device if first is None else first.device)
 
     def _all_reduce(
@@ -388,7 +388,7 @@ def _buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Buckets of consecutive gradients, of at most ``BUCKET_BYTES``. A larger gradient has its own bucket."""
     bucket: list[torch.Tensor] = []
     for gradient in gradients:
-        if bucket and sum(each.nbytes for each in bucket) + gradient.nbytes > BUCKET_BYTES:
+        if bucket and sum(item.nbytes for item in bucket) + gradient.nbytes > BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(gradient)

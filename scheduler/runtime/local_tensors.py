@@ -62,13 +62,13 @@ def full(value: Any) -> torch.Tensor | None:
     return None if value is None else _plain(value)
 
 
-def row_of_ones(empty: torch.Tensor) -> torch.Tensor:
+def sample_of_ones(empty: torch.Tensor) -> torch.Tensor:
     """A tensor of ones with the shape of ``empty``, but of size 1 in each dim of size 0."""
     made = torch.ones([size or 1 for size in empty.shape], dtype=empty.dtype, device=empty.device)
     return made.requires_grad_(empty.requires_grad)
 
 
-def cut_to_no_rows(
+def cut_to_no_samples(
     arrays: Mapping[str, torch.Tensor], tensors: Sequence[TensorSpec], rank: int
 ) -> dict[str, torch.Tensor]:
     """Cut every dim in which the shard of this rank is empty to size 0. Autograd still records the results."""
@@ -103,7 +103,7 @@ def _send_zeros_back(loss: torch.Tensor) -> None:
     """Make each function in the graph of a loss give gradients of zeros in the backward."""
 
     def zeros(gradients: Sequence[torch.Tensor | None], _: Any) -> tuple[torch.Tensor | None, ...]:
-        return tuple(None if each is None else torch.zeros_like(each) for each in gradients)
+        return tuple(None if gradient is None else torch.zeros_like(gradient) for gradient in gradients)
 
     waiting, seen = [loss.grad_fn], {None}
     while waiting:
@@ -113,4 +113,4 @@ def _send_zeros_back(loss: torch.Tensor) -> None:
             seen.add(node)
             if node.next_functions:  # else it adds to the gradient of a parameter, in the graphs of other losses too
                 node.register_hook(zeros)
-            waiting += [each for each, _ in node.next_functions]
+            waiting += [next_function for next_function, _ in node.next_functions]

@@ -144,15 +144,15 @@ class StepRecord:
     """Measurements of one step on one rank.
 
     Args:
-        row: the row of the rank. device: type of the device that computes.
+        pp_rank: the pp rank of the rank. device: type of the device that computes.
 
     Attributes:
         actions: complete after :meth:`finish`. transfers: ends of transfers.
         waited_seconds: seconds that computations waited for their inputs, plus the durations of blocking transfers.
     """
 
-    def __init__(self, row: int, device: str = "cpu") -> None:
-        self.row, self.clock = row, StreamClock() if device == "cuda" else HostClock()
+    def __init__(self, pp_rank: int, device: str = "cpu") -> None:
+        self.pp_rank, self.clock = pp_rank, StreamClock() if device == "cuda" else HostClock()
         self.actions: list[ActionRecord] = []
         self.transfers: list[TransferRecord] = []
         self.waited_seconds = 0.0
@@ -171,13 +171,13 @@ class StepRecord:
             computed = record.transfer.computed_at
             record.transfer.computed_at = None if computed is None else seconds(computed)
         self.waited_seconds = sum(
-            one.end - one.start if one.action.kind.is_transfer else one.start - one.since for one in self.actions
+            item.end - item.start if item.action.kind.is_transfer else item.start - item.since for item in self.actions
         )
 
 
 #: channel, microbatch, whether this end sends; times at which the data was computed, and this end began and ended
 _TransferTimes = tuple[StageChannel, int, bool, float | None, float | None, float | None]
-#: row, actions, transfers, boot id of the host, and this rank's clock just after the rendezvous
+#: pp rank, actions, transfers, boot id of the host, and this rank's clock just after the rendezvous
 _RankTimes = tuple[int, list[ActionRecord], list[_TransferTimes], str, float]
 
 
@@ -185,8 +185,8 @@ def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_sec
     """The timeline of a step. Every rank of the channel must call this.
 
     Ranks of one host share a clock. A rendezvous aligns the clocks of different hosts to about a millisecond. The
-    actions of a row are those of its first rank. A transfer starts when both ends have begun, and ends when the last
-    receiver is done.
+    actions of a pp rank are those of its first rank. A transfer starts when both ends have begun, and ends when the
+    last receiver is done.
 
     Args:
         measured: the record of this rank, finished.
@@ -208,7 +208,7 @@ def gather_timeline(measured: StepRecord, channel: AgreementChannel, timeout_sec
     channel.agree(
         Request(rank), gather_values, timeout_seconds
     )  # a rendezvous: all ranks leave it at about the same time
-    own = (measured.row, measured.actions, transfers, _boot_id(), time.monotonic())
+    own = (measured.pp_rank, measured.actions, transfers, _boot_id(), time.monotonic())
     _, decision = channel.agree(Request(rank, payload=_to_json(own)), gather_values, timeout_seconds)
     return _merge([_from_json(decision.payloads[rank]) for rank in sorted(decision.payloads)])
 
@@ -219,15 +219,15 @@ def gather_values(requests: list[Request]) -> Decision:
 
 
 def _to_json(own: _RankTimes) -> list[Any]:
-    row, records, transfers, boot, now = own
-    actions = [[*dataclasses.astuple(one.action), one.since, one.start, one.end] for one in records]
-    return [row, actions, [[*dataclasses.astuple(channel), *rest] for channel, *rest in transfers], boot, now]
+    pp_rank, records, transfers, boot, now = own
+    actions = [[*dataclasses.astuple(record.action), record.since, record.start, record.end] for record in records]
+    return [pp_rank, actions, [[*dataclasses.astuple(channel), *rest] for channel, *rest in transfers], boot, now]
 
 
 def _from_json(data: Any) -> _RankTimes:
-    row, actions, transfers, boot, now = data
+    pp_rank, actions, transfers, boot, now = data
     records = [ActionRecord(Action(Kind(kind), *rest[:4]), *rest[4:]) for kind, *rest in actions]
-    return row, records, [(StageChannel(*entry[:3]), *entry[3:]) for entry in transfers], boot, now
+    return pp_rank, records, [(StageChannel(*entry[:3]), *entry[3:]) for entry in transfers], boot, now
 
 
 def _boot_id() -> str:
@@ -267,24 +267,24 @@ def _merge(ranks: Sequence[Any]) -> PipelineTimeline:
             if ended is not None and not is_send:
                 at.end = max(at.end, ended - clock - first)
     ready: dict[tuple[int, int, bool], float] = {}
-    for (channel, microbatch), at in ends.items():
+    for (channel, microbatch), index in ends.items():
         consumer = channel.receiver, microbatch, channel.is_forward
-        ready[consumer] = max(at.ready, ready.get(consumer, 0.0))
+        ready[consumer] = max(index.ready, ready.get(consumer, 0.0))
     spans = []
     shown: set[int] = set()
-    for (row, actions, *_), clock in zip(ranks, clocks, strict=True):
-        if row in shown:
+    for (pp_rank, actions, *_), clock in zip(ranks, clocks, strict=True):
+        if pp_rank in shown:
             continue
-        shown.add(row)
+        shown.add(pp_rank)
         for record in actions:
             since, start, end = (when - clock - first for when in (record.since, record.start, record.end))
-            spans.append(Span(row, record.action, start, end, _exposed(record.action, since, start, ready)))
+            spans.append(Span(pp_rank, record.action, start, end, _exposed(record.action, since, start, ready)))
     transfers = [
-        StageTransfer(channel, microbatch, at.ready, at.start, max(at.end, at.start))
-        for (channel, microbatch), at in ends.items()
+        StageTransfer(channel, microbatch, index.ready, index.start, max(index.end, index.start))
+        for (channel, microbatch), index in ends.items()
     ]
     return PipelineTimeline(
-        tuple(sorted(spans, key=lambda span: (span.start, span.row))),
+        tuple(sorted(spans, key=lambda span: (span.start, span.pp_rank))),
         tuple(sorted(transfers, key=lambda transfer: transfer.start)),
     )
 

@@ -19,7 +19,7 @@ from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 
-from ..costs import plan_coded
+from ..costs import plan_encoded
 from ..graph import Edge, Pipeline
 from ..ir.actions import StageChannel
 
@@ -57,7 +57,7 @@ def find_device_type(modules: Mapping[int, torch.nn.Module]) -> str:
 
 def plan_channels(
     pipeline: Pipeline,
-    row_of_stage: Iterable[int],
+    pp_rank_of_stage: Iterable[int],
     topology: Topology,
     strategy: str | Strategy | None,
     *,
@@ -68,14 +68,14 @@ def plan_channels(
     Args:
         signal_only: move one element per tensor.
     """
-    rows = tuple(row_of_stage)
+    pp_ranks = tuple(pp_rank_of_stage)
     plans = []
     for edge in pipeline.edges:
         for channel, tensors in _directions(edge):
             moved = [_one_element(spec) for spec in tensors] if signal_only else tensors
-            is_local = rows[edge.src] == rows[edge.dst] and all(spec.src == spec.dst for spec in tensors)
+            is_local = pp_ranks[edge.src] == pp_ranks[edge.dst] and all(spec.src == spec.dst for spec in tensors)
             codec = edge.forward_codec if channel.is_forward else edge.backward_codec
-            plan = None if is_local or not moved else plan_coded(moved, codec, topology, strategy)
+            plan = None if is_local or not moved else plan_encoded(moved, codec, topology, strategy)
             plans.append(ChannelPlan(channel, tensors, plan))
     return plans
 

@@ -22,12 +22,12 @@ from reshard.sharding import TensorSpec
 from ..graph import Pipeline
 from . import torch_compat
 from .data_parallel import check_module, mark_failed, no_grad_sync, prepare_backward, without_ddp
-from .local_tensors import cut_to_no_rows, full, is_dtensor, localize, row_of_ones, starts_backward
+from .local_tensors import cut_to_no_samples, full, is_dtensor, localize, sample_of_ones, starts_backward
 
 Tensors = dict[str, torch.Tensor]
 
 #: Range of a weight that is not 0. The gradients of a microbatch are multiplied by it.
-_LEAST_WEIGHT, _MOST_WEIGHT = 1e-30, 1e30
+_MIN_WEIGHT, _MAX_WEIGHT = 1e-30, 1e30
 
 
 class StageOutput(NamedTuple):
@@ -38,10 +38,11 @@ class StageOutput(NamedTuple):
 
     Attributes:
         tensors: ``{name: tensor}`` of the outgoing edges, as local shards or DTensors.
-        loss: scalar from which the backward starts: the mean over the rows of this rank. None: this stage has no loss.
-        metrics: ``{name: scalar}``, each the mean over the rows of this rank. They get no gradient.
-        weight: number of items that the loss and the metrics are means over, such as tokens; None: rows. The unit must
-            be the same for all microbatches and replicas. Only for :class:`PipelineEngine`.
+        loss: scalar from which the backward starts: the mean over the samples of this rank. None: this stage has no
+            loss.
+        metrics: ``{name: scalar}``, each the mean over the samples of this rank. They get no gradient.
+        weight: number of items that the loss and the metrics are means over, such as tokens; None: samples. The unit
+            must be the same for all microbatches and replicas. Only for :class:`PipelineEngine`.
     """
 
     tensors: Mapping[str, Any] = {}
@@ -109,7 +110,7 @@ class StageRun:
         *,
         train: bool = True,
         is_split: bool = False,
-        without_rows: Mapping[int, tuple[TensorSpec, ...]] | None = None,
+        without_samples: Mapping[int, tuple[TensorSpec, ...]] | None = None,
     ) -> dict[int, Tensors]:
         """Run the forward of a microbatch. Returns the local shards to send to each later stage.
 
@@ -119,8 +120,8 @@ class StageRun:
             fed: inputs that the caller of ``step`` passes, by name.
             train: keep the autograd graph for a backward.
             is_split: whether the backward is split into two passes.
-            without_rows: if this replica has no row of the microbatch, ``{stage: tensors}`` of the outgoing edges. The
-                module then runs on one row that does not count. ``fed`` has this row.
+            without_samples: if this replica has no sample of the microbatch, ``{stage: tensors}`` of the outgoing
+                edges. The module then runs on one sample that does not count. ``fed`` has this sample.
 
         Raises:
             ArgumentError: the module does not accept the inputs or changes one in place, or an output is missing or
@@ -139,13 +140,15 @@ class StageRun:
         defer = live.weight_grads if train and is_split else contextlib.nullcontext()
         versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
         with no_grad_sync(self.module), torch.set_grad_enabled(train), self.autocast(), defer:
-            inputs = leaves if without_rows is None else {name: row_of_ones(leaf) for name, leaf in leaves.items()}
+            inputs = (
+                leaves if without_samples is None else {name: sample_of_ones(leaf) for name, leaf in leaves.items()}
+            )
             output = self._to_stage_output(self.module(**inputs, **fed))
             for edge in self._outgoing:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
                 sent = self._select({**output.tensors, **passed_on}, edge.dst, edge.tensors)
-                if without_rows is not None:
-                    sent = cut_to_no_rows(sent, without_rows[edge.dst], self._rank)
+                if without_samples is not None:
+                    sent = cut_to_no_samples(sent, without_samples[edge.dst], self._rank)
                 live.sent[edge.dst] = sent
         for name, leaf in leaves.items():
             if torch_compat.version_of(leaf) != versions[name]:
@@ -163,10 +166,10 @@ class StageRun:
             live.weight = self._to_number("a weight", output.weight)
             if not 0 <= live.weight < math.inf:
                 raise ArgumentError(f"stage {self.stage} gives the weight {live.weight}; it must be 0 or more")
-            if live.weight and not _LEAST_WEIGHT <= live.weight <= _MOST_WEIGHT:
+            if live.weight and not _MIN_WEIGHT <= live.weight <= _MAX_WEIGHT:
                 raise ArgumentError(
-                    f"stage {self.stage} gives the weight {live.weight:g}; it must be 0, or from {_LEAST_WEIGHT:g} to "
-                    f"{_MOST_WEIGHT:g}, so that float32 gradients times it stay finite"
+                    f"stage {self.stage} gives the weight {live.weight:g}; it must be 0, or from {_MIN_WEIGHT:g} to "
+                    f"{_MAX_WEIGHT:g}, so that float32 gradients times it stay finite"
                 )
         self._check_loss(live.loss, output)
         if train:
@@ -193,10 +196,12 @@ class StageRun:
         *,
         is_split: bool,
     ) -> dict[int, Tensors]:
-        """Return empty outputs in place of :meth:`forward` if this replica has no row: many modules fail on 0 rows."""
+        """Return empty outputs in place of :meth:`forward` if this replica has no sample: many modules fail on 0
+        samples.
+        """
         leaves = {name: array for arrays in received.values() for name, array in arrays.items()}
         self._in_flight[microbatch] = _Microbatch(leaves, {}, None, is_split=is_split)
-        device = next((each.device for each in self.module.parameters()), torch.device("cpu"))
+        device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
         def empty(spec: TensorSpec) -> torch.Tensor:
             return torch.empty(spec.src_shards.local_shape(self._rank), dtype=getattr(torch, spec.dtype), device=device)
@@ -317,7 +322,7 @@ class StageRun:
         Returns:
             Storage addresses of the strided gradients of all parameters.
         """
-        held_storages = {_storage_address(each) for each in held}
+        held_storages = {_storage_address(item) for item in held}
         in_use = set()
         for parameter in self.module.parameters():
             gradient = parameter.grad

@@ -12,7 +12,7 @@ from reshard.api.mover import Mover, fail_transfers
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape, code_tensor
+from reshard.sharding import AnyLayout, Layout, TensorSpec, check_shape, compress_tensor
 
 from ..graph import Pipeline
 from .data_parallel import REPLICATED, find_parameter, is_sharded
@@ -70,14 +70,15 @@ class _Tie:
 
     Attributes:
         mine: ``{stage of this rank: the parameter in its module}``.
-        raw: Movers between stages, which code nothing.
-        coded: Movers between stages, and from each stage to itself, which code gradients; empty if none are coded.
+        raw: Movers between stages, which compress nothing.
+        encoded: Movers between stages, and from each stage to itself, which compress gradients; empty if none are
+            encoded.
     """
 
     tie: TiedParameter
     mine: Mapping[int, Any]
     raw: Movers
-    coded: Movers
+    encoded: Movers
 
 
 class TiedParameters:
@@ -117,47 +118,47 @@ class TiedParameters:
             mine = {
                 stage: find_parameter(modules[stage], name) for stage, name in tie.names.items() if stage in modules
             }
-            coded = {} if codec is None else _code(tie, pipeline, codec)
-            sums_raw = not coded or self._raw_steps > 0  # else only the values that the first stage sends travel raw
+            encoded = {} if codec is None else _code(tie, pipeline, codec)
+            sums_raw = not encoded or self._raw_steps > 0  # else only the values that the first stage sends travel raw
             specs = _specs(tie, pipeline)
             raw = {(a, b): spec for (a, b), spec in specs if a != b and (sums_raw or a == min(tie.names))}
-            self._ties.append(_Tie(tie, mine, open_movers(raw), open_movers(coded)))
+            self._ties.append(_Tie(tie, mine, open_movers(raw), open_movers(encoded)))
 
     def parameters(self) -> list[torch.Tensor]:
         """Tied parameters of this rank."""
-        return [parameter for each in self._ties for parameter in each.mine.values()]
+        return [parameter for tie in self._ties for parameter in tie.mine.values()]
 
     def training(self) -> list[tuple[int, str, bool]]:
         """See :func:`training_of`."""
-        return training_of((each.tie for each in self._ties), self._modules)
+        return training_of((tie.tie for tie in self._ties), self._modules)
 
     def share_values(self) -> None:
         """Copy the values of the first stage of each tie to the others."""
-        for each in self._ties:
-            first = min(each.tie.names)
-            values = {stage: _local(parameter.detach()) for stage, parameter in each.mine.items()}
-            from_first = {pair: mover for pair, mover in each.raw.items() if pair[0] == first}
+        for tie in self._ties:
+            first = min(tie.tie.names)
+            values = {stage: _local(parameter.detach()) for stage, parameter in tie.mine.items()}
+            from_first = {pair: mover for pair, mover in tie.raw.items() if pair[0] == first}
             for stage, received in _exchange(values, from_first).items():
                 values[stage].copy_(received[first])
 
     def add_gradients(self) -> None:
         """Replace each stage's gradient by the sum over stages, added in the order of stages on every rank."""
-        for each in self._ties:
-            for parameter in each.mine.values():
+        for tie in self._ties:
+            for parameter in tie.mine.values():
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-            own = {stage: _local(parameter.grad) for stage, parameter in each.mine.items()}
-            is_coded = bool(each.coded) and self.steps >= self._raw_steps
-            for stage, received in _exchange(own, each.coded if is_coded else each.raw).items():
-                terms = received if is_coded else {**received, stage: own[stage]}
+            own = {stage: _local(parameter.grad) for stage, parameter in tie.mine.items()}
+            is_encoded = bool(tie.encoded) and self.steps >= self._raw_steps
+            for stage, received in _exchange(own, tie.encoded if is_encoded else tie.raw).items():
+                terms = received if is_encoded else {**received, stage: own[stage]}
                 own[stage].copy_(torch.stack([terms[other] for other in sorted(terms)]).sum(0))
-            for parameter in each.mine.values():
+            for parameter in tie.mine.values():
                 if not parameter.requires_grad:
                     parameter.grad = None
 
     def _movers(self) -> Iterator[Mover]:
-        for each in self._ties:
-            yield from (*each.raw.values(), *each.coded.values())
+        for tie in self._ties:
+            yield from (*tie.raw.values(), *tie.encoded.values())
 
     def fail(self, error: BaseException) -> None:
         """End all transfers with an error, on all ranks that take part in them."""
@@ -179,10 +180,10 @@ def _specs(tie: TiedParameter, pipeline: Pipeline) -> Iterator[tuple[tuple[int, 
 
 
 def _code(tie: TiedParameter, pipeline: Pipeline, codec: str) -> dict[tuple[int, int], TensorSpec]:
-    """The coded moves of a tied parameter; empty unless all have the same blocks, so that all sums are equal."""
-    coded = {pair: code_tensor(spec, parse_codec(codec)) for pair, spec in _specs(tie, pipeline)}
-    blocks = {(spec.shape, spec.dtype) for spec in coded.values()}
-    return coded if len(blocks) == 1 and all(spec.codec is not None for spec in coded.values()) else {}
+    """The encoded moves of a tied parameter; empty unless all have the same blocks, so that all sums are equal."""
+    encoded = {pair: compress_tensor(spec, parse_codec(codec)) for pair, spec in _specs(tie, pipeline)}
+    blocks = {(spec.shape, spec.dtype) for spec in encoded.values()}
+    return encoded if len(blocks) == 1 and all(spec.codec is not None for spec in encoded.values()) else {}
 
 
 def _exchange(

@@ -55,7 +55,7 @@ def warm_up(run: StageRun, pipeline: Pipeline, fed: Mapping[str, Any], rank: int
         rank: this rank.
         train: whether to run a backward, too. FSDP would reduce gradients in a backward, so it runs none.
     """
-    device = next((each.device for each in run.module.parameters()), torch.device("cpu"))
+    device = next((parameter.device for parameter in run.module.parameters()), torch.device("cpu"))
     inputs: Tensors = {}
     for edge in pipeline.edges:
         if edge.dst == run.stage:
@@ -79,8 +79,8 @@ def warm_up(run: StageRun, pipeline: Pipeline, fed: Mapping[str, Any], rank: int
 
 
 def _run_backward(output: Any, leaves: Sequence[torch.Tensor]) -> None:
-    found = [each for each in torch_compat.tree_leaves(output) if isinstance(each, torch.Tensor)]
-    roots = [each for each in found if each.requires_grad]
-    leaves = [each for each in leaves if each.requires_grad]
+    found = [tree_leaf for tree_leaf in torch_compat.tree_leaves(output) if isinstance(tree_leaf, torch.Tensor)]
+    roots = [item for item in found if item.requires_grad]
+    leaves = [leaf for leaf in leaves if leaf.requires_grad]
     if roots and leaves:
-        torch.autograd.grad(roots, leaves, [torch.zeros_like(each) for each in roots], allow_unused=True)
+        torch.autograd.grad(roots, leaves, [torch.zeros_like(root) for root in roots], allow_unused=True)

@@ -11,7 +11,7 @@ from reshard.errors import ArgumentError, ScheduleError
 
 from ..graph import Pipeline, check_limit
 from ..ir.actions import Action, Kind
-from ..ir.communication import add_transfers, compute_rows
+from ..ir.communication import add_transfers, computations
 from ..ir.schedule import Schedule
 from ..simulation.replay import simulate_schedule
 from .classic import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
@@ -47,7 +47,7 @@ def auto_schedule(
     num_microbatches: int,
     *,
     memory_limit_bytes: int | None = None,
-    row_of_stage: Sequence[int] | None = None,
+    pp_rank_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
     """Search for the fastest schedule by :func:`simulate_schedule`. Gives up at most 0.3 % of its speed to save memory.
@@ -61,36 +61,41 @@ def auto_schedule(
         pipeline, num_microbatches: what to schedule.
         memory_limit_bytes: limit of the activations that a device keeps at once. Default: a stage keeps no more
             microbatches in flight than its communication needs; without communication, those of 1F1B.
-        row_of_stage: row that computes each stage; default: one stage per row.
+        pp_rank_of_stage: pp rank that computes each stage; default: one stage per pp rank.
         can_split: whether a backward may be split into an input-gradient pass and a weight-gradient pass.
 
     Raises:
-        ArgumentError: an argument is out of range, or rows are not numbered from 0.
+        ArgumentError: an argument is out of range, or pp ranks are not numbered from 0.
         ScheduleError: a single microbatch in flight exceeds the memory limit.
     """
     check_microbatches(pipeline, num_microbatches)
     if memory_limit_bytes is not None:
         check_limit(memory_limit_bytes)
-    if row_of_stage is not None and not isinstance(row_of_stage, Sequence):
-        raise ArgumentError(f"row_of_stage must be a list with the row of each stage, not {row_of_stage!r}")
+    if pp_rank_of_stage is not None and not isinstance(pp_rank_of_stage, Sequence):
+        raise ArgumentError(f"pp_rank_of_stage must be a list with the pp rank of each stage, not {pp_rank_of_stage!r}")
     if not isinstance(can_split, bool):
         raise ArgumentError(f"can_split is {can_split!r}; it must be True or False")
-    rows = tuple(range(len(pipeline.stages))) if row_of_stage is None else tuple(row_of_stage)
-    if any(isinstance(row, bool) or not isinstance(row, int) for row in rows):
-        raise ArgumentError(f"rows {list(rows)} must be integers")
-    if len(rows) != len(pipeline.stages) or max(rows) >= len(rows) or set(rows) != set(range(max(rows) + 1)):
+    pp_ranks = tuple(range(len(pipeline.stages))) if pp_rank_of_stage is None else tuple(pp_rank_of_stage)
+    if any(isinstance(pp_rank, bool) or not isinstance(pp_rank, int) for pp_rank in pp_ranks):
+        raise ArgumentError(f"pp ranks {list(pp_ranks)} must be integers")
+    if (
+        len(pp_ranks) != len(pipeline.stages)
+        or max(pp_ranks) >= len(pp_ranks)
+        or set(pp_ranks) != set(range(max(pp_ranks) + 1))
+    ):
         raise ArgumentError(
-            f"rows {list(rows)}: each of {len(pipeline.stages)} stages needs one, and rows are numbered from 0"
+            f"pp ranks {list(pp_ranks)}: each of {len(pipeline.stages)} stages needs one, and pp ranks are numbered "
+            "from 0"
         )
     depths_tried = [tuple(min(d, num_microbatches) for d in depths) for depths in _depths(pipeline)]
-    most = depths_tried[-1] if memory_limit_bytes is None else (num_microbatches,) * len(rows)
+    most = depths_tried[-1] if memory_limit_bytes is None else (num_microbatches,) * len(pp_ranks)
     if memory_limit_bytes is not None:
         depths_tried += [tuple(min(d + 1, num_microbatches) for d in depths) for depths in depths_tried] + [most]
-    search = _Search(pipeline, num_microbatches, rows, memory_limit_bytes, most)
-    for schedule in _known(pipeline, num_microbatches, rows, can_split):
+    search = _Search(pipeline, num_microbatches, pp_ranks, memory_limit_bytes, most)
+    for schedule in _known(pipeline, num_microbatches, pp_ranks, can_split):
         search.consider(schedule, None)
     if memory_limit_bytes is not None:  # so that a generous limit never gives a slower schedule than no limit
-        default = auto_schedule(pipeline, num_microbatches, row_of_stage=row_of_stage, can_split=can_split)
+        default = auto_schedule(pipeline, num_microbatches, pp_rank_of_stage=pp_rank_of_stage, can_split=can_split)
         search.consider(default, None)
     for depths in depths_tried:
         for policy in _policies(depths, can_split):
@@ -112,12 +117,12 @@ class _Search:
         self,
         pipeline: Pipeline,
         num_microbatches: int,
-        rows: tuple[int, ...],
+        pp_ranks: tuple[int, ...],
         memory_limit_bytes: int | None,
-        most_in_flight: tuple[int, ...],
+        max_in_flight: tuple[int, ...],
     ) -> None:
-        self.pipeline, self.num, self.rows = pipeline, num_microbatches, rows
-        self.limit, self.most = memory_limit_bytes, most_in_flight
+        self.pipeline, self.num, self.pp_ranks = pipeline, num_microbatches, pp_ranks
+        self.limit, self.most = memory_limit_bytes, max_in_flight
         self.best: _Candidate | None = None
         self.tried: dict[Policy, _Candidate | None] = {}
         self.known_seconds = math.inf  # makespan of the fastest known schedule that fits
@@ -147,30 +152,32 @@ class _Search:
             seconds = simulate_schedule(schedule, self.pipeline).makespan_seconds
         except ScheduleError:
             return None
-        return _Candidate(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rows)))
+        return _Candidate(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rank_actions)))
 
     def try_policy(self, policy: Policy) -> bool:
         """Keep the schedule of a policy if it is the best so far. Returns whether it is."""
-        policy = replace(policy, most_in_flight=self.within_limit(policy.most_in_flight))
+        policy = replace(policy, max_in_flight=self.within_limit(policy.max_in_flight))
         if policy not in self.tried:
             self.tried[policy] = self.run_policy(policy)
         return self.keep_best(self.tried[policy])
 
     def run_policy(self, policy: Policy) -> _Candidate | None:
-        if min(policy.most_in_flight) < 1:
+        if min(policy.max_in_flight) < 1:
             return None
-        order = order_greedily(self.pipeline, self.num, self.rows, policy)
+        order = order_greedily(self.pipeline, self.num, self.pp_ranks, policy)
         if sum(map(len, order)) != sum(3 if split else 2 for split in policy.splits) * self.num:
-            return None  # deadlock: a row's microbatches in flight all wait for another stage of the same row
-        return self.measure(add_transfers(NAME, order, self.pipeline, self.rows, self.num), policy)
+            return None  # deadlock: a pp rank's microbatches in flight all wait for another stage of the same pp rank
+        return self.measure(add_transfers(NAME, order, self.pipeline, self.pp_ranks, self.num), policy)
 
     def within_limit(self, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Depths lowered until the activations of every row fit the limit, starting with the deepest stage of a row."""
+        """Depths lowered until the activations of every pp rank fit the limit, starting with the deepest stage of a pp
+        rank.
+        """
         if self.limit is None:
             return depths
         lowered = list(depths)
-        for row in set(self.rows):
-            stages = [stage for stage, row_of_stage in enumerate(self.rows) if row_of_stage == row]
+        for pp_rank in set(self.pp_ranks):
+            stages = [stage for stage, of_stage in enumerate(self.pp_ranks) if of_stage == pp_rank]
             sizes = [self.pipeline.stages[stage].activation_bytes for stage in stages]
             while sum(lowered[s] * size for s, size in zip(stages, sizes, strict=True)) > self.limit:
                 deepest = max(stages, key=lambda s: lowered[s])
@@ -197,17 +204,17 @@ class _Search:
         self.improve()
 
     def join_backwards(self) -> None:
-        """Merge adjacent I and W passes of the first microbatches of each row into B, while that shortens the step."""
+        """Merge adjacent I and W passes of the first microbatches into B on each pp rank, if that shortens the step."""
         assert self.best is not None
-        for row in range(len(self.best.schedule.rows)):
+        for pp_rank in range(len(self.best.schedule.rank_actions)):
             best, worse = 0, self.num + 1  # bisection over the number of microbatches
             tried = self.num
             while best < tried < worse:
                 before = self.best.schedule
-                rows = compute_rows(before)
-                rows[row] = _join(rows[row], tried)
-                joined = add_transfers(NAME, rows, self.pipeline, self.rows, self.num)
-                if joined.rows == before.rows or self.consider(joined, self.best.policy):
+                rank_actions = computations(before)
+                rank_actions[pp_rank] = _join(rank_actions[pp_rank], tried)
+                joined = add_transfers(NAME, rank_actions, self.pipeline, self.pp_ranks, self.num)
+                if joined.rank_actions == before.rank_actions or self.consider(joined, self.best.policy):
                     best = tried
                 else:
                     worse = tried
@@ -215,12 +222,12 @@ class _Search:
 
     def changes(self, policy: Policy) -> Iterable[Policy]:
         """Policies with the depth of one stage changed by one, or its backward not split."""
-        for stage in range(len(self.rows)):
+        for stage in range(len(self.pp_ranks)):
             for step in (-1, 1):
-                depths = list(policy.most_in_flight)
+                depths = list(policy.max_in_flight)
                 depths[stage] += step
                 if 1 <= depths[stage] <= self.most[stage]:
-                    yield replace(policy, most_in_flight=tuple(depths))
+                    yield replace(policy, max_in_flight=tuple(depths))
             if policy.splits[stage]:
                 whole = tuple(split and other != stage for other, split in enumerate(policy.splits))
                 yield replace(policy, splits=whole)
@@ -239,18 +246,22 @@ def _join(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
     return joined
 
 
-def _known(pipeline: Pipeline, num_microbatches: int, rows: tuple[int, ...], can_split: bool) -> Iterable[Schedule]:
-    """Known schedules that suit the assignment of stages to rows."""
-    num = len(rows)
-    if sorted(rows) == list(range(num)):  # one stage per row, in any order
+def _known(pipeline: Pipeline, num_microbatches: int, pp_ranks: tuple[int, ...], can_split: bool) -> Iterable[Schedule]:
+    """Known schedules that suit the assignment of stages to pp ranks."""
+    num = len(pp_ranks)
+    if sorted(pp_ranks) == list(range(num)):  # one stage per pp rank, in any order
         builders: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b, eager_1f1b, gpipe]
         for build in [*builders, zb_h1] if can_split else builders:
             made = build(pipeline, num_microbatches)
-            yield replace(made, rows=tuple(made.rows[rows.index(row)] for row in range(num)), row_of_stage=rows)
-    num_rows = max(rows) + 1
-    is_interleaved = num > num_rows and rows == tuple(stage % num_rows for stage in range(num))
-    if is_interleaved and num % num_rows == 0 and num_microbatches % num_rows == 0:
-        yield interleaved_1f1b(pipeline, num_microbatches, num_rows)
+            yield replace(
+                made,
+                rank_actions=tuple(made.rank_actions[pp_ranks.index(pp_rank)] for pp_rank in range(num)),
+                pp_rank_of_stage=pp_ranks,
+            )
+    num_pp_ranks = max(pp_ranks) + 1
+    is_interleaved = num > num_pp_ranks and pp_ranks == tuple(stage % num_pp_ranks for stage in range(num))
+    if is_interleaved and num % num_pp_ranks == 0 and num_microbatches % num_pp_ranks == 0:
+        yield interleaved_1f1b(pipeline, num_microbatches, num_pp_ranks)
 
 
 def _policies(depths: tuple[int, ...], can_split: bool) -> Iterable[Policy]:

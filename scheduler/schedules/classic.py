@@ -9,7 +9,7 @@ from reshard.errors import ArgumentError
 from ..graph import Pipeline, check_pipeline
 from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers
-from ..ir.schedule import MOST_ACTIONS, Schedule
+from ..ir.schedule import MAX_ACTIONS, Schedule
 
 
 def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -42,45 +42,48 @@ def eager_1f1b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     return from_warmups("eager-1f1b", pipeline, num_microbatches, [2 * (num - i) - 1 for i in range(num)])
 
 
-def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_rows: int) -> Schedule:
-    """Interleaved 1F1B: row r computes stages r, r + num_rows, r + 2 * num_rows, ...
+def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
+    """Interleaved 1F1B: pp rank r computes stages r, r + num_pp_ranks, r + 2 * num_pp_ranks, ...
 
     Source: Megatron-LM (Narayanan et al., 2021).
 
     Raises:
-        ArgumentError: ``num_rows`` does not divide the number of stages and the number of microbatches.
+        ArgumentError: ``num_pp_ranks`` does not divide the number of stages and the number of microbatches.
     """
     check_microbatches(pipeline, num_microbatches)
     num_stages = len(pipeline.stages)
-    if isinstance(num_rows, bool) or not isinstance(num_rows, int):
-        raise ArgumentError(f"num_rows is {num_rows!r}; it must be an integer")
-    if num_rows < 1 or num_stages % num_rows or num_microbatches % num_rows:
+    if isinstance(num_pp_ranks, bool) or not isinstance(num_pp_ranks, int):
+        raise ArgumentError(f"num_pp_ranks is {num_pp_ranks!r}; it must be an integer")
+    if num_pp_ranks < 1 or num_stages % num_pp_ranks or num_microbatches % num_pp_ranks:
         raise ArgumentError(
-            f"interleaved 1F1B: {num_rows} rows must divide {num_stages} stages and {num_microbatches} microbatches"
+            f"interleaved 1F1B: {num_pp_ranks} pp ranks must divide {num_stages} stages and {num_microbatches} "
+            "microbatches"
         )
-    num_chunks = num_stages // num_rows  # model chunks per row, one stage each
+    num_chunks = num_stages // num_pp_ranks  # model chunks per pp rank, one stage each
     total = num_chunks * num_microbatches
 
-    def forward(row: int, nth: int) -> Action:
-        group, within = divmod(nth, num_rows * num_chunks)
-        return Action(Kind.F, within // num_rows * num_rows + row, group * num_rows + within % num_rows)
+    def forward(pp_rank: int, nth: int) -> Action:
+        group, within = divmod(nth, num_pp_ranks * num_chunks)
+        return Action(
+            Kind.F, within // num_pp_ranks * num_pp_ranks + pp_rank, group * num_pp_ranks + within % num_pp_ranks
+        )
 
-    def backward(row: int, nth: int) -> Action:
-        group, within = divmod(nth, num_rows * num_chunks)
-        chunk = num_chunks - 1 - within // num_rows
-        return Action(Kind.B, chunk * num_rows + row, group * num_rows + within % num_rows)
+    def backward(pp_rank: int, nth: int) -> Action:
+        group, within = divmod(nth, num_pp_ranks * num_chunks)
+        chunk = num_chunks - 1 - within // num_pp_ranks
+        return Action(Kind.B, chunk * num_pp_ranks + pp_rank, group * num_pp_ranks + within % num_pp_ranks)
 
-    rows = []
-    for row in range(num_rows):
-        num_warmup = min(total, 2 * (num_rows - 1 - row) + (num_chunks - 1) * num_rows + 1)
-        actions = [forward(row, nth) for nth in range(num_warmup)]
+    rank_actions = []
+    for pp_rank in range(num_pp_ranks):
+        num_warmup = min(total, 2 * (num_pp_ranks - 1 - pp_rank) + (num_chunks - 1) * num_pp_ranks + 1)
+        actions = [forward(pp_rank, nth) for nth in range(num_warmup)]
         for nth in range(total):
-            actions.append(backward(row, nth))
+            actions.append(backward(pp_rank, nth))
             if num_warmup + nth < total:
-                actions.append(forward(row, num_warmup + nth))
-        rows.append(actions)
-    row_of_stage = [stage % num_rows for stage in range(num_stages)]
-    return add_transfers("interleaved-1f1b", rows, pipeline, row_of_stage, num_microbatches)
+                actions.append(forward(pp_rank, num_warmup + nth))
+        rank_actions.append(actions)
+    pp_rank_of_stage = [stage % num_pp_ranks for stage in range(num_stages)]
+    return add_transfers("interleaved-1f1b", rank_actions, pipeline, pp_rank_of_stage, num_microbatches)
 
 
 def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -91,24 +94,24 @@ def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
-    rows = []
+    rank_actions = []
     for stage in range(num):
-        row: list[Action] = []
+        actions: list[Action] = []
         num_warmup = min(num_microbatches, num - stage)
-        row += [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
+        actions += [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
         for nth in range(num_microbatches):
-            row.append(Action(Kind.I, stage, nth))
+            actions.append(Action(Kind.I, stage, nth))
             if nth >= stage:
-                row.append(Action(Kind.W, stage, nth - stage))
+                actions.append(Action(Kind.W, stage, nth - stage))
             if num_warmup + nth < num_microbatches:
-                row.append(Action(Kind.F, stage, num_warmup + nth))
-        row += [Action(Kind.W, stage, nth) for nth in range(max(0, num_microbatches - stage), num_microbatches)]
-        rows.append(row)
-    return add_transfers("zero-bubble", rows, pipeline, range(num), num_microbatches)
+                actions.append(Action(Kind.F, stage, num_warmup + nth))
+        actions += [Action(Kind.W, stage, nth) for nth in range(max(0, num_microbatches - stage), num_microbatches)]
+        rank_actions.append(actions)
+    return add_transfers("zero-bubble", rank_actions, pipeline, range(num), num_microbatches)
 
 
 def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
-    """One stage per row: each stage starts with some forwards, then alternates backwards and forwards.
+    """One stage per pp rank: each stage starts with some forwards, then alternates backwards and forwards.
 
     Args:
         name: name of the schedule.
@@ -134,16 +137,16 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
                 f"stage {edge.dst} needs {b} forwards of stage {edge.src} before its first backward, but stage "
                 f"{edge.src} waits for that backward after {a}; give stage {edge.src} at least {b} warm-up forwards"
             )
-    rows = []
+    rank_actions = []
     for stage, warmup in enumerate(warmups):
         num_warmup = min(num_microbatches, warmup)
-        row = [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
+        actions = [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
         for nth in range(num_microbatches):
-            row.append(Action(Kind.B, stage, nth))
+            actions.append(Action(Kind.B, stage, nth))
             if num_warmup + nth < num_microbatches:
-                row.append(Action(Kind.F, stage, num_warmup + nth))
-        rows.append(row)
-    return add_transfers(name, rows, pipeline, range(len(warmups)), num_microbatches)
+                actions.append(Action(Kind.F, stage, num_warmup + nth))
+        rank_actions.append(actions)
+    return add_transfers(name, rank_actions, pipeline, range(len(warmups)), num_microbatches)
 
 
 def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
@@ -151,7 +154,7 @@ def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
     check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1")
-    most = MOST_ACTIONS // len(pipeline.stages)
+    most = MAX_ACTIONS // len(pipeline.stages)
     if num_microbatches > most:
         raise ArgumentError(
             f"num_microbatches is {num_microbatches:,}; at most {most:,} microbatches fit {len(pipeline.stages)} stages"

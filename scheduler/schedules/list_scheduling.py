@@ -1,4 +1,4 @@
-"""List scheduling: run the pipeline forward in time, and let each idle row start its most urgent computation."""
+"""List scheduling: run the pipeline forward in time, and let each idle pp rank start its most urgent computation."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..simulation.channels import ChannelState, LinkRates, make_channel_states
 
 @dataclass(frozen=True)
 class Policy:
-    """How an idle row chooses its next computation.
+    """How an idle pp rank chooses its next computation.
 
     Attributes:
-        most_in_flight: for each stage, the most microbatches begun and not finished.
+        max_in_flight: for each stage, the most microbatches begun and not finished.
         splits: for each stage, whether its backward is split into an input-gradient and a weight-gradient pass.
         forward_first: whether a forward goes before a backward when both are ready.
         weights_first: whether a weight-gradient pass goes before a forward.
-        patience: a row stays idle instead of starting a weight-gradient pass if a more urgent input arrives within this
-            fraction of the pass.
+        patience: a pp rank stays idle instead of starting a weight-gradient pass if a more urgent input arrives within
+            this fraction of the pass.
     """
 
-    most_in_flight: tuple[int, ...]
+    max_in_flight: tuple[int, ...]
     splits: tuple[bool, ...]
     forward_first: bool = False
     weights_first: bool = False
@@ -44,22 +44,24 @@ class _Stage:
 
 
 def order_greedily(
-    pipeline: Pipeline, num_microbatches: int, row_of_stage: Sequence[int], policy: Policy
+    pipeline: Pipeline, num_microbatches: int, pp_rank_of_stage: Sequence[int], policy: Policy
 ) -> list[list[Action]]:
-    """The computations of each row, by start time. A stage computes its microbatches in order.
+    """The computations of each pp rank, by start time. A stage computes its microbatches in order.
 
     The result is incomplete if the policy deadlocks.
     """
-    return _ListScheduler(pipeline, num_microbatches, row_of_stage, policy).run()
+    return _ListScheduler(pipeline, num_microbatches, pp_rank_of_stage, policy).run()
 
 
 class _ListScheduler:
-    def __init__(self, pipeline: Pipeline, num_microbatches: int, row_of_stage: Sequence[int], policy: Policy) -> None:
-        self.pipeline, self.num, self.row_of, self.policy = pipeline, num_microbatches, row_of_stage, policy
+    def __init__(
+        self, pipeline: Pipeline, num_microbatches: int, pp_rank_of_stage: Sequence[int], policy: Policy
+    ) -> None:
+        self.pipeline, self.num, self.pp_rank_of, self.policy = pipeline, num_microbatches, pp_rank_of_stage, policy
         self.stages = [_Stage() for _ in pipeline.stages]
-        self.stages_of_row: list[list[int]] = [[] for _ in range(max(row_of_stage) + 1)]
-        for stage, row in enumerate(row_of_stage):
-            self.stages_of_row[row].append(stage)
+        self.stages_of_pp_rank: list[list[int]] = [[] for _ in range(max(pp_rank_of_stage) + 1)]
+        for stage, pp_rank in enumerate(pp_rank_of_stage):
+            self.stages_of_pp_rank[pp_rank].append(stage)
         self.channels = make_channel_states(pipeline)
         self.rates = LinkRates()
         for stage in range(len(pipeline.stages)):
@@ -67,9 +69,9 @@ class _ListScheduler:
                 self.stages[stage].arrived[other, True] = 0
             for other in pipeline.outputs[stage]:
                 self.stages[stage].arrived[other, False] = 0
-        self.order: list[list[Action]] = [[] for _ in self.stages_of_row]
-        self.running: list[Action | None] = [None] * len(self.stages_of_row)
-        self.ends: list[tuple[float, int]] = []  # heap of (end of computation, row)
+        self.order: list[list[Action]] = [[] for _ in self.stages_of_pp_rank]
+        self.running: list[Action | None] = [None] * len(self.stages_of_pp_rank)
+        self.ends: list[tuple[float, int]] = []  # heap of (end of computation, pp rank)
         self.now = 0.0
 
     def run(self) -> list[list[Action]]:
@@ -91,24 +93,24 @@ class _ListScheduler:
                 self.end(heapq.heappop(self.ends)[1])
 
     def begin_all(self) -> None:
-        for row, running in enumerate(self.running):
+        for pp_rank, running in enumerate(self.running):
             if running is None:
-                action = self.choose(row)
+                action = self.choose(pp_rank)
                 if action is not None:
-                    self.begin(row, action)
+                    self.begin(pp_rank, action)
 
-    def choose(self, row: int) -> Action | None:
+    def choose(self, pp_rank: int) -> Action | None:
         """The most urgent computation that is ready, or None to stay idle."""
         policy = self.policy
         ready: dict[Kind, list[Action]] = {Kind.F: [], Kind.I: [], Kind.W: []}
-        for stage in self.stages_of_row[row]:
+        for stage in self.stages_of_pp_rank[pp_rank]:
             at = self.stages[stage]
             if at.backwards < min(at.forwards, self.num) and self.has_arrived(stage, False, at.backwards):
                 kind = Kind.I if policy.splits[stage] else Kind.B
                 ready[Kind.I].append(Action(kind, stage, at.backwards))
             if (
                 at.forwards < self.num
-                and at.forwards - at.finished < policy.most_in_flight[stage]
+                and at.forwards - at.finished < policy.max_in_flight[stage]
                 and self.has_arrived(stage, True, at.forwards)
             ):
                 ready[Kind.F].append(Action(Kind.F, stage, at.forwards))
@@ -120,22 +122,22 @@ class _ListScheduler:
             if ready[kind]:
                 # the oldest microbatch first, then the stage nearest to the end of the pipeline
                 action = min(ready[kind], key=lambda a: (a.microbatch, -a.stage))
-                return None if kind is Kind.W and self.should_wait(row, action) else action
+                return None if kind is Kind.W and self.should_wait(pp_rank, action) else action
         return None
 
-    def should_wait(self, row: int, action: Action) -> bool:
+    def should_wait(self, pp_rank: int, action: Action) -> bool:
         """Whether an input of a more urgent computation arrives soon."""
         limit = self.policy.patience * self.pipeline.stages[action.stage].weight_grad_seconds
         if not limit:
             return False
-        for stage in self.stages_of_row[row]:
+        for stage in self.stages_of_pp_rank[pp_rank]:
             at = self.stages[stage]
             for (other, is_forward), arrived in at.arrived.items():
                 state = self.channels[StageChannel(other, stage, is_forward)]
                 if state.remaining is None or state.seconds_remaining >= limit:
                     continue
                 if arrived == (at.forwards if is_forward else at.backwards) and (
-                    not is_forward or at.forwards - at.finished < self.policy.most_in_flight[stage]
+                    not is_forward or at.forwards - at.finished < self.policy.max_in_flight[stage]
                 ):
                     return True
         return False
@@ -146,7 +148,7 @@ class _ListScheduler:
         arrived = self.stages[stage].arrived
         return all(arrived[other, is_forward] > microbatch for other in others)
 
-    def begin(self, row: int, action: Action) -> None:
+    def begin(self, pp_rank: int, action: Action) -> None:
         stage, costs = self.stages[action.stage], self.pipeline.stages[action.stage]
         if action.kind is Kind.F:
             stage.forwards += 1
@@ -157,14 +159,14 @@ class _ListScheduler:
         else:
             stage.backwards += 1
             seconds = costs.input_grad_seconds if action.kind is Kind.I else costs.backward_seconds
-        self.order[row].append(action)
-        self.running[row] = action
-        heapq.heappush(self.ends, (self.now + seconds, row))
+        self.order[pp_rank].append(action)
+        self.running[pp_rank] = action
+        heapq.heappush(self.ends, (self.now + seconds, pp_rank))
 
-    def end(self, row: int) -> None:
-        action = self.running[row]
+    def end(self, pp_rank: int) -> None:
+        action = self.running[pp_rank]
         assert action is not None
-        self.running[row] = None
+        self.running[pp_rank] = None
         stage = action.stage
         if action.kind in (Kind.B, Kind.W):
             self.stages[stage].finished += 1
@@ -172,7 +174,7 @@ class _ListScheduler:
             return
         is_forward = action.kind is Kind.F
         for other in self.pipeline.outputs[stage] if is_forward else self.pipeline.inputs[stage]:
-            if self.row_of[other] == self.row_of[stage]:
+            if self.pp_rank_of[other] == self.pp_rank_of[stage]:
                 self.stages[other].arrived[stage, is_forward] += 1
                 continue
             state = self.channels[StageChannel(stage, other, is_forward)]

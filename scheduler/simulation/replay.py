@@ -1,4 +1,4 @@
-"""Simulate a schedule: each row computes its actions in order, and transfers share links."""
+"""Simulate a schedule: each pp rank computes its actions in order, and transfers share links."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ LIMIT_TOLERANCE = 1e-8
 
 @dataclass(frozen=True)
 class Span:
-    """One action of a row, in seconds.
+    """One action of a pp rank, in seconds.
 
-    ``exposed_seconds`` is the time that the row was idle, before a computation or in a blocking transfer, although the
-    data was already computed: it waited only for transfers.
+    ``exposed_seconds`` is the time that the pp rank was idle, before a computation or in a blocking transfer, although
+    the data was already computed: it waited only for transfers.
     """
 
-    row: int
+    pp_rank: int
     action: Action
     start: float
     end: float
@@ -39,7 +39,7 @@ class PipelineTimeline:
     """Start and end times of a schedule.
 
     Attributes:
-        spans: computations and blocking transfers of all rows, sorted by start time.
+        spans: computations and blocking transfers of all pp ranks, sorted by start time.
         transfers: all transfers, sorted by start time.
     """
 
@@ -51,32 +51,34 @@ class PipelineTimeline:
         """End of the last span."""
         return max((span.end for span in self.spans), default=0.0)
 
-    def _check_row(self, row: int) -> None:
-        rows = {span.row for span in self.spans}
-        if row not in rows:
-            raise ArgumentError(f"the timeline has no row {row!r}, only {sorted(rows)}")
+    def _check_pp_rank(self, pp_rank: int) -> None:
+        pp_ranks = {span.pp_rank for span in self.spans}
+        if pp_rank not in pp_ranks:
+            raise ArgumentError(f"the timeline has no pp rank {pp_rank!r}, only {sorted(pp_ranks)}")
 
-    def exposed_seconds(self, row: int) -> float:
-        """How long a row was idle and waited only for transfers, whose data was already computed."""
-        self._check_row(row)
-        return sum(span.exposed_seconds for span in self.spans if span.row == row)
+    def exposed_seconds(self, pp_rank: int) -> float:
+        """How long a pp rank was idle and waited only for transfers, whose data was already computed."""
+        self._check_pp_rank(pp_rank)
+        return sum(span.exposed_seconds for span in self.spans if span.pp_rank == pp_rank)
 
-    def busy_seconds(self, row: int) -> float:
-        """How long a row computed."""
-        self._check_row(row)
-        return sum(span.end - span.start for span in self.spans if span.row == row and not span.action.kind.is_transfer)
+    def busy_seconds(self, pp_rank: int) -> float:
+        """How long a pp rank computed."""
+        self._check_pp_rank(pp_rank)
+        return sum(
+            span.end - span.start for span in self.spans if span.pp_rank == pp_rank and not span.action.kind.is_transfer
+        )
 
 
 def simulate_schedule(schedule: Schedule, pipeline: Pipeline) -> PipelineTimeline:
     """Predict when each action starts and ends.
 
-    A row does one computation at a time, in order. Each computation waits for the transfers of its inputs. A transfer
-    starts once both ends have posted it and the earlier transfers of its channel have ended. Transfers that share links
-    progress at max-min fair rates.
+    A pp rank runs one computation at a time, in order. Each computation waits for the transfers of its inputs. A
+    transfer starts once both ends have posted it and the earlier transfers of its channel have ended. Transfers that
+    share links progress at max-min fair rates.
 
     Raises:
         ScheduleError: the schedule deadlocks, or the two ends of a channel post its transfers in different orders. The
-            error text shows the position of every row.
+            error text shows the position of every pp rank.
     """
     check_fits(schedule, pipeline)
     timeline = _Replay(schedule, pipeline).run()
@@ -87,15 +89,16 @@ def simulate_schedule(schedule: Schedule, pipeline: Pipeline) -> PipelineTimelin
 def simulate_within(
     schedule: Schedule, pipeline: Pipeline, limit_seconds: float, after_seconds: Sequence[float]
 ) -> PipelineTimeline | None:
-    """:func:`simulate_schedule`, but stop as soon as no row can be done by a limit.
+    """:func:`simulate_schedule`, but stop as soon as no pp rank can be done by a limit.
 
     Args:
         schedule, pipeline: what to simulate.
         limit_seconds: latest time that is of interest.
-        after_seconds: ``(rows,)`` seconds that each row needs after its last computation.
+        after_seconds: ``(pp_ranks,)`` seconds that each pp rank needs after its last computation.
 
     Returns:
-        The timeline; None if a row certainly ends later than ``limit_seconds``. A returned timeline may end later, too.
+        The timeline; None if a pp rank certainly ends later than ``limit_seconds``. A returned timeline may end later,
+        too.
 
     Raises:
         ScheduleError: see :func:`simulate_schedule`. A schedule that is stopped before its deadlock raises nothing.
@@ -105,9 +108,9 @@ def simulate_within(
 
 
 class _Replay:
-    """The state of one simulation. ``at`` is the index of each row's current action.
+    """The state of one simulation. ``at`` is the index of each pp rank's current action.
 
-    A row or a channel is examined again only after an event for which it may have waited.
+    A pp rank or a channel is examined again only after an event for which it may have waited.
     """
 
     def __init__(
@@ -118,20 +121,20 @@ class _Replay:
         after_seconds: Sequence[float] = (),
     ) -> None:
         self.schedule, self.pipeline = schedule, pipeline
-        num_rows = len(schedule.rows)
-        self.at = [0] * num_rows
-        self.until: list[float | None] = [None] * num_rows  # end of each row's current computation
-        self.idle_since = [0.0] * num_rows
-        self.posted = [False] * num_rows  # whether the row has posted its current, blocking transfer
+        num_pp_ranks = len(schedule.rank_actions)
+        self.at = [0] * num_pp_ranks
+        self.until: list[float | None] = [None] * num_pp_ranks  # end of each pp rank's current computation
+        self.idle_since = [0.0] * num_pp_ranks
+        self.posted = [False] * num_pp_ranks  # whether the pp rank has posted its current, blocking transfer
         self.done: dict[tuple[bool, int, int], float] = {}  # (is forward, stage, microbatch) -> end time
         self.channels = make_channel_states(pipeline)
         self.states = list(self.channels.values())
         self.rates = LinkRates()
-        self.rows_to_try, self.channels_to_try = set(range(num_rows)), set[int]()
-        row_of = schedule.row_of_stage
+        self.pp_ranks_to_try, self.channels_to_try = set(range(num_pp_ranks)), set[int]()
+        pp_rank_of = schedule.pp_rank_of_stage
         self.is_regular = all(
-            row_of[stage] == row
-            for row, actions in enumerate(schedule.rows)
+            pp_rank_of[stage] == pp_rank
+            for pp_rank, actions in enumerate(schedule.rank_actions)
             for stage in {action.stage for action in actions}
         )
         self.seconds = {
@@ -144,11 +147,11 @@ class _Replay:
         self.now = 0.0
         self.latest = limit_seconds * (1 + LIMIT_TOLERANCE)
         self.is_late = False
-        self.left: list[float] | None = None  # seconds that each row still needs, if there is a limit
+        self.left: list[float] | None = None  # seconds that each pp rank still needs, if there is a limit
         if limit_seconds < math.inf:
             self.left = [
                 after + sum(self.seconds[a.kind, a.stage] for a in actions if not a.kind.is_transfer)
-                for after, actions in zip(after_seconds, schedule.rows, strict=True)
+                for after, actions in zip(after_seconds, schedule.rank_actions, strict=True)
             ]
 
     def run(self) -> PipelineTimeline | None:
@@ -169,36 +172,42 @@ class _Replay:
                 if state.advance(step):
                     self.end_transfer(state)
             done = self.now * (1 + TOLERANCE)
-            for row, end in enumerate(self.until):
+            for pp_rank, end in enumerate(self.until):
                 if end is not None and end <= done:
-                    self.finish(row)
-        if any(at < len(row) for at, row in zip(self.at, self.schedule.rows, strict=True)):
+                    self.finish(pp_rank)
+        if any(index < len(actions) for index, actions in zip(self.at, self.schedule.rank_actions, strict=True)):
             raise ScheduleError(
-                f"the schedule deadlocks: no row can do its action in brackets; {self.describe()}; "
+                f"the schedule deadlocks: no pp rank can do its action in brackets; {self.describe()}; "
                 f"{describe_cycle(self.schedule, self.pipeline)}"
             )
         return PipelineTimeline(
-            tuple(sorted(self.spans, key=lambda span: (span.start, span.row))),
+            tuple(sorted(self.spans, key=lambda span: (span.start, span.pp_rank))),
             tuple(sorted(self.transfers, key=lambda transfer: transfer.start)),
         )
 
     def describe(self) -> str:
-        """The position of each row, as text: nearby actions, with the current one in brackets."""
-        rows = []
-        for row, (at, actions) in enumerate(zip(self.at, self.schedule.rows, strict=True)):
-            before = " ".join(map(str, actions[max(0, at - 4) : at]))
-            after = " ".join(map(str, actions[at + 1 : at + 4]))
-            rows.append(f"row {row}: {before} [{actions[at]}] {after}" if at < len(actions) else f"row {row} is done")
-        return "; ".join(rows)
+        """The position of each pp rank, as text: nearby actions, with the current one in brackets."""
+        positions = []
+        for pp_rank, (index, actions) in enumerate(zip(self.at, self.schedule.rank_actions, strict=True)):
+            before = " ".join(map(str, actions[max(0, index - 4) : index]))
+            after = " ".join(map(str, actions[index + 1 : index + 4]))
+            positions.append(
+                f"pp rank {pp_rank}: {before} [{actions[index]}] {after}"
+                if index < len(actions)
+                else f"pp rank {pp_rank} is done"
+            )
+        return "; ".join(positions)
 
     def start_all(self) -> None:
         """Start all computations and transfers that can start now."""
-        while self.rows_to_try or self.channels_to_try:
-            rows, self.rows_to_try = sorted(self.rows_to_try), set()
-            for row in rows:
-                actions = self.schedule.rows[row]
+        while self.pp_ranks_to_try or self.channels_to_try:
+            pp_ranks, self.pp_ranks_to_try = sorted(self.pp_ranks_to_try), set()
+            for pp_rank in pp_ranks:
+                actions = self.schedule.rank_actions[pp_rank]
                 while (
-                    self.until[row] is None and self.at[row] < len(actions) and self.advance(row, actions[self.at[row]])
+                    self.until[pp_rank] is None
+                    and self.at[pp_rank] < len(actions)
+                    and self.advance(pp_rank, actions[self.at[pp_rank]])
                 ):
                     pass
             numbers, self.channels_to_try = sorted(self.channels_to_try), set()
@@ -215,58 +224,61 @@ class _Replay:
                         self.end_transfer(state)
 
     def end_transfer(self, state: ChannelState) -> None:
-        """End the current transfer of a channel, and wake the rows at its ends."""
+        """End the current transfer of a channel, and wake the pp ranks at its ends."""
         self.transfers.append(state.end(self.now))
         self.channels_to_try.add(state.number)
-        row_of = self.schedule.row_of_stage
-        self.wake(row_of[state.channel.sender], row_of[state.channel.receiver])
+        pp_rank_of = self.schedule.pp_rank_of_stage
+        self.wake(pp_rank_of[state.channel.sender], pp_rank_of[state.channel.receiver])
 
-    def wake(self, *rows: int) -> None:
-        """Examine some rows again; all rows if a row has actions of stages that are not its own."""
-        self.rows_to_try.update(rows if self.is_regular else range(len(self.at)))
+    def wake(self, *pp_ranks: int) -> None:
+        """Examine some pp ranks again; all pp ranks if a pp rank has actions of stages that are not its own."""
+        self.pp_ranks_to_try.update(pp_ranks if self.is_regular else range(len(self.at)))
 
-    def advance(self, row: int, action: Action) -> bool:
-        """Start a row's current action if it can start now. Returns whether anything changed."""
+    def advance(self, pp_rank: int, action: Action) -> bool:
+        """Start a pp rank's current action if it can start now. Returns whether anything changed."""
         if action.kind.is_transfer:
-            return self.post(row, action)
+            return self.post(pp_rank, action)
         ready = self.find_ready(action)
         if ready is None:
             return False
-        since, seconds = self.idle_since[row], self.seconds[action.kind, action.stage]
-        self.until[row] = self.now + seconds
-        self.spans.append(Span(row, action, self.now, self.now + seconds, max(0.0, self.now - max(since, ready))))
+        since, seconds = self.idle_since[pp_rank], self.seconds[action.kind, action.stage]
+        self.until[pp_rank] = self.now + seconds
+        self.spans.append(Span(pp_rank, action, self.now, self.now + seconds, max(0.0, self.now - max(since, ready))))
         if self.left is not None:
-            self.is_late = self.is_late or self.now + self.left[row] > self.latest
-            self.left[row] -= seconds
+            self.is_late = self.is_late or self.now + self.left[pp_rank] > self.latest
+            self.left[pp_rank] -= seconds
         return True
 
-    def post(self, row: int, action: Action) -> bool:
-        """Post one end of a transfer; a blocking one keeps the row until it ends. Returns whether anything changed."""
+    def post(self, pp_rank: int, action: Action) -> bool:
+        """Post one end of a transfer; a blocking one keeps the pp rank until it ends.
+
+        Returns whether anything changed.
+        """
         state = self.channels.get(action.channel)
         if state is None:
-            raise ScheduleError(f"row {row}: the pipeline has no edge for {action}")
-        if not self.posted[row]:
+            raise ScheduleError(f"pp rank {pp_rank}: the pipeline has no edge for {action}")
+        if not self.posted[pp_rank]:
             if action.kind.is_send:
                 ready = self.done.get((action.kind is Kind.SEND_F, action.stage, action.microbatch))
                 if ready is None:
-                    raise ScheduleError(f"row {row}: {action} comes before the computation of its data")
+                    raise ScheduleError(f"pp rank {pp_rank}: {action} comes before the computation of its data")
                 state.sent.append((action.microbatch, ready))
             else:
                 state.received.append(action.microbatch)
             self.channels_to_try.add(state.number)
-            self.posted[row] = True
+            self.posted[pp_rank] = True
             if action.blocks:
-                self.idle_since[row] = self.now
+                self.idle_since[pp_rank] = self.now
                 return True
         if action.blocks:
             if action.microbatch not in state.arrived:
                 return False
             sent = dict(state.sent)[action.microbatch]
-            since = self.idle_since[row]
-            self.spans.append(Span(row, action, since, self.now, max(0.0, self.now - max(since, sent))))
-        self.posted[row] = False
-        self.at[row] += 1
-        self.idle_since[row] = self.now
+            since = self.idle_since[pp_rank]
+            self.spans.append(Span(pp_rank, action, since, self.now, max(0.0, self.now - max(since, sent))))
+        self.posted[pp_rank] = False
+        self.at[pp_rank] += 1
+        self.idle_since[pp_rank] = self.now
         return True
 
     def find_ready(self, action: Action) -> float | None:
@@ -284,20 +296,20 @@ class _Replay:
             made = self.done.get((is_forward, other, microbatch))
             if made is None:
                 return None
-            row_of = self.schedule.row_of_stage
-            if row_of[other] != row_of[stage]:
+            pp_rank_of = self.schedule.pp_rank_of_stage
+            if pp_rank_of[other] != pp_rank_of[stage]:
                 state = self.channels[StageChannel(other, stage, is_forward)]
                 if microbatch not in state.arrived:
                     return None
             ready = max(ready, made)
         return ready
 
-    def finish(self, row: int) -> None:
-        """End the current computation of a row and step to its next action."""
-        action = self.schedule.rows[row][self.at[row]]
+    def finish(self, pp_rank: int) -> None:
+        """End the current computation of a pp rank and step to its next action."""
+        action = self.schedule.rank_actions[pp_rank][self.at[pp_rank]]
         if action.kind is not Kind.W:
             self.done[action.kind is Kind.F, action.stage, action.microbatch] = self.now
-        self.until[row] = None
-        self.at[row] += 1
-        self.idle_since[row] = self.now
-        self.wake(row)
+        self.until[pp_rank] = None
+        self.at[pp_rank] += 1
+        self.idle_since[pp_rank] = self.now
+        self.wake(pp_rank)

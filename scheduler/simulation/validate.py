@@ -11,17 +11,17 @@ from ..ir.actions import Action, Kind, StageChannel
 from ..ir.schedule import Schedule, check_fits
 from .replay import simulate_schedule
 
-#: An error text shows this many actions of the row before and after the wrong action.
+#: An error text shows this many actions of the pp rank before and after the wrong action.
 _SHOWN = 6
 
 
 def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: int | None = None) -> None:
     """Check a schedule completely.
 
-    * Each stage computes every microbatch once, on its own row: a forward, then a whole backward, or an input-gradient
-      pass and later a weight-gradient pass.
-    * Each edge between two rows moves every microbatch once in each direction. A send comes after the computation of
-      its tensors, and a receive before the computation that needs them. Both ends of a channel use the same order.
+    * Each stage computes every microbatch once, on its own pp rank: a forward, then a whole backward, or an
+      input-gradient pass and later a weight-gradient pass.
+    * Each edge between two pp ranks moves every microbatch once in each direction. A send comes after the computation
+      of its tensors, and a receive before the computation that needs them. Both ends of a channel use the same order.
       There are no other transfers.
     * The schedule does not deadlock, not even where transfers block.
     * No device keeps more than ``memory_limit_bytes`` of activations at once.
@@ -35,19 +35,22 @@ def check_schedule(schedule: Schedule, pipeline: Pipeline, memory_limit_bytes: i
         check_limit(memory_limit_bytes)
     if schedule.num_microbatches < 1:
         raise ScheduleError(f"the schedule has {schedule.num_microbatches} microbatches; it needs at least one")
-    wrong = [row for row in schedule.row_of_stage if not 0 <= row < len(schedule.rows)]
+    wrong = [pp_rank for pp_rank in schedule.pp_rank_of_stage if not 0 <= pp_rank < len(schedule.rank_actions)]
     if wrong:
-        raise ScheduleError(f"a stage is on row {wrong[0]}, but the schedule has only {len(schedule.rows)} rows")
+        raise ScheduleError(
+            f"a stage is on pp rank {wrong[0]}, but the schedule has only {len(schedule.rank_actions)} pp ranks"
+        )
     _check_once(schedule, pipeline)
-    for row, actions in enumerate(schedule.rows):
-        _check_order(schedule, pipeline, row, actions)
+    for pp_rank, actions in enumerate(schedule.rank_actions):
+        _check_order(schedule, pipeline, pp_rank, actions)
     _check_channels(schedule)
     simulate_schedule(schedule, pipeline)
     if memory_limit_bytes is not None:
-        for row, peak in enumerate(schedule.peak_bytes(pipeline)):
+        for pp_rank, peak in enumerate(schedule.peak_bytes(pipeline)):
             if peak > memory_limit_bytes:
                 raise ScheduleError(
-                    f"row {row} keeps {peak:,} bytes of activations at once; at most {memory_limit_bytes:,} are allowed"
+                    f"pp rank {pp_rank} keeps {peak:,} bytes of activations at once; at most {memory_limit_bytes:,} "
+                    "are allowed"
                 )
 
 
@@ -69,7 +72,7 @@ def _check_once(schedule: Schedule, pipeline: Pipeline) -> None:
             for kind in (Kind.F, Kind.I, Kind.W) if is_split else (Kind.F, Kind.B):
                 expected[kind, stage, microbatch, None] = 1
     for edge in pipeline.edges:
-        if schedule.row_of_stage[edge.src] == schedule.row_of_stage[edge.dst]:
+        if schedule.pp_rank_of_stage[edge.src] == schedule.pp_rank_of_stage[edge.dst]:
             continue
         for microbatch in microbatches:
             expected[Kind.SEND_F, edge.src, microbatch, edge.dst] = 1
@@ -91,26 +94,26 @@ def _explain(action: Action, schedule: Schedule, pipeline: Pipeline) -> str:
     src, dst = sorted((action.stage, action.other))
     if (src, dst) not in pipeline.edge_between:
         return f"; the pipeline has no edge {src} -> {dst}: was the schedule made for another pipeline?"
-    ends = {schedule.row_of_stage[stage] for stage in (src, dst) if stage < schedule.num_stages}
+    ends = {schedule.pp_rank_of_stage[stage] for stage in (src, dst) if stage < schedule.num_stages}
     if len(ends) == 1:
-        return f"; both ends of edge {src} -> {dst} are on one row, which needs no transfer"
+        return f"; both ends of edge {src} -> {dst} are on one pp rank, which needs no transfer"
     return f"; the pipeline has an edge {src} -> {dst}: was the schedule made for another pipeline?"
 
 
-def _check_order(schedule: Schedule, pipeline: Pipeline, row: int, actions: tuple[Action, ...]) -> None:
+def _check_order(schedule: Schedule, pipeline: Pipeline, pp_rank: int, actions: tuple[Action, ...]) -> None:
     done: set[tuple[Kind, int, int, int | None]] = set()
 
     def need(index: int, action: Action, kind: Kind, other: int | None = None) -> None:
         if (kind, action.stage, action.microbatch, other) not in done:
             before = Action(kind, action.stage, action.microbatch, other)
-            raise ScheduleError(f"{action} comes before {before}: {show(schedule, row, index)}")
+            raise ScheduleError(f"{action} comes before {before}: {show(schedule, pp_rank, index)}")
 
     for index, action in enumerate(actions):
         stage = action.stage
-        if schedule.row_of_stage[stage] != row:
+        if schedule.pp_rank_of_stage[stage] != pp_rank:
             raise ScheduleError(
-                f"{action} is on row {row}, but its stage is on row {schedule.row_of_stage[stage]}: "
-                f"{show(schedule, row, index)}"
+                f"{action} is on pp rank {pp_rank}, but its stage is on pp rank {schedule.pp_rank_of_stage[stage]}: "
+                f"{show(schedule, pp_rank, index)}"
             )
         is_backward = action.kind in (Kind.B, Kind.I)
         if is_backward:
@@ -123,7 +126,7 @@ def _check_order(schedule: Schedule, pipeline: Pipeline, row: int, actions: tupl
             need(index, action, Kind.I if (Kind.I, stage, action.microbatch, None) in done else Kind.B)
         if action.kind is Kind.F or is_backward:
             for other in pipeline.outputs[stage] if is_backward else pipeline.inputs[stage]:
-                if schedule.row_of_stage[other] != row:
+                if schedule.pp_rank_of_stage[other] != pp_rank:
                     need(index, action, Kind.RECV_B if is_backward else Kind.RECV_F, other)
         done.add((action.kind, stage, action.microbatch, action.other))
 
@@ -144,64 +147,64 @@ def _check_channels(schedule: Schedule) -> None:
 
 
 def check_one_order(schedule: Schedule) -> None:
-    """Check that all rows of a schedule post their transfers in one order.
+    """Check that all pp ranks of a schedule post their transfers in one order.
 
-    Such a schedule cannot deadlock, not even if a row that has posted a transfer does nothing more until the transfer
-    is complete. On a GPU, any later CUDA call of the host may block that long.
+    Such a schedule cannot deadlock, not even if a pp rank that has posted a transfer does nothing more until the
+    transfer is complete. On a GPU, any later CUDA call of the host may block that long.
 
     Raises:
-        ScheduleError: rows post transfers in different orders. The text shows rows that could wait for each other. Or
-            a transfer has no other end.
+        ScheduleError: pp ranks post transfers in different orders. The text shows pp ranks that could wait for each
+            other. Or a transfer has no other end.
     """
-    posts = [[(index, a) for index, a in enumerate(row) if a.kind.is_transfer] for row in schedule.rows]
+    posts = [[(index, a) for index, a in enumerate(actions) if a.kind.is_transfer] for actions in schedule.rank_actions]
     at = [0] * len(posts)
-    for row, actions in enumerate(posts):
+    for pp_rank, actions in enumerate(posts):
         for index, action in actions:
             if action.other is None or action.other >= schedule.num_stages:
                 raise ScheduleError(
-                    f"a transfer names no stage from 0 to {schedule.num_stages - 1}: {show(schedule, row, index)}"
+                    f"a transfer names no stage from 0 to {schedule.num_stages - 1}: {show(schedule, pp_rank, index)}"
                 )
-            if schedule.row_of_stage[action.other] == row:
-                raise ScheduleError(f"both ends of a transfer are on one row: {show(schedule, row, index)}")
+            if schedule.pp_rank_of_stage[action.other] == pp_rank:
+                raise ScheduleError(f"both ends of a transfer are on one pp rank: {show(schedule, pp_rank, index)}")
 
-    def find_other(row: int) -> int:
-        action = posts[row][at[row]][1]
-        return schedule.row_of_stage[action.other]  # type: ignore[index]  # a transfer names another stage
+    def find_other(pp_rank: int) -> int:
+        action = posts[pp_rank][at[pp_rank]][1]
+        return schedule.pp_rank_of_stage[action.other]  # type: ignore[index]  # a transfer names another stage
 
-    rows = list(range(len(posts)))  # rows that may go on
-    while rows:
-        row = rows.pop()
-        while at[row] < len(posts[row]):
-            action, other = posts[row][at[row]][1], find_other(row)
+    pp_ranks = list(range(len(posts)))  # pp ranks that may go on
+    while pp_ranks:
+        pp_rank = pp_ranks.pop()
+        while at[pp_rank] < len(posts[pp_rank]):
+            action, other = posts[pp_rank][at[pp_rank]][1], find_other(pp_rank)
             theirs = posts[other][at[other]][1] if at[other] < len(posts[other]) else None
             if theirs is None or (theirs.channel, theirs.microbatch) != (action.channel, action.microbatch):
                 break
-            at[row] += 1
+            at[pp_rank] += 1
             at[other] += 1
-            rows.append(other)
-    row = next((row for row, actions in enumerate(posts) if at[row] < len(actions)), -1)
-    if row < 0:
+            pp_ranks.append(other)
+    pp_rank = next((pp_rank for pp_rank, actions in enumerate(posts) if at[pp_rank] < len(actions)), -1)
+    if pp_rank < 0:
         return
-    chain = [row]
+    chain = [pp_rank]
     while (other := find_other(chain[-1])) not in chain:
         if at[other] == len(posts[other]):
             index = posts[chain[-1]][at[chain[-1]]][0]
             raise ScheduleError(
-                f"row {chain[-1]} posts a transfer of which row {other} does not post the other end: "
+                f"pp rank {chain[-1]} posts a transfer of which pp rank {other} does not post the other end: "
                 f"{show(schedule, chain[-1], index)}"
             )
         chain.append(other)
     cycle = chain[chain.index(find_other(chain[-1])) :]
-    shown = "; ".join(show(schedule, row, posts[row][at[row]][0]) for row in sorted(cycle))
+    shown = "; ".join(show(schedule, pp_rank, posts[pp_rank][at[pp_rank]][0]) for pp_rank in sorted(cycle))
     raise ScheduleError(
-        "rows post transfers in different orders, so on a GPU they could wait for each other at the actions in "
-        f"brackets: {shown}. overlap_transfers(schedule, pipeline) gives all rows one order"
+        "pp ranks post transfers in different orders, so on a GPU they could wait for each other at the actions in "
+        f"brackets: {shown}. overlap_transfers(schedule, pipeline) gives all pp ranks one order"
     )
 
 
-def show(schedule: Schedule, row: int, index: int) -> str:
-    """The text of an action, in brackets, among the actions before and after it in its row."""
-    actions = schedule.rows[row]
+def show(schedule: Schedule, pp_rank: int, index: int) -> str:
+    """The text of an action, in brackets, among the actions before and after it in its pp rank."""
+    actions = schedule.rank_actions[pp_rank]
     before = [str(action) for action in actions[max(0, index - _SHOWN) : index]]
     after = [str(action) for action in actions[index + 1 : index + 1 + _SHOWN]]
-    return f"row {row}: {' '.join([*before, f'[{actions[index]}]', *after])}"
+    return f"pp rank {pp_rank}: {' '.join([*before, f'[{actions[index]}]', *after])}"

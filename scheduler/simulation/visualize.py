@@ -19,7 +19,7 @@ _WIDTH, _ROW_HEIGHT, _LEFT_MARGIN = 1200, 22, 70  # in SVG units
 def to_chrome_trace(timeline: PipelineTimeline) -> str:
     """JSON for ``chrome://tracing`` or ui.perfetto.dev, with times in microseconds.
 
-    Process 0 has one thread per row of the schedule. Process 1 has one thread per channel.
+    Process 0 has one thread per pp rank of the schedule. Process 1 has one thread per channel.
 
     Raises:
         ArgumentError: the argument is not a timeline.
@@ -27,16 +27,18 @@ def to_chrome_trace(timeline: PipelineTimeline) -> str:
     _check_timeline(timeline)
     events: list[dict[str, object]] = []
     channels = sorted({c.channel for c in timeline.transfers}, key=lambda c: (c.sender, c.receiver, c.is_forward))
-    rows = sorted({span.row for span in timeline.spans})
+    pp_ranks = sorted({span.pp_rank for span in timeline.spans})
     for pid, name in ((0, "stages"), (1, "transfers")):
         events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-    for row in rows:
-        events.append({"ph": "M", "pid": 0, "tid": row, "name": "thread_name", "args": {"name": f"row {row}"}})
+    for pp_rank in pp_ranks:
+        events.append(
+            {"ph": "M", "pid": 0, "tid": pp_rank, "name": "thread_name", "args": {"name": f"pp rank {pp_rank}"}}
+        )
     for tid, channel in enumerate(channels):
         name = f"{channel.sender} > {channel.receiver} {'forward' if channel.is_forward else 'backward'}"
         events.append({"ph": "M", "pid": 1, "tid": tid, "name": "thread_name", "args": {"name": name}})
     for span in timeline.spans:
-        events.append(_event(str(span.action), 0, span.row, span.start, span.end, exposed_s=span.exposed_seconds))
+        events.append(_event(str(span.action), 0, span.pp_rank, span.start, span.end, exposed_s=span.exposed_seconds))
     for transfer in timeline.transfers:
         name = f"microbatch {transfer.microbatch}"
         tid = channels.index(transfer.channel)
@@ -62,7 +64,7 @@ def _event(name: str, pid: int, tid: int, start: float, end: float, **args: floa
 
 
 def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
-    """An SVG Gantt chart with one line per row of the schedule, labelled in seconds.
+    """An SVG Gantt chart with one line per pp rank of the schedule, labelled in seconds.
 
     Grey boxes show exposed communication: waits for data that is already computed.
 
@@ -74,15 +76,17 @@ def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
         raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
     end = timeline.makespan_seconds or 1.0
     scale = (_WIDTH - _LEFT_MARGIN - 10) / end
-    height = _ROW_HEIGHT * len(schedule.rows) + 30
+    height = _ROW_HEIGHT * len(schedule.rank_actions) + 30
     lines = [
         f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {_WIDTH} {height}' "
         "font-family='sans-serif' font-size='10'>"
     ]
-    for row in range(len(schedule.rows)):
-        lines.append(f"<text x='{_LEFT_MARGIN - 6}' y='{_ROW_HEIGHT * row + 15}' text-anchor='end'>row {row}</text>")
+    for pp_rank in range(len(schedule.rank_actions)):
+        lines.append(
+            f"<text x='{_LEFT_MARGIN - 6}' y='{_ROW_HEIGHT * pp_rank + 15}' text-anchor='end'>pp rank {pp_rank}</text>"
+        )
     for span in timeline.spans:
-        y = _ROW_HEIGHT * span.row + 3
+        y = _ROW_HEIGHT * span.pp_rank + 3
         if span.exposed_seconds:
             x = _LEFT_MARGIN + (span.start - span.exposed_seconds) * scale
             lines.append(_box(x, y, span.exposed_seconds * scale, _WAIT, f"{span.action} waits"))
@@ -96,7 +100,7 @@ def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
             lines.append(
                 f"<text x='{x + width / 2:.1f}' y='{y + 12}' text-anchor='middle'>{span.action.microbatch}</text>"
             )
-    bottom = _ROW_HEIGHT * len(schedule.rows) + 20
+    bottom = _ROW_HEIGHT * len(schedule.rank_actions) + 20
     lines.append(f"<text x='{_LEFT_MARGIN}' y='{bottom}'>{escape(schedule.name)}</text>")
     lines.append(f"<text x='{_WIDTH - 10}' y='{bottom}' text-anchor='end'>{end:.4g} s</text></svg>")
     return "\n".join(lines)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
-from .presets import PRESETS, GPTConfig, Preset, find_preset
+from .models.presets import PRESETS, GPTConfig, Preset, find_preset
 
 if TYPE_CHECKING:
     from ..autoparallel import TrainingPlan
@@ -45,9 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--layers", help="layers of each stage, for example 4,4,4 (default: that of the preset, or equal shares)")
     add("--shrink", type=int, default=1, metavar="N", help="divide width and depth by N; see docs/training-presets.md")
     add("--steps", type=int, default=100, help="number of the last step (default: 100)")
-    add("--batch", type=int, help="rows of a batch (default: that of the preset)")
-    add("--microbatches", type=int, help="microbatches of a step (default: that of the preset)")
-    add("--sequence", type=int, help="tokens of a row (default: that of the preset)")
+    add("--batch", type=int, help="samples of a batch (default: that of the preset)")
+    add(
+        "--microbatches", type=int, dest="num_microbatches", help="microbatches of a step (default: that of the preset)"
+    )
+    add("--sequence", type=int, help="tokens of a sample (default: that of the preset)")
     add("--data", metavar="FILE", help="text, .bin (uint16 tokens) or .npy (default: text that Python ships, as bytes)")
     add("--learning-rate", type=float, help="peak learning rate (default: that of the preset)")
     add("--warmup", type=int, help="first steps, in which the learning rate rises (default: a tenth of all)")
@@ -149,10 +151,10 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
 
     from .loop import Job
 
-    for name in ("shrink", "steps", "batch", "microbatches", "sequence", "log_every", "eval_batches"):
+    for name in ("shrink", "steps", "batch", "num_microbatches", "sequence", "log_every", "eval_batches"):
         value = getattr(options, name)
         if value is not None and value < 1:
-            raise ArgumentError(f"--{name.replace('_', '-')} is {value}; it must be positive")
+            raise ArgumentError(f"--{name.removeprefix('num_').replace('_', '-')} is {value}; it must be positive")
     for name in ("warmup", "eval_every", "save_every", "seed"):
         value = getattr(options, name)
         if value is not None and value < 0:
@@ -165,7 +167,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
     training_plan = _read_training_plan(options)
     num_stages = stages.count(",") + 1 if training_plan is None else 1  # the search shrinks the preset for one stage
     preset = preset.shrunk(options.shrink, num_stages)
-    changes: dict[str, Any] = {"rows": options.batch, "microbatches": options.microbatches}
+    changes: dict[str, Any] = {"num_samples": options.batch, "num_microbatches": options.num_microbatches}
     changes["learning_rate"] = options.learning_rate
     changes["autocast"] = "" if options.autocast == "none" else options.autocast
     preset = replace(preset, **{name: value for name, value in changes.items() if value is not None})
@@ -224,10 +226,10 @@ def _read_training_plan(options: argparse.Namespace) -> TrainingPlan | None:
         )
     _refuse_search_options(options, f"the training plan {options.plan} has been found already: omit one of the two")
     training_plan = TrainingPlan.read(options.plan)
-    if options.microbatches not in (None, training_plan.microbatches):
+    if options.num_microbatches not in (None, training_plan.num_microbatches):
         raise ArgumentError(
-            f"the training plan {options.plan} has {training_plan.microbatches} microbatches, not "
-            f"{options.microbatches}; omit --microbatches"
+            f"the training plan {options.plan} has {training_plan.num_microbatches} microbatches, not "
+            f"{options.num_microbatches}; omit --microbatches"
         )
     return training_plan
 
@@ -241,6 +243,6 @@ def _refuse_search_options(options: argparse.Namespace, rule: str) -> None:
 def _parse_layers(text: str | None) -> tuple[int, ...]:
     if text is None:
         return ()
-    if not all(each.strip().isdecimal() for each in text.split(",")):
+    if not all(part.strip().isdecimal() for part in text.split(",")):
         raise ArgumentError(f"--layers is {text!r}; it must be the layers of each stage, such as 4,4,4")
-    return tuple(int(each) for each in text.split(","))
+    return tuple(int(part) for part in text.split(","))

@@ -15,12 +15,12 @@ from ..pipe.partition.batches import outline_batch
 from ..pipe.partition.stage_graph import FakeModel
 from ..pipe.partition.tracing import TracedCut
 from .models import find_cuts, make_model
-from .presets import GPTConfig, Preset
+from .models.presets import GPTConfig, Preset
 
 
 @dataclass(frozen=True)
 class EdgeCount:
-    """What a row of a batch costs on one edge in a forward.
+    """What a sample of a batch costs on one edge in a forward.
 
     Attributes:
         src, dst: stages. nbytes: sent by the edge. flops: floating-point operations of the larger of both stages.
@@ -49,7 +49,7 @@ def count_edges(preset: Preset, layers: Sequence[int]) -> list[EdgeCount]:
     cut = TracedCut(model, find_cuts(config, tuple(layers)), batch)
     autocast = getattr(torch, preset.autocast) if preset.autocast else None
     graph = FakeModel(model, cut, autocast=autocast).find(outline_batch(batch))
-    flops, made = [], {name: each.to("meta") for name, each in batch.items()}
+    flops, made = [], {name: item.to("meta") for name, item in batch.items()}
     for stage in cut.build(model):
         names = [str(node.target) for node in stage.graph.nodes if node.op == "placeholder"]
         with FlopCounterMode(display=False) as counter:

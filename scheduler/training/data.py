@@ -20,16 +20,16 @@ class Loader:
     """Yields the batches of steps 0, 1, ... without end. The state dict holds the next step.
 
     Args:
-        rows: number of rows of a batch. seed: of the random numbers.
+        num_samples: number of samples of a batch. seed: of the random numbers.
 
     Raises:
-        ArgumentError: ``rows`` is less than 1.
+        ArgumentError: ``num_samples`` is less than 1.
     """
 
-    def __init__(self, rows: int, seed: int) -> None:
-        if rows < 1:
-            raise ArgumentError(f"a batch of {rows} rows was asked for; it needs at least 1")
-        self.rows, self.seed, self.step = rows, seed, 0
+    def __init__(self, num_samples: int, seed: int) -> None:
+        if num_samples < 1:
+            raise ArgumentError(f"a batch of {num_samples} samples was asked for; it needs at least 1")
+        self.num_samples, self.seed, self.step = num_samples, seed, 0
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The batch of a step."""
@@ -42,40 +42,41 @@ class Loader:
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """The next step, the seed and the number of rows."""
-        return {"step": self.step, "seed": self.seed, "rows": self.rows}
+        """The next step, the seed and the number of samples."""
+        return {"step": self.step, "seed": self.seed, "num_samples": self.num_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the step that :meth:`state_dict` saved.
 
         Raises:
-            ArgumentError: the state was saved with another seed or number of rows.
+            ArgumentError: the state was saved with another seed or number of samples.
         """
-        for name in ("seed", "rows"):
+        for name in ("seed", "num_samples"):
             if state[name] != getattr(self, name):
                 raise ArgumentError(
                     f"the data was read with {name} {state[name]}, but is now read with {name} {getattr(self, name)}; "
-                    f"pass --{'batch' if name == 'rows' else name} {state[name]}"
+                    f"pass --{'batch' if name == 'num_samples' else name} {state[name]}"
                 )
         self.step = int(state["step"])
 
 
 class TokenLoader(Loader):
-    """Batches ``{"tokens": ..., "targets": ...}``, int64 of shape ``(rows, sequence)``.
+    """Batches ``{"tokens": ..., "targets": ...}``, int64 of shape ``(num_samples, sequence)``.
 
     A window of ``sequence + 1`` tokens starts every ``sequence`` tokens. Each epoch shifts the windows by a random
     offset, and reads each window once, in random order.
 
     Args:
         tokens: one-dimensional array of integers; may be memory-mapped.
-        rows, sequence: shape of a batch. vocabulary: tokens are from 0 to ``vocabulary - 1``. seed: of the order.
+        num_samples, sequence: shape of a batch. vocabulary: tokens are from 0 to ``vocabulary - 1``. seed: of the
+            order.
 
     Raises:
         ArgumentError: there are too few tokens for one window; from ``batch``: a token is not in the vocabulary.
     """
 
-    def __init__(self, tokens: np.ndarray, rows: int, sequence: int, vocabulary: int, seed: int = 0) -> None:
-        super().__init__(rows, seed)
+    def __init__(self, tokens: np.ndarray, num_samples: int, sequence: int, vocabulary: int, seed: int = 0) -> None:
+        super().__init__(num_samples, seed)
         if len(tokens) <= sequence:
             raise ArgumentError(
                 f"the data has {len(tokens)} tokens, but a sequence of {sequence} needs {sequence + 1}; pass more data "
@@ -89,8 +90,8 @@ class TokenLoader(Loader):
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
         """The batch of a step."""
-        rows = [self._window(number) for number in range(step * self.rows, (step + 1) * self.rows)]
-        windows = torch.from_numpy(np.stack(rows).astype(np.int64))
+        num_samples = [self._window(number) for number in range(step * self.num_samples, (step + 1) * self.num_samples)]
+        windows = torch.from_numpy(np.stack(num_samples).astype(np.int64))
         least, largest = int(windows.min()), int(windows.max())
         if least < 0 or largest >= self._vocabulary:
             raise ArgumentError(
@@ -110,13 +111,13 @@ class TokenLoader(Loader):
 
 
 class PictureLoader(Loader):
-    """Batches ``{"pictures": ..., "clean": ...}``, float32 of shape ``(rows, 3, side, side)``.
+    """Batches ``{"pictures": ..., "clean": ...}``, float32 of shape ``(num_samples, 3, side, side)``.
 
     ``clean`` shows discs on colour gradients. ``pictures`` is ``clean`` with noise.
     """
 
-    def __init__(self, rows: int, side: int, seed: int = 0) -> None:
-        super().__init__(rows, seed)
+    def __init__(self, num_samples: int, side: int, seed: int = 0) -> None:
+        super().__init__(num_samples, seed)
         self._side = side
 
     def batch(self, step: int) -> dict[str, torch.Tensor]:
@@ -125,7 +126,7 @@ class PictureLoader(Loader):
         generator = torch.Generator().manual_seed(seed)
 
         def uniform(*shape: int) -> torch.Tensor:
-            return torch.rand(self.rows, *shape, 1, 1, generator=generator)
+            return torch.rand(self.num_samples, *shape, 1, 1, generator=generator)
 
         line = torch.linspace(0, 1, self._side)
         ys, xs = torch.meshgrid(line, line, indexing="ij")

@@ -21,7 +21,8 @@ from reshard.formatting import describe_ranks
 from reshard.testing import LaunchError, run_processes
 from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 
-from ..autoparallel import TrainingPlan, Tuned
+from ..autoparallel import TrainingPlan
+from ..autoparallel.tuning import Tuned
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
 from .plan_search import SearchOptions, find_training_plan, tune_training_plan
 

@@ -23,7 +23,7 @@ from ..schedules.classic import eager_1f1b, one_f_one_b, zb_h1
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models import find_cuts, layer_paths, make_model
-from .presets import GPTConfig, Preset
+from .models.presets import GPTConfig, Preset
 from .progress import Progress
 
 SCHEDULES: Mapping[str, Callable[..., Any]] = {
@@ -33,9 +33,9 @@ SCHEDULES: Mapping[str, Callable[..., Any]] = {
     "zb_h1": zb_h1,
 }
 #: The learning rate ends at this share of its peak.
-LEAST_RATE = 0.1
+MIN_RATE = 0.1
 #: AdamW of the GPT-3 paper: its betas, its weight decay, and the largest norm of the gradients.
-BETAS, WEIGHT_DECAY, MOST_NORM = (0.9, 0.95), 0.1, 1.0
+BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0
 #: Seed of the held-out pictures, relative to that of the training.
 _HELD_OUT_SEED = 1_000_003
 
@@ -47,7 +47,7 @@ class Job:
     Attributes:
         name: of the run, for messages. preset: the model and how it is trained.
         steps: the number of the last step. stages: dp x tp of each stage. layers: of each stage; empty: of the preset.
-        schedule: name of a schedule. compression: text of a policy; None: nothing is coded.
+        schedule: name of a schedule. compression: text of a policy; None: nothing is encoded.
         data: file of tokens; None: the text that Python ships.
         warmup: steps in which the learning rate grows. seed: of the parameters and of the order of the data.
         device: "cpu" or "cuda". log_every: steps between messages and measured times.
@@ -83,7 +83,7 @@ class Job:
     def shapes(self) -> list[tuple[int, ...]]:
         """Sizes of the mesh axes of each stage."""
         placements = parse_placements(self.stages) if self.training_plan is None else self.training_plan.placements()
-        return [tuple(each.axis_sizes.values()) for each in placements]
+        return [tuple(placement.axis_sizes.values()) for placement in placements]
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     torch.manual_seed(job.seed)
     options: dict[str, Any] = {}
     if job.training_plan is None:
-        options = {"microbatches": job.preset.microbatches, "schedule": SCHEDULES[job.schedule]}
+        options = {"num_microbatches": job.preset.num_microbatches, "schedule": SCHEDULES[job.schedule]}
     if job.compression is not None:
         options["compression"] = parse_policy(job.compression)
     with show_elapsed("measuring the stages", show=shows and rank == 0):
@@ -130,7 +130,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
                 caught = dump if dump is not None and step in dumped_steps(job.steps) else None
                 with contextlib.nullcontext() if caught is None else caught.catch_activations():
                     result = engine.step(_move(batch, device), timeline=progress.wants_times(step))
-                norm = engine.clip_grad_norm_(MOST_NORM)
+                norm = engine.clip_grad_norm_(MAX_NORM)
                 if caught is not None:
                     caught.keep_gradients()
                 if result.finite:
@@ -174,7 +174,7 @@ def make_pipe(job: Job) -> Pipe:
 
 
 def check_training_plan(training_plan: TrainingPlan, job: Job) -> None:
-    """Raise ArgumentError unless a training plan is of the model and the rows of a job."""
+    """Raise ArgumentError unless a training plan is of the model and the samples of a job."""
     names = [name for stage in training_plan.layer_names for name in stage][1:]
     paths = layer_paths(job.preset.config)
     if names != paths:
@@ -182,24 +182,26 @@ def check_training_plan(training_plan: TrainingPlan, job: Job) -> None:
             f"the training plan has {len(names) + 1} layers ({', '.join(names[:3])}, ...), but {job.name} has "
             f"{len(paths) + 1} ({', '.join(paths[:3])}, ...); search with this model"
         )
-    if training_plan.rows != job.preset.rows:
+    if training_plan.num_samples != job.preset.num_samples:
         raise ArgumentError(
-            f"the training plan is for {training_plan.rows} rows of a step, but {job.name} has {job.preset.rows}; "
-            f"pass --batch {training_plan.rows} or search again"
+            f"the training plan is for {training_plan.num_samples} samples of a step, but {job.name} has "
+            f"{job.preset.num_samples}; pass --batch {training_plan.num_samples} or search again"
         )
 
 
 def make_loaders(job: Job) -> tuple[Loader, Loader]:
     """The batches for training and those for evaluation."""
-    config, rows = job.preset.config, job.preset.rows
+    config, num_samples = job.preset.config, job.preset.num_samples
     if not isinstance(config, GPTConfig):
         if job.data is not None:
             raise ArgumentError(f"{job.name} trains on pictures that it draws itself; omit --data")
-        return PictureLoader(rows, config.side, job.seed), PictureLoader(rows, config.side, job.seed + _HELD_OUT_SEED)
+        return PictureLoader(num_samples, config.side, job.seed), PictureLoader(
+            num_samples, config.side, job.seed + _HELD_OUT_SEED
+        )
     seen, unseen = hold_out(read_tokens(job.data), config.sequence)
     return (
-        TokenLoader(seen, rows, config.sequence, config.vocabulary, job.seed),
-        TokenLoader(unseen, rows, config.sequence, config.vocabulary),
+        TokenLoader(seen, num_samples, config.sequence, config.vocabulary, job.seed),
+        TokenLoader(unseen, num_samples, config.sequence, config.vocabulary),
     )
 
 
@@ -221,7 +223,7 @@ def rate_factors(steps: int, warmup: int) -> Callable[[int], float]:
         if step < warmup:
             return (step + 1) / warmup
         progress = min(1.0, (step - warmup) / max(1, steps - warmup))
-        return LEAST_RATE + (1 - LEAST_RATE) * (1 + math.cos(math.pi * progress)) / 2
+        return MIN_RATE + (1 - MIN_RATE) * (1 + math.cos(math.pi * progress)) / 2
 
     return factor
 

@@ -32,15 +32,17 @@ class StorageCounter(torch_compat.TorchDispatchMode):
     def __init__(self, ignored: Any = ()) -> None:
         super().__init__()
         self.peak_bytes = 0
-        self._ignored = {torch_compat.storage_key(each.untyped_storage()) for each in torch_compat.tree_leaves(ignored)}
+        self._ignored = {
+            torch_compat.storage_key(tree_leaf.untyped_storage()) for tree_leaf in torch_compat.tree_leaves(ignored)
+        }
         self._storages: dict[int, torch_compat.StorageRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operation and record the storages of its results."""
         results, is_gather = func(*args, **(kwargs or {})), "split_with_sizes_copy" in str(func)
-        for each in torch_compat.tree_leaves(results):
-            if isinstance(each, torch.Tensor) and each.layout is torch.strided:
-                plain = torch_compat.inner_tensor(each)
+        for tree_leaf in torch_compat.tree_leaves(results):
+            if isinstance(tree_leaf, torch.Tensor) and tree_leaf.layout is torch.strided:
+                plain = torch_compat.inner_tensor(tree_leaf)
                 if torch_compat.is_fake(plain):
                     continue
                 storage = plain.untyped_storage()

@@ -20,25 +20,23 @@ from ..autoparallel import (
     ChoiceRules,
     Cluster,
     LayerProfile,
-    Measurement,
-    SearchProblem,
     StateBytes,
-    TracedModel,
     TrainingPlan,
-    Tuned,
-    choose_training_plan,
     profile_layers,
     trace_module,
     tune,
 )
 from ..autoparallel.command import find_topology, parse_bytes, parse_keep
-from ..autoparallel.searching import make_problem, warn_if_noisy
+from ..autoparallel.costs.problem import SearchProblem
+from ..autoparallel.modules.tracing import TracedModel
+from ..autoparallel.searching import choose_training_plan, make_problem, warn_if_noisy
+from ..autoparallel.tuning import Measurement, Tuned
 from .loop import Job, make_loaders, make_pipe
 from .models import layer_paths, make_model
-from .presets import GPTConfig
+from .models.presets import GPTConfig
 
-#: Numbers of rows for which a forward is measured. Numbers above the rows of a step are skipped.
-ROWS = (1, 2, 4, 8)
+#: Numbers of samples for which a forward is measured. Numbers above the samples of a step are skipped.
+SAMPLE_COUNTS = (1, 2, 4, 8)
 #: Number of measured steps of a training plan.
 MEASURED_STEPS = 3
 #: Bytes per parameter of AdamW with float32 parameters and gradients.
@@ -81,8 +79,8 @@ class SearchOptions:
         if options.devices is not None and options.devices < 1:
             raise ArgumentError(f"--devices is {options.devices}; it must be positive")
         keep = parse_keep(options.keep)
-        if options.microbatches is not None:
-            keep.setdefault("microbatches", options.microbatches)
+        if options.num_microbatches is not None:
+            keep.setdefault("num_microbatches", options.num_microbatches)
         if options.memory is not None:
             parse_bytes(options.memory)
         return cls(
@@ -141,8 +139,8 @@ def trace_job(job: Job) -> TracedModel:
 
 def profile_job(traced: TracedModel, job: Job) -> LayerProfile:
     """Measure the layers on the device of this process."""
-    rows = [rows for rows in ROWS if rows <= job.preset.rows]
-    return profile_layers(traced, job.device, rows=rows, repeats=3)
+    sample_counts = [num_samples for num_samples in SAMPLE_COUNTS if num_samples <= job.preset.num_samples]
+    return profile_layers(traced, job.device, sample_counts=sample_counts, repeats=3)
 
 
 def find_cluster(options: SearchOptions, device: str, num_ranks: int | None) -> Cluster:
@@ -170,7 +168,9 @@ def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = N
         cluster = replace(cluster, topology=_with_rates(cluster.topology, policy, job.device))
     traced = trace_job(job)
     profile = profile_job(traced, job)
-    problem = make_problem(traced.graph, cluster, profile, job.preset.rows, dict(options.keep), STATES, ChoiceRules())
+    problem = make_problem(
+        traced.graph, cluster, profile, job.preset.num_samples, dict(options.keep), STATES, ChoiceRules()
+    )
     warn_if_noisy(problem)
     return replace(problem, compression=policy)
 

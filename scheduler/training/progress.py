@@ -8,27 +8,27 @@ import time
 from typing import Any
 
 from ..pipe.totals import StepResult
-from .presets import GPTConfig, Preset
+from .models.presets import GPTConfig, Preset
 
 
 class Progress:
     """Shows the loss, the norm of the gradients, the throughput and the exposed communication.
 
-    Exposed communication is the share of a step in which a row of the schedule only waits for transfers of tensors that
-    are already computed. The largest share of all rows is shown.
+    Exposed communication is the share of a step in which a pp rank of the schedule only waits for transfers of tensors
+    that are already computed. The largest share of all pp ranks is shown.
 
     Args:
         name: name of the run.
         start: number of steps that an earlier run has done.
         steps: number of steps at the end of the run, those before ``start`` included.
-        preset: gives the rows or tokens of a step.
+        preset: gives the samples or tokens of a step.
         log_every: number of steps between printed lines, and between measured steps.
         shows: whether to print at all.
     """
 
     def __init__(self, name: str, start: int, steps: int, preset: Preset, log_every: int, shows: bool) -> None:
         self._unit = "tokens/s" if isinstance(preset.config, GPTConfig) else "images/s"
-        self._per_step = preset.rows * (preset.config.sequence if isinstance(preset.config, GPTConfig) else 1)
+        self._per_step = preset.num_samples * (preset.config.sequence if isinstance(preset.config, GPTConfig) else 1)
         self._start, self._steps, self._log_every, self._shows = start, steps, log_every, shows
         self._exposed = ""
         self._since, self._last = time.monotonic(), start
@@ -58,8 +58,8 @@ class Progress:
             self._bar.update()
         if result.timeline is not None:
             timeline = result.timeline
-            rows = {span.row for span in timeline.spans}
-            share = max(timeline.exposed_seconds(row) for row in rows) / timeline.makespan_seconds
+            pp_ranks = {span.pp_rank for span in timeline.spans}
+            share = max(timeline.exposed_seconds(pp_rank) for pp_rank in pp_ranks) / timeline.makespan_seconds
             self._exposed = f", {share:.1%} exposed communication"
         if not self.wants_times(step):
             return

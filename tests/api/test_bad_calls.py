@@ -12,8 +12,11 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh, RegionLayout, Topology
+from reshard.api.local import execute_local
+from reshard.cli.html_report import plan_to_html
 from reshard.compression import parse_policy
 from reshard.testing.processes import run_processes
+from reshard.topology import topology_to_json
 from tests.support.devices import HAS_GPU
 from tests.support.interpreters import run_interpreters
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -31,10 +34,10 @@ HOSTS = Topology((0, 0, 1, 1))
 @pytest.mark.parametrize(
     ("call", "text"),
     [
-        (lambda: reshard.execute_local(str(PLAN), [HALVES]), "needs a Plan, not str"),
-        (lambda: reshard.execute_local(PLAN, HALVES), "a list with {source rank"),
-        (lambda: reshard.execute_local(PLAN, []), "moves 1 tensors, but shards has 0"),
-        (lambda: reshard.execute_local(PLAN, [{0: 5, 1: 6}]), "rank 0 holds int"),
+        (lambda: execute_local(str(PLAN), [HALVES]), "needs a Plan, not str"),
+        (lambda: execute_local(PLAN, HALVES), "a list with {source rank"),
+        (lambda: execute_local(PLAN, []), "moves 1 tensors, but shards has 0"),
+        (lambda: execute_local(PLAN, [{0: 5, 1: 6}]), "rank 0 holds int"),
         (
             lambda: reshard.reshard_local(HALVES, ROWS, COLS, shape=(6, 4), compression="delta", base=[WHOLE]),
             "base must be {rank: array}, not list",
@@ -54,8 +57,8 @@ HOSTS = Topology((0, 0, 1, 1))
         (lambda: reshard.load_preset(["tcp"], 4), "no preset"),
         (lambda: reshard.read_topology(5), "cannot read 5"),
         (lambda: reshard.plan_to_json(str(PLAN)), "needs a Plan, not str"),
-        (lambda: reshard.plan_to_html(str(PLAN)), "needs a Plan, not str"),
-        (lambda: reshard.topology_to_json(5), "needs a Topology, not int"),
+        (lambda: plan_to_html(str(PLAN)), "needs a Plan, not str"),
+        (lambda: topology_to_json(5), "needs a Topology, not int"),
         (lambda: parse_policy(5), "not int"),
         (lambda: HOSTS.first("2"), "count is '2'; it must be an integer from 0 to 4,194,304"),
         (lambda: HOSTS.only([0, "1"]), "ranks must be a sequence of integers, not"),
@@ -308,7 +311,7 @@ def _different_plans(rank):
     try:
         reshard.Mover(plan)
         return "nothing was raised"
-    except reshard.DisagreementError as error:
+    except reshard.errors.DisagreementError as error:
         return str(error)
 
 

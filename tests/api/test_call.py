@@ -16,8 +16,9 @@ import torch.distributed.tensor
 
 import reshard
 import reshard.api.call
-from reshard import ArgumentError, Layout, Mesh, RegionLayout
-from reshard.coordination.process_group import find_group
+from reshard import Layout, Mesh, RegionLayout
+from reshard.coordination.groups.process_group import find_group
+from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 
@@ -320,8 +321,8 @@ def _on_two_hosts(rank):
         aware = reshard.make_plan(src, dst, (64,), "float32", topology=found)
         with reshard.Mover(aware) as mover:
             out = mover(torch.arange(64.0) if rank == 0 else None)
-    assert {one.filename for one in caught} <= {__file__}  # a warning points to the caller's line
-    return found.host_of_rank, [str(one.message) for one in caught], rank == 0 or torch.equal(out, torch.arange(64.0))
+    assert {item.filename for item in caught} <= {__file__}  # a warning points to the caller's line
+    return found.host_of_rank, [str(item.message) for item in caught], rank == 0 or torch.equal(out, torch.arange(64.0))
 
 
 def test_mover_warns_if_its_plan_ignores_hosts():

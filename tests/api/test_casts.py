@@ -11,10 +11,11 @@ import torch
 
 import reshard
 import reshard.api.call
-from reshard import ArgumentError, DisagreementError, Layout, Mesh
+from reshard import Layout, Mesh
 from reshard.api.casts import cast_received, check_cast, receive_view, wire_dtype
-from reshard.coordination.process_group import find_group
+from reshard.coordination.groups.process_group import find_group
 from reshard.dtypes import ITEMSIZE
+from reshard.errors import ArgumentError, DisagreementError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
 

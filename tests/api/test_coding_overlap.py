@@ -11,9 +11,9 @@ import torch
 import reshard
 from reshard import Layout, Mesh, Topology
 from reshard.codecs import BlockCodec, parse_codec
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import RemoteError
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import run_processes
 
 SHAPE = (1024, 4096)  # 16 MiB; the elements are 4.1 MiB, in messages of 1 MiB from host to host
@@ -31,9 +31,9 @@ def _move(rank):
         options = {"shape": SHAPE, "dtype": "float32", "topology": HOSTS, "compression": "int8x128"}
         out = reshard.reshard(whole if rank == 0 else None, SRC, DST, **options)
         if rank:
-            codec, coded = parse_codec("int8x128"), torch.empty(SHAPE[0], SHAPE[1] // 128 * 132, dtype=torch.uint8)
-            codec.encode(whole, coded)
-            codec.decode(coded, whole)
+            codec, encoded = parse_codec("int8x128"), torch.empty(SHAPE[0], SHAPE[1] // 128 * 132, dtype=torch.uint8)
+            codec.encode(whole, encoded)
+            codec.decode(encoded, whole)
             assert torch.equal(out, whole)
     return events
 
@@ -96,13 +96,13 @@ def test_slabs_in_any_order_give_the_codec_of_the_whole(shape, num_row_dims, dec
     codec.decode(whole, wanted, num_row_dims)
     source, out = EncodedSource(plain, codec, num_row_dims), torch.empty(shape)
     target = DecodedTarget(out, codec, num_row_dims, decodes_early=decodes_early)
-    size = len(source.coded)
+    size = len(source.encoded)
     for first in rng.permutation(size):
-        inner = source.coded.shape[1] if source.coded.dim() > 2 else 1
+        inner = source.encoded.shape[1] if source.encoded.dim() > 2 else 1
         for column in range(inner):
-            at = (slice(int(first), int(first) + 1), slice(column, column + 1))[: source.coded.dim() - 1]
+            at = (slice(int(first), int(first) + 1), slice(column, column + 1))[: source.encoded.dim() - 1]
             source.encode(at)
-            target.coded[at] = source.coded[at]
+            target.encoded[at] = source.encoded[at]
             target.decode(at)
     assert torch.equal(source.whole().reshape(-1), whole)
     assert not decodes_early or torch.equal(out, wanted)

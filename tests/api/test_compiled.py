@@ -28,8 +28,8 @@ def _call_compiled(rank):
         return reshard.reshard_local({0: whole[:4], 1: whole[4:]}, src, dst, shape=(8, 6))[rank] * 3
 
     return [
-        torch.equal(torch.compile(each, backend="eager")(shard), expected)
-        for each in (call, move, call_locally)
+        torch.equal(torch.compile(item, backend="eager")(shard), expected)
+        for item in (call, move, call_locally)
         for _ in range(2)
     ]
 

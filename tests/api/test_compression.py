@@ -1,4 +1,4 @@
-"""Coded transfers over processes: values, replicas, recovery, tensors that go raw, limits on the error, wrong calls."""
+"""Encoded transfers over processes: values, replicas, recovery, tensors that go raw, limits on the error, wrong calls."""
 
 from __future__ import annotations
 
@@ -14,20 +14,13 @@ import torch
 
 import reshard
 import reshard.api.call
-from reshard import (
-    ArgumentError,
-    CompressionError,
-    DisagreementError,
-    Layout,
-    Mesh,
-    RegionLayout,
-    Topology,
-    VerificationError,
-)
+from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
-from reshard.coordination.connections import GlooTransport
+from reshard.errors import ArgumentError, CompressionError, DisagreementError, VerificationError
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
+from reshard.topology import Host, Port
 from tests.support.tensors import same_bytes, take_shard
 
 SHAPE = (256, 512)
@@ -40,11 +33,11 @@ def _whole(shape=SHAPE, dtype=torch.float32, seed=0):
 
 
 def _round_trip(whole, name, num_row_dims=None):
-    """A tensor after a codec has encoded and decoded it. Every coded transfer must deliver these values."""
+    """A tensor after a codec has encoded and decoded it. Every encoded transfer must deliver these values."""
     codec = parse_codec(name)
-    coded, decoded = torch.empty(codec.nbytes(whole.shape, num_row_dims), dtype=torch.uint8), torch.empty_like(whole)
-    codec.encode(whole, coded, num_row_dims)
-    codec.decode(coded, decoded, num_row_dims)
+    encoded, decoded = torch.empty(codec.nbytes(whole.shape, num_row_dims), dtype=torch.uint8), torch.empty_like(whole)
+    codec.encode(whole, encoded, num_row_dims)
+    codec.decode(encoded, decoded, num_row_dims)
     return decoded
 
 
@@ -99,11 +92,11 @@ def test_every_codec_dtype_and_front_end_gives_the_values_of_the_codec():
 
 
 def _strided(rank):
-    """Coded values may exceed the range of the dtype: they are limited alike in every target, and rounded once."""
+    """Encoded values may exceed the range of the dtype: they are limited alike in every target, and rounded once."""
     src, dst = Layout(Mesh.of("1")), Layout(Mesh.of("2", first_rank=1))
     shape, dtypes = (64, 256), (torch.float16, torch.bfloat16, torch.float32)
     for dtype, target, name in itertools.product(dtypes, dtypes, ("int8x128", "int4x128", "int4x128-bf16")):
-        largest = min(torch.finfo(each).max for each in (dtype, target))
+        largest = min(torch.finfo(item).max for item in (dtype, target))
         whole = torch.rand(shape, generator=torch.Generator().manual_seed(0)).mul(largest * 1.1).clamp(max=largest)
         whole = whole.to(dtype)
         out = torch.empty(shape[::-1], dtype=target).t() if rank == 2 else None
@@ -128,12 +121,12 @@ def _limits(rank):
     raw = reshard.reshard(source, ROWS, COLS, max_error=1e-6, **options)
     assert _is_right(rank, COLS, raw, whole)
     assert logged.getvalue().endswith("but max_error is 1e-06; it travels without the codec\n")
-    coded = reshard.reshard(source, ROWS, COLS, max_error=0.5, **options)
-    assert _is_right(rank, COLS, coded, _round_trip(whole, "int4x128"))
+    encoded = reshard.reshard(source, ROWS, COLS, max_error=0.5, **options)
+    assert _is_right(rank, COLS, encoded, _round_trip(whole, "int4x128"))
     measured = reshard.find_topology(codecs=["int8x128", "int4x128"])
     rates = [(rate.codec, rate.encode_bytes_per_second > 1e6) for rate in measured.codec_rates]
     assert rates == [("int8x128", True), ("int4x128", True)]
-    slow = replace(HOSTS, hosts=(reshard.Host((reshard.Port.of(1e6),)),), codec_rates=measured.codec_rates)
+    slow = replace(HOSTS, hosts=(Host((Port.of(1e6),)),), codec_rates=measured.codec_rates)
     chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.01)
     assert _is_right(rank, COLS, chosen, _round_trip(whole, "int8x128"))
     chosen = reshard.reshard(source, ROWS, COLS, **{**options, "topology": slow, "compression": "auto"}, max_error=0.2)
@@ -195,7 +188,7 @@ def test_replicas_are_equal_bit_for_bit_after_a_rank_is_lost(victim):
 
 
 def _corrupt(rank):
-    """Flip one byte of a coded message at its sender, after its digest was taken."""
+    """Flip one byte of an encoded message at its sender, after its digest was taken."""
     if rank == 0:
         send = GlooTransport.send
 
@@ -207,7 +200,7 @@ def _corrupt(rank):
 
         GlooTransport.send = flip
     source = take_shard(ROWS, rank, _whole())
-    with pytest.raises(reshard.VerificationError) as caught:
+    with pytest.raises(reshard.errors.VerificationError) as caught:
         reshard.reshard(source, ROWS, COLS, shape=SHAPE, dtype="float32", compression="int8x128", verify=True)
     return str(caught.value)
 
@@ -218,7 +211,7 @@ def test_a_byte_that_changes_on_the_wire_is_found_and_named():
 
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
-def test_one_process_moves_coded_shards(kind):
+def test_one_process_moves_encoded_shards(kind):
     whole = _whole((96, 1000), seed=2)
     src, dst = Layout(Mesh.of("3"), "S0"), Layout(Mesh.of("2", first_rank=3))
     shards = {rank: kind(take_shard(src, rank, whole).numpy()) for rank in src.ranks}
@@ -249,7 +242,7 @@ def test_one_process_limits_the_error_as_processes_do():
         reshard.make_plan(src, dst, whole.shape, "float32", compression="int8x128", max_error=0.02)
 
 
-def test_regions_and_uneven_cuts_are_coded_where_blocks_fit_and_go_raw_elsewhere():
+def test_regions_and_uneven_cuts_are_encoded_where_blocks_fit_and_go_raw_elsewhere():
     def plan(src, dst, shape, dtype="float32"):
         return reshard.make_plan(src, dst, shape, dtype, compression="int8x128").tensors[0]
 
@@ -268,21 +261,21 @@ def test_regions_and_uneven_cuts_are_coded_where_blocks_fit_and_go_raw_elsewhere
     assert plan(swapped, Layout(Mesh.of("2")), (64, 300)).raw_because
 
 
-def test_coded_plans_print_and_parse_back():
+def test_encoded_plans_print_and_parse_back():
     plan = reshard.make_plan(
         ROWS, {"w": COLS, "b": COLS}, {"w": SHAPE, "b": (4, 4)}, "bfloat16", compression="int4x128-bf16"
     )
     assert reshard.parse_plan(str(plan)) == plan == reshard.plan_from_json(reshard.plan_to_json(plan))
     assert "int4x128-bf16 [256, 4] of bfloat16 [256, 512] named" in str(plan)
-    assert "# tensor 1 is not coded: its 32 bytes are fewer than 16384" in str(plan)
+    assert "# tensor 1 is not encoded: its 32 bytes are fewer than 16384" in str(plan)
     assert f"# tensor 0: codes take up to {128 * 4 * 72} bytes of a rank beyond staging_bytes" in str(plan)
     text = str(plan).replace("of bfloat16 [256, 512]", "of bfloat16 [256, 700]")
-    with pytest.raises(reshard.PlanError, match="do not code the rows"):
+    with pytest.raises(reshard.errors.PlanError, match="do not compress the rows"):
         reshard.parse_plan(text)
 
 
 @pytest.mark.parametrize("dtype", [">f4", ">f2", "<f4"])
-def test_arrays_of_either_byte_order_are_coded(dtype):
+def test_arrays_of_either_byte_order_are_encoded(dtype):
     whole = _whole().numpy().astype(dtype)
     out = reshard.reshard_local({0: whole[:128], 1: whole[128:]}, ROWS, ROWS, shape=SHAPE, compression="int8x128")
     assert out[0].dtype == whole.dtype
@@ -290,7 +283,7 @@ def test_arrays_of_either_byte_order_are_coded(dtype):
     assert np.array_equal(np.concatenate([out[0], out[1]]), wanted)
 
 
-def test_negated_views_are_coded_in_one_process():
+def test_negated_views_are_encoded_in_one_process():
     whole = torch._neg_view(-_whole())
     out = reshard.reshard_local({0: whole[:128], 1: whole[128:]}, ROWS, ROWS, shape=SHAPE, compression="int8x128")
     assert torch.equal(torch.cat([out[0], out[1]]), _round_trip(_whole(), "int8x128"))
@@ -318,7 +311,7 @@ def _infer(rank, is_inside):
 
 
 @pytest.mark.parametrize("is_inside", [False, True])
-def test_coded_transfers_work_in_inference_mode(is_inside):
+def test_encoded_transfers_work_in_inference_mode(is_inside):
     run_processes(_infer, 3, is_inside)
 
 
@@ -330,7 +323,7 @@ def test_meta_tensors_have_no_values_to_code(codec, dtype):
         reshard.reshard_local(shards, rows, columns, shape=(256, 256), compression=codec)
 
 
-def _verify_coded_replicas(rank):
+def _verify_encoded_replicas(rank):
     """Rank 0 holds the right half of what rank 1 holds; a changed sign leaves the scales of the blocks as they are."""
     src, dst = RegionLayout({0: [[(0, 64), (256, 512)]], 1: [[(0, 64), (0, 512)]]}), Layout(Mesh.of("1", first_rank=2))
     whole = _whole((64, 512))
@@ -343,8 +336,8 @@ def _verify_coded_replicas(rank):
         reshard.reshard(shard, src, dst, **options)
 
 
-def test_coded_replicas_in_shards_of_different_shapes_are_verified():
-    run_processes(_verify_coded_replicas, 3)
+def test_encoded_replicas_in_shards_of_different_shapes_are_verified():
+    run_processes(_verify_encoded_replicas, 3)
 
 
 def _pass_policies(rank):
@@ -353,7 +346,7 @@ def _pass_policies(rank):
         reshard.reshard, src_mesh=Mesh.of("1"), dst_mesh=Mesh.of("1", first_rank=1), shape=(256, 256)
     )
     shard = values if rank == 0 else None
-    by_policy, by_name = (move(shard, compression=each) for each in (Policy(pp="int8x128"), "int8x128"))
+    by_policy, by_name = (move(shard, compression=item) for item in (Policy(pp="int8x128"), "int8x128"))
     assert rank == 0 or torch.equal(by_policy, by_name)
     for wrong, text in (
         (Policy(dp="int8x128"), "a transfer uses pp= of a policy and nothing else"),

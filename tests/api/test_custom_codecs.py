@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import reshard
-from reshard import ArgumentError, CompressionError, DisagreementError, Layout, Mesh, Topology
+from reshard import Layout, Mesh, Topology
+from reshard.errors import ArgumentError, CompressionError, DisagreementError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes, take_shard
 

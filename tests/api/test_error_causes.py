@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import reshard
-from reshard import ArgumentError, Layout, Mesh
+from reshard import Layout, Mesh
+from reshard.errors import ArgumentError
 from reshard.formatting import compare_names
 from reshard.testing.processes import run_processes
 from tests.support.tensors import result_or_error

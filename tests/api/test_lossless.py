@@ -13,19 +13,17 @@ import pytest
 import torch
 
 import reshard
-from reshard import (
+from reshard import Layout, Mesh, Topology
+from reshard.coordination import Channel
+from reshard.errors import (
     ArgumentError,
     DisagreementError,
-    Layout,
-    Mesh,
     RankLostError,
     RemoteError,
     ResourceError,
-    Topology,
     VerificationError,
 )
-from reshard.coordination import Channel
-from reshard.coordination.connections import GlooTransport
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard
 from tests.support.versions import DST, DTYPES, SHAPES, SRC, make_version, shards_of
@@ -215,7 +213,7 @@ def test_buckets_move_inside_one_process(kind):
 
         def cut(layout, whole):
             cuts = {rank: take_shard(layout, rank, whole) for rank in layout.ranks}
-            return {rank: one.numpy() if kind == "numpy" else one for rank, one in cuts.items()}
+            return {rank: item.numpy() if kind == "numpy" else item for rank, item in cuts.items()}
 
         (base, shards), (out, wanted) = ([cut(side[name], whole) for whole in wholes] for side in (SRC, DST))
         moved = reshard.reshard_local(

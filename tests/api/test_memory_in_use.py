@@ -99,7 +99,7 @@ def test_a_dropped_handle_that_is_done_frees_its_result_at_once():
 
 
 def _start_twice(rank):
-    """Two coded transfers of one Mover into the same array: waits in another order would leave the older values."""
+    """Two encoded transfers of one Mover into the same array: waits in another order would leave the older values."""
     plan = reshard.make_plan(ROWS, COLS, (8, 2048), "float32", compression="int8x128")
     source, out = torch.ones(4, 2048), torch.zeros(8, 1024)
     with reshard.Mover(plan) as mover:

@@ -21,7 +21,7 @@ ROWS = Layout(Mesh.of("2"), "S0")
 
 
 def _defaults(function):
-    return {name: one.default for name, one in inspect.signature(function).parameters.items()}
+    return {name: parameter.default for name, parameter in inspect.signature(function).parameters.items()}
 
 
 @pytest.mark.parametrize("function", [reshard.reshard, reshard.reshard_async, reshard.ray.reshard])
@@ -37,7 +37,7 @@ def test_signatures_show_only_options_that_the_function_can_use():
     assert {name for name in DEFAULTS if name in shown} == {"strategy", "topology", "compression", "max_error"}
 
 
-@pytest.mark.parametrize("kind", [TypeError, reshard.ArgumentError, OptionError])
+@pytest.mark.parametrize("kind", [TypeError, reshard.errors.ArgumentError, OptionError])
 def test_an_option_that_a_function_cannot_use_is_an_error_that_names_it(kind):
     shards = {0: np.zeros(2), 1: np.zeros(2)}
     with pytest.raises(kind, match="reshard_local cannot use the option 'verify'; its options are compression, max_"):

@@ -17,8 +17,8 @@ import torch.multiprocessing
 import reshard
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.coordination.connections import GlooTransport
-from reshard.coordination.process_group import serve_store
+from reshard.coordination.groups.process_group import serve_store
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 
 SHAPE = (512, 1024)
@@ -59,7 +59,7 @@ def _move(rank, victims, src, on_loss, strategy="multicast", **options):
     outcome = {"rank": rank}
     try:
         out = reshard.reshard(source, src, DST, shape=SHAPE, on_loss=on_loss, **options)
-    except reshard.RankLostError as error:
+    except reshard.errors.RankLostError as error:
         outcome |= {"error": str(error), "ranks": error.ranks, "regions": error.regions}
         if error.plan is not None:
             reshard.check_plan(error.plan)

@@ -135,7 +135,7 @@ def _async_collective(rank):
         moved.append(mover(start(), base=start(), out=held.clone()))
     received = {"w": torch.zeros(2, 2)}
     WeightSync(src, dst, {"w": (4, 2)}, "float32")({"w": start()}, received, version=1)
-    return type(start()).__name__, [each.tolist() for each in (*moved, received["w"])]
+    return type(start()).__name__, [item.tolist() for item in (*moved, received["w"])]
 
 
 def test_source_from_unfinished_collective_is_waited_for():

@@ -13,8 +13,9 @@ import torch.distributed.device_mesh
 import torch.distributed.tensor
 
 import reshard
-from reshard import DisagreementError, Layout, Mesh, RegionLayout
+from reshard import Layout, Mesh, RegionLayout
 from reshard.api.tensor_checks import check_movable
+from reshard.errors import DisagreementError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import result_or_error, same_bytes, take_shard, whole_tensor
 
@@ -143,7 +144,7 @@ def test_autograd_is_told_that_out_changes(dst_dtype, with_mover):
 def _copy_mover(rank):
     with reshard.Mover(reshard.make_plan(ROWS, COLS, (8, 6), "float32")) as mover:
         handle = mover.start(take_shard(ROWS, rank, WHOLE))
-        texts = [result_or_error(lambda one=one: copy.copy(one)) for one in (mover, handle)]
+        texts = [result_or_error(lambda item=item: copy.copy(item)) for item in (mover, handle)]
         handle.wait()
     return texts
 
@@ -162,7 +163,7 @@ def _move_under_other_defaults(rank):
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
     try:
-        outs = [reshard.reshard(shard, ROWS, COLS, shape=(128, 256), dtype="float32", **each) for each in given]
+        outs = [reshard.reshard(shard, ROWS, COLS, shape=(128, 256), dtype="float32", **item) for item in given]
     finally:
         torch.set_default_device(None)
         torch.set_default_dtype(torch.float32)
@@ -233,7 +234,7 @@ def test_arguments_cannot_override_a_dtensor():
 
 def test_tensors_of_transforms_are_refused():
     for transform, array in ((torch.func.vmap, torch.ones(2)), (torch.func.grad, torch.ones(()))):
-        with pytest.raises(reshard.ArgumentError, match="rank 1 passes a tensor inside a torch"):
+        with pytest.raises(reshard.errors.ArgumentError, match="rank 1 passes a tensor inside a torch"):
             transform(lambda one: check_movable(one, "the tensor", 1))(array)
 
 
@@ -305,7 +306,7 @@ def move_nibbles(rank):
             out=strided_nibbles(data) if rank else None,
         ),
     ]
-    return [None if one is None else torch.equal(one.view(torch.uint8), data) for one in found]
+    return [None if item is None else torch.equal(item.view(torch.uint8), data) for item in found]
 
 
 def test_reshard_moves_dtypes_that_torch_cannot_copy():
@@ -315,9 +316,9 @@ def test_reshard_moves_dtypes_that_torch_cannot_copy():
 def test_reshard_local_refuses_a_spec_beside_a_layout():
     rows, cols = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0")
     shards = {0: np.zeros((1, 2)), 1: np.ones((1, 2))}
-    with pytest.raises(reshard.ArgumentError, match="src is a layout, which already has a spec; omit src_spec"):
+    with pytest.raises(reshard.errors.ArgumentError, match="src is a layout, which already has a spec; omit src_spec"):
         reshard.reshard_local(shards, rows, cols, shape=(2, 2), src_spec="S0")
-    with pytest.raises(reshard.ArgumentError, match="dst is a layout, which already has a spec; omit dst_spec"):
+    with pytest.raises(reshard.errors.ArgumentError, match="dst is a layout, which already has a spec; omit dst_spec"):
         reshard.reshard_local(shards, rows, cols, shape=(2, 2), dst_spec="S0")
 
 
@@ -343,7 +344,7 @@ def test_reshard_local_compares_replicas():
     ],
 )
 def test_reshard_local_refuses_other_arrays(shards, text):
-    with pytest.raises(reshard.ArgumentError, match=text):
+    with pytest.raises(reshard.errors.ArgumentError, match=text):
         reshard.reshard_local(shards, ROWS, Layout(Mesh.of("1", first_rank=2)), shape=(4,))
 
 

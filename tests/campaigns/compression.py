@@ -1,4 +1,4 @@
-"""Random coded transfers: ``python -m tests.campaigns.compression --runs 1000``. In each tenth run a rank is killed.
+"""Random encoded transfers: ``python -m tests.campaigns.compression --runs 1000``. In each tenth run a rank is killed.
 
 A run draws two layouts, a shape, dtypes, a codec and a strategy from its seed. Every destination rank compares its
 shard, bit for bit, with what the codec makes of the whole tensor in one piece; so all replicas are equal, whatever the
@@ -24,9 +24,9 @@ from reshard import Layout, Mesh, Topology
 from reshard.api.casts import wire_dtype
 from reshard.cli.progress import print_line, track
 from reshard.codecs import BLOCK_CODECS, parse_codec
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import RankLostError
-from reshard.sharding import code_tensor
+from reshard.runtime.transport.connections import GlooTransport
+from reshard.sharding import compress_tensor
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.tensors import same_bytes, take_shard
 
@@ -90,24 +90,24 @@ def expected(run: Run) -> tuple[torch.Tensor, torch.Tensor, bool]:
     whole = whole.to(getattr(torch, run.src_dtype))
     target = getattr(torch, run.dst_dtype)
     spec = reshard.TensorSpec(run.shape, run.src_dtype, run.src, run.dst)
-    coded = code_tensor(spec, parse_codec(run.codec), wire_dtype(run.src_dtype, run.dst_dtype))
-    if coded.codec is None:
+    encoded = compress_tensor(spec, parse_codec(run.codec), wire_dtype(run.src_dtype, run.dst_dtype))
+    if encoded.codec is None:
         return whole, whole.to(target), False
-    data = torch.empty(coded.codec.nbytes(run.shape, coded.ndim - 1), dtype=torch.uint8)
+    data = torch.empty(encoded.codec.nbytes(run.shape, encoded.ndim - 1), dtype=torch.uint8)
     decoded = torch.empty(run.shape, dtype=target)
-    coded.codec.encode(whole, data, coded.ndim - 1)
-    coded.codec.decode(data, decoded, coded.ndim - 1)
+    encoded.codec.encode(whole, data, encoded.ndim - 1)
+    encoded.codec.decode(data, decoded, encoded.ndim - 1)
     return whole, decoded, True
 
 
 def take_part(rank: int, runs: list[Run]) -> list[str]:
-    """This rank's part of some runs: ``"coded"``, ``"raw"``, ``"lost: ..."``, ``"wrong"``, or ``""`` outside the run."""
-    found = []
+    """This rank's part of some runs: ``"encoded"``, ``"raw"``, ``"lost: ..."``, ``"wrong"``, or ``""`` outside the run."""
+    part = []
     for run in runs:
         if rank not in run.src.ranks + run.dst.ranks:
-            found.append("")
+            part.append("")
             continue
-        whole, wanted, is_coded = expected(run)
+        whole, wanted, is_encoded = expected(run)
         arguments = take_shard(run.src, rank, whole), run.src, run.dst
         options = run.options | {"shape": run.shape, "dtype": run.src_dtype, "dst_dtype": run.dst_dtype}
         options |= {"compression": run.codec, "timeout_seconds": 20}
@@ -118,12 +118,12 @@ def take_part(rank: int, runs: list[Run]) -> list[str]:
         try:
             out = reshard.reshard(*arguments, **options)
         except RankLostError as error:
-            found.append(f"lost: {error}")
+            part.append(f"lost: {error}")
             continue
         shard = take_shard(run.dst, rank, wanted)
         is_right = out is None if shard is None else same_bytes(out, shard)
-        found.append(("coded" if is_coded else "raw") if is_right else "wrong")
-    return found
+        part.append(("encoded" if is_encoded else "raw") if is_right else "wrong")
+    return part
 
 
 def _die_at(moment: int) -> None:
@@ -186,7 +186,7 @@ def main() -> int:
             label = (
                 "lost" if len(kinds) == 1 and found[0].startswith("lost: ") else "/".join(sorted(kinds)) or "no rank"
             )
-            is_right = label in ("coded", "raw") or (label == "lost" and run.victim is not None)
+            is_right = label in ("encoded", "raw") or (label == "lost" and run.victim is not None)
             counts[f"{label}{' after a kill' if run.victim is not None else ''}" if is_right else "wrong"] += 1
             if not is_right:
                 print_line(f"{run}\n    {found}", sys.stderr)

@@ -57,36 +57,36 @@ def play(run: Run) -> tuple[list[str], bool]:
             return wrong, True
     outcomes = {rank: result for rank, result in results.items() if result is not None}
     if run.kills:
-        outcomes = {rank: one for rank, one in outcomes.items() if rank not in run.victims}
-    return check(run, outcomes), any(one["kind"] == "error" for one in outcomes.values())
+        outcomes = {rank: outcome for rank, outcome in outcomes.items() if rank not in run.victims}
+    return check(run, outcomes), any(outcome["kind"] == "error" for outcome in outcomes.values())
 
 
 def check(run: Run, outcomes: dict[int, dict[str, Any]]) -> list[str]:
     """Compare the outcomes of the ranks with the required outcome; returns descriptions of all violations."""
     wrong = []
     expected = EXPECTED[run.fault]
-    others = {rank: one for rank, one in outcomes.items() if one["kind"] != "did not call"}
-    for rank, one in others.items():
-        if one["source_changed"]:
-            wrong.append(f"rank {rank}: {one['source_changed']} elements of its source changed")
-        if one.get("unlike"):
-            wrong.append(f"rank {rank}: {one['unlike']} elements are wrong, but it raised no error")
-        if one["seconds"] > run.limit_seconds + run.slack_seconds:
+    others = {rank: outcome for rank, outcome in outcomes.items() if outcome["kind"] != "did not call"}
+    for rank, other in others.items():
+        if other["source_changed"]:
+            wrong.append(f"rank {rank}: {other['source_changed']} elements of its source changed")
+        if other.get("unlike"):
+            wrong.append(f"rank {rank}: {other['unlike']} elements are wrong, but it raised no error")
+        if other["seconds"] > run.limit_seconds + run.slack_seconds:
             limit = run.limit_seconds + run.slack_seconds
-            wrong.append(f"rank {rank} took {one['seconds']:.1f} s, more than {limit:.1f} s")
-    errors = {rank: (one["name"], one["text"]) for rank, one in others.items() if one["kind"] == "error"}
+            wrong.append(f"rank {rank} took {other['seconds']:.1f} s, more than {limit:.1f} s")
+    errors = {rank: (other["name"], other["text"]) for rank, other in others.items() if other["kind"] == "error"}
     raised = [f"rank {rank}: {name}: {text}" for rank, (name, text) in errors.items()]
     if expected == "right":
         wrong += raised
     elif expected == "right or a timeout":
-        wrong += [f"not a TransferTimeoutError: {one}" for one in raised if ": TransferTimeoutError: " not in one]
+        wrong += [f"not a TransferTimeoutError: {item}" for item in raised if ": TransferTimeoutError: " not in item]
     elif expected == "right or the same loss" and errors:
-        wrong += [f"not a RankLostError: {one}" for one in raised if ": RankLostError: " not in one]
+        wrong += [f"not a RankLostError: {item}" for item in raised if ": RankLostError: " not in item]
     elif "names the victim" in expected:
         wrong += [
-            f"the error does not name the victim: {one}"
-            for one in raised
-            if run.victim not in named_ranks(one.split(": ", 1)[1])
+            f"the error does not name the victim: {item}"
+            for item in raised
+            if run.victim not in named_ranks(item.split(": ", 1)[1])
         ]
     all_fail = expected == "names the victim" or (expected == "the same error" and _has_effect(run))
     if (all_fail or (expected == "right or the same loss" and errors)) and len(errors) < len(others):

@@ -268,7 +268,7 @@ def _targets() -> dict[str, tuple[Any, Callable[[Any], None]]]:
     )
     layouts = (str(rows), str(columns), str(regions), "('x', None) on Mesh(x=2, y=2; ranks 0-3)")
     schedules = [build(_pipeline(), 3) for build in (scheduler.gpipe, scheduler.one_f_one_b)]
-    texts = tuple(json.dumps(one) for one in (pods, {"host_of_rank": [0, 0, 1], "nic_bytes_per_second": 1e9}))
+    texts = tuple(json.dumps(item) for item in (pods, {"host_of_rank": [0, 0, 1], "nic_bytes_per_second": 1e9}))
     yaml = ("hosts:\n- devices: 4\n  nics: [25 Gbit/s]\n- devices: 2\nlatency_seconds: 1e-5\n",)
     specs = ("S0 R S1", "R S01", "('x', None, ('y', 'z'))", "(None, '0~2')")
     frame = len(b'["ab", 1]').to_bytes(4, "big") + b'["ab", 1]'

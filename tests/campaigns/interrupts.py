@@ -25,7 +25,8 @@ import torch.distributed as dist
 import reshard
 from reshard import Layout, Mesh
 from reshard.compression import WeightSync
-from reshard.scheduler import Edge, Engine, Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
 from reshard.testing.processes import LaunchError, run_processes
 
 PACKAGES = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("reshard", "scheduler"))

@@ -110,7 +110,7 @@ def play(kill: Kill) -> tuple[list[str], float]:
             failures, results = error.failures, error.results
         else:
             return ["no rank died"], 0.0
-    wrong = [f"rank {each.rank}: {each.text}" for each in failures if each.rank != kill.victim]
+    wrong = [f"rank {failure.rank}: {failure.text}" for failure in failures if failure.rank != kill.victim]
     for rank, (text, seconds) in results.items():
         if f"rank {kill.victim} is gone" not in text:
             wrong.append(f"rank {rank} does not name rank {kill.victim}: {text}")

@@ -93,7 +93,7 @@ class _Mutator(ast.NodeTransformer):
 
     def _visit_function(self, node: Any) -> Any:
         docstring = node.body[:1] if ast.get_docstring(node) is not None else []
-        node.body = docstring + [self.visit(one) for one in node.body[len(docstring) :]]
+        node.body = docstring + [self.visit(item) for item in node.body[len(docstring) :]]
         return node
 
     visit_FunctionDef = visit_AsyncFunctionDef = visit_ClassDef = _visit_function  # noqa: N815
@@ -169,7 +169,7 @@ def _files(part: str) -> list[Path]:
 
 def _tests(part: str) -> list[str]:
     paths = [ROOT / name for name in PARTS[part][1].split()]
-    found = [path for one in paths for path in (sorted(one.rglob("test_*.py")) if one.is_dir() else [one])]
+    found = [path for item in paths for path in (sorted(item.rglob("test_*.py")) if item.is_dir() else [item])]
     return [str(path.relative_to(ROOT)) for path in found]
 
 

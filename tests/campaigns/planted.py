@@ -20,11 +20,11 @@ import reshard
 import reshard.api.prepare
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.coordination.connections import GlooTransport
-from reshard.coordination.process_group import serve_store
-from reshard.coordination.store import LOST_STORE_SECONDS
+from reshard.coordination.groups.process_group import serve_store
+from reshard.coordination.groups.store import LOST_STORE_SECONDS
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.cpu.executor import NOTIFY_TAG
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.topology.model import Host, Port
 
 TIMEOUT_SECONDS = 2.0

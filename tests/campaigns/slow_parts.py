@@ -28,8 +28,8 @@ import reshard.api.recovery
 from reshard import Layout, Mesh
 from reshard.coordination import rendezvous
 from reshard.coordination.communicator import Channel
-from reshard.coordination.connections import Connections, GlooTransport
 from reshard.coordination.control_channel import Hub, Spoke
+from reshard.runtime.transport.connections import Connections, GlooTransport
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.pausable_store import PausableStore
 
@@ -96,9 +96,9 @@ def make_trial(seed: int, longest_seconds: float = 40.0) -> Trial:
     chance = random.Random(seed)
     seconds = min(longest_seconds, chance.choice((0.1, 0.5, 1.0, 2.0, 4.0, 8.5, 14.0, 20.0, 28.0, 36.0, 40.0)))
     is_killed = chance.random() < 0.6
-    step = chance.choice([each for each in STEPS if is_killed or each not in OF_RECOVERY])
+    step = chance.choice([item for item in STEPS if is_killed or item not in OF_RECOVERY])
     rank = 0 if step in OF_FIRST else chance.randrange(step in OF_OTHERS, NUM_RANKS)
-    victim = chance.choice([each for each in range(NUM_RANKS) if each != rank]) if is_killed else None
+    victim = chance.choice([number for number in range(NUM_RANKS) if number != rank]) if is_killed else None
     is_short = chance.random() < 0.35
     return Trial(
         step,
@@ -197,19 +197,19 @@ def play(trial: Trial) -> tuple[list[str], bool]:
         except LaunchError as error:
             results = dict(error.results)
             wrong = [
-                f"rank {each.rank}: {each.text.strip().splitlines()[-1]}"
-                for each in error.failures
-                if each.rank != trial.victim
+                f"rank {failure.rank}: {failure.text.strip().splitlines()[-1]}"
+                for failure in error.failures
+                if failure.rank != trial.victim
             ]
             if wrong:
                 return wrong, True
-    return check(trial, results), any(one["stopped_at"] for one in results.values())
+    return check(trial, results), any(result["stopped_at"] for result in results.values())
 
 
 def check(trial: Trial, results: dict[int, dict[str, Any]]) -> list[str]:
     """What is wrong with the results of the ranks that were not killed."""
     wrong = []
-    texts = {rank: [outcome for outcome, *_ in one["outcomes"]] for rank, one in results.items()}
+    texts = {rank: [outcome for outcome, *_ in result["outcomes"]] for rank, result in results.items()}
     for rank, row in texts.items():
         wrong += [f"rank {rank}, call {number}: {text}" for number, text in enumerate(row) if text.startswith("wrong")]
     # Ranks whose last call succeeded go on together. They must agree, and none of them may be lost.
@@ -219,42 +219,44 @@ def check(trial: Trial, results: dict[int, dict[str, Any]]) -> list[str]:
     lost = {each for row in going_on.values() for each in row}
     if lost & going_on.keys():
         wrong.append(f"ranks {sorted(lost & going_on.keys())} are lost and go on: {going_on}")
-    everyone = set().union(*(one["lost"] for one in results.values())) if results else set()
+    everyone = set().union(*(result["lost"] for result in results.values())) if results else set()
     was_killed = trial.victim is not None and trial.victim not in results
     is_short = trial.timeout_seconds < trial.seconds + SLACK_SECONDS
-    for rank, one in results.items():
-        for number, (text, begun, ended) in enumerate(one["outcomes"]):
+    for rank, result in results.items():
+        for number, (text, begun, ended) in enumerate(result["outcomes"]):
             # A recovery agrees, moves, and reports; each has its own timeout.
             allowed = 4 * min(trial.timeout_seconds, 35.0) + trial.seconds + SLACK_SECONDS
             if ended - begun > allowed:
                 wrong.append(f"rank {rank}, call {number} took {ended - begun:.1f} s: {text[:200]}")
-        if one["closing"] > trial.seconds + SLACK_SECONDS:
-            wrong.append(f"rank {rank} took {one['closing']:.1f} s to close")
+        if result["closing"] > trial.seconds + SLACK_SECONDS:
+            wrong.append(f"rank {rank} took {result['closing']:.1f} s to close")
     if is_short or trial.seconds >= SILENT_SECONDS:
         return wrong
     healthy = everyone - ({trial.victim} if was_killed else set())
     if healthy:
         wrong.append(
-            f"healthy ranks {sorted(healthy)} are lost: { {rank: one['lost'] for rank, one in results.items()} }"
+            f"healthy ranks {sorted(healthy)} are lost: { {rank: result['lost'] for rank, result in results.items()} }"
         )
-    for rank, one in results.items():
-        bad = [(number, *each) for number, each in enumerate(one["outcomes"]) if each[0] != "right"]
+    for rank, result in results.items():
+        bad = [(number, *item) for number, item in enumerate(result["outcomes"]) if item[0] != "right"]
         if not was_killed or (trial.on_loss == "recover" and trial.victim in (0, 1, 2, 3)):
             allowed_texts = ("still need",) if was_killed else ()
             wrong += [
                 f"rank {rank}, call {number}: {text[:300]}"
                 for number, text, *_ in bad
-                if not any(each in text for each in allowed_texts)
+                if not any(allowed_text in text for allowed_text in allowed_texts)
             ]
             continue
         # The first error names the rank that was killed, in time.
         if bad and f"rank {trial.victim}" not in bad[0][1]:
             wrong.append(f"rank {rank} does not name rank {trial.victim}: {bad[0][1][:300]}")
-        if bad and one["killed_at"] and bad[0][3] - one["killed_at"] > GONE_SECONDS + trial.seconds + 1.0:
-            wrong.append(f"rank {rank} raised {bad[0][3] - one['killed_at']:.1f} s after the kill: {bad[0][1][:200]}")
+        if bad and result["killed_at"] and bad[0][3] - result["killed_at"] > GONE_SECONDS + trial.seconds + 1.0:
+            wrong.append(
+                f"rank {rank} raised {bad[0][3] - result['killed_at']:.1f} s after the kill: {bad[0][1][:200]}"
+            )
     if was_killed and trial.on_loss == "recover" and not wrong:
-        for rank, one in results.items():
-            late = [ended - one["killed_at"] for _, begun, ended in one["outcomes"][1:2]]
+        for rank, result in results.items():
+            late = [ended - result["killed_at"] for _, begun, ended in result["outcomes"][1:2]]
             if late and late[0] > GONE_SECONDS + trial.seconds + 1.0:
                 wrong.append(f"rank {rank} recovered {late[0]:.1f} s after the kill")
     return wrong

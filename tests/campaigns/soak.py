@@ -162,7 +162,7 @@ def growth(samples: list[Sample]) -> tuple[float, float]:
     few = kept[::step]
     slopes = [(b.memory - a.memory) / (b.seconds - a.seconds) for i, a in enumerate(few) for b in few[i + 1 :]]
     tenth = max(1, len(kept) // 10)
-    ends = [statistics.median(one.memory for one in part) for part in (kept[:tenth], kept[-tenth:])]
+    ends = [statistics.median(item.memory for item in part) for part in (kept[:tenth], kept[-tenth:])]
     return 3600 * statistics.median(slopes or [0.0]), ends[1] - ends[0]
 
 
@@ -199,7 +199,7 @@ def main() -> int:
             f"| {rank} | {last.memory / 2**20:.0f} | {slope / 2**20:+.2f} | {more / 2**20:+.1f} "
             f"| {settled.descriptors}, {last.descriptors} | {settled.threads}, {last.threads} |"
         )
-    rounds, wrong = found[0][0], sum(one[1] for one in found)
+    rounds, wrong = found[0][0], sum(item[1] for item in found)
     groups = options.groups * len(found[0][2])
     print(f"{rounds} rounds and {groups} groups in {found[0][2][-1].seconds:.0f} s, {wrong} elements wrong")
     return 1 if bad else 0

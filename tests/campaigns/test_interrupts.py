@@ -30,7 +30,7 @@ def pass_unknown_argument(rank):
         with pytest.raises(TypeError, match="typo"):
             steps.engine.step({}, typo=1)
         results.append(steps.run(source))
-    return all(each.equal(torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]) for each in results)
+    return all(result.equal(torch.arange(24.0).view(4, 6)[:, 3 * rank : 3 * rank + 3]) for result in results)
 
 
 def test_an_unknown_argument_ends_no_later_call():

@@ -62,7 +62,7 @@ def main() -> int:
             versions, result = f"torch {torch}", f"not installed: {error}"
         results.append(result)
         print(f"| {versions} | {result} |", flush=True)
-    return 0 if all("passed" in each and "failed" not in each and "error" not in each for each in results) else 1
+    return 0 if all("passed" in item and "failed" not in item and "error" not in item for item in results) else 1
 
 
 if __name__ == "__main__":

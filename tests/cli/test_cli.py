@@ -107,7 +107,7 @@ def test_html_draws_the_plan(capsys, monkeypatch):
     )
     page = capsys.readouterr().out
     assert "hosts 0-3 out" in page and "Times</h2>" in page  # 128 hosts in groups of four
-    monkeypatch.setattr("reshard.cost.prediction.MOST_OPERATIONS", 1)
+    monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 1)
     assert main([*PLAN, *TO, "--strategy", "send_recv", "--format", "html"]) == 0
     page = capsys.readouterr().out
     assert "too many to simulate" in page and "Ports</h2>" in page and "Times</h2>" not in page

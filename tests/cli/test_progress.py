@@ -94,7 +94,7 @@ def test_tqdm_may_be_missing(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_a_search_shows_its_time_on_a_terminal_only():
-    search = "reshard search transformer:layers=24,hidden=1024,heads=16,sequence=1024,vocabulary=50257 --rows 64"
+    search = "reshard search transformer:layers=24,hidden=1024,heads=16,sequence=1024,vocabulary=50257 --samples 64"
     command = f"{search} --topology dgx_a100 --devices 16 --memory 80GB --flops 1e14"
     status, text, shown = _run_on_terminal(command)
     assert status == 0, shown

@@ -42,12 +42,12 @@ def test_native_codecs_equal_the_reference_bit_for_bit(kind, dtype):
     for values, columns in ((128, 256), (64, 96), (32, 45)):
         codec = BlockCodec(kind, values)
         source = torch.from_numpy(_hard_rows(600, columns)).to(DTYPES[dtype])
-        coded = torch.empty(codec.nbytes(source.shape), dtype=torch.uint8)
-        assert codec.encode(source, coded) == coded.numel()
+        encoded = torch.empty(codec.nbytes(source.shape), dtype=torch.uint8)
+        assert codec.encode(source, encoded) == encoded.numel()
         wanted = reference.encode(kind, values, source.float().numpy())
-        assert (coded.numpy().reshape(wanted.shape) == wanted).all()
+        assert (encoded.numpy().reshape(wanted.shape) == wanted).all()
         target = torch.empty_like(source)
-        codec.decode(coded, target)
+        codec.decode(encoded, target)
         plain = reference.decode(kind, values, wanted, columns, torch.finfo(DTYPES[dtype]).max)
         assert _same(target.float().numpy(), torch.from_numpy(plain).to(DTYPES[dtype]).float().numpy()).all()
 
@@ -68,9 +68,9 @@ def test_every_scale_decodes_as_in_the_reference(kind, dtype):
 def test_errors_stay_within_the_documented_bound(kind):
     rows = _hard_rows(4000, 128, seed=1)
     codec = BlockCodec(kind)
-    coded, decoded = np.empty(codec.nbytes(rows.shape), np.uint8), np.empty_like(rows)
-    codec.encode(rows, coded)
-    codec.decode(coded, decoded)
+    encoded, decoded = np.empty(codec.nbytes(rows.shape), np.uint8), np.empty_like(rows)
+    codec.encode(rows, encoded)
+    codec.decode(encoded, decoded)
     blocks, found = (array.reshape(-1, 32).astype(np.float64) for array in (rows, decoded))
     finite = np.isfinite(blocks).all(axis=1)
     assert np.isnan(found[~finite]).all()
@@ -90,9 +90,9 @@ def test_errors_are_small_and_have_no_bias(name, limit):
     rng = np.random.default_rng(2)
     x = (rng.standard_normal((2**13, 128)) * np.exp(rng.standard_normal((2**13, 1)))).ravel().astype(np.float32)
     codec = parse_codec(name)
-    coded, decoded = np.empty(codec.nbytes(x.shape), np.uint8), np.empty_like(x)
-    sums = codec.encode_measured(x, coded)
-    codec.decode(coded, decoded)
+    encoded, decoded = np.empty(codec.nbytes(x.shape), np.uint8), np.empty_like(x)
+    sums = codec.encode_measured(x, encoded)
+    codec.decode(encoded, decoded)
     error = decoded.astype(np.float64) - x
     relative = np.linalg.norm(error) / np.linalg.norm(x.astype(np.float64))
     assert relative < limit
@@ -107,9 +107,9 @@ def test_errors_are_small_and_have_no_bias(name, limit):
 def test_sums_of_positive_values_lose_what_the_docs_say(name, lost):
     x = np.random.default_rng(2).lognormal(size=(2**13, 128)).astype(np.float32)
     codec = parse_codec(name)
-    coded, decoded = np.empty(codec.nbytes(x.shape), np.uint8), np.empty_like(x)
-    codec.encode(x, coded)
-    codec.decode(coded, decoded)
+    encoded, decoded = np.empty(codec.nbytes(x.shape), np.uint8), np.empty_like(x)
+    codec.encode(x, encoded)
+    codec.decode(encoded, decoded)
     assert 1 - decoded.sum(dtype=np.float64) / x.sum(dtype=np.float64) == pytest.approx(lost, rel=0.1, abs=0.0001)
 
 
@@ -119,23 +119,23 @@ def test_magnitudes_are_neither_cut_nor_raised(kind, top):
     rng = np.random.default_rng(4)
     x = (rng.choice([-1, 1], 2**20) * rng.uniform(0.5, top + 0.5, 2**20)).astype(np.float32)
     codec = BlockCodec(kind)
-    coded, decoded = np.empty(codec.nbytes(x.shape), np.uint8), np.empty_like(x)
-    codec.encode(x, coded)
-    codec.decode(coded, decoded)
+    encoded, decoded = np.empty(codec.nbytes(x.shape), np.uint8), np.empty_like(x)
+    codec.encode(x, encoded)
+    codec.decode(encoded, decoded)
     error = (np.abs(decoded) - np.abs(x)).reshape(-1, 32)[np.abs(x).reshape(-1, 32).max(axis=1) >= (top + 0.5) / 2]
     assert abs(error.mean()) < 3 * error.std() / np.sqrt(error.size)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_decoded_values_do_not_change_when_coded_again(kind, dtype):
+def test_decoded_values_do_not_change_when_encoded_again(kind, dtype):
     source = torch.from_numpy(_hard_rows(500, 128, seed=3)).to(DTYPES[dtype])
     codec, once, twice = BlockCodec(kind), torch.empty_like(source), torch.empty_like(source)
-    coded = torch.empty(codec.nbytes(source.shape), dtype=torch.uint8)
-    codec.encode(source, coded)
-    codec.decode(coded, once)
-    codec.encode(once, coded)
-    codec.decode(coded, twice)
+    encoded = torch.empty(codec.nbytes(source.shape), dtype=torch.uint8)
+    codec.encode(source, encoded)
+    codec.decode(encoded, once)
+    codec.encode(once, encoded)
+    codec.decode(encoded, twice)
     assert _same(once.float().numpy(), twice.float().numpy()).all()
 
 
@@ -146,10 +146,10 @@ def test_values_too_large_for_the_target_become_infinite_and_raised_ones_do_not(
     source[3] = torch.finfo(torch.float32).max
     for kind in KINDS:
         codec, half, full = BlockCodec(kind), torch.empty(4, 128, dtype=torch.float16), torch.empty(4, 128)
-        coded = torch.empty(codec.nbytes(source.shape), dtype=torch.uint8)
-        codec.encode(source, coded)
-        codec.decode(coded, half)
-        codec.decode(coded, full)
+        encoded = torch.empty(codec.nbytes(source.shape), dtype=torch.uint8)
+        codec.encode(source, encoded)
+        codec.decode(encoded, half)
+        codec.decode(encoded, full)
         assert (half[0].float() - 65504).abs().max() <= 65504 * codec.error_bound, kind
         assert half[0].isfinite().all() and full.isfinite().all(), kind
         assert (half[1:].sign() * torch.inf == half[1:]).all() and half[2, 0] < 0 < half[1, 0], kind
@@ -158,11 +158,11 @@ def test_values_too_large_for_the_target_become_infinite_and_raised_ones_do_not(
 def test_decoding_can_add_to_the_target():
     x = np.linspace(-3, 3, 300, dtype=np.float32).reshape(3, 100)
     codec = parse_codec("int8x64")
-    coded, plain = np.empty((3, 2, 66), np.uint8), np.empty_like(x)
-    codec.encode(x, coded)
-    codec.decode(coded, plain)
+    encoded, plain = np.empty((3, 2, 66), np.uint8), np.empty_like(x)
+    codec.encode(x, encoded)
+    codec.decode(encoded, plain)
     target = x.copy()
-    codec.decode(coded, target, accumulate=True)
+    codec.decode(encoded, target, accumulate=True)
     assert (target == x + plain).all()
 
 
@@ -178,7 +178,7 @@ def test_arrays_that_do_not_fit_are_refused():
     codec = parse_codec("int8x128")
     with pytest.raises(ArgumentError, match="codes float32, bfloat16, float16, not int64"):
         codec.encode(np.zeros(128, np.int64), np.empty(132, np.uint8))
-    with pytest.raises(ArgumentError, match=r"in 132 bytes, but the coded array has 131"):
+    with pytest.raises(ArgumentError, match=r"in 132 bytes, but the encoded array has 131"):
         codec.encode(np.zeros(128, np.float32), np.empty(131, np.uint8))
     with pytest.raises(ArgumentError, match="contiguous"):
         codec.encode(torch.zeros(128, 2).t(), torch.empty(264, dtype=torch.uint8))

@@ -46,12 +46,12 @@ def test_bitmaps_equal_the_reference(width):
         for share in (0.0, 0.02, 0.3, 0.8):
             base, words = _pair(width, share, size)
             data = _encode("bitmap", words, base)
-            coded = reference.encode(words, base)
-            if len(coded) <= words.nbytes:
-                assert data[0] == 3 and data[1:].tobytes() == coded
+            encoded = reference.encode(words, base)
+            if len(encoded) <= words.nbytes:
+                assert data[0] == 3 and data[1:].tobytes() == encoded
             else:
                 assert data[0] == 0 and data[1:].tobytes() == words.tobytes()
-            assert (reference.decode(coded, base) == words).all()
+            assert (reference.decode(encoded, base) == words).all()
 
 
 @pytest.mark.parametrize("name", ALL)

@@ -1,4 +1,4 @@
-"""Coded sums of gradients over processes, alone and in DDP and FSDP2: bits, errors, feedback, and wrong calls."""
+"""Encoded sums of gradients over processes, alone and in DDP and FSDP2: bits, errors, feedback, and wrong calls."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from reshard.codecs import parse_codec
-from reshard.compression import CodedAllGather, CodedReduceScatter, GradientSum, ddp_hook, gradient_sum
+from reshard.compression import CompressedAllGather, CompressedReduceScatter, GradientSum, ddp_hook, gradient_sum
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.testing.processes import run_processes
 from tests.support.torch_names import GATHER
@@ -32,7 +32,7 @@ def _flat(gradients):
 def _all_equal(tensor):
     every = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(every, tensor)
-    return all(torch.equal(one.view(torch.int32), every[0].view(torch.int32)) for one in every)
+    return all(torch.equal(item.view(torch.int32), every[0].view(torch.int32)) for item in every)
 
 
 def _sums(rank, piece_values):
@@ -222,20 +222,20 @@ def _train(rank, wrap):
 
 
 def _ddp(rank):
-    def coded(module):
+    def encoded(module):
         wrapped = DistributedDataParallel(module, bucket_cap_mb=0.05)
         state = GradientSum("int8x128", host_of_rank=HOSTS, feedback=True, module=module)
         wrapped.register_comm_hook(state, ddp_hook)
         return wrapped
 
-    found, wanted = (_train(rank, wrap).module for wrap in (coded, DistributedDataParallel))
+    found, wanted = (_train(rank, wrap).module for wrap in (encoded, DistributedDataParallel))
     for (name, a), b in zip(found.named_parameters(), wanted.parameters(), strict=True):
         assert _all_equal(a), name
         assert float((a - b).norm() / b.norm()) < 0.01, name
         assert not torch.equal(a, b)
 
 
-def test_ddp_trains_with_coded_sums():
+def test_ddp_trains_with_encoded_sums():
     run_processes(_ddp, 4)
 
 
@@ -244,17 +244,17 @@ def _fsdp(rank):
     plain = getattr(dist, GATHER)
     setattr(dist, GATHER, lambda out, row, **kwargs: sent.append(row.nbytes) or plain(out, row, **kwargs))
 
-    def coded(module):
+    def encoded(module):
         for layer in (module[0], module[2]):
             fully_shard(layer)
         wrapped = fully_shard(module)
         for part in wrapped.modules():
             if isinstance(part, FSDPModule):
-                part.set_custom_all_gather(CodedAllGather("int8x128"))
-                part.set_custom_reduce_scatter(CodedReduceScatter("int8x128"))
+                part.set_custom_all_gather(CompressedAllGather("int8x128"))
+                part.set_custom_reduce_scatter(CompressedReduceScatter("int8x128"))
         return wrapped
 
-    found = [parameter.full_tensor() for parameter in _train(rank, coded).parameters()]
+    found = [parameter.full_tensor() for parameter in _train(rank, encoded).parameters()]
     assert sent and max(sent) < 64 * 256 / 4 * 1.2  # bytes of a shard of the largest layer: one per value, not four
     wanted = list(_train(rank, DistributedDataParallel).parameters())
     for a, b in zip(found, wanted, strict=True):
@@ -262,11 +262,11 @@ def _fsdp(rank):
 
 
 @pytest.mark.integration
-def test_fsdp_trains_with_coded_gathers_and_sums():
+def test_fsdp_trains_with_encoded_gathers_and_sums():
     run_processes(_fsdp, 4)
 
 
-def test_hooks_refuse_what_the_codec_does_not_code():
+def test_hooks_refuse_what_the_codec_does_not_compress():
     with pytest.raises(ArgumentError, match="not int64 on cpu"):
-        CodedAllGather("int8x128")(torch.zeros(8), torch.zeros(4, dtype=torch.int64), None)
-    assert CodedReduceScatter("int4x64").codec == parse_codec("int4x64")
+        CompressedAllGather("int8x128")(torch.zeros(8), torch.zeros(4, dtype=torch.int64), None)
+    assert CompressedReduceScatter("int4x64").codec == parse_codec("int4x64")

@@ -10,10 +10,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
-from reshard import CodecRate, Layout, Mesh, Topology
+from reshard import Layout, Mesh, Topology
 from reshard.compression import GradientSum, WeightSync
 from reshard.runtime.cuda import host_copies
 from reshard.testing import LaunchError, run_processes
+from reshard.topology import CodecRate
 from tests.support.tensors import take_shard
 
 SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S0")

@@ -15,8 +15,8 @@ from torch import nn
 import reshard.scheduler as rs
 from reshard import Topology
 from reshard.compression import Policy, parse_policy
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.scheduler.runtime.grad_sync import ReplicaSync
 from reshard.testing.processes import run_processes
 from tests.support.torch_names import GATHER, REDUCE_SCATTER
@@ -114,7 +114,7 @@ def _count(rank, policies):
             with engine:
                 wire = _Wire(patch)
                 engine.step(batch)
-                results.append((wire.pp, wire.dp, [each.grad.clone() for each in engine.parameters()]))
+                results.append((wire.pp, wire.dp, [parameter.grad.clone() for parameter in engine.parameters()]))
     return results
 
 
@@ -128,9 +128,9 @@ def test_each_dimension_sends_fewer_bytes():
     for rank, results in enumerate(ranks):
         raw, both, forward, dp = results
         sends = 4 * values if rank == 0 else 2 * values
-        coded = 132 * elements if rank == 0 else 66 * elements
-        assert [raw[0], both[0], dp[0]] == [sends, coded, sends]
-        assert forward[0] == (coded if rank == 0 else sends)
+        encoded = 132 * elements if rank == 0 else 66 * elements
+        assert [raw[0], both[0], dp[0]] == [sends, encoded, sends]
+        assert forward[0] == (encoded if rank == 0 else sends)
         if rank:
             assert [raw[1], both[1], dp[1]] == [4 * summed, 4 * summed, 2 * parts]
         for _, _, gradients in results[1:]:
@@ -138,8 +138,8 @@ def test_each_dimension_sends_fewer_bytes():
                 error = float((gradient - exact).norm() / exact.norm())
                 assert 1e-4 < error < 0.03 or torch.equal(gradient, exact)
     for number in range(len(policies)):
-        for one, other in zip(ranks[1][number][2], ranks[2][number][2], strict=True):
-            assert torch.equal(one, other)  # replicas
+        for item, other in zip(ranks[1][number][2], ranks[2][number][2], strict=True):
+            assert torch.equal(item, other)  # replicas
     assert not torch.equal(ranks[1][3][2][0], ranks[1][0][2][0])
 
 
@@ -163,7 +163,7 @@ def _count_fsdp(rank, policies):
             for name in wire:
                 count(name, wire, patch)
             engine.step(batch)
-            gradients = [each.grad.full_tensor() if rank else each.grad for each in engine.parameters()]
+            gradients = [parameter.grad.full_tensor() if rank else parameter.grad for parameter in engine.parameters()]
             results.append((tuple(wire.values()), gradients))
     return results
 
@@ -188,7 +188,7 @@ def _choices(rank, rates):
     return texts
 
 
-def test_an_edge_is_coded_only_where_the_iteration_gets_shorter():
+def test_an_edge_is_encoded_only_where_the_iteration_gets_shorter():
     slow, fast = run_processes(_choices, 3, (1e5, 1e12))[2]
     assert "0 -> 1 activations: int8x128" in slow and "1 -> 0 gradients: int8x128" in slow
     assert "0 -> 1 activations: raw" in fast and "1 -> 0 gradients: raw" in fast
@@ -221,11 +221,12 @@ def _sum_steps(policy, steps, folder=None, resume=0, stages="1x1,2x1"):
         for step in range(resume, steps):
             engine.step(batch)
             found = [
-                each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad for each in engine.parameters()
+                parameter.grad.to_local() if hasattr(parameter.grad, "to_local") else parameter.grad
+                for parameter in engine.parameters()
             ]
-            gradients.append(torch.cat([each.reshape(-1) for each in found]))
-            for each in engine.parameters():
-                each.grad = None
+            gradients.append(torch.cat([item.reshape(-1) for item in found]))
+            for parameter in engine.parameters():
+                parameter.grad = None
             if folder and step == 2:
                 engine.save(folder, step=3)
     return gradients
@@ -273,7 +274,7 @@ def _sum_ties(rank, policies):
         options = {"topology": Topology.uniform((0, 1, 2), 1e8), "schedule": rs.one_f_one_b}
         with pipe.compile({"x": x, "y": y}, 1, compression=policy, **options) as engine:
             parameter = next(
-                each for name, each in engine.named_parameters() if name in ("embed.weight", "head.weight")
+                item for name, item in engine.named_parameters() if name in ("embed.weight", "head.weight")
             )
             steps = []
             for _ in range(2):
@@ -287,19 +288,19 @@ def _sum_ties(rank, policies):
 
 
 @pytest.mark.integration
-def test_gradients_of_tied_parameters_are_coded_and_stay_equal():
+def test_gradients_of_tied_parameters_are_encoded_and_stay_equal():
     policies = (None, Policy(dp="int8x128"), Policy(dp="int8x128", raw_steps=1))
     ranks = run_processes(_sum_ties, 3, policies)
-    raw, coded, late = ranks[0]
+    raw, encoded, late = ranks[0]
     fewer = 200 * (4 * WIDTH - 132)  # the embedding of 200 blocks goes to one rank, which passes it on
-    assert raw[0][0] - coded[0][0] == fewer and late[0][0] == raw[0][0] and late[1][0] == coded[1][0]
+    assert raw[0][0] - encoded[0][0] == fewer and late[0][0] == raw[0][0] and late[1][0] == encoded[1][0]
     for policy in range(3):
         for step in range(2):
             one, *others = (ranks[rank][policy][step][1] for rank in range(3))
             assert all(torch.equal(one, other) for other in others)
     exact = raw[0][1]
     assert torch.equal(late[0][1], exact)
-    assert 1e-4 < float((coded[0][1] - exact).norm() / exact.norm()) < 0.03
+    assert 1e-4 < float((encoded[0][1] - exact).norm() / exact.norm()) < 0.03
 
 
 def _feed_back_scatters(rank, folder):

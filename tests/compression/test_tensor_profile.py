@@ -22,13 +22,13 @@ def test_reports_follow_from_the_tensors():
         {"activations": [normal], "gradients": [powers, torch.ones(8), torch.ones(2048, dtype=torch.int64)],
          "weights": [after], "weights_before": [before]}, ["pp", "dp"],
     )  # fmt: skip
-    kinds = {each.kind: each for each in profile.kinds}
+    kinds = {kind.kind: kind for kind in profile.kinds}
     assert kinds["gradients"].num_values == powers.numel()
     assert abs(kinds["gradients"].exponent_bits - 3) < 0.01
-    reports = {each.codec: each for each in kinds["activations"].codecs}
+    reports = {codec.codec: codec for codec in kinds["activations"].codecs}
     assert abs(reports["int8x128"].error - 0.0083) < 0.0003
     assert abs(reports["int8x128"].ratio - 512 / 132) < 0.01
-    assert max(abs(each.bias) for each in reports.values()) < 4
+    assert max(abs(report.bias) for report in reports.values()) < 4
     assert reports["int4x128"].error > 0.1
     assert profile.changed == 128 / 131072
     assert profile.delta_ratio > 400
@@ -76,6 +76,6 @@ def test_training_with_the_recommended_policy_loses_nothing(tmp_path, capfd):
     assert "a step changes" in shown
     policy = shown.rpartition("--compression ")[2].strip()
     assert policy == "dp=int4x128-bf16,pp=int8x128/int8x128"
-    coded = train("--compression", f"{policy},force-pp")
-    assert coded != raw
-    assert coded < raw + 0.05  # two runs with other random numbers differ by 0.02
+    encoded = train("--compression", f"{policy},force-pp")
+    assert encoded != raw
+    assert encoded < raw + 0.05  # two runs with other random numbers differ by 0.02

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from reshard import Layout, Mesh, Topology
 from reshard.codecs.formats import known_formats
 from reshard.compression import WeightSync
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import run_processes
 from tests.support.tensors import same_bytes
 from tests.support.versions import DST, DTYPES, SHAPES, SRC, shards_of
@@ -143,11 +143,11 @@ def test_one_rank_may_make_its_weight_sync_anew(renewed):
 
 def _sync_from_some_ranks_each(rank):
     """Each tensor has one source rank; the other passes None for it, or leaves it out."""
-    alone = [Layout(Mesh.of("1", first_rank=each)) for each in range(2)]
+    alone = [Layout(Mesh.of("1", first_rank=number)) for number in range(2)]
     sync = WeightSync({"a": alone[0], "b": alone[1]}, Layout(Mesh.of("3")), {"a": (6,), "b": (6,)}, "float32")
     out = {"a": torch.zeros(6), "b": torch.zeros(6)}
     for version in (1, 2, 3):
-        held = {name: torch.full((6,), version + each + 0.5) for each, name in enumerate("ab") if rank == each}
+        held = {name: torch.full((6,), version + item + 0.5) for item, name in enumerate("ab") if rank == item}
         sync(held if version == 3 else {"a": None, "b": None} | held, out, version=version)
         assert out["a"].tolist() == [version + 0.5] * 6 and out["b"].tolist() == [version + 1.5] * 6
     return sync.version
@@ -210,12 +210,12 @@ def _sync_in_each_format(rank):
     }
     whole = {name: torch.randn(shape, generator=generator).to(kinds[name]) for name, shape in shapes.items()}
     for version in range(4):
-        for each in whole.values():  # three words of four change
-            words = each.view(torch.int16)
+        for item in whole.values():  # three words of four change
+            words = item.view(torch.int16)
             words += ((torch.rand(words.shape, generator=generator) < 0.75) * 3).short()
         whole["w"][0, :2] = torch.tensor([float("nan"), -0.0])
         tensors = {
-            name: each.tensor_split(2, dim=0)[rank].clone() if rank < 2 else None for name, each in whole.items()
+            name: item.tensor_split(2, dim=0)[rank].clone() if rank < 2 else None for name, item in whole.items()
         }
         for name, sync in syncs.items():
             reports[name] = sync(tensors if rank < 2 else None, outs[name], version=version)
@@ -227,7 +227,7 @@ def _sync_in_each_format(rank):
 
 def test_every_format_and_the_choice_among_them_arrive_bit_for_bit():
     first, *others = run_processes(_sync_in_each_format, 3)
-    assert all(each == first for each in others)  # all ranks choose alike
+    assert all(other == first for other in others)  # all ranks choose alike
     for name in set(first) - {"auto"}:
         assert set(first[name][0]) == {name}
     assert first["bitmap"][1] > 1.6 and first["delta"][1] > 1.2 and 0.99 < first["raw"][1] <= 1

@@ -24,7 +24,7 @@ def refused(call):
     """The text of the ArgumentError that a call must raise."""
     try:
         call()
-    except reshard.ArgumentError as error:
+    except reshard.errors.ArgumentError as error:
         return str(error)
     raise AssertionError(f"{call} raised no ArgumentError")
 

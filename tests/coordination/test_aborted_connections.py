@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.connections import abort_group
+from reshard.runtime.transport.connections import abort_group
 from reshard.testing import LaunchError, run_processes
 
 

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
+from reshard.coordination.groups.messages import RankStatus, Request
+from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness import call_sequence
-from reshard.coordination.messages import RankStatus, Request
-from reshard.coordination.process_group import find_group
 from reshard.testing.processes import run_processes
 from tests.support.tensors import take_shard, whole_tensor
 
@@ -30,7 +30,7 @@ def _run_steps_with_failures(rank, seed):
     """Ranks fail before their members are known and continue at once; returns the result or error of each step."""
     chance = random.Random(seed)
     rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
-    found = []
+    steps_with_failures = []
     for step in range(30):
         failing = chance.sample(range(3), chance.choice((0, 0, 1, 1, 2, 3)))
         if chance.random() < 0.2:
@@ -38,11 +38,11 @@ def _run_steps_with_failures(rank, seed):
         shard = torch.full((2, 2), float(step)) if rank < 2 else None
         try:
             out = reshard.reshard(shard, None if rank in failing else rows, one, timeout_seconds=60)
-            found.append((failing, None if out is None else out.unique().tolist()))
-        except reshard.ArgumentError as error:
-            found.append((failing, str(error)))
+            steps_with_failures.append((failing, None if out is None else out.unique().tolist()))
+        except reshard.errors.ArgumentError as error:
+            steps_with_failures.append((failing, str(error)))
     dist.barrier()
-    return found
+    return steps_with_failures
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -58,7 +58,7 @@ def test_calls_failed_by_one_rank_never_match_other_calls(seed):
 def _run_steps_with_skipped_call(rank, seconds):
     """The result or error of each step. In step 2, rank 2 calls with ranks 0 and 1 only, and continues at once."""
     rows, one = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("1", first_rank=2))
-    found = []
+    steps_with_skipped_call = []
     for step in range(5):
         dst = Layout(Mesh.of("2"), "R S0") if (rank, step) == (2, 2) else one
         if step == 2 and rank < 2:
@@ -66,11 +66,11 @@ def _run_steps_with_skipped_call(rank, seconds):
         shard = torch.full((2, 2), float(step)) if rank < 2 else None
         try:
             out = reshard.reshard(shard, rows, dst, timeout_seconds=60)
-            found.append(None if out is None else out.unique().tolist())
+            steps_with_skipped_call.append(None if out is None else out.unique().tolist())
         except reshard.ReshardError as error:
-            found.append(f"{type(error).__name__}: {error}")
+            steps_with_skipped_call.append(f"{type(error).__name__}: {error}")
     dist.barrier()
-    return found
+    return steps_with_skipped_call
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.1, 0.5])
@@ -131,7 +131,7 @@ def _one_never_calls(rank):
     try:
         reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS, timeout_seconds=1.5)
         text = "nothing was raised"
-    except reshard.TransferTimeoutError as error:
+    except reshard.errors.TransferTimeoutError as error:
         text = str(error)
     assert time.monotonic() - start < 5
     return text
@@ -215,14 +215,14 @@ def test_failed_call_of_a_rank_in_two_sets_puts_both_out_of_sync():
     """The members of the failed call are unknown, so later calls cannot be matched either."""
     first, both, second = run_processes(_one_fails_in_two_sets, 3)
     for given in (first[:1], both[:3], second[:1]):
-        assert all(len(one) == 1 for one in given[:1]), given
+        assert all(len(item) == 1 for item in given[:1]), given
     for given in (first, second):
         assert given[0] == [0.0] and given[1] in ([1.0], given[1]), given
         assert "whose members are unknown" in given[-1], given
-        for step, one in enumerate(given):
-            assert one == [float(step)] or "create a new group" in one or "failed a call" in one, given
-    for step, one in enumerate(both):
-        assert one == [float(step // 2)] or "Error" in one, both
+        for step, item in enumerate(given):
+            assert item == [float(step)] or "create a new group" in item or "failed a call" in item, given
+    for step, item in enumerate(both):
+        assert item == [float(step // 2)] or "Error" in item, both
 
 
 A, B = Layout(Mesh([0], {"x": 1})), Layout(Mesh([1], {"x": 1}))

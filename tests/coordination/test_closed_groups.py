@@ -112,7 +112,7 @@ def _use_closed_group(rank, port):
         lambda: reshard.find_topology(group),
     ]
     for call in calls:
-        with pytest.raises(reshard.ArgumentError, match="group of 2 ranks is closed"):
+        with pytest.raises(reshard.errors.ArgumentError, match="group of 2 ranks is closed"):
             call()
     return True
 
@@ -130,12 +130,12 @@ def _close_process_groups(rank):
     dist.destroy_process_group(destroyed)
     reshard.close_group(destroyed)
     for group, text in ((closed, "is closed"), (destroyed, "was destroyed")):
-        with pytest.raises(reshard.ArgumentError, match=text):
+        with pytest.raises(reshard.errors.ArgumentError, match=text):
             _move(rank, group)
     _move(rank, untouched)
     dist.barrier(closed)  # torch can still use the process group
     reshard.close_group()
-    with pytest.raises(reshard.ArgumentError, match="is closed"):
+    with pytest.raises(reshard.errors.ArgumentError, match="is closed"):
         _move(rank, None)
     _move(rank, untouched)
     return True
@@ -153,7 +153,7 @@ def _close_in_a_call(rank, port):
         calls.start()
         while not group.attempts:
             time.sleep(0.01)
-        with pytest.raises(reshard.ArgumentError, match="another thread is in a call"):
+        with pytest.raises(reshard.errors.ArgumentError, match="another thread is in a call"):
             group.close()
         store.set("refused", "")
         calls.join()
@@ -175,7 +175,7 @@ def _train_then_close(rank, num_replicas):
     engine = Engine(one_f_one_b(pipeline, NUM), pipeline, modules, num_loss_shards=num_replicas)
     engine.step(feed(rank, num_replicas))
     reshard.close_group()
-    with pytest.raises(reshard.ArgumentError, match="is closed"):
+    with pytest.raises(reshard.errors.ArgumentError, match="is closed"):
         engine.step(feed(rank, num_replicas))
     engine.close()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard")]

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import reshard
 from reshard import Layout, Mesh
 from reshard.coordination.control_channel import MAX_STRANGERS, Hub, Spoke
+from reshard.coordination.groups.store import Store
 from reshard.coordination.links import Links
-from reshard.coordination.store import Store
 from reshard.testing.processes import run_processes
 
 ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
@@ -197,5 +197,5 @@ def test_silent_strangers_do_not_use_up_descriptors(ends):
         strangers.append(socket.create_connection(address, timeout=5))
         hub.drain()
     assert len(hub._unverified) <= MAX_STRANGERS + 3 and strangers[0].recv(1) == b""
-    for each in strangers:
-        each.close()
+    for stranger in strangers:
+        stranger.close()

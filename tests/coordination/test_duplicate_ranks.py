@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.coordination.store import Store, StoreSilentError
+from reshard.coordination.groups.store import Store, StoreSilentError
 from reshard.testing import run_processes
 from tests.support.tensors import result_or_error
 
@@ -28,7 +28,7 @@ def _join_as(process, port, ranks, on_loss):
                 reshard.reshard(torch.zeros(2, 6), SRC, DST, group=group, timeout_seconds=30, on_loss=on_loss)
                 assert not texts
                 time.sleep(0.05)  # the process too many has not called yet
-            except reshard.ArgumentError as error:
+            except reshard.errors.ArgumentError as error:
                 texts.append(str(error))
         store.set(f"done/{process}", "")
         store.wait([f"done/{other}" for other in range(len(ranks))])
@@ -54,7 +54,7 @@ def _join_late(process, port):
     job, rank = divmod(process, 2)
     with reshard.join(dist.PrefixStore("jobs", store), rank, 2) as group:
         store.set(f"joined/{process}", "")
-        store.wait([f"joined/{each}" for each in range(4)])
+        store.wait([f"joined/{number}" for number in range(4)])
         time.sleep(0.0 if job == rank else 1.0)
         rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
         return result_or_error(

@@ -13,10 +13,10 @@ import torch.distributed as dist
 
 import reshard
 import reshard.api.call
-import reshard.coordination.connections
+import reshard.runtime.transport.connections
 from reshard import Layout, Mesh
 from reshard.coordination.communicator import find_channel
-from reshard.coordination.process_group import find_group
+from reshard.coordination.groups.process_group import find_group
 from reshard.runtime.transport import BrokenConnectionError
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.interpreters import find_free_port
@@ -76,12 +76,12 @@ def _run(function, victim):
 
 
 def _dies_while_connecting(rank, victim, on_loss="raise"):
-    make = reshard.coordination.connections.Connections._make_group
+    make = reshard.runtime.transport.connections.Connections._make_group
 
     def die(self, *args):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    reshard.coordination.connections.Connections._make_group = die if rank == victim else make
+    reshard.runtime.transport.connections.Connections._make_group = die if rank == victim else make
     src, dst = Layout(Mesh.of("2")), Layout(Mesh.of("2", first_rank=2), "S0")
     source = torch.arange(24.0).reshape(6, 4) if rank < 2 else None
     start = time.monotonic()
@@ -170,7 +170,7 @@ def _calls_after_the_store_is_gone(rank, _, port):
     if rank == 3:
         os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(rank == 1)
-    with pytest.raises(reshard.RemoteError) as caught:
+    with pytest.raises(reshard.errors.RemoteError) as caught:
         reshard.reshard(source, ROWS, COLS, shape=(6, 4), timeout_seconds=8)
     return str(caught.value)
 

@@ -42,7 +42,7 @@ def _join_until_refused(rank, port, limited_rank):
         groups.append(reshard.join(dist.PrefixStore(str(number), store), rank, NUM_RANKS))
         try:
             _move(rank, groups[-1])
-        except reshard.ResourceError as error:
+        except reshard.errors.ResourceError as error:
             texts.append(str(error))
             break
     for group in groups[:-1]:
@@ -70,7 +70,7 @@ def _call_with_few_descriptors(rank, port, limited_rank, room):
     group = reshard.join(store, rank, NUM_RANKS)
     try:
         _move(rank, group)
-    except reshard.ResourceError as error:
+    except reshard.errors.ResourceError as error:
         text = str(error)
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     for on_loss in ("raise", "recover"):

@@ -37,7 +37,7 @@ def _die_before_forked_child(rank):
         os.kill(os.getpid(), signal.SIGKILL)
     child = int(store.get("child"))
     try:
-        with pytest.raises(reshard.RemoteError, match="rank 1 is gone"):
+        with pytest.raises(reshard.errors.RemoteError, match="rank 1 is gone"):
             move(rank, None)
     finally:
         os.kill(child, signal.SIGKILL)

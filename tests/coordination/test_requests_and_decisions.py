@@ -8,7 +8,7 @@ import pytest
 
 from reshard import Layout, Mesh, Topology, make_plan
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve
-from reshard.coordination.messages import Request, TensorRequest
+from reshard.coordination.groups.messages import Request, TensorRequest
 
 LAYOUTS = {"w": (Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))}
 

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from reshard.coordination import store as stores
-from reshard.coordination.store import Store, StoreSilentError
+from reshard.coordination.groups.store import Store, StoreSilentError
 
 
 class _Raw:

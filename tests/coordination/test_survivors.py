@@ -13,12 +13,12 @@ import torch.distributed as dist
 import reshard
 from reshard import Layout, Mesh
 from reshard.coordination.control_channel import Hub
+from reshard.coordination.groups.messages import Decision
+from reshard.coordination.groups.process_group import Group
+from reshard.coordination.groups.store import Store
 from reshard.coordination.liveness import status as statuses
 from reshard.coordination.liveness.status import HeartbeatReader, beat_key
 from reshard.coordination.liveness.survivors import propose_exclusion, read_exclusions
-from reshard.coordination.messages import Decision
-from reshard.coordination.process_group import Group
-from reshard.coordination.store import Store
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.pausable_store import PausableStore
 

@@ -129,7 +129,9 @@ def test_message_table_matches_expansion(problem, strategy):
         assert (table.id[table.source[row]] if table.source[row] >= 0 else None) == message.source
         after = table.after[table.after_at[row] : table.after_at[row + 1]]
         assert {int(table.id[earlier]) for earlier in after if earlier != table.source[row]} == {
-            int(table.id[at]) for at in range(len(table)) if table.id[at] + num_boxes[at] - 1 in message.after
+            int(table.id[index])
+            for index in range(len(table))
+            if table.id[index] + num_boxes[index] - 1 in message.after
         }
 
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import reshard.cupy
-from reshard import ArgumentError, DisagreementError, Layout, Mesh, PlanError, RegionLayout, Topology, make_plan
+from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
+from reshard.errors import ArgumentError, DisagreementError, PlanError
 from reshard.runtime.rounds.schedule import check_calls
 from tests.support.fake_cupy import Communicator, make_module, run_ranks
 from tests.support.tensors import take_shard

@@ -46,7 +46,7 @@ def make_pipeline(chance: random.Random) -> Pipeline:
 
 
 def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]:
-    """Schedules of a pipeline by name, some with several stages per row."""
+    """Schedules of a pipeline by name, some with several stages per pp rank."""
     stages = len(pipeline.stages)
     plain = one_f_one_b(pipeline, num)
     yield "1f1b", plain
@@ -61,8 +61,8 @@ def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]
         limit = factor * max(plain.peak_bytes(pipeline))
         yield f"auto_schedule {limit} bytes", auto_schedule(pipeline, num, memory_limit_bytes=limit)
     if stages % 2 == 0:
-        rows = tuple(stage % (stages // 2) for stage in range(stages))
-        yield "auto_schedule on half the rows", auto_schedule(pipeline, num, row_of_stage=rows)
+        pp_ranks = tuple(stage % (stages // 2) for stage in range(stages))
+        yield "auto_schedule on half the pp ranks", auto_schedule(pipeline, num, pp_rank_of_stage=pp_ranks)
         if num % (stages // 2) == 0:
             yield "interleaved", interleaved_1f1b(pipeline, num, stages // 2)
 
@@ -75,7 +75,7 @@ def make_lines() -> Iterator[str]:
         for name, schedule in schedules_of(pipeline, num):
             check_schedule(schedule, pipeline)
             timeline = simulate_schedule(schedule, pipeline)
-            exposed = sum(timeline.exposed_seconds(row) for row in range(len(schedule.rows)))
+            exposed = sum(timeline.exposed_seconds(pp_rank) for pp_rank in range(len(schedule.rank_actions)))
             digest = hashlib.sha256(format_schedule(schedule).encode()).hexdigest()[:12]
             peaks = " ".join(map(str, schedule.peak_bytes(pipeline)))
             yield (

@@ -93,11 +93,11 @@ def test_many_named_tensors_move_at_once():
 
 
 def _code(rank):
-    """Coded transfers give the same bits as the native codecs on the CPU."""
+    """Encoded transfers give the same bits as the native codecs on the CPU."""
     for codec in CODECS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             whole = torch.randn(32, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
-            shards = {each: take_shard(SRC, each, whole) for each in SRC.ranks}
+            shards = {item: take_shard(SRC, item, whole) for item in SRC.ranks}
             wanted = reshard.reshard_local(shards, SRC, DST, shape=whole.shape, compression=codec)
             source = _on_device(shards.get(rank))
             out = reshard.reshard(source, SRC, DST, shape=whole.shape, dtype=dtype, compression=codec)
@@ -105,7 +105,7 @@ def _code(rank):
             assert out is None or same_bytes(out.cpu(), wanted[rank]), (codec, dtype)
 
 
-def test_coded_tensors_equal_those_of_the_cpu():
+def test_encoded_tensors_equal_those_of_the_cpu():
     run(_code)
 
 

@@ -12,7 +12,7 @@ import torch
 from reshard.scheduler import Pipe, auto_schedule, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.training.models.gpt import GPT
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from tests.gpu.ranks import DEVICE, MARKS, run, to_device
 from tests.scheduler.runtime.test_engine import make_data, make_modules, make_pipeline, single_process
 from tests.support import stages_with_replicas as replicas
@@ -95,7 +95,7 @@ def train_pipe(rank, cuts, stages, autocast, folder):
 
     def compile_pipe(seed):
         pipe = Pipe(make_model(seed), cut_before=cuts, stages=stages, autocast=autocast)
-        engine = pipe.compile(make_batch(0), microbatches=4, device=DEVICE)
+        engine = pipe.compile(make_batch(0), num_microbatches=4, device=DEVICE)
         return engine, torch.optim.AdamW(engine.parameters(), 1e-3)
 
     def train(engine, optimizer, first):

@@ -163,7 +163,7 @@ def _capture_transfers(rank):
             lambda: reshard.reshard(source, src, dst, shape=shape, dtype="float32"),
             lambda: reshard.Mover(plan, device="cuda"),
         ):
-            with pytest.raises(reshard.ArgumentError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
+            with pytest.raises(reshard.errors.ArgumentError) as caught, torch.cuda.graph(torch.cuda.CUDAGraph()):
                 refused()
             errors.append(str(caught.value))
         alternate()  # the same Mover still works

@@ -181,8 +181,8 @@ def test_checkpointed_layers_are_not_deferred(reentrant, width):
     outer = nn.Linear(4, 4)
     grads = []
     for tasks in (None, []):
-        for each in (inner, outer):
-            each.zero_grad()
+        for item in (inner, outer):
+            item.zero_grad()
         torch.manual_seed(0)
         x = torch.randn(3, 4, requires_grad=True)
         with contextlib.nullcontext() if tasks is None else WeightGradStore(tasks):
@@ -222,7 +222,7 @@ def test_finish_runs_and_drops_deferred_tasks():
     with WeightGradStore([]) as store:
         out = layer(x)
     out.sum().backward()
-    assert len(store.tasks) == 1 and any(each.data_ptr() == x.data_ptr() for each in store.held)
+    assert len(store.tasks) == 1 and any(item.data_ptr() == x.data_ptr() for item in store.held)
     store.finish()
     assert not store.tasks and not store.held
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))

@@ -322,13 +322,13 @@ def test_interrupt_prints_one_line(capsys, monkeypatch, tmp_path):
 def test_zfp_travels_in_elements_of_int8_while_asked_for():
     pytest.importorskip("zfpy", reason="zfpy is not installed: it comes with reshard[bench]")
     codec, plain = BlockCodec("int8"), torch.randn(3, 200, generator=torch.Generator().manual_seed(0)).bfloat16()
-    coded, out = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8), torch.ones_like(plain)
+    encoded, out = torch.empty(codec.nbytes(plain.shape), dtype=torch.uint8), torch.ones_like(plain)
     errors = []
     for context in (zfp_as_int8(), contextlib.nullcontext()):
         with context:
-            codec.encode(plain, coded)
+            codec.encode(plain, encoded)
             out.zero_()
-            codec.decode(coded, out)
+            codec.decode(encoded, out)
         errors.append(float((out - plain).float().norm() / plain.float().norm()))
     assert 0.04 < errors[0] < 0.07 and errors[1] < 0.01
 

@@ -124,7 +124,7 @@ def test_the_table_says_how_many_shapes_it_omits():
         ({"state_bytes": -16}, "state_bytes is -16; it must be a positive integer"),
         ({"panel": 0}, "panel is 0; it must be a positive integer"),
         ({"keep_inputs": "yes"}, "keep_inputs is 'yes'; it must be True or False"),
-        ({"memory_bytes": "4GB"}, "memory_bytes is '4GB'; it must be a positive number"),
+        ({"memory_limit_bytes": "4GB"}, "memory_limit_bytes is '4GB'; it must be a positive number"),
         ({"flops_per_second": math.nan}, "flops_per_second is nan; it must be a positive number"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Coded collectives of products: values, bytes handed to torch, grids in the engine, and moves of optimizer state."""
+"""Encoded collectives of products: values, bytes handed to torch, grids in the engine, and moves of optimizer state."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from reshard import Mesh
 from reshard.codecs import parse_codec
 from reshard.compression import Policy
-from reshard.coordination.connections import GlooTransport
 from reshard.errors import ArgumentError
 from reshard.parallel import Grid, parallelize, relayout, sync_gradients
-from reshard.parallel.grid.coded_axis import CodedAxis
 from reshard.parallel.grid.collectives import Axis
+from reshard.parallel.grid.compressed_axis import CompressedAxis
 from reshard.parallel.grid.shared_memory import SharedMemory
-from reshard.scheduler import Engine, Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.runtime.transport.connections import GlooTransport
+from reshard.scheduler import Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler.runtime.engine import Engine
 from reshard.testing import run_processes
 from tests.support.torch_names import GATHER
 
@@ -27,21 +28,21 @@ from .models import make_gpt, train
 def check_axis(rank, hosts):
     axis = Axis("row", dist.group.WORLD, range(4), rank)
     axis.split_by_host(hosts)
-    coded = CodedAxis(axis, parse_codec("int8x128"))
+    encoded = CompressedAxis(axis, parse_codec("int8x128"))
     generator = torch.Generator().manual_seed(rank)
     for sizes in ([5, 5, 5, 5], [3, 0, 7, 1]):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             part = (100 * torch.randn(sizes[rank], 3, 70, generator=generator)).to(dtype)
-            exact, found = (each.gather(part, sizes).wait() for each in (axis, coded))
+            exact, found = (item.gather(part, sizes).wait() for item in (axis, encoded))
             _check_close(found, exact, dtype)
             assert torch.equal(axis.gather(found.reshape(1, -1), [1] * 4).wait(), found.reshape(1, -1).repeat(4, 1))
             array = (100 * torch.randn(sum(sizes), 210, generator=generator)).to(dtype)
-            exact, found = (each.reduce_scatter(array, sizes).wait() for each in (axis, coded))
+            exact, found = (item.reduce_scatter(array, sizes).wait() for item in (axis, encoded))
             _check_close(found, exact, dtype)
             sends = [(rank + 1) * size * 40 for size in sizes]
             receives = [(other + 1) * sizes[rank] * 40 for other in range(4)]
             sent = (100 * torch.randn(sum(sends), generator=generator)).to(dtype)
-            exact, found = (each.exchange(sent, sends, receives) for each in (axis, coded))
+            exact, found = (item.exchange(sent, sends, receives) for item in (axis, encoded))
             _check_close(found, exact, dtype)
             start = sum(receives[:rank])
             own = slice(start, start + receives[rank])
@@ -60,7 +61,7 @@ def _check_close(found, exact, dtype):
 
 
 @pytest.mark.parametrize("hosts", [[0, 1, 2, 3], [0, 0, 1, 1]])
-def test_coded_collectives_are_close_and_gathers_are_equal_on_all_ranks(hosts):
+def test_encoded_collectives_are_close_and_gathers_are_equal_on_all_ranks(hosts):
     assert run_processes(check_axis, 4, hosts) == [len(set(hosts)) == 2] * 4
 
 
@@ -117,11 +118,11 @@ def _count_collectives(patch):
 
 @pytest.mark.integration
 def test_products_and_optimizer_state_send_fewer_bytes():
-    for raw, coded in run_processes(check_bytes, 4):
-        assert coded[0] < 0.45 * raw[0]
-        assert abs(coded[1] - raw[1]) < 0.01
-        assert coded[1] != raw[1]
-        assert coded[2] < 0.65 * raw[2]  # of parameters and two moments, two thirds are coded
+    for raw, encoded in run_processes(check_bytes, 4):
+        assert encoded[0] < 0.45 * raw[0]
+        assert abs(encoded[1] - raw[1]) < 0.01
+        assert encoded[1] != raw[1]
+        assert encoded[2] < 0.65 * raw[2]  # of parameters and two moments, two thirds are encoded
 
 
 def train_on_two_grids(rank):
@@ -140,9 +141,9 @@ def train_on_two_grids(rank):
 @pytest.mark.slow
 def test_second_moments_keep_small_values():
     """In a block codec they would become 0, the next update huge, and the last loss 0.9 off."""
-    raw, coded = run_processes(train_on_two_grids, 4)[0]
-    assert coded == pytest.approx(raw, abs=0.002)
-    assert coded[-1] != raw[-1]
+    raw, encoded = run_processes(train_on_two_grids, 4)[0]
+    assert encoded == pytest.approx(raw, abs=0.002)
+    assert encoded[-1] != raw[-1]
 
 
 class _Stage(torch.nn.Module):
@@ -176,5 +177,5 @@ def check_engine(rank):
 
 
 def test_an_engine_codes_products_of_its_stages():
-    for raw, coded in run_processes(check_engine, 2):
-        assert coded < 0.5 * raw
+    for raw, encoded in run_processes(check_engine, 2):
+        assert encoded < 0.5 * raw

@@ -86,11 +86,11 @@ def check_copies(rank):
     average.update_parameters(model)
     copied = average.module
     assert copied.reshard_grid is copied.head.grid is not model.reshard_grid
-    losses = [float(run_backward(each).detach()) for each in (model, copied)]
+    losses = [float(run_backward(item).detach()) for item in (model, copied)]
     with pytest.raises(ArgumentError, match=r"reads the gradient of '.*' before it is summed"):
         torch.optim.SGD(copied.parameters(), 0.1).step()
-    for each in (model, copied):
-        sync_gradients(each)
+    for item in (model, copied):
+        sync_gradients(item)
     pairs = zip(model.parameters(), copied.parameters(), strict=True)
     return losses[0] == losses[1] and all(torch.equal(a.grad.to_local(), b.grad.to_local()) for a, b in pairs)
 
@@ -108,7 +108,7 @@ def check_frozen(rank):
     frozen = [model.blocks[0].up.weight, model.norm.weight]
     run_backward(model)
     sync_gradients(model)
-    assert all(each.grad is None and not each.requires_grad for each in frozen)
+    assert all(item.grad is None and not item.requires_grad for item in frozen)
     model.norm.weight.requires_grad_(True)
     model.zero_grad()
     run_backward(model)
@@ -153,7 +153,7 @@ def check_experts(rank, is_overlapped):
         else:
             model(words, experts[rank]).square().sum().backward()
             sync_gradients(model)
-        sum(plain(words[2 * each :][:2], experts[each]).square().sum() for each in (0, 1)).backward()
+        sum(plain(words[2 * item :][:2], experts[item]).square().sum() for item in (0, 1)).backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert (ours.grad is None) == (theirs.grad is None)
             assert ours.grad is None or torch.allclose(ours.grad.full_tensor(), theirs.grad, atol=1e-5)
@@ -197,7 +197,7 @@ def check_faults(rank):
     def errors(fault):
         model = parallelize(make_gpt(), grid)
         run_backward(model)
-        gradient_sums.declared_sums = lambda module: ((name, each, fault(axes)) for name, each, axes in whole(module))
+        gradient_sums.declared_sums = lambda module: ((name, item, fault(axes)) for name, item, axes in whole(module))
         try:
             sync_gradients(model, check_every=0)
         finally:
@@ -251,10 +251,10 @@ def check_clip_and_checkpoint(rank, folder):
 
     grids = [Grid.make(2, 2, 1), Grid.make(1, 2, 2)]
     model, plain = parallelize(make_gpt(), grids[0]), make_gpt()
-    for each in (model, plain):
-        run_backward(each)
+    for item in (model, plain):
+        run_backward(item)
     sync_gradients(model)
-    norms = [nn.utils.clip_grad_norm_(each.parameters(), 0.1) for each in (model, plain)]
+    norms = [nn.utils.clip_grad_norm_(item.parameters(), 0.1) for item in (model, plain)]
     error = abs(float(norms[0].full_tensor() - norms[1]))
     errors = gradient_errors(model, plain)
     dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
@@ -288,9 +288,9 @@ def check_fsdp(rank):
     model, plain = parallelize(make_gpt(), grid), make_gpt()
     for module in (*model.blocks, model):
         fully_shard(module, mesh=grid.device_mesh["depth"])
-    optimizers = [torch.optim.SGD(each.parameters(), 0.1) for each in (model, plain)]
+    optimizers = [torch.optim.SGD(item.parameters(), 0.1) for item in (model, plain)]
     for _ in range(2):
-        losses = [float(run_backward(each).detach()) for each in (model, plain)]
+        losses = [float(run_backward(item).detach()) for item in (model, plain)]
         sync_gradients(model)
         errors = gradient_errors(model, plain)
         for optimizer in optimizers:

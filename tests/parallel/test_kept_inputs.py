@@ -39,7 +39,7 @@ def count_moved(run):
 def check_kept_inputs(rank, grid_shape):
     """Gradients, and what moves: as usual, with kept inputs, with recomputation, and with deferred weight gradients."""
     torch.set_num_threads(1)
-    batch, found = make_batch(4), {}
+    batch, kept_inputs = make_batch(4), {}
     for keep_inputs, has_checkpoints, is_split in itertools.product((False, True), repeat=3):
         model = parallelize(make_gpt(), Grid.make(*grid_shape), keep_inputs=keep_inputs)
         if has_checkpoints:
@@ -54,8 +54,11 @@ def check_kept_inputs(rank, grid_shape):
             store.finish()
 
         moved = count_moved(step)
-        found[keep_inputs, has_checkpoints, is_split] = moved, [each.grad.to_local() for each in model.parameters()]
-    return found
+        kept_inputs[keep_inputs, has_checkpoints, is_split] = (
+            moved,
+            [parameter.grad.to_local() for parameter in model.parameters()],
+        )
+    return kept_inputs
 
 
 @pytest.mark.integration

@@ -53,7 +53,7 @@ def check_dropout(rank, grid_shape, has_checkpoints):
         loss.backward()
         losses.append(float(loss.detach()))
     sync_gradients(model)
-    norms = [float(each.grad.full_tensor().norm()) for each in model.parameters()]
+    norms = [float(parameter.grad.full_tensor().norm()) for parameter in model.parameters()]
     return losses, norms
 
 
@@ -104,7 +104,7 @@ def check_dtype(rank, dtype):
     y = exact(whole)
     y.backward(g.double())
     rows, columns, outs = (
-        slice(*each) for each in (grid.local_rows(13), grid.local_features(45), grid.local_features(70))
+        slice(*item) for item in (grid.local_rows(13), grid.local_features(45), grid.local_features(70))
     )
     local = x[rows, columns].detach().clone().requires_grad_()
     found = layer(local)
@@ -143,13 +143,13 @@ def check_autocast(rank):
     model, plain = (make_gpt(dtype=torch.float32) for _ in range(2))
     model = parallelize(model, Grid.make(2, 2, 1))
     losses = []
-    for each in (model, plain):
+    for item in (model, plain):
         with torch.autocast("cpu", torch.bfloat16):
-            loss = each(*make_batch(4))
+            loss = item(*make_batch(4))
         loss.backward()
         losses.append(float(loss.detach()))
     sync_gradients(model)
-    assert all(each.grad.dtype == torch.float32 for each in model.parameters())
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
     errors = [
         relative_error(a.grad.full_tensor(), b.grad)
         for (name, a), b in zip(model.named_parameters(), plain.parameters(), strict=True)

@@ -20,7 +20,7 @@ from .models import SEQUENCE, gradient_errors, make_batch, make_gpt, relative_er
 
 FAST = [(2, 2, 2), (3, 2, 1)]
 SLOW = [(1, 1, 1), (1, 4, 1), (2, 2, 1), (2, 3, 2), (2, 4, 1), (1, 1, 4), (4, 1, 1), (3, 3, 1), (2, 2, 4), (4, 4, 1)]
-GRIDS = [*FAST, *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
+GRIDS = [*FAST, *(pytest.param(item, marks=pytest.mark.slow) for item in SLOW)]
 
 
 def check_gpt(rank, grid_shape, rows, options):
@@ -29,7 +29,7 @@ def check_gpt(rank, grid_shape, rows, options):
     model, plain = make_gpt(**options), make_gpt(**options)
     model = parallelize(model, Grid.make(*grid_shape), panel=5)
     batch = make_batch(rows, options.get("vocabulary", 53))
-    losses = [each(*batch) for each in (model, plain)]
+    losses = [item(*batch) for item in (model, plain)]
     for loss in losses:
         loss.backward()
     sync_gradients(model)
@@ -97,13 +97,13 @@ def check_transformers(rank, kind, grid_shape):
     mask = torch.ones_like(tokens)
     mask[1, -2:] = 0
     results = []
-    for each in (model, plain):
-        optimizer, losses = torch.optim.SGD(each.parameters(), 0.5), []
+    for item in (model, plain):
+        optimizer, losses = torch.optim.SGD(item.parameters(), 0.5), []
         for step in range(3):
             given = {"attention_mask": mask} if step else {}
-            loss = each(input_ids=tokens, labels=labels, **given).loss
+            loss = item(input_ids=tokens, labels=labels, **given).loss
             loss.backward()
-            if each is model:
+            if item is model:
                 sync_gradients(model)
             optimizer.step()
             optimizer.zero_grad()
@@ -234,8 +234,8 @@ def check_lost(rank, victim, how):
     ("victim", "how"),
     [(3, "killed")]
     + [
-        pytest.param(*each, marks=pytest.mark.slow)
-        for each in [(1, "killed"), (2, "raises"), (0, "raises"), (3, "stops")]
+        pytest.param(*item, marks=pytest.mark.slow)
+        for item in [(1, "killed"), (2, "raises"), (0, "raises"), (3, "stops")]
     ],
 )
 def test_a_lost_rank_is_named_by_every_survivor(victim, how):
@@ -253,8 +253,8 @@ def check_empty_columns(rank):
     model = parallelize(model, Grid.make(1, 4, 1))  # the key has 6 features: 2, 2, 2 and 0
     tokens = make_batch(2)[0]
     losses = []
-    for each in (model, plain):
-        losses.append(each(input_ids=tokens, labels=tokens).loss)
+    for item in (model, plain):
+        losses.append(item(input_ids=tokens, labels=tokens).loss)
         losses[-1].backward()
     assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-6)  # a loss of transformers is in float32
     key = "model.layers.0.self_attn.k_proj.weight"
@@ -277,7 +277,7 @@ def check_arguments(rank):
     ):
         model(input_ids=tokens, use_cache=True)
     for given in (positions, positions[None]):
-        losses = [each(position_ids=given, input_ids=tokens, labels=tokens).loss.item() for each in (model, plain)]
+        losses = [item(position_ids=given, input_ids=tokens, labels=tokens).loss.item() for item in (model, plain)]
         assert losses[0] == pytest.approx(losses[1], abs=1e-6)
 
 
@@ -294,8 +294,8 @@ def check_mask_of_no_rows(rank):
     mask[0, 0] = 0
     model, plain = (make_transformers_model("gpt2") for _ in range(2))
     model = parallelize(model, Grid.make(2, 1, 1))
-    for each in (model, plain):
-        each(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
+    for item in (model, plain):
+        item(input_ids=tokens, labels=tokens, attention_mask=mask).loss.backward()
     sync_gradients(model)
     name = "transformer.wte.weight"
     return relative_error(model.get_parameter(name).grad.full_tensor(), plain.get_parameter(name).grad)

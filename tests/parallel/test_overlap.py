@@ -26,11 +26,13 @@ def check_sums_during_backward(rank, shape):
         if is_overlapped:
             with sync_during_backward(model):
                 model(*make_batch(6)).backward()
-                assert sum(state_of(each).is_early for each in model.parameters() if state_of(each)) >= 10
+                assert (
+                    sum(state_of(parameter).is_early for parameter in model.parameters() if state_of(parameter)) >= 10
+                )
         else:
             model(*make_batch(6)).backward()
             sync_gradients(model)
-        found.append([each.grad.to_local().clone() for each in model.parameters()])
+        found.append([parameter.grad.to_local().clone() for parameter in model.parameters()])
         optimizer.step()
         optimizer.zero_grad()
     return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
@@ -55,7 +57,7 @@ def check_misuse_during_backward(rank):
     with pytest.raises(ArgumentError, match="before it is summed"):  # the failed step left them unsummed
         optimizer.step()
     sync_gradients(model)
-    expected = [each.grad.to_local().clone() for each in model.parameters()]
+    expected = [parameter.grad.to_local().clone() for parameter in model.parameters()]
     optimizer.zero_grad()
     with pytest.raises(ArgumentError, match="entered twice"), sync_during_backward(model), sync_during_backward(model):
         pass
@@ -68,7 +70,9 @@ def check_misuse_during_backward(rank):
             optimizer.step()
     with pytest.raises(ArgumentError, match="summed over ranks"):
         sync_gradients(model)
-    return all(torch.equal(a, each.grad.to_local()) for a, each in zip(expected, model.parameters(), strict=True))
+    return all(
+        torch.equal(a, parameter.grad.to_local()) for a, parameter in zip(expected, model.parameters(), strict=True)
+    )
 
 
 def test_misuse_of_sums_during_the_backward_is_named():
@@ -96,7 +100,7 @@ def check_steps_after_failures(rank):
         finally:
             if handle:
                 handle.remove()
-        return [each.grad.to_local().clone() for each in parameters]
+        return [parameter.grad.to_local().clone() for parameter in parameters]
 
     expected = run()
     model.zero_grad()

@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from reshard import Layout, Mesh
 from reshard.parallel import Grid, parallelize, plain_state_dict
-from reshard.scheduler import Edge, Engine, Pipeline, Stage, StageOutput, one_f_one_b, zb_h1
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, one_f_one_b, zb_h1
+from reshard.scheduler.runtime.engine import Engine
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 
@@ -61,7 +62,7 @@ def make_pipeline():
         mesh = Mesh(array.flatten().tolist(), dict(zip(AXES, array.shape, strict=True)))
         layouts.append(Layout(mesh, (("depth", "row"), (), ("col",))))
     x = TensorSpec((ROWS, SEQUENCE, HIDDEN), "float64", *layouts, "x")
-    return Pipeline(tuple(Stage(1, 1, 1, mesh=each.mesh) for each in layouts), (Edge(0, 1, tensors=(x,)),))
+    return Pipeline(tuple(Stage(1, 1, 1, mesh=layout.mesh) for layout in layouts), (Edge(0, 1, tensors=(x,)),))
 
 
 def check_engine(rank, make_schedule):
@@ -75,7 +76,7 @@ def check_engine(rank, make_schedule):
     lo, hi = grid.local_rows(ROWS)
     tokens, targets = batches()
     name, values = (("tokens", tokens), ("targets", targets))[mine]
-    feed = {mine: [{name: each[lo:hi]} for each in values]}
+    feed = {mine: [{name: value[lo:hi]} for value in values]}
     losses = []
     with Engine(make_schedule(pipeline, MICROBATCHES), pipeline, {mine: module}, timeout_seconds=60) as engine:
         for _ in range(STEPS):

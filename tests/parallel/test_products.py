@@ -102,11 +102,11 @@ def check_products(rank, rows, cols, depth):
                 products = LayerProducts(shape, per_row, cuts_in, keeps_input=True)
                 kinds = products.kinds
                 readers = (1, 2) if cuts_in else (2, 1)
-                given = [Activation(each, count) for each, count in zip(local[0], readers, strict=True)]
+                given = [Activation(item, count) for item, count in zip(local[0], readers, strict=True)]
                 received = LayerProducts(shape, per_row, cuts_in).received(flows)
                 worst = max(worst, check(kinds[1:], run(kinds[1:], *given), received[1] + received[2]))
                 assert not given[0].gathered and not given[1].gathered
-                given = [Activation(each, 2) for each in local[0]]  # and the forward keeps those of the input
+                given = [Activation(item, 2) for item in local[0]]  # and the forward keeps those of the input
                 forward = run(kinds[:1], *given)
                 worst = max(worst, check(kinds, forward + run(kinds[1:], *given), sum(products.received(flows))))
     dist.barrier()
@@ -116,7 +116,7 @@ def check_products(rank, rows, cols, depth):
 @pytest.mark.parametrize(
     ("rows", "cols", "depth"),
     [(2, 2, 1), (3, 2, 1), (2, 2, 2)]
-    + [pytest.param(*each, marks=pytest.mark.slow) for each in [(1, 4, 1), (4, 1, 1), (2, 3, 2), (2, 4, 1), (4, 4, 1)]],
+    + [pytest.param(*item, marks=pytest.mark.slow) for item in [(1, 4, 1), (4, 1, 1), (2, 3, 2), (2, 4, 1), (4, 4, 1)]],
 )
 def test_products_are_those_of_one_process_and_receive_what_the_formulas_say(rows, cols, depth):
     for worst, wrong_counts in run_processes(check_products, rows * cols * depth, rows, cols, depth):

@@ -69,14 +69,14 @@ def check_bits(rank):
     with torch.inference_mode():
         fast.sum(torch.ones(3))
     for seed in range(3):
-        expected = [each.wait() for each in start_collectives(slow, seed, 100)]
+        expected = [start_collective.wait() for start_collective in start_collectives(slow, seed, 100)]
         pending = list(enumerate(start_collectives(fast, seed, 100)))
         random.Random(rank).shuffle(pending)  # every rank waits in an order of its own
-        for number, each in pending:
-            found = each.wait()
+        for number, item in pending:
+            found = item.wait()
             assert found.dtype == expected[number].dtype
             assert torch.equal(found, expected[number])
-            assert each.wait() is found
+            assert item.wait() is found
 
 
 @pytest.mark.integration
@@ -172,8 +172,8 @@ def test_a_rank_that_does_not_come_is_named_after_the_timeout():
 
 
 def shared_descriptors():
-    links = [Path(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")]
-    return sum("memfd:reshard" in str(each.readlink()) for each in links if each.is_symlink())
+    links = [Path(f"/proc/self/fd/{path}") for path in os.listdir("/proc/self/fd")]
+    return sum("memfd:reshard" in str(link.readlink()) for link in links if link.is_symlink())
 
 
 def shared_mappings():
@@ -248,7 +248,7 @@ def check_levels(rank):
     assert layer.shares_memory
     assert timeout_of(layer.make_twin("made a grid").group) == 77  # which has its own process group
     axis = make_axis(rank, [0, 0, 1, 1])
-    return [each.shares_memory for each in (axis, axis.levels.inside, axis.levels.between)]
+    return [item.shares_memory for item in (axis, axis.levels.inside, axis.levels.between)]
 
 
 @pytest.mark.integration

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from microbench.planner import check_speed
-from reshard import Layout, Mesh, PlanError, Topology, check_plan, make_plan
+from reshard import Layout, Mesh, Topology, check_plan, make_plan
+from reshard.errors import PlanError
 from reshard.plan.text_parser import parse_plan
 from reshard.plan.transfers import Transfers
 from reshard.planner.registry import STRATEGIES
@@ -323,7 +324,7 @@ def test_errors_name_the_message_of_each_box(dst, lines, refused):
     text = STRIPES.format(dst=dst)
     for line in lines:
         head, *source = line.split(" from ")
-        text += f"{head} splits 1 window 4{''.join(f' from {one}' for one in source)}\n"
+        text += f"{head} splits 1 window 4{''.join(f' from {item}' for item in source)}\n"
     with pytest.raises(PlanError) as caught:
         check_plan(parse_plan(text))
     assert str(caught.value) == refused

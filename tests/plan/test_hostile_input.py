@@ -12,18 +12,9 @@ import torch
 from hypothesis import given, strategies as st
 
 import reshard.api.call
-from reshard import (
-    Layout,
-    Mesh,
-    PlanError,
-    RegionLayout,
-    ReshardError,
-    Topology,
-    check_plan,
-    make_plan,
-    reshard_local,
-)
+from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, check_plan, make_plan, reshard_local
 from reshard.cli.main import main
+from reshard.errors import PlanError
 from reshard.plan.json import layout_from_json, plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_layout, parse_plan
 from reshard.sharding.tiles import cut_shards
@@ -243,5 +234,5 @@ def test_errors_of_json_name_the_key(key, value):
         reshard.Layout(reshard.Mesh.of("2"), "S0"), reshard.Layout(reshard.Mesh.of("1")), (8,), "int8"
     )
     data = reshard.plan_to_json(plan) | {key: value}
-    with pytest.raises(reshard.PlanError, match=f"^{key} is "):
+    with pytest.raises(reshard.errors.PlanError, match=f"^{key} is "):
         reshard.plan_from_json(data)

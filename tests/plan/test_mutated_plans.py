@@ -10,7 +10,8 @@ import re
 import pytest
 import torch
 
-from reshard import Layout, Mesh, PlanError, ReshardError, Topology, check_plan, make_plan
+from reshard import Layout, Mesh, ReshardError, Topology, check_plan, make_plan
+from reshard.errors import PlanError
 from reshard.plan.ordering import find_waits
 from reshard.plan.text_parser import parse_plan
 from reshard.runtime.program import build_program

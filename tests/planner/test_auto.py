@@ -134,7 +134,7 @@ def test_native_and_reference_greedy_orders_are_equal(seed, has_home_ports):
     home = chance.integers(0, num_hosts, options.sum())
     rows = [np.sort(chance.choice(num_ports, count, replace=False)) for count in chance.integers(1, 5, options.sum())]
     if has_home_ports:
-        rows = [np.append(row[:1], num_ports + at) for row, at in zip(rows, home, strict=True)]
+        rows = [np.append(row[:1], num_ports + index) for row, index in zip(rows, home, strict=True)]
     tasks = chance.integers(1, 6, num_classes)
     nbytes = chance.integers(1, 2 ** int(chance.integers(2, 40)), tasks.sum())
     greedy_problem = GreedyProblem(

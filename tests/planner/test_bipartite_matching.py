@@ -45,7 +45,7 @@ def test_matching_prefers_first_receivers_then_heaviest_senders(seed):
 def test_staged_messages_count_until_they_are_forwarded(order, most):
     """Rank 5 receives pieces and forwards them to rank 6; when a message arrives, it stages at most ``most`` pieces."""
     words = order.split()
-    of_piece = {int(word[1]): at for at, word in enumerate(words) if word[0] == "R"}
+    of_piece = {int(word[1]): index for index, word in enumerate(words) if word[0] == "R"}
     is_forward = np.array([word[0] == "S" for word in words])
     schedule = SimpleNamespace(
         piece=np.array([int(word[1]) for word in words]),

@@ -8,7 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, TopologyError, check_plan, make_plan
+from reshard import Layout, Mesh, Topology, check_plan, make_plan
+from reshard.errors import ArgumentError, PlanError, TopologyError
 from reshard.plan.messages import expand_messages
 from reshard.plan.transfers import Transfers
 from reshard.planner.multicast import strategy as multicast_module

@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 
 import reshard
-from reshard import ArgumentError, CodecRate, Layout, Mesh, Topology, TopologyError, make_plan
+from reshard import Layout, Mesh, Topology, make_plan
+from reshard.errors import ArgumentError, TopologyError
 from reshard.planner import predict
+from reshard.topology import CodecRate, topology_to_json
 
 SRC, DST, SHAPE = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0"), (2048, 4096)
 INT8, INT4 = CodecRate("int8x128", 6e9, 8e9), CodecRate("int4x128", 5e9, 8e9)
@@ -27,9 +29,9 @@ def _choose(gbit, *rates, max_error=0.2):
 
 def test_auto_codes_on_slow_links_only_and_says_why():
     chosen = _choose(1, INT8, INT4)
-    assert chosen.dtype == "int4x128" and chosen.coded_because.startswith("auto predicts raw 0.269 s")
+    assert chosen.dtype == "int4x128" and chosen.encoded_because.startswith("auto predicts raw 0.269 s")
     plan = make_plan(SRC, DST, SHAPE, "float32", topology=_topology(1, INT8), compression="auto", max_error=0.1)
-    assert f"# tensor 0 is coded: {plan.tensors[0].coded_because}" in str(plan)
+    assert f"# tensor 0 is encoded: {plan.tensors[0].encoded_because}" in str(plan)
     assert reshard.parse_plan(str(plan)) == plan
     assert _choose(1, INT8, INT4, max_error=0.02).dtype == "int8x128"
     fast = _choose(100, INT8, INT4)
@@ -43,7 +45,7 @@ def test_auto_decides_for_tensors_of_each_layout_and_dtype():
     """The links between hosts are slow, and those inside hosts are faster than any codec."""
     topology = replace(_topology(1, INT8), inside_bytes_per_second=100e9)
     inside = Layout(Mesh.of("1")), Layout(Mesh.of("1", first_rank=1))
-    src, dst = ({"across": each, "inside": own, "ids": each} for each, own in zip((SRC, DST), inside, strict=True))
+    src, dst = ({"across": item, "inside": own, "ids": item} for item, own in zip((SRC, DST), inside, strict=True))
     dtypes = {"across": "float32", "inside": "float32", "ids": "int64"}
     plan = make_plan(src, dst, dict.fromkeys(src, SHAPE), dtypes, topology=topology, compression="auto", max_error=0.1)
     chosen = {spec.name: spec for spec in plan.tensors}
@@ -106,7 +108,7 @@ def test_relays_do_not_code_and_rows_of_several_receivers_are_encoded_once():
 
 def test_topologies_keep_their_codec_rates():
     topology = _topology(1, INT8, INT4)
-    assert reshard.topology_from_json(reshard.topology_to_json(topology)) == topology
+    assert reshard.topology_from_json(topology_to_json(topology)) == topology
     plan = make_plan(SRC, DST, SHAPE, "float32", topology=topology)
     assert reshard.parse_plan(str(plan)) == plan
     with pytest.raises(TopologyError, match="there is no block codec 'zfp'"):

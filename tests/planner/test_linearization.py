@@ -70,6 +70,6 @@ def test_order_is_by_end_subject_to_all_rules():
             by_end = [(messages.end[i], not crosses[i], i) for i in range(count)]
             assert sequence == list(nx.lexicographical_topological_sort(rules, by_end.__getitem__)), seed
         else:
-            place = {i: at for at, i in enumerate(sequence)}
+            place = {i: index for index, i in enumerate(sequence)}
             assert all(place[first] < place[i] for i in sequence for first in messages.after[i]), seed
     assert 400 < kept < 750 and staged > 1000  # both acyclic and cyclic rules occur

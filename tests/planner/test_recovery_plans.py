@@ -8,7 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from reshard import Layout, Mesh, RankLostError, Topology, check_plan, make_plan
+from reshard import Layout, Mesh, Topology, check_plan, make_plan
+from reshard.errors import RankLostError
 from reshard.plan.messages import expand_messages
 from reshard.planner.recovery import (
     Piece,
@@ -72,7 +73,7 @@ def test_ranks_without_progress_have_received_nothing():
     ]  # fmt: skip
 
 
-def test_lost_regions_of_a_coded_tensor_are_in_blocks():
+def test_lost_regions_of_a_encoded_tensor_are_in_blocks():
     plan = make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([2])), (64, 256), "float32", compression="int8x128")
     pieces = find_missing(plan, whole_tensors(plan), {}, [1, 2])
     with pytest.raises(RankLostError, match=r"it \[0:32, 0:2\] in blocks of 128 values: rank 2 still needs") as caught:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reshard import ArgumentError, Layout, Mesh, PlanError, RegionLayout, Topology, make_plan
+from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
 from reshard.cost.lower_bound import find_bound
 from reshard.cost.simulator import simulate
+from reshard.errors import ArgumentError, PlanError
 from reshard.plan.check import check_plan
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.strategies.broadcast import broadcast_in_rotation

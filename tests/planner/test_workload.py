@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from reshard import ArgumentError, Layout, Mesh, PlanError, Topology, make_plan
+from reshard import Layout, Mesh, Topology, make_plan
 from reshard.cost.report import CostReport
+from reshard.errors import ArgumentError, PlanError
 from reshard.plan.messages import expand_messages
 from reshard.plan.ordering import find_turns, find_waits
 from reshard.plan.text_parser import parse_plan
@@ -54,9 +55,9 @@ def test_chain_chunk_size_grows_with_latency():
 def test_small_regions_with_one_tree_share_messages(strategy, receivers):
     """40 regions of about 60,000 bytes share messages of up to 1 MiB; a region of another dtype or of 64 KiB travels alone."""
     layouts = Layout(Mesh([0])), Layout(Mesh(range(1, 1 + receivers)))
-    specs = [TensorSpec((60_000 - at,), "int8", *layouts, str(at)) for at in range(40)]
+    specs = [TensorSpec((60_000 - index,), "int8", *layouts, str(index)) for index in range(40)]
     specs.insert(20, TensorSpec((16,), "int32", *layouts, "other"))
-    specs += [TensorSpec((2**16 + at,), "int8", *layouts, f"large {at}") for at in range(2)]
+    specs += [TensorSpec((2**16 + index,), "int8", *layouts, f"large {index}") for index in range(2)]
     plan = plan_tensors(specs, strategy=strategy, topology=Topology(tuple(range(1 + receivers))))
     assert sorted(np.diff(plan.transfers.box_at).tolist()) == [1, 1, 1, 6, 17, 17]  # 17 fit into 1 MiB
     assert plan.num_messages == 43 * receivers
@@ -96,7 +97,7 @@ def test_estimates_of_plans_that_take_too_long_to_simulate(strategy, monkeypatch
     plan = make_plan(src, dst, (2048, 2048), "float32", topology=topology, strategy=strategy)
     simulated = CostReport(plan)
     assert not simulated.makespan.is_estimate and "estimated" not in str(simulated)
-    monkeypatch.setattr("reshard.cost.prediction.MOST_OPERATIONS", 10)
+    monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 10)
     estimated = CostReport(plan)
     assert estimated.makespan.is_estimate and "estimated, not simulated" in str(estimated)
     most = 1.02 if strategy == "multicast" else 4.0
@@ -154,7 +155,7 @@ def _tried(problem, monkeypatch):
 def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
     def problem(num, holders, receivers, hosts):
         layouts = Layout(Mesh(holders)), Layout(Mesh(receivers))
-        specs = [TensorSpec((64,), "int8", *layouts, str(at)) for at in range(num)]
+        specs = [TensorSpec((64,), "int8", *layouts, str(index)) for index in range(num)]
         return PlanProblem.of(specs, Topology((0, 1, 2, 3), hosts, latency_seconds=1e-3))
 
     slow, fast, two = (Host((Port.of(rate),) * n) for rate, n in ((1e8, 1), (1e9, 1), (1e9, 2)))
@@ -210,7 +211,7 @@ def test_auto_compares_estimates_above_the_simulation_limit(monkeypatch):
     spec = TensorSpec((2**26,), "int8", Layout(Mesh([0])), Layout(Mesh([1, 2])))
     problem = PlanProblem.of([spec], Topology((0, 1, 1)))
     chosen = auto.choose_fastest(problem)[0]
-    monkeypatch.setattr("reshard.cost.prediction.MOST_OPERATIONS", 0)
+    monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 0)
     monkeypatch.setattr(auto, "_LARGE", 0)
     assert auto.choose_fastest(problem)[0] == chosen == "multicast"
 

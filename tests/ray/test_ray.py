@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from microbench.emulation import namespaces
-from reshard import ArgumentError
+from reshard.errors import ArgumentError
 
 pytest.importorskip("ray", reason="ray is not installed: pip install 'reshard[ray]'")
 
@@ -123,8 +123,8 @@ def _wrong_calls():
         good = actors.reshard(held, left, right, dst_spec="R S0")  # the actors still work after all errors
         assert good.gather().equal(_whole(4, 4))
         wide = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
-        coded = actors.reshard(left.put(wide, "S0"), left, right, dst_spec="R S0", compression="int8x128").gather()
-        assert 0.005 < np.linalg.norm(coded.numpy() - wide) / np.linalg.norm(wide) < 0.01
+        encoded = actors.reshard(left.put(wide, "S0"), left, right, dst_spec="R S0", compression="int8x128").gather()
+        assert 0.005 < np.linalg.norm(encoded.numpy() - wide) / np.linalg.norm(wide) < 0.01
         old, new = left.put(wide, "S0"), left.put(wide + (wide > 2), "S0")
         out = actors.reshard(old, left, right, dst_spec="R S0", compression="delta")  # there is no base: in full
         assert np.array_equal(out.gather().numpy(), wide)
@@ -209,8 +209,8 @@ def _add_one(rank, by_name, listed):
 
 def test_functions_get_the_shards_of_their_actor(drive):
     added, whole = drive(_run_on_shards), _whole(6, 4)
-    assert [one[:2] for one in added] == [(0, [3, 4]), (1, [3, 4]), (2, None), (3, None)]
-    assert [one[2] for one in added] == [None, None, whole[:, :2].tolist(), whole[:, 2:].tolist()]
+    assert [item[:2] for item in added] == [(0, [3, 4]), (1, [3, 4]), (2, None), (3, None)]
+    assert [item[2] for item in added] == [None, None, whole[:, :2].tolist(), whole[:, 2:].tolist()]
 
 
 def _exit_on_one(rank):
@@ -333,13 +333,13 @@ def _recover():
             ray.get(left.actors[3].__ray_call__.remote(_end))
         try:
             actors.reshard(held, left, right, dst_spec="S0 R", on_loss="recover")
-        except reshard.RankLostError as error:
+        except reshard.errors.RankLostError as error:
             good.append(str(error))
     return good
 
 
 def _end_in_transfer(actor):
-    from reshard.coordination.connections import GlooTransport
+    from reshard.runtime.transport.connections import GlooTransport
 
     GlooTransport.recv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 

@@ -16,8 +16,8 @@ def copy_runs_python(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray,
     """
     if not len(src_at) == len(dst_at) == len(length):
         raise ValueError("copy_runs: src_at, dst_at and length must have the same size")
-    for at, array in ((src_at, src), (dst_at, dst)):
-        if len(at) and (at.min() < 0 or length.min() < 0 or (at + length).max() > len(array)):
+    for index, array in ((src_at, src), (dst_at, dst)):
+        if len(index) and (index.min() < 0 or length.min() < 0 or (index + length).max() > len(array)):
             raise IndexError("copy_runs: a run lies outside its array")
     for a, b, n in zip(src_at.tolist(), dst_at.tolist(), length.tolist(), strict=True):
         dst[b : b + n] = src[a : a + n]

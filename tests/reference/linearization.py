@@ -57,11 +57,11 @@ def linearize(messages: Messages, crosses: list[bool]) -> list[int]:
     across = [i for i in every_message if crosses[i]]
     waiting = {i for i in messages.staged if not crosses[i]}
     for row in chain(across, messages.sender, lambda i: (messages.start[i], False, i)).values():
-        for at, i in enumerate(row):
+        for index, i in enumerate(row):
             if messages.source[i] in waiting:
                 waiting.remove(messages.source[i])
-                if at >= STAGED_BEFORE:
-                    add_edge(row[at - STAGED_BEFORE], messages.source[i])
+                if index >= STAGED_BEFORE:
+                    add_edge(row[index - STAGED_BEFORE], messages.source[i])
     uses: dict[int, list[int]] = {i: [] for i in messages.staged if crosses[i]}
     for i in every_message:
         if messages.source[i] in uses and not crosses[i]:

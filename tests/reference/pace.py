@@ -47,7 +47,8 @@ def best_stages(
     num_classes, num_ends = next_at.shape
     size = num_layers + 1
     prices = {
-        int(at): (float(f), float(b)) for at, f, b in zip(priced_at, priced_forward, priced_backward, strict=True)
+        int(position): (float(f), float(b))
+        for position, f, b in zip(priced_at, priced_forward, priced_backward, strict=True)
     }
     fronts = {}  # (first, end or 0, at, class) -> front
     merged = {}
@@ -82,29 +83,29 @@ def best_stages(
 
     none = [Point(0.0, -math.inf, 0, 0, None, -1)]
     for first in reversed(range(num_layers)):
-        for at in range(1, num_ends):
+        for position in range(1, num_ends):
             for c in range(num_classes):
-                rest = next_at[c, at]
+                rest = next_at[c, position]
                 if rest < 0:
                     continue
-                options = [o for o in range(len(option_class)) if option_class[o] == c and allowed[o, at]]
+                options = [o for o in range(len(option_class)) if option_class[o] == c and allowed[o, position]]
                 for end in range(first + 1, size):
                     is_last = end == num_layers
                     if is_last != (rest == 0):
                         continue
-                    ports = received[first, end] * port_in[c, at] + sent[first, end] * port_out[c, at]
+                    ports = received[first, end] * port_in[c, position] + sent[first, end] * port_out[c, position]
                     if ports > pace:
                         continue
-                    front = fronts.setdefault((first, 0 if is_chain else end, at, c), [])
+                    front = fronts.setdefault((first, 0 if is_chain else end, position, c), [])
                     for o in options:
                         seconds = forward[o, first, end] + backward[o, first, end]
                         if seconds > pace:
                             continue
-                        for tail in none if is_last else behind(first, end, c, at):
+                        for tail in none if is_last else behind(first, end, c, position):
                             trip = seconds + tail.trip
                             held = min(microbatches, max(1, math.ceil(trip / pace)))
                             kept = fixed[o, first, end] + held * activation[o, first, end]
-                            if max(kept, ending[o, first, end]) > memory[c, at]:
+                            if max(kept, ending[o, first, end]) > memory[c, position]:
                                 continue
                             excess = max(sync[o, first, end], tail.excess - backward[o, first, end])
                             add(front, Point(trip, excess, end, o, tail.next, tail.next_class))

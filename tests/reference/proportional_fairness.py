@@ -13,7 +13,7 @@ _SWEEPS = 200
 #: Limit on steps of Newton's method per port and sweep.
 _STEPS = 20
 #: With more ports than this, one price is set after another.
-_MOST_JOINT_PORTS = 64
+_MAX_JOINT_PORTS = 64
 #: Limit on steps of Newton's method for all prices at once.
 _ROUNDS = 12
 #: A price is not unique if the pivot of its row is below this fraction of the row's diagonal entry.
@@ -95,7 +95,7 @@ def _search_prices(paths: list[list[int]], capacity: list[float], price: list[fl
             for other in flows[path[0]]:
                 cost[other] += price[path[0]]
     used = [port for port, row in enumerate(flows) if row]
-    if joint and len(used) <= _MOST_JOINT_PORTS:
+    if joint and len(used) <= _MAX_JOINT_PORTS:
         rates = _set_joint_prices(paths, used, capacity, price, cost)
         if rates is not None:
             return rates
@@ -130,9 +130,9 @@ def _set_joint_prices(
     for _ in range(_ROUNDS):
         load = [0.0] * n
         hessian = [[0.0] * n for _ in range(n)]
-        for row, amount, each in zip(bundles, count, costs, strict=True):
-            part = amount * (1 / each)
-            curvature = part * (1 / each)
+        for row, amount, item in zip(bundles, count, costs, strict=True):
+            part = amount * (1 / item)
+            curvature = part * (1 / item)
             for a, i in enumerate(row):
                 load[i] += part
                 for j in row[: a + 1]:
@@ -143,16 +143,16 @@ def _set_joint_prices(
             for i, port in enumerate(used):
                 price[port] = prices[i]
                 load[i] /= capacity[port]
-            rates = [1 / (each * max(1.0, *(load[i] for i in row))) for row, each in zip(bundles, costs, strict=True)]
+            rates = [1 / (item * max(1.0, *(load[i] for i in row))) for row, item in zip(bundles, costs, strict=True)]
             return [rates[bundle] for bundle in bundle_of]
         move = _solve(hessian, [load[i] - capacity[port] for i, port in enumerate(used)], fixed)
         part = 1.0
-        for row, each in zip(bundles, costs, strict=True):
+        for row, item in zip(bundles, costs, strict=True):
             change = 0.0
             for i in row:
                 change += move[i]
-            if change < -_LARGEST_CUT * each:
-                part = min(part, -_LARGEST_CUT * each / change)
+            if change < -_LARGEST_CUT * item:
+                part = min(part, -_LARGEST_CUT * item / change)
         prices = [max(prices[i] + part * move[i], 0.0) for i in range(n)]
         for bundle, row in enumerate(bundles):
             costs[bundle] = 0.0

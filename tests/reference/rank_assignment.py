@@ -9,7 +9,7 @@ from reshard.planner.multicast.workload import Ports, Workload, rows_of
 from tests.reference.chunk_scheduler import ChunkSends
 
 #: Limit on pieces that a rank stages for other ranks. A rank that dropped a piece too early receives it again.
-MOST_STAGED = 2
+MAX_STAGED = 2
 
 
 @dataclass
@@ -152,7 +152,7 @@ class RankAssignment:
         """Record that a rank stages a piece for other ranks; drop its oldest staged piece if there are too many."""
         kept = self.staged.setdefault(rank, [])
         kept.append((piece, host))
-        if len(kept) > MOST_STAGED:
+        if len(kept) > MAX_STAGED:
             piece, host = kept.pop(0)
             self.dropped[piece, host, rank] = self.where[piece, host].pop(rank)
 

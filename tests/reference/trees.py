@@ -24,8 +24,8 @@ class Trees:
         arriving = np.zeros(len(self._host_of), dtype=np.int64)
         task, replica = np.nonzero(problem.receivers != NO_RANK)
         np.add.at(arriving, problem.receivers[task, replica], problem.nbytes[task])
-        self._most_arriving = np.zeros(max(self._host_of, default=0) + 1, dtype=np.int64)
-        np.maximum.at(self._most_arriving, problem.topology.host_by_rank, arriving)
+        self._max_arriving = np.zeros(max(self._host_of, default=0) + 1, dtype=np.int64)
+        np.maximum.at(self._max_arriving, problem.topology.host_by_rank, arriving)
 
     def edges(self, task: int, sender: int) -> list[tuple[int, int]]:
         """Edges of one task's tree: first between hosts, then inside hosts."""
@@ -44,7 +44,7 @@ class Trees:
             between.append((last, entry))
             last = entry
             inside.extend(itertools.pairwise([entry, *_ranks_after(entry, by_host[host])]))
-        if self._sent.get(sender, 0) + nbytes * len(near) <= self._most_arriving[home]:
+        if self._sent.get(sender, 0) + nbytes * len(near) <= self._max_arriving[home]:
             inside.extend((sender, rank) for rank in near)
         else:
             inside.extend(itertools.pairwise([sender, *near]))

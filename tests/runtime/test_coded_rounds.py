@@ -15,7 +15,7 @@ def _code(rank):
     """Replicas decode the same bytes as in one process, into other dtypes and strides too."""
     whole = torch.randn(96, 1152, generator=torch.Generator().manual_seed(0))
     options = {"shape": whole.shape, "compression": "int4x128"}
-    shards = {each: take_shard(SRC, each, whole) for each in SRC.ranks}
+    shards = {item: take_shard(SRC, item, whole) for item in SRC.ranks}
     wanted = reshard.reshard_local(shards, SRC, DST, **options)
     assert (wanted[3] != take_shard(DST, 3, whole)).any()
     out = None if rank < 3 else torch.zeros(wanted[rank].shape[::-1]).t()
@@ -27,10 +27,10 @@ def _code(rank):
     plan = reshard.make_plan(SRC, DST, whole.shape, "float32", compression="int4x128")
     with reshard.Mover(plan) as mover:
         handles = [mover.start(shards.get(rank)) for _ in range(2)]
-        results = [each.synchronize(60.0) for each in handles]
-        assert all(each is None or torch.equal(each, wanted[rank]) for each in results)
+        results = [handle.synchronize(60.0) for handle in handles]
+        assert all(result is None or torch.equal(result, wanted[rank]) for result in results)
 
 
 @pytest.mark.usefixtures("device")
-def test_coded_tensors_move_in_rounds():
+def test_encoded_tensors_move_in_rounds():
     run_processes(_code, RANKS)

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 
-from reshard import ArgumentError, Layout, Mesh, make_plan
+from reshard import Layout, Mesh, make_plan
 from reshard.api import handle
 from reshard.api.tensor_checks import check_movable
-from reshard.coordination.connections import Connections
 from reshard.coordination.liveness import heartbeat
+from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.cuda import nccl_exchange, stream
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives
@@ -26,6 +26,7 @@ from reshard.runtime.rounds import executor
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import ONE_STREAM
 from reshard.runtime.rounds.schedule import find_rounds, rounds_of
+from reshard.runtime.transport.connections import Connections
 from tests.support.memory_transport import PythonCopier
 
 CPU = torch.device("cpu")
@@ -65,7 +66,7 @@ def test_tables_for_other_alignments_stay_within_staging_bytes(monkeypatch):
         part = flat[first + offset :][: len(whole)]
         part[:] = whole
         sent = _sent(runner, torch.from_numpy(part).view(32, 48))
-        assert [one for one in sent if one] == [whole.reshape(32, 48)[:, half].tobytes() for half in HALVES]
+        assert [item for item in sent if item] == [whole.reshape(32, 48)[:, half].tobytes() for half in HALVES]
         assert runner.allocated_bytes <= least.nbytes + 3 * least.table_bytes
     with_tables = [any(step.has_tables for step in steps) for steps in runner._steps.values()]
     assert with_tables.count(True) < 5 and with_tables.count(False) == 1  # other lists without tables were dropped
@@ -93,8 +94,8 @@ def test_allocator_knows_that_the_stream_uses_the_buffer():
 def cuda_streams(monkeypatch):
     """Replace the caller's current stream and the stream of transfers. Returns both, and a list of their waits."""
     caller, own, waits = Mock(), Mock(), []
-    for one in (caller, own):
-        one.wait_stream.side_effect = lambda other, one=one: waits.append((one, other))
+    for item in (caller, own):
+        item.wait_stream.side_effect = lambda other, item=item: waits.append((item, other))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: own)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: caller)
     monkeypatch.setattr(torch.cuda, "Event", Mock)
@@ -291,7 +292,7 @@ def test_queries_are_not_allowed_if_the_capture_mode_cannot_be_changed(load, rec
     load({})
     assert not stream.allow_queries_during_capture()
     assert not stream.allow_queries_during_capture()
-    assert [str(one.message) for one in recwarn] == [
+    assert [str(item.message) for item in recwarn] == [
         "neither libcudart nor libcuda.so.1 can be loaded, so polling for the end of transfers invalidates graph "
         'captures of other threads: capture with torch.cuda.graph(..., capture_error_mode="thread_local")'
     ]
@@ -378,5 +379,5 @@ def test_second_communicator_warns_of_a_single_device_connection(monkeypatch, re
     connections = Connections(torch.distributed.HashStore(), 0, (0, 1))
     connections._exchanges[number] = exchange = object()
     assert connections.exchange(CPU, number, 1.0, lambda: None) is exchange
-    assert [str(one.message)[:32] for one in recwarn] == ["CUDA_DEVICE_MAX_CONNECTIONS is 1"] * warns
+    assert [str(item.message)[:32] for item in recwarn] == ["CUDA_DEVICE_MAX_CONNECTIONS is 1"] * warns
     connections._exchanges.clear()

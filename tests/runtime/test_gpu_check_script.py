@@ -30,7 +30,7 @@ def test_every_check_selects_tests(check, side):
         called = re.findall(r"test_transfers\.(\w+)", " ".join(arguments))
         assert all(f"def {name}(" in (ROOT / "tests/gpu/test_transfers.py").read_text() for name in called)
         return
-    path = next(one for one in arguments if one.startswith("tests/"))
+    path = next(argument for argument in arguments if argument.startswith("tests/"))
     tree = ast.parse((ROOT / path).read_text())
     functions = [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")]
     words = arguments[arguments.index("-k") + 1].split(" or ") if "-k" in arguments else [""]

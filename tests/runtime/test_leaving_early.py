@@ -13,7 +13,7 @@ from reshard.testing.processes import run_processes
 
 def _receive_and_stay(rank):
     """Rank 0 has sent its data, and its process ends. Rank 1 still uses the communicator."""
-    src, dst = (reshard.Layout(reshard.Mesh([each]), "R") for each in (0, 1))
+    src, dst = (reshard.Layout(reshard.Mesh([item]), "R") for item in (0, 1))
     with reshard.Mover(reshard.make_plan(src, dst, (8,), "int8")) as mover:
         moved = mover.start(None if rank else torch.arange(8, dtype=torch.int8)).synchronize()
         if rank == 0:

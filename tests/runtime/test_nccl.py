@@ -14,14 +14,14 @@ import pytest
 import torch
 
 from reshard.coordination.communicator import Channel
-from reshard.coordination.connections import Connections
-from reshard.coordination.process_group import GroupResources
+from reshard.coordination.groups.process_group import GroupResources
 from reshard.errors import RemoteError
 from reshard.runtime.cuda import nccl
 from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NcclCollectives, NcclExchange
 from reshard.runtime.cuda.nccl_library import DATA_TYPES, Library, NcclError, find_library
 from reshard.runtime.cuda.stream import STREAMS
+from reshard.runtime.transport.connections import Connections
 from reshard.testing.processes import LaunchError, run_processes
 from tests.support.nccl.build import build_standin
 

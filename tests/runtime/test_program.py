@@ -10,8 +10,8 @@ import time
 import pytest
 import torch
 
-from reshard import Layout, Mesh, PlanError, RegionLayout, Topology, TransferTimeoutError, check_plan, make_plan
-from reshard.coordination.connections import ABORT_TAG
+from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
+from reshard.errors import PlanError, TransferTimeoutError
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.planning import plan_tensors
 from reshard.runtime.cpu import executor
@@ -20,6 +20,7 @@ from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import MANY_BOXES, MAX_WINDOW, Pool, Staging, carrier
 from reshard.runtime.cpu.verification import Digests, find_fault
 from reshard.runtime.program import build_program
+from reshard.runtime.transport.connections import ABORT_TAG
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.files import topology_from_json
 from tests.support.memory_transport import MemoryHub, MemoryTransport, run_in_threads
@@ -281,9 +282,11 @@ def test_message_is_posted_only_after_its_waits(seed):
     src, dst, shape, topology = random_problem(seed)
     plan = make_plan(src, dst, shape, "int8", topology=topology)
     programs = {rank: build_program(plan, rank) for rank in plan.ranks}
-    ops = [op for one in programs.values() for op in (*one.recvs, *one.sends_across, *one.sends_inside)]
+    ops = [op for program in programs.values() for op in (*program.recvs, *program.sends_across, *program.sends_inside)]
     assert {bool(op.waits) for op in ops if hasattr(op, "sender")} == {True, False}
-    assert any(op.waits for op in ops if not hasattr(op, "sender")) and any(one.awaited for one in programs.values())
+    assert any(op.waits for op in ops if not hasattr(op, "sender")) and any(
+        program.awaited for program in programs.values()
+    )
     whole = whole_tensor(shape, torch.int8)
     done, hub, errors = set(), MemoryHub(), []
     sides = {

@@ -50,10 +50,10 @@ def test_rounds_of_any_plan_finish_and_move_every_element(case, strategy):
     round_of = find_rounds(plan)
     messages = {message.id: message for message in expand_messages(plan)}
     assert set(round_of) == {i for i, message in messages.items() if message.sender != message.receiver}
-    for ident, at in round_of.items():
+    for ident, index in round_of.items():
         source = messages[ident].source
         if source is not None and source in round_of:
-            assert round_of[source] < at
+            assert round_of[source] < index
     check_calls(_calls(plan))
     whole = whole_tensor(shape)
     outs = {r: [s if s is None else torch.full_like(s, -1)] for r in plan.ranks for s in [take_shard(dst, r, whole)]}
@@ -159,8 +159,8 @@ def test_round_uses_at_most_half_of_the_staging_bytes(seed):
         plan = make_plan(src, dst, shape, "float32", topology=topology, staging_bytes=staging_bytes)
     round_of = find_rounds(plan)
     for rank in plan.ranks:
-        for one in rounds_of(build_program(plan, rank), round_of):
-            for ops in (one.recvs, one.sends):
+        for item in rounds_of(build_program(plan, rank), round_of):
+            for ops in (item.recvs, item.sends):
                 assert sum(op.nbytes for op in ops) <= staging_bytes // 4
 
 
@@ -171,12 +171,12 @@ def test_relayed_messages_keep_disjoint_buffers_until_forwarded():
         program = build_program(plan, rank)
         runner = runner_of(plan, rank)
         assert runner.num_halves == min(max(len(runner.rounds), 1), 2)  # a round is packed while another is under way
-        forwards = {send.forwards: number for number, one in enumerate(runner.rounds) for send in one.sends}
+        forwards = {send.forwards: number for number, item in enumerate(runner.rounds) for send in item.sends}
         live: dict[int, tuple[int, int]] = {}
-        for number, one in enumerate(runner.rounds):
+        for number, item in enumerate(runner.rounds):
             live = {index: part for index, part in live.items() if forwards[index] >= number}
             for index, recv in enumerate(program.recvs):
-                if recv.is_relay and recv in one.recvs:
+                if recv.is_relay and recv in item.recvs:
                     first = runner.num_halves * runner._half_bytes + runner._relay_offsets[index]
                     end = first + recv.nbytes
                     assert first % ALIGN == 0

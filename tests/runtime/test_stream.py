@@ -100,7 +100,7 @@ def _too_little_staging(rank):
     before = None if source is None else source.clone()
     try:
         reshard.Mover(plan)
-    except reshard.PlanError as error:
+    except reshard.errors.PlanError as error:
         assert before is None or torch.equal(before, source)
         out = reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32")  # the group still works
         assert wanted is None or not count_unlike(out, wanted)
@@ -273,7 +273,7 @@ def _start_blocks(rank):
     try:
         if rank == 2:
             time.sleep(0.5)
-            raise fail_transfers(mover, reshard.RemoteError("another stage failed"))
+            raise fail_transfers(mover, reshard.errors.RemoteError("another stage failed"))
         mover.start(source).synchronize()
     except reshard.ReshardError as error:
         return str(error), time.monotonic() - begun
@@ -357,7 +357,7 @@ def _sum_tied_gradients(rank):
     ties.share_values()
     for mover in ties._ties[0].raw.values():
         mover._transfers.on_stream.streams.mark_of = Broken if rank == 1 else Never
-    with pytest.raises(reshard.RemoteError) as caught:
+    with pytest.raises(reshard.errors.RemoteError) as caught:
         ties.add_gradients()
     return str(caught.value)
 
@@ -372,14 +372,16 @@ def _refuse_in_capture(rank):
     source, wanted = _shards(rank)
     wide = None if source is None else torch.ones(24, 1536)
     plan = reshard.make_plan(SRC, DST, SHAPE, "float32")
-    coded = reshard.make_plan(SRC, DST, (48, 1536), "float32", compression="int8x128")
-    with reshard.Mover(plan) as mover, reshard.Mover(coded) as coding:
+    encoded = reshard.make_plan(SRC, DST, (48, 1536), "float32", compression="int8x128")
+    with reshard.Mover(plan) as mover, reshard.Mover(encoded) as coding:
         mover(source)
         runner, texts = mover._transfers.on_stream._runner, []
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(torch.cuda, "is_initialized", lambda: True)
             patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-            patched.setattr(runner, "run", Mock(side_effect=reshard.ArgumentError("these arrays were not moved")))
+            patched.setattr(
+                runner, "run", Mock(side_effect=reshard.errors.ArgumentError("these arrays were not moved"))
+            )
             patched.setattr(ThreadStream, "enqueue", lambda self, work, arrays: work())
             for call in (
                 lambda: mover.start(source),
@@ -387,7 +389,7 @@ def _refuse_in_capture(rank):
                 lambda: reshard.reshard(source, SRC, DST, shape=SHAPE, dtype="float32"),
                 lambda: reshard.Mover(plan),
             ):
-                with pytest.raises(reshard.ArgumentError) as caught:
+                with pytest.raises(reshard.errors.ArgumentError) as caught:
                     call()
                 texts.append(str(caught.value))
         out, ones = mover.start(source).synchronize(), coding.start(wide).synchronize()
@@ -399,6 +401,6 @@ def _refuse_in_capture(rank):
 def test_refused_captures_leave_the_group_usable(device):
     for texts in run_processes(_refuse_in_capture, RANKS):
         for text, words in zip(
-            texts, ("not moved", "coded tensors", "a call of reshard", "make it before"), strict=True
+            texts, ("not moved", "encoded tensors", "a call of reshard", "make it before"), strict=True
         ):
             assert words in text

@@ -97,7 +97,9 @@ def test_warm_up_compiles_all_that_a_buffer_can_need(nbytes, monkeypatch):
     copier.warm_up(torch.zeros(nbytes, dtype=torch.uint8))
     rows = {(0, 0, 0, length, 1, 1, 1, 0, 0, 0) for length in range(1, nbytes + 1)}
     for alignment in (16, 8, 4, 2, 1):
-        needed = {(one.unit, one.tile, to) for one in make_tables(sorted(rows), [alignment]) for to in (True, False)}
+        needed = {
+            (table.unit, table.tile, to) for table in make_tables(sorted(rows), [alignment]) for to in (True, False)
+        }
         assert needed <= compiled
 
 

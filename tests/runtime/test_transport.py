@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from reshard import TransferTimeoutError
+from reshard.errors import TransferTimeoutError
 from reshard.runtime.transport import BrokenConnectionError, wait_for
 
 

@@ -14,12 +14,12 @@ import torch
 import reshard
 from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.coordination.connections import GlooTransport
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan
 from reshard.runtime.cpu import executor
 from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy, find_fault
 from reshard.runtime.program import build_program
+from reshard.runtime.transport.connections import GlooTransport
 from reshard.testing.processes import run_processes
 from tests.support.memory_transport import MemoryHub, MemoryTransport
 
@@ -60,22 +60,22 @@ def test_hops_pair_forwarded_with_received_messages():
 def test_fault_is_found_after_local_copies(side):
     plan = reshard.make_plan(Layout(Mesh.of(2), "S0"), Layout(Mesh([1, 2])), (8,), "int8", strategy="send_recv")
     messages = list(expand_messages(plan))
-    assert any(one.sender == one.receiver for one in messages)
-    moved = [one for one in messages if one.sender != one.receiver]
-    digests = {name: {one.id: one.id for one in moved} for name in ("sent", "received")}
+    assert any(message.sender == message.receiver for message in messages)
+    moved = [message for message in messages if message.sender != message.receiver]
+    digests = {name: {item.id: item.id for item in moved} for name in ("sent", "received")}
     assert find_fault(plan, digests["sent"], digests["received"]) is None
-    for one in moved:
-        changed = digests | {side: digests[side] | {one.id: -1}}
+    for item in moved:
+        changed = digests | {side: digests[side] | {item.id: -1}}
         fault = find_fault(plan, changed["sent"], changed["received"])
-        assert fault is not None and f"rank {one.receiver} does not hold what rank {one.sender} sent" in fault
+        assert fault is not None and f"rank {item.receiver} does not hold what rank {item.sender} sent" in fault
 
 
 def test_wrong_copy_error_names_the_region():
     plan = reshard.make_plan(Layout(Mesh([0])), Layout(Mesh([0])), {"a": (2,), "b": (3,)}, "int8", strategy="send_recv")
     copies = list(expand_messages(plan))
     assert {describe_copy(plan, 0, copies[0].id), describe_copy(plan, 0, copies[1].id)} == {
-        f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {one.id})"
-        for one, name, size in zip(copies, "ab", (2, 3), strict=True)
+        f"[0:{size}] of {name!r}: rank 0 does not hold what it copied itself (message {copy.id})"
+        for copy, name, size in zip(copies, "ab", (2, 3), strict=True)
     }
 
 
@@ -123,7 +123,7 @@ def test_comparison_waits_for_every_posted_operation(is_wrong):
         try:
             compare_digests(hops, rank, digests, transport, 7, wait)
             text = ""
-        except reshard.VerificationError as error:
+        except reshard.errors.VerificationError as error:
             text = str(error)
         assert len(waited) == len(transport.posted) > 0 and set(map(id, waited)) == set(map(id, transport.posted))
         return text
@@ -227,7 +227,7 @@ def _verify_on_rank_0(rank):
             shape=(2, 2),
             verify=rank == 0,
         )
-    except reshard.DisagreementError as error:
+    except reshard.errors.DisagreementError as error:
         return str(error)
     return None
 

@@ -5,15 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import ScheduleError
-from reshard.scheduler import (
-    Action,
-    Edge,
-    Kind,
-    Pipeline,
-    Stage,
-    auto_schedule,
-    check_schedule,
-)
+from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule
+from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.schedules.auto import _Candidate, _depths, _join, _known, _link_seconds, _policies, _Search
 from reshard.scheduler.schedules.list_scheduling import Policy
 
@@ -64,7 +57,7 @@ def test_each_policy_change_affects_one_stage():
     search = _Search(Pipeline((Stage(1, 1, 1),) * 3, ()), 4, (0, 1, 2), None, (4, 2, 1))
     policy = Policy((2, 2, 1), (True, False, True), True, True, 0.5)
     changed = list(search.changes(policy))
-    assert [(p.most_in_flight, p.splits) for p in changed] == [
+    assert [(p.max_in_flight, p.splits) for p in changed] == [
         ((1, 2, 1), policy.splits),
         ((3, 2, 1), policy.splits),
         ((2, 2, 1), (False, False, True)),
@@ -99,38 +92,38 @@ def test_candidates_are_ranked_by_time_then_memory_then_actions():
 
 
 def test_adjacent_split_backwards_are_joined():
-    row = _words("F0 F1 I0 W0 I1 F2 W1 I2 W2")
-    assert _join(row, 3) == _words("F0 F1 B0 I1 F2 W1 B2")
-    assert _join(row, 2) == _words("F0 F1 B0 I1 F2 W1 I2 W2")
-    assert _join(row, 0) == row
+    actions = _words("F0 F1 I0 W0 I1 F2 W1 I2 W2")
+    assert _join(actions, 3) == _words("F0 F1 B0 I1 F2 W1 B2")
+    assert _join(actions, 2) == _words("F0 F1 B0 I1 F2 W1 I2 W2")
+    assert _join(actions, 0) == actions
     assert _join(_words("I0 W1 W0"), 9) == _words("I0 W1 W0")  # different microbatches
 
 
 @pytest.mark.parametrize(
-    ("rows", "num", "can_split", "names"),
+    ("pp_ranks", "num", "can_split", "names"),
     [((0, 1), 4, False, ["1f1b", "eager-1f1b", "gpipe"]), ((0, 1), 4, True, ["1f1b", "eager-1f1b", "gpipe", "zero-bubble"]),
      ((1, 0), 3, False, ["1f1b", "eager-1f1b", "gpipe"]), ((0, 1, 0, 1), 4, True, ["interleaved-1f1b"]),
      ((0, 1, 0, 1), 3, True, []), ((0, 1, 0), 4, True, []), ((0, 0, 1, 1), 4, True, []), ((0, 0), 2, True, ["interleaved-1f1b"])],
 )  # fmt: skip
-def test_known_schedules_that_fit_the_rows_are_candidates(rows, num, can_split, names):
-    edges = tuple(Edge(i, i + 1, 0.5, 0.5) for i in range(len(rows) - 1))
-    pipeline = Pipeline((Stage(1, 1, 1),) * len(rows), edges)
-    found = list(_known(pipeline, num, rows, can_split))
+def test_known_schedules_that_fit_the_pp_ranks_are_candidates(pp_ranks, num, can_split, names):
+    edges = tuple(Edge(i, i + 1, 0.5, 0.5) for i in range(len(pp_ranks) - 1))
+    pipeline = Pipeline((Stage(1, 1, 1),) * len(pp_ranks), edges)
+    found = list(_known(pipeline, num, pp_ranks, can_split))
     assert [schedule.name for schedule in found] == names
     for schedule in found:
-        assert schedule.row_of_stage == rows
+        assert schedule.pp_rank_of_stage == pp_ranks
         check_schedule(schedule, pipeline)
 
 
-def test_memory_limit_lowers_the_deepest_stages_of_each_row():
-    """Stages 0 and 2 on row 0 keep 10 and 20 bytes per microbatch; stage 1 on row 1 keeps 30."""
+def test_memory_limit_lowers_the_deepest_stages_of_each_pp_rank():
+    """Stages 0 and 2 on pp rank 0 keep 10 and 20 bytes per microbatch; stage 1 on pp rank 1 keeps 30."""
     pipeline = Pipeline((Stage(1, 1, 1, 10), Stage(1, 1, 1, 30), Stage(1, 1, 1, 20)), ())
 
     def lowered(limit, depths):
         return _Search(pipeline, 4, (0, 1, 0), limit, (4, 4, 4)).within_limit(depths)
 
     assert lowered(None, (4, 3, 4)) == (4, 3, 4)
-    assert lowered(90, (4, 3, 2)) == (4, 3, 2)  # 40 + 40 on row 0, 90 on row 1
+    assert lowered(90, (4, 3, 2)) == (4, 3, 2)  # 40 + 40 on pp rank 0, 90 on pp rank 1
     assert lowered(89, (4, 3, 2)) == (4, 2, 2)
     assert lowered(79, (4, 3, 2)) == (3, 2, 2)
     assert lowered(60, (4, 3, 3)) == (2, 2, 2)

@@ -13,19 +13,12 @@ from reshard import Layout, Mesh, Topology, make_plan
 from reshard.cost.report import CostReport
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
-    Action,
     Edge,
-    Kind,
     Pipeline,
     Schedule,
     Stage,
-    StageChannel,
-    apply_passes,
     auto_schedule,
-    block_transfers,
     check_schedule,
-    defer_recvs,
-    eager_1f1b,
     gpipe,
     one_f_one_b,
     overlap_transfers,
@@ -35,7 +28,10 @@ from reshard.scheduler import (
     to_svg,
     zb_h1,
 )
+from reshard.scheduler.ir.actions import Action, Kind, StageChannel
 from reshard.scheduler.passes.compression import CodecChoice
+from reshard.scheduler.passes.overlap import apply_passes, block_transfers, defer_recvs
+from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 
 
@@ -65,7 +61,7 @@ def test_overlap_transfers_undoes_slower_passes(build, change):
     assert report.num_moved > 0
     assert report.after_seconds >= report.before_seconds
     back, (again,) = apply_passes(changed, pipeline, [overlap_transfers])
-    assert back.rows == schedule.rows
+    assert back.rank_actions == schedule.rank_actions
     assert again.before_seconds == report.after_seconds
     assert f"{report.num_moved} transfers moved" in str(report)
 
@@ -76,7 +72,7 @@ def test_report_of_a_pass_gives_the_speed_up():
         block_transfers(one_f_one_b(pipeline, 4), pipeline), pipeline, [overlap_transfers]
     )
     seconds = [
-        simulate_schedule(one, pipeline).makespan_seconds for one in (block_transfers(schedule, pipeline), schedule)
+        simulate_schedule(item, pipeline).makespan_seconds for item in (block_transfers(schedule, pipeline), schedule)
     ]
     assert (report.before_seconds, report.after_seconds) == tuple(seconds) and seconds[0] > seconds[1]
     assert str(report) == (
@@ -219,39 +215,39 @@ def test_timeline_rejects_unknown_rows(method):
     pipeline = chain(1.0)
     timeline = simulate_schedule(gpipe(pipeline, 2), pipeline)
     assert getattr(timeline, method)(1) >= 0
-    for row in (-1, 2):
-        with pytest.raises(ArgumentError, match=re.escape(f"the timeline has no row {row}, only [0, 1]")):
-            getattr(timeline, method)(row)
+    for pp_rank in (-1, 2):
+        with pytest.raises(ArgumentError, match=re.escape(f"the timeline has no pp rank {pp_rank}, only [0, 1]")):
+            getattr(timeline, method)(pp_rank)
 
 
 def test_simulation_rejects_actions_before_their_dependencies():
     """A weight-gradient pass before the input-gradient pass, and a backward before its forward."""
     pipeline = Pipeline((Stage(1, 1, 1),))
     for words in ("F0 W0 I0", "I0 F0 W0", "B0 F0", "F0 I0 W0", "F0 B0"):
-        row = tuple(Action(Kind(word[0]), 0, int(word[1])) for word in words.split())
-        schedule = Schedule("by hand", (row,), (0,), 1)
+        actions = tuple(Action(Kind(word[0]), 0, int(word[1])) for word in words.split())
+        schedule = Schedule("by hand", (actions,), (0,), 1)
         if words.startswith("F0") and "W0 I0" not in words:
             assert simulate_schedule(schedule, pipeline).makespan_seconds == 3
         else:
-            with pytest.raises(ScheduleError, match="row 0"):
+            with pytest.raises(ScheduleError, match="pp rank 0"):
                 simulate_schedule(schedule, pipeline)
 
 
 @pytest.mark.parametrize(
-    ("rows", "error"),
+    ("pp_ranks", "error"),
     [([0, 1], "each of 3 stages needs one"), ([0, 1, 1, 0], "each of 3 stages needs one"), ([0, 1, 3], "each of 3"),
      ([0, 2, 2], "numbered from 0"), ([1, 1, 1], "numbered from 0"), ([-1, 0, 1], "numbered from 0"),
-     ([0, 1, True], "must be integers"), ([0, 1, 2.0], "must be integers"), (5, "row_of_stage must be a list")],
+     ([0, 1, True], "must be integers"), ([0, 1, 2.0], "must be integers"), (5, "pp_rank_of_stage must be a list")],
 )  # fmt: skip
-def test_row_numbers_must_be_consecutive_from_0(rows, error):
+def test_pp_ranks_must_be_consecutive_from_0(pp_ranks, error):
     with pytest.raises(ArgumentError, match=error):
-        auto_schedule(chain(1.0, 1.0), 4, row_of_stage=rows)
+        auto_schedule(chain(1.0, 1.0), 4, pp_rank_of_stage=pp_ranks)
 
 
-@pytest.mark.parametrize("rows", [(0, 0, 0), (1, 0, 1), (2, 1, 0)])
-def test_stages_may_be_on_any_rows(rows):
-    schedule = auto_schedule(chain(1.0, 1.0), 4, row_of_stage=rows)
-    assert schedule.row_of_stage == rows and len(schedule.rows) == max(rows) + 1
+@pytest.mark.parametrize("pp_ranks", [(0, 0, 0), (1, 0, 1), (2, 1, 0)])
+def test_stages_may_be_on_any_pp_ranks(pp_ranks):
+    schedule = auto_schedule(chain(1.0, 1.0), 4, pp_rank_of_stage=pp_ranks)
+    assert schedule.pp_rank_of_stage == pp_ranks and len(schedule.rank_actions) == max(pp_ranks) + 1
     check_schedule(schedule, chain(1.0, 1.0))
 
 

@@ -10,15 +10,15 @@ from reshard.scheduler import (
     Edge,
     Pipeline,
     Stage,
-    block_transfers,
     critical_path,
-    eager_1f1b,
     gpipe,
     one_f_one_b,
     parse_schedule,
     simulate_schedule,
     zb_h1,
 )
+from reshard.scheduler.passes.overlap import block_transfers
+from reshard.scheduler.schedules.classic import eager_1f1b
 
 PIPELINE = Pipeline(
     (Stage(1.0, 1.0, 0.5), Stage(2.0, 1.5, 1.0), Stage(1.0, 1.0, 1.0)), (Edge(0, 1, 0.25, 0.5), Edge(1, 2, 0.5, 0.25))
@@ -39,13 +39,13 @@ def test_graph_has_the_documented_attributes():
     graph = one_f_one_b(PIPELINE, 7).to_networkx(PIPELINE)
     assert nx.is_directed_acyclic_graph(graph)
     assert {graph.nodes[node]["kind"] for node in graph} == {"F", "B", "transfer"}
-    assert all({"kind", "row", "microbatch", "seconds", "text"} <= set(graph.nodes[node]) for node in graph)
+    assert all({"kind", "pp_rank", "microbatch", "seconds", "text"} <= set(graph.nodes[node]) for node in graph)
     assert {edge["reason"] for *_, edge in graph.edges(data=True)} == {"data", "order", "posted", "channel"}
 
 
 def test_deadlock_error_names_the_transfers_of_the_cycle():
     text = (
-        "crossed: 1 microbatches, stages on rows 0 1\n"
+        "crossed: 1 microbatches, stages on pp ranks 0 1\n"
         "0: 0F0 0RECV_B0<1! 0SEND_F0>1! 0B0\n"
         "1: 1RECV_F0<0! 1F0 1B0 1SEND_B0>0!\n"
     )

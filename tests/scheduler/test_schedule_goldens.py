@@ -11,8 +11,8 @@ import pytest
 
 from reshard.coordination.communicator import find_channel
 from reshard.coordination.decide import resolve
-from reshard.coordination.messages import Request
-from reshard.coordination.process_group import find_group
+from reshard.coordination.groups.messages import Request
+from reshard.coordination.groups.process_group import find_group
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel
@@ -72,23 +72,23 @@ def test_edge_costs_must_be_finite_and_not_negative(seconds):
 
 def test_error_shows_the_actions_around_its_position():
     schedule = one_f_one_b(SMALL, 2)
-    rows = [list(row) for row in schedule.rows]
-    first = next(i for i, action in enumerate(rows[1]) if action.kind is Kind.F)
-    backward = next(i for i, action in enumerate(rows[1]) if action.kind is Kind.B)
-    rows[1][first], rows[1][backward] = rows[1][backward], rows[1][first]
+    rank_actions = [list(actions) for actions in schedule.rank_actions]
+    first = next(i for i, action in enumerate(rank_actions[1]) if action.kind is Kind.F)
+    backward = next(i for i, action in enumerate(rank_actions[1]) if action.kind is Kind.B)
+    rank_actions[1][first], rank_actions[1][backward] = rank_actions[1][backward], rank_actions[1][first]
     with pytest.raises(ScheduleError) as caught:
-        check_schedule(replace(schedule, rows=tuple(map(tuple, rows))), SMALL)
-    shown = str(caught.value).split("row 1: ")[1]
-    assert shown.startswith(f"{rows[1][0]} ") and f"[{rows[1][first]}]" in shown
+        check_schedule(replace(schedule, rank_actions=tuple(map(tuple, rank_actions))), SMALL)
+    shown = str(caught.value).split("pp rank 1: ")[1]
+    assert shown.startswith(f"{rank_actions[1][0]} ") and f"[{rank_actions[1][first]}]" in shown
     assert str(caught.value).startswith("1B0 comes before 1F0")
 
 
-def _measured(row, machine, clock, actions, transfers):
-    return row, actions, transfers, machine, clock
+def _measured(pp_rank, machine, clock, actions, transfers):
+    return pp_rank, actions, transfers, machine, clock
 
 
 def test_measurements_of_ranks_are_merged_into_one_timeline():
-    """Two rows on one machine share a clock. Row 1 waits 3.5 s, of which 3 s are after row 0 computed its input."""
+    """Two pp ranks on one machine share a clock. pp rank 1 waits 3.5 s, of which 3 s are after pp rank 0 computed its input."""
     there, back = StageChannel(0, 1, True), StageChannel(1, 0, False)
     first = [ActionRecord(Action(Kind.F, 0, 0), 10.0, 10.0, 11.0), ActionRecord(Action(Kind.B, 0, 0), 11.0, 16.5, 18.0)]
     second = [
@@ -101,9 +101,11 @@ def test_measurements_of_ranks_are_merged_into_one_timeline():
         _measured(1, "a", 9.0, second, [(there, 0, False, None, 10.75, 13.0), (back, 0, True, 15.5, 16.0, 17.25)]),
     ]
     timeline = _merge(measurements)
-    assert [(span.row, str(span.action), span.start, span.end, span.exposed_seconds) for span in timeline.spans] == [
+    assert [
+        (span.pp_rank, str(span.action), span.start, span.end, span.exposed_seconds) for span in timeline.spans
+    ] == [
         (0, "0F0", 0.0, 1.0, 0.0),
-        (1, "1F0", 4.0, 5.0, 3.0),  # exposed since row 0 computed the input
+        (1, "1F0", 4.0, 5.0, 3.0),  # exposed since pp rank 0 computed the input
         (1, "1B0", 5.0, 6.0, 0.0),
         (0, "0B0", 6.5, 8.0, 0.5),
     ]
@@ -136,18 +138,20 @@ def test_clocks_of_machines_are_aligned_even_if_one_rank_is_late():
 
 
 def test_activations_are_kept_until_the_weight_gradient_pass():
-    text = "by hand: 6 microbatches, stages on rows 0\n0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0B2 0F4 0W1 0F5 0B3 0I4 0B5 0W4"
+    text = (
+        "by hand: 6 microbatches, stages on pp ranks 0\n0: 0F0 0F1 0F2 0I0 0W0 0F3 0I1 0B2 0F4 0W1 0F5 0B3 0I4 0B5 0W4"
+    )
     schedule, pipeline = parse_schedule(text), Pipeline((Stage(1, 1, 1, 10),), ())
     check_schedule(schedule, pipeline)
     assert schedule.in_flight == (3,) and schedule.peak_bytes(pipeline) == (30,)
     later = parse_schedule(text.replace(" 0F5 0B3", " 0F5").replace("0B5", "0B5 0B3").replace(" 0F4 0W1", " 0F4"))
-    later = replace(later, rows=((*later.rows[0], Action(Kind.W, 0, 1)),))
+    later = replace(later, rank_actions=((*later.rank_actions[0], Action(Kind.W, 0, 1)),))
     assert later.in_flight == (4,) and later.peak_bytes(pipeline) == (40,)
 
 
 def test_texts_with_too_many_actions_are_rejected(monkeypatch):
     text = str(one_f_one_b(SMALL, 2))
-    monkeypatch.setattr("reshard.scheduler.ir.text.MOST_ACTIONS", sum(map(len, parse_schedule(text).rows)))
+    monkeypatch.setattr("reshard.scheduler.ir.text.MAX_ACTIONS", sum(map(len, parse_schedule(text).rank_actions)))
     assert str(parse_schedule(text)) == text
     with pytest.raises(ScheduleError, match="more than 16 actions"):
         parse_schedule(text + " 0F7")

@@ -10,7 +10,7 @@ import pytest
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule, one_f_one_b, simulate_schedule
 
 pytest.importorskip("ortools", reason="ortools is not installed: pip install 'reshard[test]'")
-from tests.support.schedule_oracle import least_makespan
+from tests.support.schedule_oracle import min_makespan
 
 
 def make_case(seed):
@@ -39,7 +39,7 @@ def ratios_to_optimum(seeds):
         schedule = auto_schedule(pipeline, num_microbatches, memory_limit_bytes=limit, can_split=can_split)
         check_schedule(schedule, pipeline, limit)
         makespan = simulate_schedule(schedule, pipeline).makespan_seconds
-        best, is_proved = least_makespan(pipeline, num_microbatches, limit, can_split, 20.0)
+        best, is_proved = min_makespan(pipeline, num_microbatches, limit, can_split, 20.0)
         assert makespan >= best * (1 - 1e-9) or not is_proved, seed
         ratios.append(makespan / best)
         proofs.append(is_proved)

@@ -39,9 +39,9 @@ def chain(*communication, forward=1.0, backward=2.0):
 
 
 @st.composite
-def pipelines(draw, most_stages=4):
+def pipelines(draw, max_stages=4):
     """Random pipelines: a chain of unequal stages with skip edges and shared links."""
-    num = draw(st.integers(1, most_stages))
+    num = draw(st.integers(1, max_stages))
     costs = st.sampled_from([0.5, 1.0, 1.5, 3.0])
     stages = [Stage(draw(costs), draw(costs), draw(costs), draw(st.integers(1, 3))) for _ in range(num)]
     pairs = [(i, i + 1) for i in range(num - 1)]
@@ -148,7 +148,7 @@ def test_memory_limit_excludes_eager_1f1b():
     limit = 5
     ours = auto_schedule(pipeline, 16, memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
-    with pytest.raises(ScheduleError, match=r"row 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
+    with pytest.raises(ScheduleError, match=r"pp rank 0 keeps 7 bytes of activations at once; at most 5 are allowed"):
         check_schedule(eager_1f1b(pipeline, 16), pipeline, limit)
     took = simulate_schedule(ours, pipeline).makespan_seconds
     assert took < simulate_schedule(zb_h1(pipeline, 16), pipeline).makespan_seconds
@@ -177,12 +177,12 @@ def test_auto_schedule_is_not_slower_than_interleaved_1f1b():
     pipeline = chain(0.2, 0.2, 0.2)
     known = interleaved_1f1b(pipeline, 8, 2)
     check_schedule(known, pipeline)
-    assert known.row_of_stage == (0, 1, 0, 1)
+    assert known.pp_rank_of_stage == (0, 1, 0, 1)
     limit = max(known.peak_bytes(pipeline))
-    ours = auto_schedule(pipeline, 8, row_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
+    ours = auto_schedule(pipeline, 8, pp_rank_of_stage=(0, 1, 0, 1), memory_limit_bytes=limit)
     check_schedule(ours, pipeline, limit)
     assert simulate_schedule(ours, pipeline).makespan_seconds <= simulate_schedule(known, pipeline).makespan_seconds
-    with pytest.raises(ArgumentError, match="3 rows must divide 4 stages"):
+    with pytest.raises(ArgumentError, match="3 pp ranks must divide 4 stages"):
         interleaved_1f1b(pipeline, 8, 3)
 
 
@@ -214,16 +214,16 @@ def test_arguments_of_builders_are_checked():
     from_warmups("x", pipeline, 1, [1, 3])
 
 
-def test_auto_schedule_keeps_stages_on_given_rows():
+def test_auto_schedule_keeps_stages_on_given_pp_ranks():
     pipeline = chain(0.1, 0.5, 0.1)
-    in_order, permuted = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, row_of_stage=(2, 0, 3, 1))
-    seconds = [simulate_schedule(one, pipeline).makespan_seconds for one in (in_order, permuted)]
-    assert seconds[0] == seconds[1] and permuted.row_of_stage == (2, 0, 3, 1)
+    in_order, permuted = auto_schedule(pipeline, 12), auto_schedule(pipeline, 12, pp_rank_of_stage=(2, 0, 3, 1))
+    seconds = [simulate_schedule(item, pipeline).makespan_seconds for item in (in_order, permuted)]
+    assert seconds[0] == seconds[1] and permuted.pp_rank_of_stage == (2, 0, 3, 1)
     check_schedule(permuted, pipeline)
     in_blocks = auto_schedule(
-        pipeline, 4, row_of_stage=(0, 0, 1, 1), can_split=False
+        pipeline, 4, pp_rank_of_stage=(0, 0, 1, 1), can_split=False
     )  # interleaved stages would be faster
-    assert in_blocks.row_of_stage == (0, 0, 1, 1)
+    assert in_blocks.pp_rank_of_stage == (0, 0, 1, 1)
     check_schedule(in_blocks, pipeline)
 
 
@@ -244,11 +244,11 @@ def test_costs_and_edges_are_checked():
 def test_receives_follow_the_order_of_sends():
     """Stage 1 computes microbatch 1 first, but stage 0 sends 0 first, so stage 1 must receive 0 first."""
     pipeline = chain(1.0)
-    rows = [
+    rank_actions = [
         [Action(Kind(word[0]), stage, int(word[1])) for word in text.split()]
         for stage, text in enumerate(("F0 F1 B1 B0", "F1 B1 F0 B0"))
     ]
-    schedule = add_transfers("crossed", rows, pipeline, (0, 1), 2)
+    schedule = add_transfers("crossed", rank_actions, pipeline, (0, 1), 2)
     assert str(schedule).splitlines()[2] == "1: 1RECV_F0<0 1RECV_F1<0 1F1 1B1 1SEND_B1>0 1F0 1B0 1SEND_B0>0"
     check_schedule(schedule, pipeline)
     assert to_torch_csv(schedule, transfers=True).splitlines()[1].startswith("1RECV_F0,1RECV_F1,1F1")

@@ -8,14 +8,9 @@ import pytest
 
 from reshard.errors import ScheduleError
 from reshard.scheduler import (
-    Action,
     Edge,
-    Kind,
     Pipeline,
     Stage,
-    block_transfers,
-    defer_recvs,
-    eager_1f1b,
     from_torch_csv,
     gpipe,
     one_f_one_b,
@@ -24,6 +19,9 @@ from reshard.scheduler import (
     to_torch_csv,
     zb_h1,
 )
+from reshard.scheduler.ir.actions import Action, Kind
+from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
+from reshard.scheduler.schedules.classic import eager_1f1b
 
 
 @pytest.mark.parametrize("name", ["", "x" * 101, " x", "x ", "a:b", "a\nb", "a: b\n"])
@@ -44,10 +42,10 @@ def test_passes_keep_names_short():
 
 @pytest.mark.parametrize(
     "bad",
-    ["", "0F0", "x: 2 microbatches, stages on rows 0\n1: 0F0", "x: 1 microbatches, stages on rows 0\n0: 0X0",
-     "x: 1 microbatches, stages on rows 0\n0: 0F0>1", "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0",
-     "x: 1 microbatches, stages on rows 0\n0: 0SEND_F0<1", "x: 1 microbatches, stages on rows 0\n0: 0F0!",
-     "x: 1 microbatches, stages on rows 0\n0: 0F99999999"],
+    ["", "0F0", "x: 2 microbatches, stages on pp ranks 0\n1: 0F0", "x: 1 microbatches, stages on pp ranks 0\n0: 0X0",
+     "x: 1 microbatches, stages on pp ranks 0\n0: 0F0>1", "x: 1 microbatches, stages on pp ranks 0\n0: 0SEND_F0",
+     "x: 1 microbatches, stages on pp ranks 0\n0: 0SEND_F0<1", "x: 1 microbatches, stages on pp ranks 0\n0: 0F0!",
+     "x: 1 microbatches, stages on pp ranks 0\n0: 0F99999999"],
 )  # fmt: skip
 def test_invalid_texts_are_rejected(bad):
     with pytest.raises(ScheduleError):

@@ -14,7 +14,6 @@ from reshard.scheduler import (
     Pipeline,
     auto_schedule,
     check_schedule,
-    eager_1f1b,
     from_torch_csv,
     gpipe,
     interleaved_1f1b,
@@ -23,6 +22,7 @@ from reshard.scheduler import (
     to_torch_csv,
     zb_h1,
 )
+from reshard.scheduler.schedules.classic import eager_1f1b
 
 
 def chain(num_stages):
@@ -30,13 +30,13 @@ def chain(num_stages):
 
 
 def read_actions(text):
-    rows = csv.reader(io.StringIO(text))
-    return {row: [pipelining._Action.from_str(cell) for cell in cells] for row, cells in enumerate(rows)}
+    lines = csv.reader(io.StringIO(text))
+    return {pp_rank: [pipelining._Action.from_str(cell) for cell in cells] for pp_rank, cells in enumerate(lines)}
 
 
-def dry_run(actions, row_of_stage):
-    order = {row: list(cells) for row, cells in actions.items()}
-    return pipelining._simulate_comms_compute(order, lambda stage: row_of_stage[stage], len(row_of_stage))
+def dry_run(actions, pp_rank_of_stage):
+    order = {pp_rank: list(cells) for pp_rank, cells in actions.items()}
+    return pipelining._simulate_comms_compute(order, lambda stage: pp_rank_of_stage[stage], len(pp_rank_of_stage))
 
 
 #: Number of stages, and a function that makes the schedule of a pipeline.
@@ -47,7 +47,7 @@ BUILDERS = {
     "interleaved": (8, lambda p: interleaved_1f1b(p, 8, 4)),
     "zero-bubble": (4, lambda p: zb_h1(p, 8)),
     "auto_schedule": (4, lambda p: auto_schedule(p, 8)),
-    "auto_schedule on rows": (4, lambda p: auto_schedule(p, 8, row_of_stage=[0, 1, 0, 1])),
+    "auto_schedule on pp ranks": (4, lambda p: auto_schedule(p, 8, pp_rank_of_stage=[0, 1, 0, 1])),
 }
 
 
@@ -55,38 +55,38 @@ BUILDERS = {
 def test_our_schedules_pass_torch_validator_and_dry_run(name):
     num_stages, build = BUILDERS[name]
     schedule = build(chain(num_stages))
-    rows = len(schedule.rows)
+    num_pp_ranks = len(schedule.rank_actions)
     compute_only = read_actions(to_torch_csv(schedule))
-    stage_to_rank = pipelining._validate_schedule(compute_only, rows, num_stages, schedule.num_microbatches)
-    assert [stage_to_rank[stage] for stage in range(num_stages)] == list(schedule.row_of_stage)
-    copies = {row: list(cells) for row, cells in compute_only.items()}
+    stage_to_rank = pipelining._validate_schedule(compute_only, num_pp_ranks, num_stages, schedule.num_microbatches)
+    assert [stage_to_rank[stage] for stage in range(num_stages)] == list(schedule.pp_rank_of_stage)
+    copies = {pp_rank: list(cells) for pp_rank, cells in compute_only.items()}
     lowered = pipelining._add_send_recv(copies, stage_to_rank.__getitem__, num_stages)
-    dry_run(lowered, schedule.row_of_stage)
+    dry_run(lowered, schedule.pp_rank_of_stage)
     with_transfers = read_actions(to_torch_csv(schedule, transfers=True))
-    steps = dry_run(with_transfers, schedule.row_of_stage)
-    assert sum(a is not None for row in steps.values() for a in row) == sum(map(len, schedule.rows))
+    steps = dry_run(with_transfers, schedule.pp_rank_of_stage)
+    assert sum(a is not None for actions in steps.values() for a in actions) == sum(map(len, schedule.rank_actions))
 
 
-def torch_schedule(make, rows, stages_per_row, num_microbatches):
+def torch_schedule(make, num_pp_ranks, stages_per_pp_rank, num_microbatches):
     stages = [
         SimpleNamespace(
             is_first=index == 0,
-            is_last=index == rows * stages_per_row - 1,
+            is_last=index == num_pp_ranks * stages_per_pp_rank - 1,
             stage_index=index,
-            stage_index_to_group_rank={s: s % rows for s in range(rows * stages_per_row)},
-            num_stages=rows * stages_per_row,
-            group_size=rows,
+            stage_index_to_group_rank={s: s % num_pp_ranks for s in range(num_pp_ranks * stages_per_pp_rank)},
+            num_stages=num_pp_ranks * stages_per_pp_rank,
+            group_size=num_pp_ranks,
             group_rank=0,
             group=None,
             has_backward=False,
             submod=None,
         )
-        for index in range(0, rows * stages_per_row, rows)
+        for index in range(0, num_pp_ranks * stages_per_pp_rank, num_pp_ranks)
     ]
     return make(stages, num_microbatches)
 
 
-#: Class, rows, stages per row, microbatches.
+#: Class, pp ranks, stages per pp rank, microbatches.
 TORCH_SCHEDULES = {
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 4, 2, 8),
     "looped": (pipelining.ScheduleLoopedBFS, 2, 3, 6),
@@ -97,19 +97,19 @@ TORCH_SCHEDULES = {
 
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_torch_schedules_run_in_our_simulator(name, tmp_path):
-    make, rows, stages_per_row, num_microbatches = TORCH_SCHEDULES[name]
-    original = torch_schedule(make, rows, stages_per_row, num_microbatches)
+    make, num_pp_ranks, stages_per_pp_rank, num_microbatches = TORCH_SCHEDULES[name]
+    original = torch_schedule(make, num_pp_ranks, stages_per_pp_rank, num_microbatches)
     path = tmp_path / "schedule.csv"
     writes_transfers = "format" in inspect.signature(original._dump_csv).parameters  # not in torch 2.9
     original._dump_csv(str(path), **({"format": "compute_only"} if writes_transfers else {}))
-    pipeline = chain(rows * stages_per_row)
+    pipeline = chain(num_pp_ranks * stages_per_pp_rank)
     schedule = from_torch_csv(path.read_text(), pipeline, name)
     check_schedule(schedule, pipeline)
     timeline = simulate_schedule(schedule, pipeline)
-    work = stages_per_row * num_microbatches * 3.0  # of each row: a forward takes 1, a backward 2
+    work = stages_per_pp_rank * num_microbatches * 3.0  # of each pp rank: a forward takes 1, a backward 2
     assert work <= timeline.makespan_seconds <= 1.8 * work
     again = from_torch_csv(to_torch_csv(schedule), pipeline, name)
-    assert sorted(map(str, again.rows[0])) == sorted(map(str, schedule.rows[0]))
+    assert sorted(map(str, again.rank_actions[0])) == sorted(map(str, schedule.rank_actions[0]))
     if not writes_transfers:
         return
     # the same schedule, with the sends and receives that torch adds

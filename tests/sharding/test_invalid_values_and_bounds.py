@@ -9,24 +9,13 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from reshard import (
-    ArgumentError,
-    Layout,
-    LayoutError,
-    Mesh,
-    MeshError,
-    PartialError,
-    RegionLayout,
-    Topology,
-    TopologyError,
-    check_plan,
-    execute_local,
-    make_plan,
-)
+from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
+from reshard.api.local import execute_local
 from reshard.cli.demo_cases import study_cases
-from reshard.cost.lower_bound import Bound, _classes, _least_egress, find_bound, least_largest_share
+from reshard.cost.lower_bound import Bound, _classes, _min_egress, find_bound, min_largest_share
 from reshard.cost.report import CostReport
 from reshard.dtypes import ITEMSIZE, dtype_name
+from reshard.errors import ArgumentError, LayoutError, MeshError, PartialError, TopologyError
 from reshard.formatting import format_bytes, format_ranks
 from reshard.plan.json import plan_to_json
 from reshard.planner.multicast.strategy import INSIDE_WINDOW
@@ -242,7 +231,7 @@ def test_least_largest_share_is_the_maximum_over_host_sets(held):
         ),
         default=0.0,
     )
-    assert least_largest_share(held, dict.fromkeys(range(64), 1.0)) == pytest.approx(by_sets, rel=1e-6)
+    assert min_largest_share(held, dict.fromkeys(range(64), 1.0)) == pytest.approx(by_sets, rel=1e-6)
 
 
 def test_bound_is_exact_if_source_and_destination_share_hosts():
@@ -324,7 +313,7 @@ def test_closed_form_and_linear_program_agree(problem):
     arrival = max(sum(n for (_, row), n in classes.items() if host in row) for host in destinations) / rate
     egress = dict.fromkeys(range(topology.num_hosts), rate)
     found = find_bound([TensorSpec(shape, "float32", src, dst)], Topology.uniform(topology.host_of_rank, rate)).seconds
-    assert found == pytest.approx(max(arrival, _least_egress(classes, egress)[0]), rel=1e-6)
+    assert found == pytest.approx(max(arrival, _min_egress(classes, egress)[0]), rel=1e-6)
 
 
 def test_small_regions_between_two_ranks_share_a_message():

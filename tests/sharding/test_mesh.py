@@ -9,7 +9,8 @@ import pytest
 
 import reshard.sharding.dim_cuts
 import reshard.sharding.tiles
-from reshard import Layout, LayoutError, Mesh, MeshError, RegionLayout
+from reshard import Layout, Mesh, RegionLayout
+from reshard.errors import LayoutError, MeshError
 from reshard.formatting import format_ranks
 from reshard.sharding.mesh import MAX_AXES, MAX_MESH_RANKS, MAX_RANK, parse_ranks
 from reshard.sharding.spec import Strided
@@ -96,7 +97,7 @@ def test_join_error_compares_with_the_first_box():
 def test_empty_boxes_make_no_tiles():
     layout = RegionLayout({0: [[(0, 2), (0, 4)], [(2, 2), (0, 4)], [(2, 5), (0, 4)]], 1: [[(3, 3), (0, 4)]]})
     shards = cut_shards(layout, (5, 4))
-    assert [tuple(one) for one in shards.start] == [(0, 0), (2, 0)]
+    assert [tuple(item) for item in shards.start] == [(0, 0), (2, 0)]
     assert shards.local_shape(0) == (5, 4) and shards.local_shape(1) == (0, 4)
     assert shards.pieces_of(0)[2].tolist() == [[0, 0], [2, 0]]  # the empty box takes no space
     assert len(shards.pieces_of(1)[0]) == 0

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 
-from reshard import Layout, LayoutError, Mesh, RegionLayout
+from reshard import Layout, Mesh, RegionLayout
+from reshard.errors import LayoutError
 from reshard.sharding.spec import Strided
 from reshard.sharding.tiles import cut_shards
 from reshard.sharding.unit_tasks import cut_unit_tasks

@@ -33,7 +33,7 @@ def run_interpreters(script, num_ranks, timeout_seconds=90):
         )
         for rank in range(num_ranks)
     ]
-    found = [process.communicate(timeout=timeout_seconds) for process in ranks]
-    failed = {rank: found[rank][1][-1500:] for rank, process in enumerate(ranks) if process.returncode != 0}
+    interpreters = [process.communicate(timeout=timeout_seconds) for process in ranks]
+    failed = {rank: interpreters[rank][1][-1500:] for rank, process in enumerate(ranks) if process.returncode != 0}
     assert not failed, f"ranks {list(failed)} of {script.name} failed: {failed}"
-    return found
+    return interpreters

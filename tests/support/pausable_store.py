@@ -10,7 +10,7 @@ import signal
 import socket
 import time
 
-from reshard.coordination.process_group import serve_store
+from reshard.coordination.groups.process_group import serve_store
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -28,10 +28,10 @@ class PausableStore:
 
     def __init__(self, num_ranks: int) -> None:
         listeners = [socket.create_server(("127.0.0.1", 0), backlog=64) for _ in range(num_ranks + 1)]
-        port, *self.ports = (each.getsockname()[1] for each in listeners)
+        port, *self.ports = (item.getsockname()[1] for item in listeners)
         server, *links = listeners
         self._processes = [_FORK.Process(target=_serve, args=(server,), daemon=True)]
-        self._processes += [_FORK.Process(target=_forward, args=(each, port), daemon=True) for each in links]
+        self._processes += [_FORK.Process(target=_forward, args=(link, port), daemon=True) for link in links]
         self._reader, self._writer = os.pipe()
         self._processes.append(_FORK.Process(target=_pause, args=(self._reader,), daemon=True))
         for process in self._processes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from reshard.scheduler import Pipeline
 
 
-def least_makespan(
+def min_makespan(
     pipeline: Pipeline, num: int, memory_limit: int | None, can_split: bool, seconds: float
 ) -> tuple[int, bool]:
     """The best makespan found, and whether it is proved optimal.

@@ -25,7 +25,7 @@ class Case:
     Attributes:
         make_model: the model with its values. loss_of: ``(loss, metrics)`` of a batch in one process.
         batches: one for each step. held_out: one to evaluate after each step.
-        example: a batch to compile with; default: the first. microbatches: of a step.
+        example: a batch to compile with; default: the first. num_microbatches: of a step.
         options: of ``Pipe.compile``. tolerance: relative.
     """
 
@@ -34,7 +34,7 @@ class Case:
     held_out: dict[str, Any]
     loss_of: Any = lambda model, batch: (model(**batch).loss, {})
     example: dict[str, Any] | None = None
-    microbatches: int = 4
+    num_microbatches: int = 4
     max_norm: float = 0.5
     rate: float = 1e-2
     autocast: Any = None
@@ -68,7 +68,7 @@ def train_staged(rank, case, make_pipe, accumulate=1):
     torch.set_num_threads(1)
     pipe = make_pipe(case)
     example = case.batches[0] if case.example is None else case.example
-    engine = pipe.compile(example, case.microbatches, **case.options)
+    engine = pipe.compile(example, case.num_microbatches, **case.options)
     optimizer = torch.optim.SGD(engine.parameters(), case.rate, momentum=0.9)
     results = []
     with engine:
@@ -80,8 +80,10 @@ def train_staged(rank, case, make_pipe, accumulate=1):
             optimizer.step()
             results.append([result.loss, norm, engine.evaluate(case.held_out).loss])
         values = {}
-        for name, each in engine.named_parameters():
-            values[name] = (each.full_tensor() if hasattr(each, "full_tensor") else each).detach().clone()
+        for name, parameter in engine.named_parameters():
+            values[name] = (
+                (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
+            )
         for module in engine.modules.values():
             if hasattr(module, "reshard_grid"):
                 own = {unwrapped_name(name) for name, _ in module.named_parameters()}

@@ -11,18 +11,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, strategies as st
 
-from reshard import (
-    ArgumentError,
-    Layout,
-    Mesh,
-    PlanError,
-    ReshardError,
-    Topology,
-    TopologyError,
-    check_plan,
-    make_plan,
-    simulate,
-)
+from reshard import Layout, Mesh, ReshardError, Topology, check_plan, make_plan, simulate
+from reshard.errors import ArgumentError, PlanError, TopologyError
 from reshard.plan.json import plan_from_json, plan_to_json
 from reshard.plan.text_parser import parse_plan
 from reshard.sharding.mesh import MAX_RANK

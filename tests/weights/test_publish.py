@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from reshard import ArgumentError, PlanError, RemoteError, ReshardError, TransferTimeoutError
+from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import Publisher, Subscriber, verify
 from tests.support.pausable_store import PausableStore

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from reshard import ArgumentError, VerificationError
+from reshard.errors import ArgumentError, VerificationError
 from reshard.testing.processes import run_processes
 from reshard.weights import transfer_state_dict, verify
 

@@ -73,10 +73,10 @@ def move_lossless(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move)
     specs = [
         TensorSpec((len(made.buffer),), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name)
         for (name, bucket), made in zip(
-            buckets.items(), (next(iter(one.values())) for one in encoded.values()), strict=True
+            buckets.items(), (next(iter(item.values())) for item in encoded.values()), strict=True
         )
     ]
-    moved = move(specs, [{rank: made.buffer for rank, made in one.items()} for one in encoded.values()])
+    moved = move(specs, [{rank: made.buffer for rank, made in item.items()} for item in encoded.values()])
     for name, arrived in zip(buckets, moved, strict=True):
         for rank, data in arrived.items():
             decode_bucket(of_rank[rank][name], data, {"": targets[rank]}, with_digest=False)
@@ -87,7 +87,7 @@ def _why_full(
 ) -> str:
     """Why the tensor must be sent in full; "" if all ranks hold the same earlier version."""
     for what, given, side in (("base", base, "holders"), ("out", out, "receivers")):
-        lacking = sorted({rank for one in buckets.values() for rank in getattr(one, side) if rank not in given})
+        lacking = sorted({rank for item in buckets.values() for rank in getattr(item, side) if rank not in given})
         if lacking:
             return f"{describe_ranks(lacking)} pass{'es' * (len(lacking) == 1)} no {what}"
     for name, bucket in buckets.items():

@@ -99,7 +99,7 @@ class LosslessTransfer:
         self._tensors, self._bases, self._outs = arrays
         self._timeout_seconds, self._purpose, self._verify = timeout_seconds, purpose, verify
         channel.transfers += 1
-        self._name = f"coded transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
+        self._name = f"encoded transfer {channel.transfers} of ranks {format_ranks(channel.members)}"
         self.last_round: tuple[Channel, int, int] | None = None
         self._buckets = find_buckets(specs, self._rank)
         self._encoded: dict[str, EncodedBucket] = {}
@@ -114,7 +114,7 @@ class LosslessTransfer:
             failure: what is wrong with the arrays of this rank; raised on all ranks.
 
         Raises:
-            ArgumentError: the codec does not code the dtype of a tensor. DisagreementError: replicas of the source
+            ArgumentError: the codec does not compress the dtype of a tensor. DisagreementError: replicas of the source
                 differ. ReshardError: a rank failed to encode. No data has moved.
         """
         check_dtypes(self._codec, self._specs.values())
@@ -197,19 +197,19 @@ class LosslessTransfer:
         """
         if not self.lost:
             return self._buckets
-        found, gone = {}, []
+        survivors, gone = {}, []
         for name, bucket in self._buckets.items():
             holders, receivers = (
                 tuple(rank for rank in ranks if rank not in self.lost) for ranks in (bucket.holders, bucket.receivers)
             )
             if holders and receivers:
-                found[name] = replace(bucket, holders=holders, receivers=receivers)
+                survivors[name] = replace(bucket, holders=holders, receivers=receivers)
             elif receivers:
                 gone.append((bucket, receivers))
         if gone:
             needed = {rank for _, receivers in gone for rank in receivers}
             raise self._describe_loss([bucket for bucket, _ in gone], needed)
-        return found
+        return survivors
 
     def _describe_loss(self, gone: Sequence[Bucket], needed: Iterable[int]) -> RankLostError:
         """The error that no surviving rank holds some buckets, which the ranks in ``needed`` lack."""
@@ -377,7 +377,7 @@ def _raise_failure(reports: dict[int, Any], kept: str) -> dict[int, Any]:
 
 
 def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
-    """Raise ArgumentError if a lossless codec does not code the dtype of a tensor."""
+    """Raise ArgumentError if a lossless codec does not compress the dtype of a tensor."""
     for spec in specs:
         if codec == "bf16-lossless" and spec.dtype != DTYPE:
             what = f"tensor {spec.name!r}" if spec.name else "the tensor"

@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.coordination.calling_threads import describe_caller
+from reshard.coordination.groups.calling_threads import describe_caller
+from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, name_rank
+from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.interruptions import mark_published
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
-from reshard.coordination.messages import Decision, RankStatus, Request, describe_error, name_rank
-from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 

@@ -13,8 +13,8 @@ from typing import Any, SupportsIndex
 
 import torch.distributed as dist
 
-from reshard.coordination.process_group import Group, own_client
-from reshard.coordination.store import StoreSilentError
+from reshard.coordination.groups.process_group import Group, own_client
+from reshard.coordination.groups.store import StoreSilentError
 from reshard.errors import ArgumentError
 
 _DUPLICATE = "duplicate"

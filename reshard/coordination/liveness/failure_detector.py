@@ -6,6 +6,8 @@ import json
 import time
 from collections.abc import Callable, Sequence
 
+from reshard.coordination.groups.messages import Decision, RankStatus, describe_error, name_rank, rebuild_error
+from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,
     RoundEndedError,
@@ -15,8 +17,6 @@ from reshard.coordination.liveness.call_sequence import (
     is_behind,
 )
 from reshard.coordination.liveness.membership import MembersLostError, OutOfSyncError, check_published_membership
-from reshard.coordination.messages import Decision, RankStatus, describe_error, name_rank, rebuild_error
-from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
 

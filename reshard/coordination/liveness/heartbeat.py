@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing.util
-import os
 import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol
 
+from reshard.coordination.groups.process_group import Group
+from reshard.coordination.groups.store import StoreSilentError
 from reshard.coordination.liveness.claims import read_claim_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.presence import Presence
@@ -23,24 +23,11 @@ from reshard.coordination.liveness.status import (
     format_beat,
     publish_status,
 )
-from reshard.coordination.process_group import Group
-from reshard.coordination.store import StoreSilentError
 from reshard.errors import RemoteError, ReshardError
+from reshard.forks import call_at_exit
 from reshard.runtime.cuda.stream import allow_queries_during_capture
 
 POLL_SECONDS = 0.2
-
-_registered: set[tuple[int, Any]] = set()
-
-
-def call_at_exit(function: Callable[[], None], priority: int) -> None:
-    """Call ``function`` once when this process ends; higher priorities first.
-
-    A multiprocessing child skips atexit handlers, but runs its own finalizers.
-    """
-    if (os.getpid(), function) not in _registered:
-        _registered.add((os.getpid(), function))
-        multiprocessing.util.Finalize(None, function, exitpriority=priority)
 
 
 class Watched(Protocol):
@@ -120,7 +107,9 @@ class Monitor:
         try:
             if now >= self._next_beat:
                 self._num_beats += 1
-                started = {each.key: each.num_started for each in list(group.channels.values()) if each.num_started}
+                started = {
+                    channel.key: channel.num_started for channel in list(group.channels.values()) if channel.num_started
+                }
                 self._store.set(beat_key(self._rank), format_beat(self._num_beats, started))
                 self._next_beat = now + BEAT_SECONDS
                 self._presence.publish(group)

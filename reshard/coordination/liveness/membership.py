@@ -15,11 +15,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 
-from reshard.coordination.calling_threads import find_thread_mismatch
+from reshard.coordination.groups.calling_threads import find_thread_mismatch
+from reshard.coordination.groups.messages import Decision, RankStatus, Request
+from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import RoundEndedError
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
-from reshard.coordination.messages import Decision, RankStatus, Request
-from reshard.coordination.process_group import Group
 from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import describe_ranks, format_ranks
 
@@ -134,11 +134,11 @@ def find_round_mismatch(requests: Sequence[Request]) -> Decision | None:
         if "" in purposes and all(not purpose or purpose.startswith(_CALL_PURPOSE) for purpose in purposes):
             continue  # only one of the calls is fault tolerant; the comparison of arguments reports it
         if request.purpose != first.purpose:
-            actions = [f"rank {one.rank} {one.purpose or 'calls again'}" for one in (first, request)]
+            actions = [f"rank {item.rank} {item.purpose or 'calls again'}" for item in (first, request)]
             text = f"ranks disagree on what comes next: {', '.join(actions)}"
             if any(purpose.startswith("waits for") for purpose in purposes):
                 text += "; every rank must wait for fault-tolerant transfers, in the same order"
-            if any("coded transfer" in purpose for purpose in purposes):
+            if any("encoded transfer" in purpose for purpose in purposes):
                 text += "; every rank must wait for transfers with lossless codecs, in the same order"
             return Decision(error=(DisagreementError.__name__, f"{text}; {_ADVICE}"), out_of_sync=text)
     return None

@@ -6,11 +6,11 @@ import contextlib
 import json
 import socket
 
-from reshard.coordination.addresses import is_loopback, own_address
-from reshard.coordination.descriptors import has_descriptors
-from reshard.coordination.process_group import Group
-from reshard.coordination.store import Store
+from reshard.coordination.groups.addresses import is_loopback, own_address
+from reshard.coordination.groups.process_group import Group
+from reshard.coordination.groups.store import Store
 from reshard.forks import close_in_child
+from reshard.runtime.transport.descriptors import has_descriptors
 
 #: How long to wait for a connection to a port, for example of a host that is partitioned.
 PROBE_SECONDS = 0.5

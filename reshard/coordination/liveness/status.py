@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from reshard.coordination.messages import RankStatus
-from reshard.coordination.process_group import Group
-from reshard.coordination.store import Store
+from reshard.coordination.groups.messages import RankStatus
+from reshard.coordination.groups.process_group import Group
+from reshard.coordination.groups.store import Store
 from reshard.errors import RemoteError
 
 #: A rank sends a heartbeat this often.

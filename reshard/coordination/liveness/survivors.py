@@ -15,9 +15,9 @@ import json
 from collections.abc import Collection
 from typing import Any
 
-from reshard.coordination.messages import Decision
-from reshard.coordination.process_group import Group
-from reshard.coordination.store import LOST_STORE_SECONDS, STORE_SECONDS
+from reshard.coordination.groups.messages import Decision
+from reshard.coordination.groups.process_group import Group
+from reshard.coordination.groups.store import LOST_STORE_SECONDS, STORE_SECONDS
 
 
 def read_exclusions(group: Group, attempt: int = 0, seconds: float = STORE_SECONDS) -> Decision | None:
@@ -32,10 +32,10 @@ def read_exclusions(group: Group, attempt: int = 0, seconds: float = STORE_SECON
     Raises:
         RuntimeError: the store is silent or lost.
     """
-    found = None
+    exclusions = None
     while group.store.check([_key(group)], seconds):
-        found = _adopt(group, group.store.get(_key(group), seconds), attempt) or found
-    return found
+        exclusions = _adopt(group, group.store.get(_key(group), seconds), attempt) or exclusions
+    return exclusions
 
 
 def propose_exclusion(group: Group, lost: Collection[int], decision: Decision | None, attempt: int) -> Decision | None:

@@ -249,7 +249,7 @@ class Axis:
         memory = self._memory_for(sent)
         if memory is not None:
             parts, targets = sent.split(list(send_sizes)), received.split(list(receive_sizes))
-            message = memory.move(EXCHANGE, [[each] for each in parts], [[each] for each in targets], received)
+            message = memory.move(EXCHANGE, [[part] for part in parts], [[target] for target in targets], received)
             return Pending(message, message.finish, self._explain_failure)
         sent, in_group = self._to_group(sent, send_sizes), self._in_group(receive_sizes)
         work = self._start(dist.all_to_all_single, received, sent, in_group, self._in_group(send_sizes))

@@ -86,17 +86,17 @@ def cut_panels(row_spans: tuple[Span, ...], col_spans: tuple[Span, ...], width: 
     count = max(1, min(-(-size // width), size))
 
     def slices(span: Span, panel: int) -> tuple[Span, ...]:
-        found: list[Span] = []
+        panels: list[Span] = []
         for lo, hi in pairwise(bounds):
             if lo < span[0] or hi > span[1]:
                 continue
             length = hi - lo
             first, last = lo + length * panel // count - span[0], lo + length * (panel + 1) // count - span[0]
-            if found and found[-1][1] == first:
-                found[-1] = (found[-1][0], last)
+            if panels and panels[-1][1] == first:
+                panels[-1] = (panels[-1][0], last)
             elif last > first:
-                found.append((first, last))
-        return tuple(found)
+                panels.append((first, last))
+        return tuple(panels)
 
     return Panels(
         tuple(tuple(slices(span, panel) for panel in range(count)) for span in row_spans),

@@ -22,8 +22,8 @@ from reshard.errors import ArgumentError, MeshError, ReshardError
 from reshard.sharding import MAX_RANK, Mesh, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
-from .coded_axis import CodedAxis
 from .collectives import Axis
+from .compressed_axis import CompressedAxis
 from .cuts import AXES, Span, batch_spans, chunk_spans, size_of
 from .failures import Failures
 from .root_cause import RootCauseFinder
@@ -200,10 +200,10 @@ class Grid:
         """
         return self._axes[axis]
 
-    def coded(self, axis: str) -> Axis | CodedAxis:
+    def encoded(self, axis: str) -> Axis | CompressedAxis:
         """As :meth:`along`, with messages compressed by the codec of the grid."""
         found = self._axes[axis]
-        return found if self.codec is None else CodedAxis(found, self.codec)
+        return found if self.codec is None else CompressedAxis(found, self.codec)
 
     def set_codec(self, name: str) -> None:
         """Compress the messages of matrix products. All ranks call it with the same codec.

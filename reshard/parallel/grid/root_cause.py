@@ -114,9 +114,9 @@ class RootCauseFinder:
         for is_backward, what in ((True, "skipped a backward"), (False, "did not start a collective")):
             culprits: dict[int, list[int]] = {}
             for rank, (awaited, is_in_backward) in waits.items():
-                for each in awaited if is_in_backward == is_backward else ():
-                    if each not in waits or (is_backward and not waits[each][1]):
-                        culprits.setdefault(each, []).append(rank)
+                for item in awaited if is_in_backward == is_backward else ():
+                    if item not in waits or (is_backward and not waits[item][1]):
+                        culprits.setdefault(item, []).append(rank)
             if culprits:
                 waiting = sorted({rank for ranks in culprits.values() for rank in ranks})
                 return f"{describe_ranks(sorted(culprits))} {what} that {describe_ranks(waiting)} waited for"

@@ -85,7 +85,7 @@ class SharedMemory:
         self._seconds = timeout_of(axis.group)
         weakref.finalize(self, _close, self._descriptors).atexit = False
         self._maps: dict[tuple[int, int], tuple[Any, torch.Tensor]] = {}
-        self._words, self._fields = ([each.view(dtype) for each in control] for dtype in ("u4", "i8"))
+        self._words, self._fields = ([item.view(dtype) for item in control] for dtype in ("u4", "i8"))
         self._number, self._end = 0, _CONTROL_BYTES
         #: Messages that not all ranks have read, and offsets of free buffers by their capacity.
         self._written: dict[int, tuple[int, int]] = {}
@@ -127,7 +127,7 @@ class SharedMemory:
                 _copy([views[rank]], targets[rank])
             return result
 
-        return self._start(kind, parts, [sum(each.nbytes for each in to) for to in targets], result.dtype, finish)
+        return self._start(kind, parts, [sum(item.nbytes for item in to) for to in targets], result.dtype, finish)
 
     def reduce_scatter(self, parts: Sequence[Parts]) -> Message:
         """Sum ``parts[i]`` over ranks, in the order of their global ranks, for each rank ``i``."""
@@ -146,7 +146,7 @@ class SharedMemory:
         number = self._number + 1
         first, intervals = -(-16 * len(self._ranks) // 64) * 64, []
         for rank, part in enumerate(parts):
-            length = 0 if len(parts) > 1 and rank == self._index else sum(each.nbytes for each in part)
+            length = 0 if len(parts) > 1 and rank == self._index else sum(item.nbytes for item in part)
             intervals.append((first, first + length))
             first += length
         offset, capacity = self._take_buffer(number, first)
@@ -231,7 +231,7 @@ class SharedMemory:
             table, buffer = self._map(rank, offset, capacity)
             begin, end = table[self._index].tolist()
             if (KINDS[kind], end - begin) != (message.kind, message.nbytes[rank]):
-                own, other = (describe_ranks([self._ranks[each]]) for each in (self._index, rank))
+                own, other = (describe_ranks([self._ranks[item]]) for item in (self._index, rank))
                 error = DisagreementError(
                     f"{other} called {KINDS[kind]} with {end - begin} bytes for {own}, which called {message.kind} "
                     f"and expects {message.nbytes[rank]} bytes; ranks must call the same collectives of a grid, in the "
@@ -261,7 +261,7 @@ class SharedMemory:
 
     def _no_memory(self, rank: int, nbytes: int, error: OSError) -> ReshardError:
         """The error for memory of a rank that this rank cannot make or map."""
-        own, owner = (describe_ranks([self._ranks[each]]) for each in (self._index, rank))
+        own, owner = (describe_ranks([self._ranks[item]]) for item in (self._index, rank))
         return self._fail(
             ResourceError(
                 f"{own} cannot map {nbytes} bytes of the shared memory of {owner}: {error.strerror}; raise the limits "
@@ -317,7 +317,7 @@ def _copy(sources: Parts, targets: Parts) -> None:
         return
     flat = (targets if len(targets) == 1 else sources)[0].detach().reshape(-1)
     many = sources if len(targets) == 1 else targets
-    for part, row in zip(many, flat.split([each.numel() for each in many]), strict=True):
+    for part, row in zip(many, flat.split([item.numel() for item in many]), strict=True):
         if len(targets) == 1:
             row.view(part.shape).copy_(part.detach())
         else:

@@ -74,7 +74,7 @@ class Turns:
         if failed:
             raise RemoteError(f"{describe_ranks(failed)} {Turn.FAILED.value}")
         if len(ranks_of) > 1:
-            done = ", but ".join(f"{describe_ranks(ranks)} {each.value}" for each, ranks in ranks_of.items())
+            done = ", but ".join(f"{describe_ranks(ranks)} {item.value}" for item, ranks in ranks_of.items())
             raise DisagreementError(f"{done}; all ranks of a grid must call the same function in each step")
         for rank, row in zip(self._axis.ranks, rows, strict=True):
             if row[1] != rows[0][1]:

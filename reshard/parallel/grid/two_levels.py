@@ -13,8 +13,8 @@ from .pending import Parts, Pending
 if TYPE_CHECKING:
     from .collectives import Axis
 
-#: A collective in two levels moves at most ``MOST_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
-MOST_PIECES, PIECE_BYTES = 4, 2**18
+#: A collective in two levels moves at most ``MAX_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
+MAX_PIECES, PIECE_BYTES = 4, 2**18
 
 
 class Summing(Protocol):
@@ -40,7 +40,7 @@ class TwoLevelAxis:
         pieces = self._cut(sizes, result)
         own = self.table[self.between.index][self.inside.index]
         between = [
-            self.between.gather(part[piece[own][0] : piece[own][1]], [_length(piece[each]) for each in self._column])
+            self.between.gather(part[piece[own][0] : piece[own][1]], [_length(piece[item]) for item in self._column])
             for piece in pieces
         ]
 
@@ -69,7 +69,7 @@ class TwoLevelAxis:
         def finish() -> torch.Tensor:
             sums = []
             for piece, first in zip(pieces, inside, strict=True):
-                own = [_length(piece[each]) for each in self._column]
+                own = [_length(piece[item]) for item in self._column]
                 sums.append(across.reduce_scatter(first.wait(), own))
             return torch.cat([last.wait() for last in sums])
 
@@ -83,7 +83,7 @@ class TwoLevelAxis:
     def _per_local(self, piece: Sequence[Span], parts: Parts) -> list[Parts]:
         """The rows of a piece by local rank, then by host; ``parts`` has all rows of each position."""
         positions = [[row[local] for row in self.table] for local in range(self.inside.size)]
-        return [[parts[each][slice(*piece[each])] for each in column] for column in positions]
+        return [[parts[item][slice(*piece[item])] for item in column] for column in positions]
 
     def _cut(self, sizes: Sequence[int], whole: torch.Tensor) -> list[list[Span]]:
         """Cut rows into pieces, so that one level moves a piece while the other moves the next.
@@ -91,7 +91,7 @@ class TwoLevelAxis:
         Returns:
             ``[piece][position]`` intervals of the rows of each position.
         """
-        count = max(1, min(MOST_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
+        count = max(1, min(MAX_PIECES, whole.nbytes // (self.inside.size * PIECE_BYTES)))
         return [[(size * n // count, size * (n + 1) // count) for size in sizes] for n in range(count)]
 
 

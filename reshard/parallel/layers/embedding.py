@@ -87,7 +87,7 @@ class _Lookup(torch.autograd.Function):
         ctx.routes = routes = _Routes(layer, tokens_of_row)
         sent = [table[entries][:, features].reshape(-1) for entries, features in routes.sends]
         received = layer.grid.along("layer").exchange(
-            torch.cat(sent), [each.numel() for each in sent], routes.receive_sizes
+            torch.cat(sent), [item.numel() for item in sent], routes.receive_sizes
         )
         result = table.new_empty(routes.result_shape)
         for (positions, features), part in zip(routes.receives, received.split(routes.receive_sizes), strict=True):
@@ -140,7 +140,7 @@ class _Routes:
                 common = intersect(offered, wanted)
                 positions = ((own >= theirs[0]) & (own < theirs[1])).nonzero().flatten()
                 self.receives.append((positions, slice(common[0] - wanted[0], common[1] - wanted[0])))
-        self.receive_sizes = [len(positions) * (each.stop - each.start) for positions, each in self.receives]
+        self.receive_sizes = [len(positions) * (receive.stop - receive.start) for positions, receive in self.receives]
         self.result_shape = (len(own), size_of(wanted))
 
 

@@ -113,9 +113,9 @@ def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
             f"the input of a Linear of {first.in_features} features has {x.shape[-1]} on column {grid.col} of {grid}, "
             f"not {stop - start}; pass only those of grid.local_features({first.in_features})"
         )
-    if len(layers) > 1 and not all(each.cuts_in and each.in_features == first.in_features for each in layers):
+    if len(layers) > 1 and not all(layer.cuts_in and layer.in_features == first.in_features for layer in layers):
         raise ArgumentError('layers that share their input need the same in_features and cut_rows="in"')
-    outs = [[size_of(span) for span in chunk_spans(each.out_features, grid.cols)] for each in layers]
+    outs = [[size_of(span) for span in chunk_spans(layer.out_features, grid.cols)] for layer in layers]
     if first.cuts_in:
         shape = ProductShape(first.in_features, tuple(map(sum, zip(*outs, strict=True))), grid.rows, first.panel)
     else:
@@ -124,19 +124,19 @@ def multiply(layers: Sequence[Linear], x: torch.Tensor) -> list[torch.Tensor]:
     x = x if dtype is None else x.to(dtype)
     products = LayerProducts(shape, grid.tokens_of(x), first.cuts_in, first.keep_inputs)
     call = _Call(Product(grid, shape), products, layers, weight_grad_store())
-    locals_ = [local_of(each.weight) for each in layers]
-    is_trained = torch.is_grad_enabled() and any(each.requires_grad for each in locals_)
+    locals_ = [local_of(layer.weight) for layer in layers]
+    is_trained = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in locals_)
     if call.store is not None and is_trained:
         anchor = None if x.requires_grad else torch.empty(0, requires_grad=True)
-        locals_ = [each.detach() for each in locals_]
+        locals_ = [tensor.detach() for tensor in locals_]
     else:
         anchor, call.store = None, None
-    weights = [each.to(x.dtype) for each in locals_]
+    weights = [tensor.to(x.dtype) for tensor in locals_]
     flat = _Multiply.apply(x.flatten(0, -2), anchor, call, *weights)
     results = flat.split([out[grid.col] for out in outs], dim=1)
     return [
-        _add_bias(each, result).view(*x.shape[:-1], result.shape[1])
-        for each, result in zip(layers, results, strict=True)
+        _add_bias(layer, result).view(*x.shape[:-1], result.shape[1])
+        for layer, result in zip(layers, results, strict=True)
     ]
 
 
@@ -197,7 +197,7 @@ class _Call:
         """Split a gradient of all layers into the gradient of each layer's local weight."""
         if not self.cuts_in:
             return [gradient]
-        return list(gradient.t().split([local_of(each.weight).shape[0] for each in self.layers]))
+        return list(gradient.t().split([local_of(layer.weight).shape[0] for layer in self.layers]))
 
 
 class _Multiply(torch.autograd.Function):

@@ -52,7 +52,7 @@ class CrossEntropy(nn.Module):
         bad = counted & ((flat < 0) | (flat >= self.num_classes))
         losses = _TokenLosses.apply(logits.flatten(0, -2), flat, counted, span, self.grid)
         own = losses.sum()
-        counts = (each.sum().to(own.dtype) for each in (counted, bad))
+        counts = (item.sum().to(own.dtype) for item in (counted, bad))
         total, num_counted, num_bad = _SumOverRows.apply(torch.stack([own, *counts]), self.grid)
         if num_bad:
             which = f"target {int(flat[bad][0])}" if bool(bad.any()) else "a target of another rank"

@@ -59,7 +59,7 @@ class _Norm(OnGrid):
                 f"a norm of {self.features} features got {x.shape[-1]} on column {self.grid.col} of {self.grid}, not "
                 f"{size_of(span)}"
             )
-        weight, bias = (None if each is None else local_of(each) for each in (self.weight, self.bias))
+        weight, bias = (None if item is None else local_of(item) for item in (self.weight, self.bias))
         y = _Normalize.apply(x, weight, bias, self)
         return y.to(x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype))
 

@@ -80,7 +80,7 @@ class Product:
     def __init__(self, grid: Grid, shape: ProductShape) -> None:
         self.grid, self.shape = grid, shape
         self._mesh = grid.device_mesh
-        self._row_axis, self._col_axis, self._layer = map(grid.coded, ("row", "col", "layer"))
+        self._row_axis, self._col_axis, self._layer = map(grid.encoded, ("row", "col", "layer"))
 
     def check_grid(self) -> None:
         """Raise ArgumentError, on all ranks alike, if the model has moved to another grid."""
@@ -199,7 +199,7 @@ class Product:
         shape, grid = self.shape, self.grid
         have, need = shape.p_cols[grid.col], shape.p_rows[grid.row]
         sent = [x[:, _relative(intersect(have, shape.p_rows[i]), have)].t().reshape(-1) for i in range(shape.rows)]
-        overlaps = [intersect(each, need) for each in shape.p_cols]
+        overlaps = [intersect(p_col, need) for p_col in shape.p_cols]
         exchange = self._layer.start_exchange(
             torch.cat([part for part in sent for _ in range(shape.cols)]),
             [part.numel() for part in sent for _ in range(shape.cols)],
@@ -230,7 +230,7 @@ class Product:
             for need_j in shape.p_cols
         ]
         m = tokens[grid.row]
-        overlaps = [intersect(each, need) for each in shape.p_rows]
+        overlaps = [intersect(p_row, need) for p_row in shape.p_rows]
         received = self._layer.exchange(
             torch.cat(sent),
             [part.numel() for part in sent],

@@ -300,7 +300,7 @@ def count_chunks(
     times = _ChunkTimes.of(topology, host_classes)
     cap = float(largest[moves].max())
     senders, receivers = _senders(host_classes), np.unique(host_classes.destinations[1])
-    most = _most_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
+    most = _max_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
     first, last = most, most * 3 // 2
     if not topology.latency_seconds and not topology.inside_latency_seconds:  # the cost of a message is unknown
         last = max(min(last, int(times.slot_bytes) // _MIN_CHUNK_BYTES), 1)
@@ -358,7 +358,7 @@ class _ChunkTimes:
             ),
         )
         speed, moves = _speeds(host_classes, topology), host_classes.moves
-        most_copies = int(np.diff(host_classes.destinations[0]).max())
+        max_copies = int(np.diff(host_classes.destinations[0]).max())
         return cls(
             topology,
             moves,
@@ -368,7 +368,7 @@ class _ChunkTimes:
             _FanOut.of(host_classes, topology),
             fastest,
             loads.seconds(nbytes) * fastest,
-            max(math.ceil(math.log2(most_copies / len(senders) + 1)) - 1, 1),
+            max(math.ceil(math.log2(max_copies / len(senders) + 1)) - 1, 1),
         )
 
     def cheapest(self, numbers: Sequence[int], cap: float, min_counts: np.ndarray) -> int:
@@ -399,9 +399,9 @@ class _ChunkTimes:
             num_classes: number of equally large classes in each host class.
         """
         seconds = {number: self._seconds(number, num_classes) for number in (count, *aligned)}
-        most_messages = _num_pieces(count, num_classes)
+        max_messages = _num_pieces(count, num_classes)
         limits = seconds[count] * (1.0 - MIN_GAIN), seconds[count]
-        faster = [n for n in aligned if seconds[n] <= limits[_num_pieces(n, num_classes) <= most_messages]]
+        faster = [n for n in aligned if seconds[n] <= limits[_num_pieces(n, num_classes) <= max_messages]]
         return min(faster, key=lambda number: (seconds[number], number), default=count)
 
     def _seconds(self, number: int, num_classes: int) -> float:
@@ -455,7 +455,7 @@ def _speeds(host_classes: HostClasses, topology: Topology) -> np.ndarray:
     return np.maximum(speed, _MIN_RELATIVE_SPEED * speed.max())
 
 
-def _most_slots(num_receivers: int, num_nics: int) -> int:
+def _max_slots(num_receivers: int, num_nics: int) -> int:
     """Chunks through the busiest port if messages have no latency."""
     slots = min(SLOTS, max(_MIN_SLOTS, _MAX_ARRIVALS // num_receivers))
     return min(slots, _SLOTS_OF_NIC) if num_nics > 1 else slots

@@ -124,7 +124,7 @@ def _to_transfers(problem: PlanProblem, host_classes: HostClasses, groups: _Grou
     after[:, 0] = np.where(is_first, -1, np.arange(len(chain)) - 1)
     source = after[:, 0].copy()
     port = groups.sender_port[group[chain[moving]]], groups.receiver_port[group[chain[moving]]]
-    before = np.stack([_previous(one, moving) for one in port], axis=1)
+    before = np.stack([_previous(item, moving) for item in port], axis=1)
     before[before[:, 0] == before[:, 1], 1] = -1  # the same message, which is named once
     after[moving] = before
     return Transfers.unchecked(

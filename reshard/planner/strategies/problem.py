@@ -178,7 +178,7 @@ class Routes:
             start=np.concatenate([part.start for part in parts]),
             stop=np.concatenate([part.stop for part in parts]),
             edge_at=np.concatenate(
-                [[0]] + [part.edge_at[1:] + at for part, at in zip(parts, edges[:-1], strict=True)]
+                [[0]] + [part.edge_at[1:] + index for part, index in zip(parts, edges[:-1], strict=True)]
             ).astype(np.int64),
             sender=np.concatenate([part.sender for part in parts]),
             receiver=np.concatenate([part.receiver for part in parts]),

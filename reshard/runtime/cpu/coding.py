@@ -1,6 +1,6 @@
-"""Coded shards that are encoded just before they are sent, and decoded while later messages arrive.
+"""Encoded shards that are encoded just before they are sent, and decoded while later messages arrive.
 
-Both work on slabs of the first dim of the coded array: rows, or elements if the codec joins all dims.
+Both work on slabs of the first dim of the encoded array: rows, or elements if the codec joins all dims.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ class EncodedSource:
         plain: the shard, contiguous. codec: its codec. num_row_dims: number of leading dims that count rows.
 
     Attributes:
-        coded: uint8, ``(rows..., elements, bytes of an element)``.
+        encoded: uint8, ``(rows..., elements, bytes of an element)``.
     """
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
         self.plain = plain
         self._slabs = _Slabs(plain, codec, num_row_dims)
-        self.coded = self._slabs.coded
+        self.encoded = self._slabs.encoded
         self._lock = threading.Lock()
 
     def encode(self, at: Slices) -> None:
-        """Encode what a box of the coded array needs, unless it is encoded already."""
+        """Encode what a box of the encoded array needs, unless it is encoded already."""
         lo, hi = self._slabs.span(at)
         with self._lock:
             for first, end in self._slabs.take(lo, hi):
-                plain, coded = self._slabs.arrays(first, end)
-                self._slabs.codec.encode(plain, coded, self._slabs.num_row_dims)
+                plain, encoded = self._slabs.arrays(first, end)
+                self._slabs.codec.encode(plain, encoded, self._slabs.num_row_dims)
 
     def whole(self) -> torch.Tensor:
-        """The coded array, with all elements."""
-        self.encode((slice(0, len(self.coded)),))
-        return self.coded
+        """The encoded array, with all elements."""
+        self.encode((slice(0, len(self.encoded)),))
+        return self.encoded
 
 
 class DecodedTarget:
@@ -57,24 +57,24 @@ class DecodedTarget:
         decodes_early: whether the codec can decode into the shard itself.
 
     Attributes:
-        coded: uint8, ``(rows..., elements, bytes of an element)``.
+        encoded: uint8, ``(rows..., elements, bytes of an element)``.
     """
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int, *, decodes_early: bool) -> None:
         self.plain, self._decodes_early = plain, decodes_early
         self._decoded = plain if decodes_early else _empty(plain.shape, getattr(torch, decoded_dtype(plain.dtype)))
         self._slabs = _Slabs(self._decoded, codec, num_row_dims)
-        self.coded = self._slabs.coded
-        self._needed = math.prod(self.coded.shape[1:-1])
-        self._received = np.zeros(len(self.coded), dtype=np.int64)
+        self.encoded = self._slabs.encoded
+        self._needed = math.prod(self.encoded.shape[1:-1])
+        self._received = np.zeros(len(self.encoded), dtype=np.int64)
 
     def decode(self, at: Slices) -> None:
-        """Count a box of the coded array as received, and decode the slabs that it completes."""
+        """Count a box of the encoded array as received, and decode the slabs that it completes."""
         if not self._decodes_early:
             return
         lo, hi = self._slabs.span(at)
-        inner = (range(*part.indices(size)) for part, size in zip(at[1:], self.coded.shape[1:-1], strict=False))
-        self._received[lo:hi] += math.prod(map(len, inner)) * math.prod(self.coded.shape[len(at) : -1])
+        inner = (range(*part.indices(size)) for part, size in zip(at[1:], self.encoded.shape[1:-1], strict=False))
+        self._received[lo:hi] += math.prod(map(len, inner)) * math.prod(self.encoded.shape[len(at) : -1])
         complete = np.flatnonzero(self._received[lo:hi] == self._needed) + lo
         breaks = np.flatnonzero(np.diff(complete) > 1) + 1
         for run in np.split(complete, breaks) if len(complete) else ():
@@ -82,29 +82,29 @@ class DecodedTarget:
 
     def finish(self) -> None:
         """Decode what is not decoded yet."""
-        self._decode(0, len(self.coded))
+        self._decode(0, len(self.encoded))
         if not self._decodes_early:
             write_into(self.plain, self._decoded)
 
     def _decode(self, lo: int, hi: int) -> None:
         for first, end in self._slabs.take(lo, hi):
-            plain, coded = self._slabs.arrays(first, end)
-            self._slabs.codec.decode(coded, plain, self._slabs.num_row_dims)
+            plain, encoded = self._slabs.arrays(first, end)
+            self._slabs.codec.decode(encoded, plain, self._slabs.num_row_dims)
 
 
 class _Slabs:
-    """A contiguous shard and its coded array, and which slabs were taken."""
+    """A contiguous shard and its encoded array, and which slabs were taken."""
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
         self.codec, self.num_row_dims = codec, num_row_dims
         num_elements = codec.num_elements(plain.shape[num_row_dims:], 0)
-        self.coded = _empty((*plain.shape[:num_row_dims], num_elements, codec.element[1]), torch.uint8)
+        self.encoded = _empty((*plain.shape[:num_row_dims], num_elements, codec.element[1]), torch.uint8)
         self._plain = plain if num_row_dims else plain.reshape(-1)
-        self._taken = bytearray(len(self.coded))
+        self._taken = bytearray(len(self.encoded))
 
     def span(self, at: Slices) -> tuple[int, int]:
         """The slabs of a box."""
-        lo, hi, _ = at[0].indices(len(self.coded))
+        lo, hi, _ = at[0].indices(len(self.encoded))
         return lo, hi
 
     def take(self, lo: int, hi: int) -> Iterator[tuple[int, int]]:
@@ -116,9 +116,9 @@ class _Slabs:
             yield first, lo
 
     def arrays(self, first: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slabs of the shard, and of the coded array."""
+        """Slabs of the shard, and of the encoded array."""
         factor = 1 if self.num_row_dims else self.codec.values
-        return self._plain[first * factor : end * factor], self.coded[first:end]
+        return self._plain[first * factor : end * factor], self.encoded[first:end]
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -127,8 +127,8 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device="cpu")
 
 
-def coded_array(array: Any) -> Any:
-    """The coded array of a source or target, all of it encoded; any other array as it is."""
+def encoded_array(array: Any) -> Any:
+    """The encoded array of a source or target, all of it encoded; any other array as it is."""
     if isinstance(array, EncodedSource):
         return array.whole()
-    return array.coded if isinstance(array, DecodedTarget) else array
+    return array.encoded if isinstance(array, DecodedTarget) else array

@@ -84,10 +84,10 @@ class _Execution:
     ) -> None:
         self.program, self.transport, self.tag = program, transport, options.tag
         self.digests = options.digests
-        self.encoders = {at: array for at, array in enumerate(src) if isinstance(array, EncodedSource)}
-        self.decoders = {at: array for at, array in enumerate(dst) if isinstance(array, DecodedTarget)}
-        self.src = [each.coded if isinstance(each, EncodedSource) else each for each in src]
-        self.dst = [each.coded if isinstance(each, DecodedTarget) else each for each in dst]
+        self.encoders = {index: array for index, array in enumerate(src) if isinstance(array, EncodedSource)}
+        self.decoders = {index: array for index, array in enumerate(dst) if isinstance(array, DecodedTarget)}
+        self.src = [item.encoded if isinstance(item, EncodedSource) else item for item in src]
+        self.dst = [item.encoded if isinstance(item, DecodedTarget) else item for item in dst]
         self.encoded: set[int] = set()  # sends whose elements are encoded
         self.is_encoding = bool(self.encoders)
         self.staging = staging

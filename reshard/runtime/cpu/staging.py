@@ -103,13 +103,13 @@ class _ByteRuns:
 
     def pack(self, arrays: Sequence[torch.Tensor | None], buffer: torch.Tensor) -> None:
         """Copy from the arrays into the buffer."""
-        for tensor, at, in_buffer, length in self.rows:
-            copy_runs(_flat(arrays[tensor]), buffer.numpy(), at, in_buffer, length)
+        for tensor, index, in_buffer, length in self.rows:
+            copy_runs(_flat(arrays[tensor]), buffer.numpy(), index, in_buffer, length)
 
     def unpack(self, buffer: torch.Tensor, arrays: Sequence[torch.Tensor | None]) -> None:
         """Copy from the buffer into the arrays."""
-        for tensor, at, in_buffer, length in self.rows:
-            copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, at, length)
+        for tensor, index, in_buffer, length in self.rows:
+            copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, index, length)
 
 
 def _flat(array: torch.Tensor | None) -> np.ndarray:
@@ -193,7 +193,7 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 def carrier(tensor: Any) -> Any:
     """View a tensor as a plain dtype of the same itemsize, so that copies preserve the bits of any dtype.
 
-    None, a :class:`CastSource` and coded arrays are returned unchanged.
+    None, a :class:`CastSource` and encoded arrays are returned unchanged.
     """
     if not isinstance(tensor, torch.Tensor):
         return tensor

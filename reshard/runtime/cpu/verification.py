@@ -128,7 +128,7 @@ class Replicas:
             assert array is not None
             if isinstance(array, CastSource):
                 array = array.array
-            at = (*map(slice, first.tolist(), last.tolist()), ...)  # a coded array has one more dim, of bytes
+            at = (*map(slice, first.tolist(), last.tolist()), ...)  # an encoded array has one more dim, of bytes
             found.append(digest_of([array[at]]))
         return found
 

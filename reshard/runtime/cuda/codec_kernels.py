@@ -111,7 +111,7 @@ def _encode_blocks(  # type: ignore[no-untyped-def]
     CARRY: tl.constexpr,
 ):  # fmt: skip
     """Each program encodes some blocks of 32 values."""
-    is_block, values_at, is_value, scale_at, codes_at = _find_blocks(
+    is_block, values_at, is_value, scale_at, encodes_at = _find_blocks(
         num_blocks, columns, per_row, BLOCKS, COUNT, SCALE_BYTES, CODE_BYTES
     )
     bits = _widen(tl.load(source + values_at, mask=is_value, other=0), FORMAT)
@@ -144,18 +144,18 @@ def _encode_blocks(  # type: ignore[no-untyped-def]
         codes = (scaled + 12582912.0).to(tl.int32, bitcast=True)
     codes = tl.where(is_finite[:, None], codes, 0)
     if CODE_BYTES == 32:
-        at = codes_at[:, None] + tl.arange(0, 32)[None, :]
+        at = encodes_at[:, None] + tl.arange(0, 32)[None, :]
         tl.store(out + at, (codes & 255).to(tl.uint8), mask=is_block[:, None])
     else:  # byte j of word i holds the low bits of values i + 8 j and i + 8 j + 4
         shifts = (tl.arange(0, 2) * 4)[None, None, :, None]
         pairs = tl.sum((tl.reshape(codes, (COUNT, 4, 2, 4)) & 15) << shifts, axis=2)
         inside = (tl.arange(0, 4)[None, None, :] * 4 + tl.arange(0, 4)[None, :, None]).to(tl.int64)
-        tl.store(out + codes_at[:, None, None] + inside, pairs.to(tl.uint8), mask=is_block[:, None, None])
+        tl.store(out + encodes_at[:, None, None] + inside, pairs.to(tl.uint8), mask=is_block[:, None, None])
     if CODE_BYTES == 24:  # byte j of half word i holds the high bits of values i + 16 j, + 4, + 8 and + 12
         shifts = (tl.arange(0, 4) * 2)[None, None, :, None]
         fours = tl.sum(((tl.reshape(codes, (COUNT, 2, 4, 4)) >> 4) & 3) << shifts, axis=2)
         inside = (16 + tl.arange(0, 4)[None, None, :] * 2 + tl.arange(0, 2)[None, :, None]).to(tl.int64)
-        tl.store(out + codes_at[:, None, None] + inside, fours.to(tl.uint8), mask=is_block[:, None, None])
+        tl.store(out + encodes_at[:, None, None] + inside, fours.to(tl.uint8), mask=is_block[:, None, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -167,10 +167,10 @@ def _decode_blocks(  # type: ignore[no-untyped-def]
     COUNT: tl.constexpr,
     SCALE_BYTES: tl.constexpr,
     CODE_BYTES: tl.constexpr,
-    MOST: tl.constexpr,
+    MAX: tl.constexpr,
 ):  # fmt: skip
     """Each program decodes some blocks of 32 values."""
-    is_block, values_at, is_value, scale_at, codes_at = _find_blocks(
+    is_block, values_at, is_value, scale_at, encodes_at = _find_blocks(
         num_blocks, columns, per_row, BLOCKS, COUNT, SCALE_BYTES, CODE_BYTES
     )
     scale = tl.load(data + scale_at, mask=is_block, other=0).to(tl.int32)
@@ -182,13 +182,13 @@ def _decode_blocks(  # type: ignore[no-untyped-def]
     number = tl.arange(0, 32)
     here = is_block[:, None] & (number < 32)[None, :]
     if CODE_BYTES == 32:
-        code = tl.load(data + codes_at[:, None] + number[None, :], mask=here, other=0).to(tl.int32)
+        code = tl.load(data + encodes_at[:, None] + number[None, :], mask=here, other=0).to(tl.int32)
     else:
         word, place = number % 4, number // 4
-        low = tl.load(data + codes_at[:, None] + (word * 4 + place // 2)[None, :], mask=here, other=0).to(tl.int32)
+        low = tl.load(data + encodes_at[:, None] + (word * 4 + place // 2)[None, :], mask=here, other=0).to(tl.int32)
         code = (low >> (4 * (place % 2))[None, :]) & 15
         if CODE_BYTES == 24:
-            at = codes_at[:, None] + (16 + word * 2 + place // 4)[None, :]
+            at = encodes_at[:, None] + (16 + word * 2 + place // 4)[None, :]
             high = tl.load(data + at, mask=here, other=0).to(tl.int32)
             code = code | (((high >> (2 * (place % 4))[None, :]) & 3) << 4)
     if IS_FP8:
@@ -200,8 +200,8 @@ def _decode_blocks(  # type: ignore[no-untyped-def]
         half: tl.constexpr = 128 if CODE_BYTES == 32 else (32 if CODE_BYTES == 24 else 8)
         values = ((code ^ half) - half).to(tl.float32)
     product = values * tl.where(is_nan, 0, unit).to(tl.float32, bitcast=True)[:, None]
-    value = tl.where(product > MOST, MOST, product)
-    value = tl.where(value < -MOST, -MOST, value)
+    value = tl.where(product > MAX, MAX, product)
+    value = tl.where(value < -MAX, -MAX, value)
     if FORMAT == 2:  # larger values come from a wider format
         infinite = tl.full((COUNT, 32), float("inf"), tl.float32)
         value = tl.where(product > 65759.875, infinite, value)
@@ -251,20 +251,20 @@ def decode_on_device(
             COUNT=BLOCKS_PER_PROGRAM,
             SCALE_BYTES=kind.scale_bytes,
             CODE_BYTES=kind.code_bytes,
-            MOST=float(torch.finfo(target.dtype).max),
+            MAX=float(torch.finfo(target.dtype).max),
             enable_fp_fusion=False,
         )
 
 
 def _prepare(
-    codec: BlockCodec, plain: torch.Tensor, coded: torch.Tensor, num_row_dims: int | None
+    codec: BlockCodec, plain: torch.Tensor, encoded: torch.Tensor, num_row_dims: int | None
 ) -> tuple[int, Any, tuple[int, int, int]]:
     """The format of the plain values, the values as words, and the numbers of blocks, columns, and blocks a row."""
     form = format_of(plain, codec.name)
-    codec.check_size(coded, plain, num_row_dims)
-    if plain.device != coded.device:
-        raise ArgumentError(f"codec {codec.name}: plain values on {plain.device}, coded ones on {coded.device}")
-    if not plain.is_contiguous() or not coded.is_contiguous():
+    codec.check_size(encoded, plain, num_row_dims)
+    if plain.device != encoded.device:
+        raise ArgumentError(f"codec {codec.name}: plain values on {plain.device}, encoded ones on {encoded.device}")
+    if not plain.is_contiguous() or not encoded.is_contiguous():
         raise ArgumentError(f"codec {codec.name} needs contiguous tensors")
     columns = num_columns(plain, num_row_dims)
     per_row = -(-columns // codec.values) * (codec.values // 32)

@@ -1,6 +1,6 @@
-"""Coded shards of transfers on a stream: whole shards are encoded before, and decoded after, on the caller's stream.
+"""Encoded shards of transfers on a stream: whole shards are encoded before, and decoded after, on the caller's stream.
 
-Kernels code tensors on a GPU. Tensors on the CPU, on which tests run this path, are coded by the native codecs.
+Kernels code tensors on a GPU. Tensors on the CPU, on which tests run this path, are encoded by the native codecs.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ def check_device_codec(codec: Any, device_type: str) -> None:
 def encode_shard(plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> torch.Tensor:
     """The elements of a shard: uint8, ``(rows..., elements, bytes of an element)``, on its device."""
     source = plain.contiguous()
-    coded = _empty_elements(source, codec, num_row_dims)
+    encoded = _empty_elements(source, codec, num_row_dims)
     if source.device.type == "cpu":
-        codec.encode(source, coded, num_row_dims)
+        codec.encode(source, encoded, num_row_dims)
     else:
         from reshard.runtime.cuda.codec_kernels import encode_on_device  # imports Triton
 
         assert isinstance(codec, BlockCodec)
-        encode_on_device(codec, source, coded, num_row_dims)
-    return coded
+        encode_on_device(codec, source, encoded, num_row_dims)
+    return encoded
 
 
 class DeviceDecodedTarget:
@@ -47,12 +47,12 @@ class DeviceDecodedTarget:
         plain: the shard; any dtype and strides.
 
     Attributes:
-        plain: the shard. coded: uint8, ``(rows..., elements, bytes of an element)``, on the device of the shard.
+        plain: the shard. encoded: uint8, ``(rows..., elements, bytes of an element)``, on the device of the shard.
     """
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:
         self.plain, self._codec, self._num_row_dims = plain, codec, num_row_dims
-        self.coded = _empty_elements(plain, codec, num_row_dims)
+        self.encoded = _empty_elements(plain, codec, num_row_dims)
 
     def finish(self) -> None:
         """Decode, on the current stream."""
@@ -61,12 +61,12 @@ class DeviceDecodedTarget:
         is_direct = plain.is_contiguous() and plain.dtype == dtype
         target = plain if is_direct else torch.empty(plain.shape, dtype=dtype, device=plain.device)
         if plain.device.type == "cpu":
-            self._codec.decode(self.coded, target, self._num_row_dims)
+            self._codec.decode(self.encoded, target, self._num_row_dims)
         else:
             from reshard.runtime.cuda.codec_kernels import decode_on_device  # imports Triton
 
             assert isinstance(self._codec, BlockCodec)
-            decode_on_device(self._codec, self.coded, target, self._num_row_dims)
+            decode_on_device(self._codec, self.encoded, target, self._num_row_dims)
         if not is_direct:
             write_into(plain, target)
 

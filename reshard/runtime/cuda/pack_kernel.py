@@ -96,15 +96,15 @@ class RegionCopier:
         Raises:
             ArgumentError: a graph is being captured and these addresses are not cached.
         """
-        found = self._addresses.get(known)
-        if found is None:
-            found = self._addresses[known] = self._upload(torch.tensor(known, dtype=torch.int64))
-            droppable = [one for one in self._addresses if one not in self._captured]
-            for one in droppable[:-MAX_ADDRESS_TABLES]:
-                del self._addresses[one]
+        addresses = self._addresses.get(known)
+        if addresses is None:
+            addresses = self._addresses[known] = self._upload(torch.tensor(known, dtype=torch.int64))
+            droppable = [address for address in self._addresses if address not in self._captured]
+            for item in droppable[:-MAX_ADDRESS_TABLES]:
+                del self._addresses[item]
         if self._is_capturing():
             self._captured.add(known)
-        return found
+        return addresses
 
     def warm_up(self, buffer: torch.Tensor) -> None:
         """Compile and load every kernel variant that a message in the buffer can need.

@@ -70,7 +70,7 @@ class RoundRunner:
         self.rounds = rounds_of(program, round_of)
         self._relays = {index for index, recv in enumerate(program.recvs) if recv.is_relay}
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
-        self._half_bytes = max((_scratch_bytes(one) for one in self.rounds), default=0)
+        self._half_bytes = max((_scratch_bytes(item) for item in self.rounds), default=0)
         self._relay_offsets, self._relay_bytes = self._allocate_relays()
         self._steps: dict[tuple[ArrayKind | None, ...], tuple[Step, ...]] = {}
         self._storage: Array | None = None
@@ -219,10 +219,10 @@ class RoundRunner:
         for table in tables:
             assert self._copier is not None
             self._copier.copy(table, addresses, buffer, to_buffer)
-        for one in views:
-            arrays, side = (src, "src") if one.in_source else (dst, "dst")
-            boxes = [self._view(arrays, box.tensor, getattr(box, side)) for box in one.op.boxes]
-            slot = buffer[one.start : one.start + one.op.nbytes]
+        for view in views:
+            arrays, side = (src, "src") if view.in_source else (dst, "dst")
+            boxes = [self._view(arrays, box.tensor, getattr(box, side)) for box in view.op.boxes]
+            slot = buffer[view.start : view.start + view.op.nbytes]
             self.memory.pack(boxes, slot) if to_buffer else self.memory.unpack(slot, boxes)
 
     # Steps
@@ -234,16 +234,16 @@ class RoundRunner:
             ``({index of a receive: offset}, bytes in all)``.
         """
         last_round: dict[int, int] = {}
-        for number, one in enumerate(self.rounds):
-            for send in one.sends:
+        for number, item in enumerate(self.rounds):
+            for send in item.sends:
                 if send.forwards in self._relays:
                     last_round[send.forwards] = number  # type: ignore[index]
         offsets: dict[int, int] = {}
         live: list[tuple[int, int, int]] = []  # (start, stop, last round)
         total = 0
-        for number, one in enumerate(self.rounds):
+        for number, item in enumerate(self.rounds):
             live = sorted(part for part in live if part[2] >= number)
-            for recv in one.recvs:
+            for recv in item.recvs:
                 index = self._index[recv.id]
                 if index not in self._relays:
                     continue
@@ -260,22 +260,22 @@ class RoundRunner:
         if kinds not in self._steps:
             self._steps[kinds] = self._make_steps(kinds)
             # tables are kept, since kernels under way or captured may read them
-            droppable = [one for one, steps in self._steps.items() if not any(step.has_tables for step in steps)]
-            for one in droppable[:-MAX_KINDS]:
-                del self._steps[one]
+            droppable = [item for item, steps in self._steps.items() if not any(step.has_tables for step in steps)]
+            for item in droppable[:-MAX_KINDS]:
+                del self._steps[item]
         return self._steps[kinds]
 
     def _make_steps(self, kinds: Sequence[ArrayKind | None]) -> tuple[Step, ...]:
         steps: list[Step] = []
         unpacked_in: dict[int, int] = {}  # index of a receive -> the step that unpacks it
-        for number, one in enumerate(self.rounds):
+        for number, item in enumerate(self.rounds):
             at = number % self.num_halves * self._half_bytes
             recvs: list[Part] = []
             sends: list[Part] = []
             to_pack: list[Packed] = []
             to_unpack: list[Packed] = []
             after_unpack = -1
-            for recv in one.recvs:
+            for recv in item.recvs:
                 index = self._index[recv.id]
                 part = (
                     self._relay(index, recv.sender) if recv.is_relay else self._direct(recv, kinds, "dst", recv.sender)
@@ -286,7 +286,7 @@ class RoundRunner:
                     unpacked_in[index] = number
                 recvs.append(part)
                 at += _aligned(recv.nbytes)
-            for send in one.sends:
+            for send in item.sends:
                 if send.forwards in self._relays:
                     part = self._relay(send.forwards, send.receiver)  # type: ignore[arg-type]
                 else:
@@ -325,10 +325,10 @@ class RoundRunner:
         """``(tables on the device, messages to copy box by box)``."""
         regions: list[tuple[int, ...]] = []
         views: list[Packed] = []
-        for one in packed:
-            found = None if self._copier is None else self._regions_of(one, kinds)
+        for item in packed:
+            found = None if self._copier is None else self._regions_of(item, kinds)
             if found is None:
-                views.append(one)
+                views.append(item)
             else:
                 regions += found
         if not regions:

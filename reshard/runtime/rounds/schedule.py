@@ -69,21 +69,21 @@ def find_rounds(plan: Plan) -> dict[int, int]:
 
 def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
     """``(messages,)`` bool: whether the receiver forwards the message and needs no element of it."""
-    found = np.zeros(len(messages), dtype=bool)
-    found[messages.source[messages.source >= 0]] = True
+    relays = np.zeros(len(messages), dtype=bool)
+    relays[messages.source[messages.source >= 0]] = True
     transfers = plan.transfers
     box = transfers.first_box[messages.transfer]
     tensor = transfers.box_tensor[box]
     for number, spec in enumerate(plan.tensors):
         ndim = spec.ndim
-        for rank in np.unique(messages.receiver[found & (tensor == number)]).tolist():
+        for rank in np.unique(messages.receiver[relays & (tensor == number)]).tolist():
             if rank not in spec.dst.ranks:
                 continue
-            rows = np.flatnonzero(found & (tensor == number) & (messages.receiver == rank))
+            rows = np.flatnonzero(relays & (tensor == number) & (messages.receiver == rank))
             start, stop = transfers.box_start[box[rows], :ndim], transfers.box_stop[box[rows], :ndim]
             pieces = spec.dst_shards.pieces_of(rank)[:2]
-            found[rows[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
-    return found
+            relays[rows[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
+    return relays
 
 
 class _Relays:
@@ -104,9 +104,9 @@ class _Relays:
     def first_round(self, row: int, rank: int, nbytes: int) -> int:
         """The first round in which a rank has room for a message."""
         kept = self._kept.get(rank, [])
-        in_use = [one for one in kept if self._last_use[one[0]] >= row]
-        used = sorted((one for one in kept if self._last_use[one[0]] < row), key=lambda one: -one[2])
-        free = self._room - nbytes - sum(one[1] for one in in_use)
+        in_use = [item for item in kept if self._last_use[item[0]] >= row]
+        used = sorted((item for item in kept if self._last_use[item[0]] < row), key=lambda one: -one[2])
+        free = self._room - nbytes - sum(item[1] for item in in_use)
         for i, (_, size, last) in enumerate(used):
             free -= size
             if free < 0:  # messages with an earlier last round never matter again
@@ -120,9 +120,9 @@ class _Relays:
 
     def use(self, source: int, rank: int, at: int) -> None:
         """Record that a rank forwards a message in round ``at``."""
-        for one in self._kept.get(rank, ()):
-            if one[0] == source:
-                one[2] = max(one[2], at)
+        for item in self._kept.get(rank, ()):
+            if item[0] == source:
+                item[2] = max(item[2], at)
 
 
 def _assign_rounds(
@@ -179,8 +179,8 @@ def rounds_of(program: RankProgram, round_of: Mapping[int, int]) -> tuple[Round,
     for send in (*program.sends_across, *program.sends_inside):
         sends.setdefault(round_of[send.id], []).append(send)
     return tuple(
-        Round(tuple(recvs.get(at, ())), tuple(sorted(sends.get(at, ()), key=lambda send: send.id)))
-        for at in sorted({*recvs, *sends})
+        Round(tuple(recvs.get(index, ())), tuple(sorted(sends.get(index, ()), key=lambda send: send.id)))
+        for index in sorted({*recvs, *sends})
     )
 
 
@@ -226,9 +226,9 @@ def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
 def _match(sender: int, call: Call, left: Mapping[int, list[Call]]) -> None:
     """Move one message if its receiver has posted the other end: its first receive from that sender."""
     _, receiver, nbytes = call
-    if next(one for one in left[sender] if one[:2] == call[:2]) is not call:
+    if next(item for item in left[sender] if item[:2] == call[:2]) is not call:
         return  # an earlier message to the same rank has not moved
-    end = next((one for one in left.get(receiver, ()) if one[:2] == (False, sender)), None)
+    end = next((item for item in left.get(receiver, ()) if item[:2] == (False, sender)), None)
     if end is None:
         return
     if end[2] != nbytes:
@@ -241,8 +241,8 @@ def calls_of(rounds: Iterable[Round]) -> list[list[Call]]:
     """The groups of a rank, for :func:`check_calls`."""
     return [
         [
-            *((False, recv.sender, recv.nbytes) for recv in one.recvs),
-            *((True, send.receiver, send.nbytes) for send in one.sends),
+            *((False, recv.sender, recv.nbytes) for recv in item.recvs),
+            *((True, send.receiver, send.nbytes) for send in item.sends),
         ]
-        for one in rounds
+        for item in rounds
     ]

@@ -1,4 +1,4 @@
-"""Seconds of coded collectives, for each kind of traffic inside stages."""
+"""Seconds of encoded collectives, for each kind of traffic inside stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from reshard.errors import ArgumentError
 from ..inputs.cluster import Cluster, Place, ring_seconds
 from ..inputs.layer_graph import LayerGraph, is_shared
 from ..inputs.stages import StagePlan
-from .edge_prices import coded_ratio
+from .edge_prices import encoded_ratio
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -26,7 +26,7 @@ class CodecCost:
     """A codec on the wire.
 
     Attributes:
-        ratio: coded bytes of each byte of plain values.
+        ratio: encoded bytes of each byte of plain values.
         encode_bytes_per_second, decode_bytes_per_second: of plain values, on one rank.
     """
 
@@ -39,7 +39,8 @@ class CodecCost:
         return encoded / self.encode_bytes_per_second + decoded / self.decode_bytes_per_second
 
     def sum_seconds(self, place: Place, nbytes: float) -> float:
-        """Seconds of a sum over all ranks of a place: raw inside hosts and coded between them, or coded on one host.
+        """Seconds of a sum over all ranks of a place: raw inside hosts and encoded between them, or encoded on one
+        host.
 
         A rank encodes its part for each host, adds the parts that it receives, encodes the sum, and decodes all sums.
         """
@@ -52,14 +53,14 @@ class CodecCost:
             rate, latency = place.inside_bytes_per_second, place.inside_latency_seconds
             return coding + ring_seconds(nbytes * self.ratio, hosts, rate, latency)
         raw = ring_seconds(nbytes, inside, place.inside_bytes_per_second, place.inside_latency_seconds)
-        coded = ring_seconds(nbytes * self.ratio, hosts, place.ring_bytes_per_second, place.latency_seconds)
-        return coding + raw + coded
+        encoded = ring_seconds(nbytes * self.ratio, hosts, place.ring_bytes_per_second, place.latency_seconds)
+        return coding + raw + encoded
 
     def gather_seconds(self, place: Place, nbytes: float, tp: int) -> float:
         """Seconds in which the replicas of a layer gather ``nbytes`` on each rank.
 
-        Each rank encodes its part and decodes all parts. Computation does not overlap with a coded gather, because the
-        call returns only when it is done.
+        Each rank encodes its part and decodes all parts. Computation does not overlap with an encoded gather, because
+        the call returns only when it is done.
         """
         replicas = place.num_ranks // tp
         if replicas == 1 or nbytes == 0:
@@ -75,11 +76,11 @@ class CodecCost:
         if replicas == 1 or nbytes == 0:
             return 0.0
         others = nbytes * (replicas - 1) / replicas
-        coded = nbytes * self.ratio
+        encoded = nbytes * self.ratio
         inside = replicas // place.num_hosts if place.num_hosts > 1 else replicas
-        moved = (inside - 1) * (place.inside_latency_seconds + coded / replicas / place.inside_bytes_per_second)
+        moved = (inside - 1) * (place.inside_latency_seconds + encoded / replicas / place.inside_bytes_per_second)
         if place.num_hosts > 1:
-            between = place.exchange_seconds(coded * tp * inside / place.num_hosts)
+            between = place.exchange_seconds(encoded * tp * inside / place.num_hosts)
             moved = max(moved, (place.num_hosts - 1) * place.latency_seconds + between)
         return self.coding_seconds(nbytes, others) + moved
 
@@ -113,7 +114,7 @@ class CodecCosts:
         """
         if policy is None:
             return RAW
-        rates = {each.codec: each for each in cluster.topology.codec_rates}
+        rates = {codec_rate.codec: codec_rate for codec_rate in cluster.topology.codec_rates}
 
         def make(codec: str | None, ratio: float) -> CodecCost | None:
             if codec is None:
@@ -122,20 +123,20 @@ class CodecCosts:
 
         def of_values(codec: str | None, nbytes: float) -> CodecCost | None:
             """Codecs code a parameter or a gradient as fp32."""
-            return make(codec, coded_ratio(codec, "float32") * 4 / nbytes if codec and nbytes else 1.0)
+            return make(codec, encoded_ratio(codec, "float32") * 4 / nbytes if codec and nbytes else 1.0)
 
         gathers, scatters = policy.pair("zero")
         return cls(
             of_values(policy.dp, gradient),
             of_values(gathers, weight),
             of_values(scatters, gradient),
-            make(policy.tp, coded_ratio(policy.tp, dtype) if policy.tp else 1.0),
+            make(policy.tp, encoded_ratio(policy.tp, dtype) if policy.tp else 1.0),
             is_optional,
         )
 
-    def faster(self, raw: float, coded: float) -> float:
+    def faster(self, raw: float, encoded: float) -> float:
         """The seconds of traffic that has a codec."""
-        return min(raw, coded) if self.is_optional else coded
+        return min(raw, encoded) if self.is_optional else encoded
 
 
 #: Costs without any codec.
@@ -151,7 +152,7 @@ def check_policy(policy: Policy, cluster: Cluster) -> None:
         )
     known = {rate.codec for rate in cluster.topology.codec_rates}
     wanted = [codec for codec in (policy.dp, *policy.pair("pp"), policy.tp, *policy.pair("zero")) if codec is not None]
-    for codec in [each for each in wanted if each not in known]:
+    for codec in [item for item in wanted if item not in known]:
         raise ArgumentError(
             f"compression={policy} has the codec {codec}, whose rates the topology of the cluster lacks; give it "
             "codec_rates, as find_topology(codecs=[...]) measures them"
@@ -161,8 +162,8 @@ def check_policy(policy: Policy, cluster: Cluster) -> None:
 def parts_of_policy(policy: Policy, stages: Sequence[StagePlan], graph: LayerGraph) -> Iterator[Policy]:
     """All policies that use some of the codecs of a policy, for traffic that the stages have.
 
-    The engine codes panels of grids only if no stage has torch's tensor parallelism. Sums over stages of the gradients
-    of shared parameters have the codec of sums over replicas.
+    The engine compresses panels of grids only if no stage has torch's tensor parallelism. Sums over stages of the
+    gradients of shared parameters have the codec of sums over replicas.
     """
     choices = [(stage, stage.choices[0]) for stage in stages]
     has_sums = any(s.num_ranks > choice.tp and not choice.zero and not choice.grid for s, choice in choices)
@@ -185,9 +186,9 @@ def parts_of_policy(policy: Policy, stages: Sequence[StagePlan], graph: LayerGra
 
 def with_codecs(policy: Policy, dp: Any, pp: Any, tp: Any, zero: Any) -> Policy:
     """A policy with other codecs, and with the options that apply to them."""
-    coded = replace(
+    encoded = replace(
         policy, dp=dp, pp=pp, tp=tp, zero=zero, force_pp=policy.force_pp and bool(pp), feedback=(), raw_steps=0
     )
-    sums = {"dp": dp, "zero": coded.pair("zero")[1]}
+    sums = {"dp": dp, "zero": encoded.pair("zero")[1]}
     feedback = tuple(name for name in policy.feedback if sums[name] is not None)
-    return replace(coded, feedback=feedback, raw_steps=policy.raw_steps if dp else 0)
+    return replace(encoded, feedback=feedback, raw_steps=policy.raw_steps if dp else 0)

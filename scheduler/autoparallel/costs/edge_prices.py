@@ -25,7 +25,7 @@ EdgeCodecs = tuple[str | None, str | None]
 _NUM_VALUES = 1 << 20
 
 
-def coded_ratio(codec: str, dtype: str) -> float:
+def encoded_ratio(codec: str, dtype: str) -> float:
     """Bytes that a block codec makes of each byte of a large array."""
     return parse_codec(codec).nbytes((_NUM_VALUES,)) / (_NUM_VALUES * ITEMSIZE[dtype_name(dtype)])
 
@@ -36,7 +36,7 @@ class EdgePrices:
     Args:
         graph, cluster: the model and its devices.
         message_seconds: time of a message in addition to that of its bytes.
-        codecs: of activations and of their gradients; each direction of an edge is coded where that is faster.
+        codecs: of activations and of their gradients; each direction of an edge is encoded where that is faster.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EdgePrices:
     ) -> None:
         self._codecs = codecs
         #: A lower bound of the bytes on the wire of each byte of a tensor.
-        self.least_ratio = min([1.0, *(coded_ratio(name, graph.dtype) for name in codecs if name is not None)])
+        self.min_ratio = min([1.0, *(encoded_ratio(name, graph.dtype) for name in codecs if name is not None)])
         self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
         self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[Tensor, ...], int, End, End], Edge] = {}
@@ -54,26 +54,27 @@ class EdgePrices:
         """Number of prices that the planner has computed."""
         return len(self._prices)
 
-    def is_priced(self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> bool:
+    def is_priced(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> bool:
         """Whether the planner has priced this edge, or one between the same positions of equal hosts."""
-        return not tensors or self._key(tensors, rows, src, dst) in self._prices
+        return not tensors or self._key(tensors, num_samples, src, dst) in self._prices
 
-    def edge(self, numbers: tuple[int, int], tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> Edge:
-        """The priced edge between two stages, for microbatches of ``rows`` rows, with its tensors and layouts.
+    def edge(self, numbers: tuple[int, int], tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> Edge:
+        """The priced edge between two stages, for microbatches of ``num_samples`` samples, with its tensors and
+        layouts.
 
         Args:
             numbers: of the stages. tensors: what crosses. src, dst: the ends.
         """
-        key = self._key(tensors, rows, src, dst)
+        key = self._key(tensors, num_samples, src, dst)
         if key not in self._prices:
             _, _, a, b = key
-            priced = self._price(make_edge((0, 1), tensors, rows, a, b))
+            priced = self._price(make_edge((0, 1), tensors, num_samples, a, b))
             self._prices[key] = replace(
                 priced,
                 forward_seconds=priced.forward_seconds + self.message_seconds,
                 backward_seconds=priced.backward_seconds + self.message_seconds * bool(priced.gradients),
             )
-        priced, made = self._prices[key], make_edge(numbers, tensors, rows, src, dst)
+        priced, made = self._prices[key], make_edge(numbers, tensors, num_samples, src, dst)
         shift = self._shift(src)
         return replace(
             made,
@@ -91,18 +92,18 @@ class EdgePrices:
         forward_codec, backward_codec = self._codecs
         if forward_codec is None and backward_codec is None:
             return priced
-        coded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
-        coded = price_edge(coded, self.cluster.topology)
+        encoded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
+        encoded = price_edge(encoded, self.cluster.topology)
         for way in ("forward", "backward"):
-            if getattr(coded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
+            if getattr(encoded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
                 names = [f"{way}_{what}" for what in ("seconds", "loads", "codec")]
-                priced = replace(priced, **{name: getattr(coded, name) for name in names})
+                priced = replace(priced, **{name: getattr(encoded, name) for name in names})
         return priced
 
-    def bound_seconds(self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> tuple[float, float]:
+    def bound_seconds(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> tuple[float, float]:
         """Seconds forward and backward that no plan beats: unique bytes into hosts over the rate of their NICs."""
-        nbytes = sum(tensor.row_bytes for tensor in tensors) * rows
-        returned = sum(tensor.row_bytes for tensor in tensors if tensor.has_gradient) * rows
+        nbytes = sum(tensor.sample_bytes for tensor in tensors) * num_samples
+        returned = sum(tensor.sample_bytes for tensor in tensors if tensor.has_gradient) * num_samples
         per_byte = self.bound_per_byte(src, dst)
         return nbytes * per_byte, returned * per_byte
 
@@ -116,26 +117,26 @@ class EdgePrices:
         hosts = topology.host
         leave = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in senders)
         enter = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in receivers)
-        return self.least_ratio / min(leave, enter)
+        return self.min_ratio / min(leave, enter)
 
     def _shift(self, src: End) -> int:
         """Number of hosts by which equal hosts may be renumbered so that ``src`` begins on host 0."""
         return self.cluster.host_of(src[0]) if self._is_uniform else 0
 
     def _key(
-        self, tensors: tuple[Tensor, ...], rows: int, src: End, dst: End
+        self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End
     ) -> tuple[tuple[Tensor, ...], int, End, End]:
         ranks = self._shift(src) * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
         plain = tuple(replace(tensor, name=str(i), writer=0, readers=(1,)) for i, tensor in enumerate(tensors))
-        return (plain, rows, (src[0] - ranks, src[1] - ranks, src[2]), (dst[0] - ranks, dst[1] - ranks, dst[2]))
+        return (plain, num_samples, (src[0] - ranks, src[1] - ranks, src[2]), (dst[0] - ranks, dst[1] - ranks, dst[2]))
 
 
-def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], rows: int, src: End, dst: End) -> Edge:
-    """An edge without costs: rows and features are divided over both stages as ``Pipe`` divides them."""
+def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> Edge:
+    """An edge without costs: samples and features are divided over both stages as ``Pipe`` divides them."""
     meshes = [_mesh(*end) for end in (src, dst)]
     specs = []
     for tensor in tensors:
-        shape = (tensor.shape[0] * rows, *tensor.shape[1:])
+        shape = (tensor.shape[0] * num_samples, *tensor.shape[1:])
         one, other = (layout_of_tensor(mesh, len(shape), 0, has_features=tensor.has_gradient) for mesh in meshes)
         specs.append(TensorSpec(shape, tensor.dtype, one, other, tensor.name))
     without = frozenset(tensor.name for tensor in tensors if not tensor.has_gradient)

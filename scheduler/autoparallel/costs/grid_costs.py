@@ -19,19 +19,19 @@ from reshard.topology import Host, Port, Topology
 from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.cluster import Place
 from ..inputs.layer_graph import Layer
-from ..inputs.layer_profile import Sample
+from ..inputs.layer_profile import LayerTimes
 from .layer_costs import LayerCost, Workload, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
-MOST_GRIDS = 2
+MAX_GRIDS = 2
 
 
 def why_no_grid(layer: Layer, grid: GridShape) -> str | None:
     """Why a layer cannot be on a grid of some shape; None if it can."""
     if layer.grid_sizes is None:
         return layer.grid_refusal or "its sizes on a grid are not known"
-    if grid[1] > layer.grid_sizes.most_cols:
-        return f"it has only {layer.grid_sizes.most_cols} heads or features for {grid[1]} columns"
+    if grid[1] > layer.grid_sizes.max_cols:
+        return f"it has only {layer.grid_sizes.max_cols} heads or features for {grid[1]} columns"
     return None
 
 
@@ -44,32 +44,32 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     """
     sizes = layer.grid_sizes
     assert sizes is not None
-    own = work.rows / (choice.grid[0] * choice.grid[2])
-    sample = work.profile.times(layer.key, 1)[0].at(own)
-    price, share = _best_price(sizes, choice.grid, place, sample, own, work), _share(sizes, choice.grid)
-    forward = sample.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
-    deferred = sample.weight_grad_seconds * share + price.weight_grad.exposed
+    own = work.num_samples / (choice.grid[0] * choice.grid[2])
+    layer_times = work.profile.times(layer.key, 1)[0].at(own)
+    price, share = _best_price(sizes, choice.grid, place, layer_times, own, work), _share(sizes, choice.grid)
+    forward = layer_times.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
+    deferred = layer_times.weight_grad_seconds * share + price.weight_grad.exposed
     backward = (
-        sample.backward_seconds * share
+        layer_times.backward_seconds * share
         + price.input_grad.exposed
         + price.weight_grad.exposed
         + price.norm_backward_seconds
     )
-    compute = (sample.forward_seconds + sample.backward_seconds) * share
+    compute = (layer_times.forward_seconds + layer_times.backward_seconds) * share
     if choice.recompute:
         backward += forward
-        compute += sample.forward_seconds * share
+        compute += layer_times.forward_seconds * share
     before = forward + backward
     params = price.parameters + math.ceil((layer.num_params - sizes.num_params) / choice.cols)
     is_cut = choice.cols if sizes.products else 1  # an embedding saves only its tokens, which columns do not divide
-    saved = (sample.saved_bytes or layer.saved_bytes * own) / is_cut
+    saved = (layer_times.saved_bytes or layer.saved_bytes * own) / is_cut
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
     shared = _share_states(params, choice, place, work)
     sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
     if shared.gather_seconds:
         forward, backward = (
             seconds + shared.gather_seconds
-            if shared.is_coded
+            if shared.is_encoded
             else overlapped_seconds(seconds, shared.gather_seconds, work.profile.slowdown)
             for seconds in (forward, backward)
         )
@@ -95,7 +95,7 @@ class _SharedStates(NamedTuple):
 
     Attributes:
         gather_seconds: of parameters, in each forward and in each backward. sync_seconds: of gradients, once in a step.
-        is_coded: whether gathers are coded, so that computation does not hide them.
+        is_encoded: whether gathers are encoded, so that computation does not hide them.
     """
 
     state_bytes: float
@@ -103,40 +103,40 @@ class _SharedStates(NamedTuple):
     gathered_bytes: float = 0.0
     gather_seconds: float = 0.0
     sync_seconds: float = 0.0
-    is_coded: bool = False
+    is_encoded: bool = False
 
 
 def _share_states(params: float, choice: Choice, place: Place, work: Workload) -> _SharedStates:
     """What ZeRO over the depth of a grid shares of the states of ``params`` parameters. See :mod:`.costs`."""
-    states, microbatches, codec_costs, depth = work.states, work.microbatches, work.codec_costs, choice.grid[2]
+    states, num_microbatches, codec_costs, depth = work.states, work.num_microbatches, work.codec_costs, choice.grid[2]
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     if choice.zero == 0:  # the sum over the depth makes a copy of the gradients
         return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
     traffic = _traffic(place, choice.grid)["depth"]
     gather, scatter = traffic.seconds(weights / depth), traffic.seconds(gradients / depth)
     if choice.zero < 3:
-        kept = gradients if choice.zero == 1 or microbatches > 1 else gradients / depth
+        kept = gradients if choice.zero == 1 or num_microbatches > 1 else gradients / depth
         return _SharedStates(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
-    is_coded = False
+    is_encoded = False
     if codec_costs.gathers is not None:
         coding = codec_costs.gathers
-        coded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
-        is_coded = not codec_costs.is_optional or coded < gather
-        gather = coded if is_coded else gather
+        encoded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
+        is_encoded = not codec_costs.is_optional or encoded < gather
+        gather = encoded if is_encoded else gather
     if codec_costs.scatters is not None:
         coding = codec_costs.scatters
-        coded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
-        scatter = codec_costs.faster(scatter, coded)
-    held = gradients / depth if microbatches == 1 else gradients
-    return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_coded)
+        encoded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
+        scatter = codec_costs.faster(scatter, encoded)
+    held = gradients / depth if num_microbatches == 1 else gradients
+    return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_encoded)
 
 
 def _exposed(price: LayerPrice) -> float:
-    return sum(each.exposed for each in price.passes)
+    return sum(compute_pass.exposed for compute_pass in price.passes)
 
 
 def compute_share(layer: Layer, grid: GridShape) -> float:
-    """The busiest rank's part of the computation of a row of a layer."""
+    """The busiest rank's part of the computation of a sample of a layer."""
     sizes = layer.grid_sizes
     assert sizes is not None
     return _share(sizes, grid)
@@ -152,20 +152,20 @@ def _share(sizes: LayerSizes, grid: GridShape) -> float:
 
 
 def _best_price(
-    sizes: LayerSizes, grid: GridShape, place: Place, sample: Sample, own: float, work: Workload
+    sizes: LayerSizes, grid: GridShape, place: Place, layer_times: LayerTimes, own: float, work: Workload
 ) -> LayerPrice:
-    """The price of a layer, with coded products if they are faster or must be coded."""
+    """The price of a layer, with encoded products if they are faster or must be encoded."""
     rows, cols, depth = grid
     flops, itemsize = sizes.forward_flops * own, _itemsize(work)
-    rate = flops / sample.forward_seconds if flops and sample.forward_seconds else math.inf
+    rate = flops / layer_times.forward_seconds if flops and layer_times.forward_seconds else math.inf
     tokens = (max(1, math.ceil(own * sizes.sequence)),) * rows
     load = GridLoad(rows, cols, depth, tokens, _traffic(place, grid), itemsize, work.states.gradient)
     price, coding = price_layer(sizes, load, rate), work.codec_costs.panels
     if coding is None:
         return price
     seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in a gather, a rank also decodes its own part
-    coded = price_layer(sizes, replace(load, coded_ratio=coding.ratio, coding_seconds=seconds), rate)
-    return coded if not work.codec_costs.is_optional or _exposed(coded) < _exposed(price) else price
+    encoded = price_layer(sizes, replace(load, encoded_ratio=coding.ratio, coding_seconds=seconds), rate)
+    return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
 
 
 def _itemsize(work: Workload) -> int:
@@ -216,7 +216,7 @@ def best_grids(
     Args:
         layers: of each class, one layer, and how many the model has.
         shapes: of the grids. rules, plain: of the search, and its choices without grids.
-        work: rows and microbatches.
+        work: samples and microbatches.
         cost: the cost of a layer of a class, by its index in ``layers``, under a choice.
     """
     able = [number for number, (layer, _) in enumerate(layers) if layer.grid_sizes is not None]
@@ -228,7 +228,7 @@ def best_grids(
         for number in able:
             times, found = layers[number][1], cost(number, choice)
             computed = found.forward_seconds + found.backward_seconds
-            seconds += times * (work.microbatches * computed + found.sync_seconds)
+            seconds += times * (work.num_microbatches * computed + found.sync_seconds)
             states += times * found.state_bytes + 3 * found.gathered_bytes
             activations += times * found.activation_bytes
         return seconds, states, activations
@@ -236,7 +236,7 @@ def best_grids(
     found: list[tuple[tuple[float, float, float], Choice]] = []
     recompute = rules.recompute
     for shape in shapes:
-        if work.rows % (shape[0] * shape[2]) or any(why_no_grid(layers[number][0], shape) for number in able):
+        if work.num_samples % (shape[0] * shape[2]) or any(why_no_grid(layers[number][0], shape) for number in able):
             continue
         for zero in rules.grid_zeros(shape):
             choice = Choice.on_grid(*shape, zero=zero, recompute=recompute[0])
@@ -245,8 +245,8 @@ def best_grids(
     kept = [totals(choice) for choice in plain if choice.recompute == recompute[0]]
     best: list[Choice] = []
     for values, choice in found:
-        alike = sum(each.zero == choice.zero and each.recompute == recompute[0] for each in best)
-        if alike < MOST_GRIDS and not any(all(a <= b for a, b in zip(each, values, strict=True)) for each in kept):
+        alike = sum(item.zero == choice.zero and item.recompute == recompute[0] for item in best)
+        if alike < MAX_GRIDS and not any(all(a <= b for a, b in zip(item, values, strict=True)) for item in kept):
             kept.append(values)
             best += [replace(choice, recompute=flag) for flag in recompute]
     return tuple(best)

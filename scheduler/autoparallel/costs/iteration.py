@@ -18,7 +18,7 @@ from .problem import SCALED_LIMIT, Candidate, SearchProblem
 from .tie_prices import TieExchange
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
-MOST_ACTIONS = 1500
+MAX_ACTIONS = 1500
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,17 @@ class Evaluation:
         return (float(f"{self.seconds:.9g}"), round(peak), len(self.candidate.stages), self.candidate.text)
 
     def seconds_by_kind(self) -> tuple[float, float, float, float]:
-        """Where the time of the row that ends last goes: ``(compute, exposed transfers, other idle, gradient sum)``.
+        """Where the time of the pp rank that ends last goes: ``(compute, exposed transfers, other idle, gradient
+        sum)``.
 
         All in seconds. A stage that waits for others before a sum over stages is idle.
         """
         done = _end_seconds(self.timeline, self.costs, self.exchanges)
-        row = max(range(len(done)), key=lambda r: (done[r], -r))
-        busy, exposed = self.timeline.busy_seconds(row), self.timeline.exposed_seconds(row)
-        summed = self.costs[row].ending_seconds
-        idle = done[row] - busy - exposed - summed
-        if idle < 1e-9 * done[row]:  # a rounding error
+        pp_rank = max(range(len(done)), key=lambda r: (done[r], -r))
+        busy, exposed = self.timeline.busy_seconds(pp_rank), self.timeline.exposed_seconds(pp_rank)
+        summed = self.costs[pp_rank].ending_seconds
+        idle = done[pp_rank] - busy - exposed - summed
+        if idle < 1e-9 * done[pp_rank]:  # a rounding error
             idle = 0.0
         return busy, exposed, idle, summed
 
@@ -82,19 +83,19 @@ def evaluate(
     Returns:
         The evaluation; None if there is no schedule, or none of interest.
     """
-    stages, count = candidate.stages, candidate.microbatches
+    stages, count = candidate.stages, candidate.num_microbatches
     pipeline = problem.pipeline(stages, count)
     costs, exchanges = problem.costs(stages, count)
-    most_short = 0.0 if below_seconds < math.inf else math.inf
+    max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
     for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough):
         short = _short_bytes(costs, schedule)
-        if short > most_short:
+        if short > max_short:
             continue
         limit = below_seconds if best is None or short < best.short_bytes else best.seconds
         found = _evaluate_within(limit, candidate, pipeline, costs, exchanges, schedule)
         if found is not None and (best is None or _preference(found) < _preference(best)):
-            best, most_short = found, short
+            best, max_short = found, short
     return None if best is None or best.seconds >= below_seconds else best
 
 
@@ -131,10 +132,10 @@ def _end_seconds(
     timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange]
 ) -> list[float]:
     """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other."""
-    done = [end + cost.sync_seconds for end, cost in zip(_row_ends(timeline, len(costs)), costs, strict=True)]
-    for each in exchanges:
-        end = max(done[stage] for stage in each.stages) + each.seconds
-        for stage in each.stages:
+    done = [end + cost.sync_seconds for end, cost in zip(_pp_rank_ends(timeline, len(costs)), costs, strict=True)]
+    for exchange in exchanges:
+        end = max(done[stage] for stage in exchange.stages) + exchange.seconds
+        for stage in exchange.stages:
             done[stage] = end
     return done
 
@@ -151,8 +152,8 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
     """
     before, best = 0.0, 0.0
-    for cost in problem.costs(candidate.stages, candidate.microbatches)[0]:
-        best = max(best, before + candidate.microbatches * cost.seconds + cost.ending_seconds)
+    for cost in problem.costs(candidate.stages, candidate.num_microbatches)[0]:
+        best = max(best, before + candidate.num_microbatches * cost.seconds + cost.ending_seconds)
         before += cost.forward_seconds
     return best
 
@@ -181,10 +182,10 @@ def _preference(found: Evaluation) -> tuple[float, float, int]:
     return (found.short_bytes, float(f"{found.seconds:.9g}"), sum(found.schedule.in_flight))
 
 
-def _row_ends(timeline: PipelineTimeline, num_rows: int) -> list[float]:
-    ends = [0.0] * num_rows
+def _pp_rank_ends(timeline: PipelineTimeline, num_pp_ranks: int) -> list[float]:
+    ends = [0.0] * num_pp_ranks
     for span in timeline.spans:
-        ends[span.row] = max(ends[span.row], span.end)
+        ends[span.pp_rank] = max(ends[span.pp_rank], span.end)
     return ends
 
 
@@ -212,7 +213,7 @@ def _schedules(
             if schedule.in_flight not in seen:
                 seen.add(schedule.in_flight)
                 yield schedule
-    if thorough and 3 * count * len(costs) <= MOST_ACTIONS:
+    if thorough and 3 * count * len(costs) <= MAX_ACTIONS:
         try:
             yield auto_schedule(pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
         except ScheduleError:
@@ -246,7 +247,7 @@ def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: in
         trips[stage] = beyond + costs[stage].seconds
     depths = []
     for stage, cost in enumerate(costs):
-        depth = min(count, -int(-trips[stage] // pace) + more if pace else 1, cost.most_in_flight)
+        depth = min(count, -int(-trips[stage] // pace) + more if pace else 1, cost.max_in_flight)
         depths.append(depth)
     for stage in range(1, len(depths)):  # a stage must not have more microbatches in flight than a stage before it
         depths[stage] = min(depths[stage], *(depths[other] for other in pipeline.inputs[stage]), depths[stage - 1])

@@ -45,14 +45,14 @@ class Workload:
 
     Attributes:
         profile: times of the layers. states: bytes of states of a parameter.
-        rows, microbatches: rows of a microbatch, and how many of these a step has.
-        codec_costs: which traffic inside stages is coded.
+        num_samples, num_microbatches: samples of a microbatch, and how many of these a step has.
+        codec_costs: which traffic inside stages is encoded.
     """
 
     profile: LayerProfile
     states: StateBytes
-    rows: int
-    microbatches: int
+    num_samples: int
+    num_microbatches: int
     codec_costs: CodecCosts
 
 
@@ -90,12 +90,12 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class StageCost:
-    """The summed costs of the layers of a stage, for one microbatch of its number of rows.
+    """The summed costs of the layers of a stage, for one microbatch of its number of samples.
 
     ``late_bytes`` are gradients that do not exist yet at the peak around the first backward of a step of
-    ``microbatches``. ``received_bytes`` is the part of ``buffer_bytes`` for tensors that are received early, without
-    gradients. Once in a step, after its own sums, a stage sums the gradients of parameters that it shares with other
-    stages. This takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
+    ``num_microbatches``. ``received_bytes`` is the part of ``buffer_bytes`` for tensors that are received early,
+    without gradients. Once in a step, after its own sums, a stage sums the gradients of parameters that it shares with
+    other stages. This takes ``tie_seconds``, and ``tie_bytes`` of a device in addition to its states.
     """
 
     forward_seconds: float
@@ -111,7 +111,7 @@ class StageCost:
     buffer_bytes: float
     limit_bytes: float
     late_bytes: float = 0.0
-    microbatches: int = 0
+    num_microbatches: int = 0
     tie_seconds: float = 0.0
     tie_bytes: float = 0.0
     received_bytes: float = 0.0
@@ -146,15 +146,15 @@ class StageCost:
         The peak is during the first backward, before all gradients exist, or with a later microbatch. The buffers hold
         tensors of the following microbatches only, of which fewer may be left in the step than are received early.
         """
-        ahead = min(RECVS_AHEAD, self.microbatches)
+        ahead = min(RECVS_AHEAD, self.num_microbatches)
         returned = self.buffer_bytes - self.received_bytes
 
         def buffers(forwards: int) -> float:
-            left = max(0, min(ahead, self.microbatches - forwards))
+            left = max(0, min(ahead, self.num_microbatches - forwards))
             return returned + (self.received_bytes * left / ahead if ahead else 0.0)
 
         first = self.state_bytes - self.late_bytes, buffers(in_flight)
-        if in_flight >= self.microbatches:
+        if in_flight >= self.num_microbatches:
             return first
         return max(first, (self.state_bytes, buffers(in_flight + 1)), key=sum)
 
@@ -164,7 +164,7 @@ class StageCost:
         return max(kept, self.ending_bytes)
 
     @property
-    def most_in_flight(self) -> int:
+    def max_in_flight(self) -> int:
         """Microbatches that fit the memory, at least 0."""
         free = self.limit_bytes - self.fixed_bytes
         if self.memory_bytes(0) > self.limit_bytes:
@@ -178,19 +178,20 @@ def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> floa
 
 
 def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> LayerCost:
-    """The cost of a layer for one microbatch, whose rows the replicas divide evenly.
+    """The cost of a layer for one microbatch, whose samples the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
     The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
     """
     profile, codec_costs = work.profile, work.codec_costs
-    own = work.rows / (place.num_ranks // choice.tp)
+    own = work.num_samples / (place.num_ranks // choice.tp)
     sharding = shard_1d(layer, choice.tp)
     times, is_measured = profile.times(layer.key, choice.tp)
-    sample = times.at(own)
+    layer_times = times.at(own)
     scale = 1.0 if is_measured else sharding.compute
     forward, backward, weight = (
-        value * scale for value in (sample.forward_seconds, sample.backward_seconds, sample.weight_grad_seconds)
+        value * scale
+        for value in (layer_times.forward_seconds, layer_times.backward_seconds, layer_times.weight_grad_seconds)
     )
     sums = sum(
         ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
@@ -202,12 +203,12 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
     whole_forward = overlapped_seconds(forward + sums, shared.gather_seconds, profile.slowdown)
     moved = shared.gather_seconds + shared.scatter_seconds
     whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
-    if codec_costs.gathers is not None and choice.zero == 3:  # coded gathers do not overlap with computation
+    if codec_costs.gathers is not None and choice.zero == 3:  # encoded gathers do not overlap with computation
         gather = codec_costs.gathers.gather_seconds(place, shared.gathered_bytes, choice.tp)
         whole_forward = codec_costs.faster(whole_forward, forward + sums + gather)
         whole_backward = codec_costs.faster(whole_backward, computed_backward + backward_sums + gather)
     can_split = not choice.recompute and choice.zero < 2
-    saved = (sample.saved_bytes or layer.saved_bytes * own) * (
+    saved = (layer_times.saved_bytes or layer.saved_bytes * own) * (
         sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
     )
     kept = min(saved, layer.input_bytes * own) if choice.recompute else saved
@@ -266,11 +267,11 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
     if choice.zero == 3:
         gathered, gather = weights, place.replica_seconds(weights, choice.tp, 1.0)
         weights /= replicas
-        gradients = gradients / replicas if work.microbatches == 1 else gradients
+        gradients = gradients / replicas if work.num_microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
         if codec_costs.scatters is not None:
-            coded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
-            sync = codec_costs.faster(sync, coded)
+            encoded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
+            sync = codec_costs.faster(sync, encoded)
     return _SharedStates(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
 
 

@@ -40,13 +40,13 @@ class Candidate:
 
     method: str
     stages: Stages
-    microbatches: int
+    num_microbatches: int
     predicted_seconds: float | None = None
 
     @property
     def text(self) -> str:
         """Unique text of this candidate."""
-        return f"{count_of(self.microbatches, 'microbatch')}: {', '.join(map(str, self.stages))}"
+        return f"{count_of(self.num_microbatches, 'microbatch')}: {', '.join(map(str, self.stages))}"
 
 
 @dataclass(frozen=True)
@@ -55,26 +55,27 @@ class SearchProblem:
 
     Args:
         graph, cluster, profile: the model, its devices and the times of its layers.
-        rows: rows of a step. states: bytes of states of a parameter. rules: choices of a layer.
-        microbatches: numbers of microbatches to try; default: divisors of ``rows``, at most 4 x the devices and 256.
+        num_samples: samples of a step. states: bytes of states of a parameter. rules: choices of a layer.
+        microbatch_counts: numbers of microbatches to try; default: divisors of ``num_samples``, at most 4 x the devices
+            and 256.
         compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
             (``zero``) and of products on grids (``tp``).
-        codes_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
+        compress_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
 
     Raises:
-        ArgumentError: the profile is of another model, no number of microbatches divides the rows, or the policy has
+        ArgumentError: the profile is of another model, no number of microbatches divides the samples, or the policy has
             other dimensions, or codecs whose rates the topology lacks.
     """
 
     graph: LayerGraph
     cluster: Cluster
     profile: LayerProfile
-    rows: int
+    num_samples: int
     states: StateBytes = field(default_factory=StateBytes)
     rules: ChoiceRules = field(default_factory=ChoiceRules)
-    microbatches: tuple[int, ...] = ()
+    microbatch_counts: tuple[int, ...] = ()
     compression: Policy | None = None
-    codes_all: bool = False
+    compress_all: bool = False
     prices: EdgePrices = field(init=False, compare=False)
     ties: TiePrices = field(init=False, compare=False)
     memo: dict[Hashable, Any] = field(init=False, compare=False, repr=False)
@@ -85,15 +86,15 @@ class SearchProblem:
 
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
-        if type(self.rows) is not int or self.rows < 1:
-            raise ArgumentError(f"rows is {self.rows!r}; it must be a positive integer")
-        for count in self.microbatches:
-            if type(count) is not int or count < 1 or self.rows % count:
-                raise ArgumentError(f"{count} microbatches do not divide {self.rows} rows evenly")
-        if not self.microbatches:
-            most = min(256, 4 * self.cluster.num_ranks, self.rows)
-            found = tuple(count for count in range(1, most + 1) if self.rows % count == 0)
-            object.__setattr__(self, "microbatches", found)
+        if type(self.num_samples) is not int or self.num_samples < 1:
+            raise ArgumentError(f"samples is {self.num_samples!r}; it must be a positive integer")
+        for count in self.microbatch_counts:
+            if type(count) is not int or count < 1 or self.num_samples % count:
+                raise ArgumentError(f"{count} microbatches do not divide {self.num_samples} samples evenly")
+        if not self.microbatch_counts:
+            most = min(256, 4 * self.cluster.num_ranks, self.num_samples)
+            found = tuple(count for count in range(1, most + 1) if self.num_samples % count == 0)
+            object.__setattr__(self, "microbatch_counts", found)
         codecs: EdgeCodecs = (None, None)
         if self.compression is not None:
             check_policy(self.compression, self.cluster)
@@ -107,8 +108,8 @@ class SearchProblem:
             self.states.gradient,
             self.profile.message_seconds,
             None if self.compression is None else self.compression.dp,
-            is_optional=not self.codes_all,
-            least_ratio=sums.ratio if sums else 1.0,
+            is_optional=not self.compress_all,
+            min_ratio=sums.ratio if sums else 1.0,
         )
         object.__setattr__(self, "ties", ties)
         for name in ("memo", "_layer_costs", "_stage_costs", "_choices", "_places"):
@@ -123,24 +124,27 @@ class SearchProblem:
         """Numbers of devices of a stage whose last rank is ``end - 1``."""
         return [n for n in self.cluster.mesh_sizes if n <= end and self.cluster.is_mesh(end - n, end)]
 
-    def choices(self, num_ranks: int, rows: int) -> tuple[Choice, ...]:
-        """Choices for the layers of a stage, for microbatches of ``rows`` rows that its replicas divide evenly.
+    def choices(self, num_ranks: int, num_samples: int) -> tuple[Choice, ...]:
+        """Choices for the layers of a stage, for microbatches of ``num_samples`` samples that its replicas divide
+        evenly.
 
         :func:`best_grids` selects the grids. :meth:`can_have` says which layers may have them.
         """
-        if (num_ranks, rows) not in self._choices:
+        if (num_ranks, num_samples) not in self._choices:
             found = self.rules.choices(num_ranks, self.host_devices)
             limit = max(layer.tp_limit for layer in self.graph.layers)
-            plain = tuple(each for each in found if each.row_shards(num_ranks) and each.tp <= limit)
-            plain = tuple(each for each in plain if rows % each.row_shards(num_ranks) == 0)
-            self._choices[num_ranks, rows] = plain + self._best_grids(num_ranks, self.rows // rows, plain)
-        return self._choices[num_ranks, rows]
+            plain = tuple(item for item in found if item.sample_shards(num_ranks) and item.tp <= limit)
+            plain = tuple(item for item in plain if num_samples % item.sample_shards(num_ranks) == 0)
+            self._choices[num_ranks, num_samples] = plain + self._best_grids(
+                num_ranks, self.num_samples // num_samples, plain
+            )
+        return self._choices[num_ranks, num_samples]
 
-    def _best_grids(self, num_ranks: int, microbatches: int, plain: Sequence[Choice]) -> tuple[Choice, ...]:
+    def _best_grids(self, num_ranks: int, num_microbatches: int, plain: Sequence[Choice]) -> tuple[Choice, ...]:
         """The grids that come first for the first stage of some ranks."""
         shapes = self.rules.grid_shapes(num_ranks, self.host_devices)
         ends = range(num_ranks, self.cluster.num_ranks + 1)
-        end = next((each for each in ends if num_ranks in self.meshes(each)), 0)
+        end = next((item for item in ends if num_ranks in self.meshes(item)), 0)
         if not shapes or not end:
             return ()
         place, classes = self.place(end - num_ranks, end), self.layer_classes
@@ -151,8 +155,8 @@ class SearchProblem:
             shapes,
             self.rules,
             plain,
-            self.workload(microbatches),
-            lambda number, choice: self.layer_cost(firsts[number], choice, place, microbatches),
+            self.workload(num_microbatches),
+            lambda number, choice: self.layer_cost(firsts[number], choice, place, num_microbatches),
         )
 
     def can_have(self, choice: Choice, first: int, end: int) -> bool:
@@ -165,9 +169,9 @@ class SearchProblem:
 
     @cached_property
     def codec_costs(self) -> CodecCosts:
-        """How traffic inside stages is coded."""
+        """How traffic inside stages is encoded."""
         sizes = (self.states.weight, self.states.gradient)
-        return CodecCosts.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.codes_all)
+        return CodecCosts.of(self.compression, self.cluster, self.graph.dtype, *sizes, not self.compress_all)
 
     @cached_property
     def layer_classes(self) -> tuple[Layer, ...]:
@@ -179,17 +183,19 @@ class SearchProblem:
         """For each layer, the index of its class."""
         return tuple(self.layer_classes.index(_anonymous(layer)) for layer in self.graph.layers)
 
-    def layer_cost(self, layer: int, choice: Choice, place: Place, microbatches: int) -> LayerCost:
+    def layer_cost(self, layer: int, choice: Choice, place: Place, num_microbatches: int) -> LayerCost:
         """The cost of a layer, which is the same for all layers of its class."""
-        key = (self.class_of[layer], choice, place, microbatches)
+        key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
             cost = grid_cost if choice.grid else layer_cost
-            self._layer_costs[key] = cost(self.layer_classes[key[0]], choice, place, self.workload(microbatches))
+            self._layer_costs[key] = cost(self.layer_classes[key[0]], choice, place, self.workload(num_microbatches))
         return self._layer_costs[key]
 
-    def workload(self, microbatches: int) -> Workload:
+    def workload(self, num_microbatches: int) -> Workload:
         """A step of some microbatches."""
-        return Workload(self.profile, self.states, self.rows // microbatches, microbatches, self.codec_costs)
+        return Workload(
+            self.profile, self.states, self.num_samples // num_microbatches, num_microbatches, self.codec_costs
+        )
 
     def place(self, first: int, end: int) -> Place:
         """The place of ranks ``first`` to ``end - 1``."""
@@ -197,35 +203,35 @@ class SearchProblem:
             self._places[first, end] = Place.of(self.cluster, self.profile, first, end)
         return self._places[first, end]
 
-    def stage_cost(self, stage: StagePlan, microbatches: int) -> StageCost:
-        """The cost of a stage for one of ``microbatches`` equal microbatches."""
-        key = (stage, microbatches)
+    def stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:
+        """The cost of a stage for one of ``num_microbatches`` equal microbatches."""
+        key = (stage, num_microbatches)
         if key not in self._stage_costs:
-            self._stage_costs[key] = self._find_stage_cost(stage, microbatches)
+            self._stage_costs[key] = self._find_stage_cost(stage, num_microbatches)
         return self._stage_costs[key]
 
-    def costs(self, stages: Stages, microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TieExchange, ...]]:
+    def costs(self, stages: Stages, num_microbatches: int) -> tuple[tuple[StageCost, ...], tuple[TieExchange, ...]]:
         """The costs of all stages of a candidate, and the sums of gradients over stages, with their true prices.
 
         :meth:`stage_cost` does not know the other stages, so it counts the least that such a sum takes.
         """
         exchanges = self.ties.exchanges(stages)
-        found = [self.stage_cost(stage, microbatches) for stage in stages]
-        for at, cost in enumerate(found if self.graph.ties else ()):
-            own = [each for each in exchanges if at in each.stages]
-            nbytes = max((each.stage_bytes[each.stages.index(at)] for each in own), default=0.0)
-            found[at] = replace(cost, tie_seconds=sum(each.seconds for each in own), tie_bytes=nbytes)
+        found = [self.stage_cost(stage, num_microbatches) for stage in stages]
+        for index, cost in enumerate(found if self.graph.ties else ()):
+            own = [exchange for exchange in exchanges if index in exchange.stages]
+            nbytes = max((item.stage_bytes[item.stages.index(index)] for item in own), default=0.0)
+            found[index] = replace(cost, tie_seconds=sum(item.seconds for item in own), tie_bytes=nbytes)
         return tuple(found), exchanges
 
-    def _find_stage_cost(self, stage: StagePlan, microbatches: int) -> StageCost:
+    def _find_stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:
         place = self.place(stage.first_rank, stage.end_rank)
         costs = [
-            self.layer_cost(stage.first_layer + at, choice, place, microbatches)
-            for at, choice in enumerate(stage.choices)
+            self.layer_cost(stage.first_layer + index, choice, place, num_microbatches)
+            for index, choice in enumerate(stage.choices)
         ]
-        moved = self.relayout_seconds(stage, place, microbatches)
+        moved = self.relayout_seconds(stage, place, num_microbatches)
         repeated_states, repeated_gradients = repeated_bytes(self.graph, stage, costs)
-        buffers, received = self.buffer_bytes(stage, microbatches)
+        buffers, received = self.buffer_bytes(stage, num_microbatches)
         return StageCost(
             sum(cost.forward_seconds for cost in costs) + moved,
             sum(cost.backward_seconds for cost in costs) + moved,
@@ -235,56 +241,56 @@ class SearchProblem:
             sum(cost.gather_seconds for cost in costs),
             sum(cost.sync_seconds for cost in costs),
             sum(cost.state_bytes for cost in costs) - repeated_states,
-            sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, microbatches),
+            sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, num_microbatches),
             working_bytes(costs) + max(cost.panel_bytes for cost in costs),
             buffers,
             self.cluster.memory_of(stage.first_rank, stage.end_rank),
             max(0.0, late_bytes(costs) - repeated_gradients),
-            microbatches,
+            num_microbatches,
             *self.ties.least(stage, place),
             received,
         )
 
-    def relayout_seconds(self, stage: StagePlan, place: Place, microbatches: int) -> float:
+    def relayout_seconds(self, stage: StagePlan, place: Place, num_microbatches: int) -> float:
         """Seconds in which tensors between layers of one stage with unequal degrees change their layout, one way."""
         seconds = 0.0
-        for at in range(1, stage.num_layers):
+        for index in range(1, stage.num_layers):
             seconds += self.relayout_between(
-                stage.first_layer + at, stage.choices[at - 1], stage.choices[at], place, microbatches
+                stage.first_layer + index, stage.choices[index - 1], stage.choices[index], place, num_microbatches
             )
         return seconds
 
-    def relayout_between(self, layer: int, before: Choice, after: Choice, place: Place, microbatches: int) -> float:
+    def relayout_between(self, layer: int, before: Choice, after: Choice, place: Place, num_microbatches: int) -> float:
         """Seconds for the inputs of ``layer`` to change from the layout of one choice to that of another.
 
-        Fewer replicas need a gather of rows; more replicas keep a part of what they have.
+        Fewer replicas need a gather of samples; more replicas keep a part of what they have.
         """
         if before.tp >= after.tp:
             return 0.0
-        rows = self.rows // microbatches
-        nbytes = sum(tensor.row_bytes for tensor in self.graph.between(0, layer, layer + 1)) * rows
+        num_samples = self.num_samples // num_microbatches
+        nbytes = sum(tensor.sample_bytes for tensor in self.graph.between(0, layer, layer + 1)) * num_samples
         replicas = place.num_ranks // after.tp
         return place.replica_seconds(nbytes / replicas, place.num_ranks // (after.tp // before.tp), 1.0)
 
-    def buffer_bytes(self, stage: StagePlan, microbatches: int) -> tuple[float, float]:
+    def buffer_bytes(self, stage: StagePlan, num_microbatches: int) -> tuple[float, float]:
         """Bytes of the receives that a rank posts ahead, of tensors and of gradients, and of tensors alone."""
-        rows = self.rows // microbatches
+        num_samples = self.num_samples // num_microbatches
         received = self.received(stage.first_layer, stage.end_layer)
-        returned = self.returned_row_bytes(stage.first_layer, stage.end_layer)
-        first, last = stage.row_shards(stage.first_layer), stage.row_shards(stage.end_layer - 1)
+        returned = self.returned_sample_bytes(stage.first_layer, stage.end_layer)
+        first, last = stage.sample_shards(stage.first_layer), stage.sample_shards(stage.end_layer - 1)
         cols = stage.choices[0].cols
-        ahead = min(RECVS_AHEAD, microbatches) * rows
-        tensors = ahead * cut_row_bytes(received, cols) / first
+        ahead = min(RECVS_AHEAD, num_microbatches) * num_samples
+        tensors = ahead * cut_sample_bytes(received, cols) / first
         return tensors + ahead * returned / cols / last, tensors
 
-    def kept_bytes(self, stage: StagePlan, microbatches: int) -> float:
+    def kept_bytes(self, stage: StagePlan, num_microbatches: int) -> float:
         """Bytes of the outputs of a microbatch, which a rank keeps until their gradients return."""
-        sent = cut_row_bytes(self.sent(stage.first_layer, stage.end_layer), stage.choices[-1].cols)
-        return self.rows // microbatches * sent / stage.row_shards(stage.end_layer - 1)
+        sent = cut_sample_bytes(self.sent(stage.first_layer, stage.end_layer), stage.choices[-1].cols)
+        return self.num_samples // num_microbatches * sent / stage.sample_shards(stage.end_layer - 1)
 
-    def returned_row_bytes(self, first: int, end: int) -> int:
-        """Bytes of a row of the gradients that a stage of layers ``first`` to ``end - 1`` receives in a backward."""
-        return sum(tensor.row_bytes for tensor in self.sent(first, end) if tensor.has_gradient)
+    def returned_sample_bytes(self, first: int, end: int) -> int:
+        """Bytes of a sample of the gradients that a stage of layers ``first`` to ``end - 1`` receives in a backward."""
+        return sum(tensor.sample_bytes for tensor in self.sent(first, end) if tensor.has_gradient)
 
     def received(self, first: int, end: int) -> tuple[Tensor, ...]:
         """Tensors that a stage of layers ``first`` to ``end - 1`` receives in a forward."""
@@ -294,22 +300,22 @@ class SearchProblem:
         """Tensors that a stage of layers ``first`` to ``end - 1`` sends in a forward."""
         return self.graph.between(first, end, len(self.graph.layers))
 
-    def edges(self, stages: Stages, microbatches: int) -> list[Edge]:
+    def edges(self, stages: Stages, num_microbatches: int) -> list[Edge]:
         """The edges between stages, with prices of the planner."""
-        rows, found = self.rows // microbatches, []
+        num_samples, found = self.num_samples // num_microbatches, []
         for src, dst, tensors in stage_edges(self.graph, stages):
             ends = (end_of(stages[src], -1), end_of(stages[dst], 0))
-            found.append(self.prices.edge((src, dst), tensors, rows, *ends))
+            found.append(self.prices.edge((src, dst), tensors, num_samples, *ends))
         return found
 
-    def pipeline(self, stages: Stages, microbatches: int) -> Pipeline:
+    def pipeline(self, stages: Stages, num_microbatches: int) -> Pipeline:
         """The pipeline of a candidate. Activations are scaled so that one limit, of 2**40 bytes, fits all stages.
 
         Each stage has another amount of memory for activations; a schedule is built for one limit.
         """
         made = []
         for number, plan in enumerate(stages):
-            cost = self.stage_cost(plan, microbatches)
+            cost = self.stage_cost(plan, num_microbatches)
             free = max(1.0, cost.limit_bytes - cost.fixed_bytes)
             split = cost.weight_grad_seconds
             made.append(
@@ -328,10 +334,10 @@ class SearchProblem:
             "forward_codec": None,
             "backward_codec": None,
         }
-        edges = [replace(edge, **bare) for edge in self.edges(stages, microbatches)]
+        edges = [replace(edge, **bare) for edge in self.edges(stages, num_microbatches)]
         return Pipeline(tuple(made), tuple(edges))
 
-    def can_split(self, stages: Stages, microbatches: int) -> bool:
+    def can_split(self, stages: Stages, num_microbatches: int) -> bool:
         """Whether the engine can split the backwards of all stages."""
         return all(choice.zero == 0 and not choice.recompute for stage in stages for choice in stage.choices)
 
@@ -339,18 +345,18 @@ class SearchProblem:
     def bound_seconds(self) -> float:
         """Seconds of a step that no plan of the model beats: its least work, spread evenly over all devices."""
         best = float("inf")
-        for count in self.microbatches:
+        for count in self.microbatch_counts:
             places = {self.place(end - n, end) for end in self._ends for n in self.meshes(end)}
             least = [
                 min(
                     (
                         place.num_ranks * (cost.forward_seconds + cost.backward_seconds)
                         for place in places
-                        for choice in self.choices(place.num_ranks, self.rows // count)
+                        for choice in self.choices(place.num_ranks, self.num_samples // count)
                         if self.can_have(choice, layer, layer + 1)
                         for cost in [self.layer_cost(layer, choice, place, count)]
                     ),
-                    default=float("inf"),  # no stage can have the layer with so many rows
+                    default=float("inf"),  # no stage can have the layer with so many samples
                 )
                 for layer in map(self.class_of.index, range(len(self.layer_classes)))
             ]
@@ -372,9 +378,9 @@ def _anonymous(layer: Layer) -> Layer:
     return replace(layer, name="", grid_refusal="")
 
 
-def cut_row_bytes(tensors: Sequence[Tensor], cols: int) -> float:
-    """Bytes of a row of tensors on a rank of a stage that divides features over some columns."""
-    return sum(tensor.row_bytes / (cols if tensor.has_gradient else 1) for tensor in tensors)
+def cut_sample_bytes(tensors: Sequence[Tensor], cols: int) -> float:
+    """Bytes of a sample of tensors on a rank of a stage that divides features over some columns."""
+    return sum(tensor.sample_bytes / (cols if tensor.has_gradient else 1) for tensor in tensors)
 
 
 def end_of(stage: StagePlan, layer: int) -> End:

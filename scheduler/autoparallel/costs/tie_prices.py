@@ -77,7 +77,7 @@ def repeated_bytes(graph: LayerGraph, stage: StagePlan, costs: Sequence[LayerCos
     states, gradients = 0.0, 0.0
     for tied, number in graph.ties:
         own = own_layer(tied, stage.first_layer, stage.end_layer)
-        for layer in [each for each in tied if own is not None and stage.first_layer <= each < own]:
+        for layer in [item for item in tied if own is not None and stage.first_layer <= item < own]:
             share, cost = tied_share(graph, layer, number), costs[layer - stage.first_layer]
             states += share * cost.state_bytes
             gradients += share * cost.gradient_bytes
@@ -98,12 +98,12 @@ def num_parts(graph: LayerGraph, layer: int, num_params: int, choice: Choice, nu
     return inner * (num_ranks // choice.tp if choice.zero == 3 else 1)
 
 
-def sum_bytes(nbytes: float, parts: int, num_stages: int, is_coded: bool) -> float:
+def sum_bytes(nbytes: float, parts: int, num_stages: int, is_encoded: bool) -> float:
     """Bytes of a device while it adds gradients: what it receives, all of that in one tensor, and the sum.
 
-    A stage that codes its gradients receives its own, too.
+    A stage that compresses its gradients receives its own, too.
     """
-    return nbytes / parts * (2 * num_stages + is_coded)
+    return nbytes / parts * (2 * num_stages + is_encoded)
 
 
 class TiePrices:
@@ -113,7 +113,7 @@ class TiePrices:
         graph, cluster: the model and its devices.
         gradient_bytes: of a parameter. message_seconds: fixed time of a message.
         codec: of gradients. is_optional: whether it is used only where it is faster.
-        least_ratio: bytes on the wire of each byte of gradients, at least.
+        min_ratio: bytes on the wire of each byte of gradients, at least.
     """
 
     def __init__(
@@ -125,24 +125,24 @@ class TiePrices:
         codec: str | None = None,
         *,
         is_optional: bool = False,
-        least_ratio: float = 1.0,
+        min_ratio: float = 1.0,
     ) -> None:
         self.graph, self.cluster, self.gradient_bytes = graph, cluster, gradient_bytes
         self.message_seconds, self.is_optional = message_seconds, is_optional
         self.codec = codec if gradient_bytes in _DTYPES else None
-        self.least_ratio = least_ratio if self.codec else 1.0
+        self.min_ratio = min_ratio if self.codec else 1.0
         self._is_uniform = hosts_are_alike(cluster)
         self._prices: dict[tuple[tuple[TieEnd, ...], int], tuple[float, str | None]] = {}
         rates = [cluster.topology.host(host) for host, _, _ in cluster.hosts]
-        self._host_rate = max(max(each.egress_bytes_per_second, each.ingress_bytes_per_second) for each in rates)
+        self._host_rate = max(max(rate.egress_bytes_per_second, rate.ingress_bytes_per_second) for rate in rates)
 
     def exchanges(self, stages: Sequence[StagePlan]) -> tuple[TieExchange, ...]:
         """The sums over stages of a step, in order."""
         found = []
         for tied, number in self.graph.ties:
             having = [
-                (at, stage, layer)
-                for at, stage in enumerate(stages)
+                (index, stage, layer)
+                for index, stage in enumerate(stages)
                 if (layer := own_layer(tied, stage.first_layer, stage.end_layer)) is not None
             ]
             nbytes = number * self.gradient_bytes
@@ -154,7 +154,7 @@ class TiePrices:
                 for _, stage, layer in having
             )
             sizes = tuple(sum_bytes(nbytes, part, len(having), codec is not None) for part in parts)
-            found.append(TieExchange(tied, tuple(at for at, _, _ in having), nbytes, seconds, codec, sizes))
+            found.append(TieExchange(tied, tuple(index for index, _, _ in having), nbytes, seconds, codec, sizes))
         return tuple(found)
 
     def least(self, stage: StagePlan, place: Place) -> tuple[float, float]:
@@ -164,11 +164,11 @@ class TiePrices:
             layer = own_layer(tied, stage.first_layer, stage.end_layer)
             if layer is not None and is_shared(tied, stage.first_layer, stage.end_layer):
                 choice = stage.choices[layer - stage.first_layer]
-                one, nbytes = self.least_of(tied, number, layer, choice, place)
+                one, nbytes = self.min_of(tied, number, layer, choice, place)
                 seconds, most = seconds + one, max(most, nbytes)
         return seconds, most
 
-    def least_of(
+    def min_of(
         self, tied: Sequence[int], num_params: int, layer: int, choice: Choice, place: Place
     ) -> tuple[float, float]:
         """Least seconds and bytes of a sum over two stages, on the ranks of the one that has ``layer`` of the tie."""
@@ -176,7 +176,7 @@ class TiePrices:
         if not nbytes:
             return 0.0, 0.0
         parts = num_parts(self.graph, layer, num_params, choice, place.num_ranks)
-        moved = nbytes * self.least_ratio
+        moved = nbytes * self.min_ratio
         seconds = moved / parts / max(self.cluster.inside_bytes_per_second, self._host_rate)
         has_both_ends = tied[0] == 0 and tied[-1] == len(self.graph.layers) - 1
         if place.num_hosts > 1 or (has_both_ends and len(self.cluster.hosts) > 1):  # the stages span hosts
@@ -187,7 +187,7 @@ class TiePrices:
         """Seconds in which all stages send their gradients to each other, and the codec that they use."""
         hosts = self.cluster.host_of(ends[0].first) if self._is_uniform else 0
         ranks = hosts * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
-        key = (tuple(each._replace(first=each.first - ranks, end=each.end - ranks) for each in ends), num_params)
+        key = (tuple(end._replace(first=end.first - ranks, end=end.end - ranks) for end in ends), num_params)
         if key not in self._prices:
             self._prices[key] = self._price(*key)
         return self._prices[key]
@@ -196,8 +196,8 @@ class TiePrices:
         raw = self._exchange_seconds(ends, num_params, None)
         if self.codec is None:
             return raw, None
-        coded = self._exchange_seconds(ends, num_params, self.codec)
-        return (coded, self.codec) if coded < raw or not self.is_optional else (raw, None)
+        encoded = self._exchange_seconds(ends, num_params, self.codec)
+        return (encoded, self.codec) if encoded < raw or not self.is_optional else (raw, None)
 
     def _exchange_seconds(self, ends: Sequence[TieEnd], num_params: int, codec: str | None) -> float:
         """Seconds of all transfers at once: sends of a stage share its ports, and so do receives."""

@@ -14,7 +14,7 @@ from .layer_graph import Layer
 #: ``(rows, cols, depth)`` of a grid of :mod:`reshard.parallel`; empty: no grid.
 GridShape = tuple[int, ...]
 #: Most ranks of a layer of a grid, if it is larger than a host.
-MOST_GRID_RANKS = 16
+MAX_GRID_RANKS = 16
 
 
 @dataclass(frozen=True, order=True)
@@ -74,8 +74,8 @@ class Choice:
         """Parts that features between layers are divided into."""
         return self.grid[1] if self.grid else 1
 
-    def row_shards(self, num_ranks: int) -> int:
-        """Parts that the rows of a microbatch are divided into, on a stage of some ranks."""
+    def sample_shards(self, num_ranks: int) -> int:
+        """Parts that the samples of a microbatch are divided into, on a stage of some ranks."""
         return num_ranks // (self.grid[1] if self.grid else self.tp)
 
     def fits(self, num_ranks: int) -> bool:
@@ -96,9 +96,9 @@ class Sharding:
     """The share of a layer on one rank of a tensor-parallel group.
 
     Attributes:
-        compute: share of the computation. params: parameters. saved_bytes: bytes saved for the backward of one row.
-        sums: ``((bytes for one row, passes of the data, ranks), ...)`` of the collectives in a forward; a backward has
-            the same. An all-reduce passes the data twice, a gather or a scatter once.
+        compute: share of the computation. params: parameters. saved_bytes: bytes saved for the backward of one sample.
+        sums: ``((bytes for one sample, passes of the data, ranks), ...)`` of the collectives in a forward; a backward
+            has the same. An all-reduce passes the data twice, a gather or a scatter once.
     """
 
     compute: float
@@ -128,7 +128,7 @@ class ChoiceRules:
 
     Attributes:
         zero: stages of ZeRO. recompute: whether layers are recomputed.
-        max_tp, least_tp: largest and smallest tensor-parallel degree.
+        max_tp, min_tp: largest and smallest tensor-parallel degree.
         grids: whether stages may be on grids of :mod:`reshard.parallel`, where it can cut all their layers.
         only_grid: the grid of every stage of more than one rank; empty: any, or none.
         executable: only what ``Pipe`` runs: ZeRO 0 or 3, one tp and one ZeRO inside a stage, and ZeRO 3 wherever a
@@ -138,7 +138,7 @@ class ChoiceRules:
     zero: tuple[int, ...] = (0, 3)
     recompute: tuple[bool, ...] = (False, True)
     max_tp: int = 1 << 30
-    least_tp: int = 1
+    min_tp: int = 1
     grids: bool = True
     only_grid: GridShape = ()
     executable: bool = True
@@ -150,10 +150,10 @@ class ChoiceRules:
                 raise ArgumentError(f"{name} of ChoiceRules is {values!r}; it must be a tuple of what is allowed")
         if not set(self.recompute) <= {False, True}:
             raise ArgumentError(f"recompute of ChoiceRules is {self.recompute!r}; it has True, False or both")
-        degrees = (self.least_tp, self.max_tp)
-        if not all(type(tp) is int for tp in degrees) or not 1 <= self.least_tp <= self.max_tp:
+        degrees = (self.min_tp, self.max_tp)
+        if not all(type(tp) is int for tp in degrees) or not 1 <= self.min_tp <= self.max_tp:
             raise ArgumentError(
-                f"least_tp is {self.least_tp!r} and max_tp {self.max_tp!r}; they must be integers, 1 <= least <= max"
+                f"min_tp is {self.min_tp!r} and max_tp {self.max_tp!r}; they must be integers, 1 <= least <= max"
             )
         for zero in self.zero:
             if type(zero) is not int or not 0 <= zero <= 3:
@@ -178,7 +178,7 @@ class ChoiceRules:
         """
         found = []
         for tp in _divisors(num_devices):
-            if not self.least_tp <= tp <= min(self.max_tp, host_devices) or (self.only_grid and num_devices > 1):
+            if not self.min_tp <= tp <= min(self.max_tp, host_devices) or (self.only_grid and num_devices > 1):
                 continue
             replicas = num_devices // tp
             for zero in self.zero if replicas > 1 else (0,):
@@ -193,12 +193,12 @@ class ChoiceRules:
             return (self.only_grid,) if math.prod(self.only_grid) == num_devices > 1 else ()
         if not self.grids:
             return ()
-        most = min(self.max_tp, max(host_devices, MOST_GRID_RANKS))
+        most = min(self.max_tp, max(host_devices, MAX_GRID_RANKS))
         sizes = [size for size in range(1, min(most, num_devices) + 1) if num_devices % size == 0]
         return tuple(
             (rows, cols, num_devices // (rows * cols))
             for rows, cols in itertools.product(sizes, sizes)
-            if num_devices % (rows * cols) == 0 and max(2, self.least_tp) <= rows * cols <= most
+            if num_devices % (rows * cols) == 0 and max(2, self.min_tp) <= rows * cols <= most
         )
 
     def grid_zeros(self, shape: GridShape) -> tuple[int, ...]:

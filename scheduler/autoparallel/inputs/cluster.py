@@ -15,7 +15,7 @@ from reshard.topology import Port, Topology, topology_to_json
 from .layer_profile import LayerProfile
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
-LEAST_MEMORY_BYTES = 1 << 20
+MIN_MEMORY_BYTES = 1 << 20
 #: Rate inside hosts if the topology gives none.
 UNLIMITED_BYTES_PER_SECOND = 1e15
 
@@ -26,7 +26,7 @@ class Cluster:
 
     Args:
         topology: hosts and links. Ranks of a host must be consecutive.
-        memory_bytes: memory of every device, or a list with the memory of each device.
+        memory_limit_bytes: memory of every device, or a list with the memory of each device.
         num_ranks: number of ranks to use, from rank 0; 0: all of the topology.
 
     Raises:
@@ -35,7 +35,7 @@ class Cluster:
     """
 
     topology: Topology
-    memory_bytes: float | tuple[float, ...]
+    memory_limit_bytes: float | tuple[float, ...]
     num_ranks: int = 0
 
     def __post_init__(self) -> None:
@@ -45,22 +45,24 @@ class Cluster:
         if type(self.num_ranks) is not int or not 0 <= self.num_ranks <= count or not count:
             raise TopologyError(f"the topology has {count} ranks, but the cluster should have {self.num_ranks}")
         object.__setattr__(self, "num_ranks", self.num_ranks or count)
-        if isinstance(self.memory_bytes, str):
-            raise ArgumentError(f"memory_bytes is {self.memory_bytes!r}; it must be a number: write 80e9 for 80 GB")
-        if not isinstance(self.memory_bytes, (int, float)):
-            if not isinstance(self.memory_bytes, Sequence):
+        if isinstance(self.memory_limit_bytes, str):
+            raise ArgumentError(
+                f"memory_limit_bytes is {self.memory_limit_bytes!r}; it must be a number: write 80e9 for 80 GB"
+            )
+        if not isinstance(self.memory_limit_bytes, (int, float)):
+            if not isinstance(self.memory_limit_bytes, Sequence):
                 raise ArgumentError(
-                    f"memory_bytes is {self.memory_bytes!r}; it must be a number of bytes, or a list of one for each "
-                    "device"
+                    f"memory_limit_bytes is {self.memory_limit_bytes!r}; it must be a number of bytes, or a list with "
+                    "one for each device"
                 )
-            object.__setattr__(self, "memory_bytes", tuple(self.memory_bytes))
-        values = self.memory_bytes if isinstance(self.memory_bytes, tuple) else (self.memory_bytes,)
-        if isinstance(self.memory_bytes, tuple) and len(values) != self.num_ranks:
-            raise ArgumentError(f"memory_bytes has {len(values)} entries, but there are {self.num_ranks} devices")
+            object.__setattr__(self, "memory_limit_bytes", tuple(self.memory_limit_bytes))
+        values = self.memory_limit_bytes if isinstance(self.memory_limit_bytes, tuple) else (self.memory_limit_bytes,)
+        if isinstance(self.memory_limit_bytes, tuple) and len(values) != self.num_ranks:
+            raise ArgumentError(f"memory_limit_bytes has {len(values)} entries, but there are {self.num_ranks} devices")
         for value in values:
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= LEAST_MEMORY_BYTES:
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= MIN_MEMORY_BYTES:
                 raise ArgumentError(
-                    f"memory_bytes is {value!r}; it is in bytes, at least {LEAST_MEMORY_BYTES:,}: write 80e9 for 80 GB"
+                    f"memory_limit_bytes is {value!r}; it is bytes, at least {MIN_MEMORY_BYTES:,}: write 80e9 for 80 GB"
                 )
         hosts = [host for host, _ in itertools.groupby(self.topology.host_of_rank[: self.num_ranks])]
         if len(set(hosts)) < len(hosts):
@@ -79,7 +81,7 @@ class Cluster:
     @cached_property
     def hash(self) -> str:
         """Hash of the links and the memory."""
-        text = f"{topology_to_json(self.topology)} {self.memory_bytes} {self.num_ranks}"
+        text = f"{topology_to_json(self.topology)} {self.memory_limit_bytes} {self.num_ranks}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def host_of(self, rank: int) -> int:
@@ -113,7 +115,11 @@ class Cluster:
 
     def memory_of(self, first: int, end: int) -> float:
         """The least memory in bytes of a device of ranks ``first`` to ``end - 1``."""
-        return min(self.memory_bytes[first:end]) if isinstance(self.memory_bytes, tuple) else self.memory_bytes
+        return (
+            min(self.memory_limit_bytes[first:end])
+            if isinstance(self.memory_limit_bytes, tuple)
+            else self.memory_limit_bytes
+        )
 
     def nic_bytes_per_second(self, host: int) -> float:
         """The rate of all NICs of a host together, in its slower direction. The uplinks of pods are ignored."""
@@ -136,8 +142,8 @@ class Cluster:
         counts = range(1, len(self.hosts) + 1)
         for count in counts:
             if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(self.hosts):
-                for at in range(len(self.hosts) - count + 1):
-                    sizes.add(self.hosts[at + count - 1][2] - self.hosts[at][1])
+                for index in range(len(self.hosts) - count + 1):
+                    sizes.add(self.hosts[index + count - 1][2] - self.hosts[index][1])
         return tuple(sorted(sizes))
 
 

@@ -16,9 +16,9 @@ from reshard.parallel.layer_price import LayerSizes
 from .files import explain_refusal, read_object
 
 #: Largest size, count or amount of work of a layer.
-MOST = 1e21
-#: Most bytes of a tensor for one row.
-MOST_ROW_BYTES = 10**12
+MAX = 1e21
+#: Most bytes of a tensor for one sample.
+MAX_SAMPLE_BYTES = 10**12
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,16 @@ class Layer:
     Args:
         name: path of the module that the layer begins with, as ``Pipe(cut_before=)`` takes it; of the first layer, any.
         key: name of the layer's class. Layers of one class take equally long, so a profile has one entry for all.
-        forward_flops: floating point operations of the forward of one row.
+        forward_flops: floating point operations of the forward of one sample.
         num_params: parameters of the layer.
-        saved_bytes: bytes that autograd saves for the backward of one row.
-        input_bytes: bytes of one row that recomputation keeps instead: the inputs, and what it does not compute again.
+        saved_bytes: bytes that autograd saves for the backward of one sample.
+        input_bytes: bytes of one sample that recomputation keeps instead: the inputs, and what it does not compute
+            again.
         tp_limit: most ranks that tensor parallelism may divide the layer over.
         tp_params: parameters that tensor parallelism divides. The others have a copy on each rank.
         tp_saved_bytes: the part of ``saved_bytes`` that tensor parallelism divides.
         tp_sums: all-reduces over tensor-parallel ranks in a forward. A backward has as many.
-        tp_sum_bytes: bytes of one such all-reduce for one row.
+        tp_sum_bytes: bytes of one such all-reduce for one sample.
         grid_sizes: its products, heads and norms, if :mod:`reshard.parallel` can cut it over a grid.
         grid_refusal: why it cannot.
 
@@ -69,8 +70,8 @@ class Layer:
         for name, value in vars(self).items():
             if name not in ("name", "key", "grid_sizes", "grid_refusal"):
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-                if not is_number or not 0 <= value <= MOST:
-                    raise ArgumentError(f"{name} of layer {self.name!r} is {value!r}; it must be from 0 to {MOST:g}")
+                if not is_number or not 0 <= value <= MAX:
+                    raise ArgumentError(f"{name} of layer {self.name!r} is {value!r}; it must be from 0 to {MAX:g}")
         if self.tp_limit < 1:
             raise ArgumentError(f"tp_limit of layer {self.name!r} is {self.tp_limit}; it must be at least 1")
         for part, whole in (("tp_params", "num_params"), ("tp_saved_bytes", "saved_bytes")):
@@ -87,7 +88,7 @@ class Tensor:
 
     Args:
         name, dtype: of the tensor.
-        shape: for one row, with the dim of the rows first: ``(1, 1024, 768)`` has 1024 x 768 elements a row.
+        shape: for one sample, with the dim of the samples first: ``(1, 1024, 768)`` has 1024 x 768 elements a sample.
         writer: index of the layer that writes it. readers: indices of the layers that read it, ascending.
         has_gradient: whether a backward returns a gradient of the same size.
 
@@ -117,16 +118,20 @@ class Tensor:
                 "only what earlier layers have written"
             )
         if not self.shape or not all(type(size) is int and size > 0 for size in self.shape):
-            raise ArgumentError(f"tensor {self.name!r} has shape {self.shape}; it needs positive sizes, the rows first")
+            raise ArgumentError(
+                f"tensor {self.name!r} has shape {self.shape}; it needs positive sizes, the samples first"
+            )
         dtype_name(self.dtype)
         if not isinstance(self.has_gradient, bool):
             raise ArgumentError(f"has_gradient of tensor {self.name!r} is {self.has_gradient!r}; it must be a bool")
-        if self.row_bytes > MOST_ROW_BYTES:
-            raise ArgumentError(f"tensor {self.name!r} has {self.row_bytes} bytes a row; it may have {MOST_ROW_BYTES}")
+        if self.sample_bytes > MAX_SAMPLE_BYTES:
+            raise ArgumentError(
+                f"tensor {self.name!r} has {self.sample_bytes} bytes a sample; it may have {MAX_SAMPLE_BYTES}"
+            )
 
     @cached_property
-    def row_bytes(self) -> int:
-        """Bytes of one row."""
+    def sample_bytes(self) -> int:
+        """Bytes of one sample."""
         numel = 1
         for size in self.shape:
             numel *= size
@@ -191,11 +196,12 @@ class LayerGraph:
         """Layers that each pass one tensor to the next.
 
         Args:
-            layers: the layers. shapes: shape of one row of the tensor after each layer but the last, the rows first.
+            layers: the layers. shapes: shape of one sample of the tensor after each layer but the last, the samples
+                first.
             options: further arguments of :class:`LayerGraph`.
         """
         if not all(isinstance(shape, Sequence) for shape in shapes):
-            raise ArgumentError(f"shapes of a chain must be a list of shapes of rows, not {shapes!r:.100}")
+            raise ArgumentError(f"shapes of a chain must be a list of shapes of samples, not {shapes!r:.100}")
         if len(shapes) != len(layers) - 1:
             raise ArgumentError(f"{len(layers)} layers have {len(layers) - 1} tensors between them, not {len(shapes)}")
         dtype = options.get("dtype", "float32")

@@ -24,18 +24,18 @@ def _is_number(value: Any, least: float, most: float) -> bool:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """Times of one layer for a number of rows, on one rank.
+class LayerTimes:
+    """Times of one layer for a number of samples, on one rank.
 
     Attributes:
-        rows: rows of the forward.
+        num_samples: samples of the forward.
         forward_seconds, input_grad_seconds, weight_grad_seconds, backward_seconds: medians; ``backward_seconds`` is
             that of a backward that is not split.
         saved_bytes: bytes that autograd saves for the backward.
         spread: interquartile range of ``forward_seconds + backward_seconds`` over their median.
     """
 
-    rows: int
+    num_samples: int
     forward_seconds: float
     input_grad_seconds: float
     weight_grad_seconds: float
@@ -46,59 +46,70 @@ class Sample:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not _is_number(value, 0, 1e15):
-                raise ArgumentError(f"{name} of a sample is {value!r}; it must be a number of at least 0")
-        if type(self.rows) is not int or self.rows < 1:
-            raise ArgumentError(f"a sample has {self.rows!r} rows; it needs an integer of at least 1")
+                raise ArgumentError(f"{name} of a measurement is {value!r}; it must be a number of at least 0")
+        if type(self.num_samples) is not int or self.num_samples < 1:
+            raise ArgumentError(f"a measurement has {self.num_samples!r} samples; it needs an integer of at least 1")
 
 
 @dataclass(frozen=True)
 class ClassTimes:
-    """Samples of one layer class at one tensor-parallel degree, by rows. ``failed``: rows that did not fit.
+    """Measurements of one layer class at one tensor-parallel degree, by samples. ``failed``: samples that did not fit.
 
     Raises:
-        ArgumentError: two samples have the same rows.
+        ArgumentError: two measurements have the same samples.
     """
 
-    samples: tuple[Sample, ...]
+    measured: tuple[LayerTimes, ...]
     failed: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "samples", tuple(sorted(self.samples, key=lambda sample: sample.rows)))
+        object.__setattr__(
+            self, "measured", tuple(sorted(self.measured, key=lambda layer_times: layer_times.num_samples))
+        )
         object.__setattr__(self, "failed", tuple(sorted(self.failed)))
-        rows = [sample.rows for sample in self.samples]
-        if len(set(rows)) < len(rows):
-            raise ArgumentError(f"samples of a layer class have {rows} rows; each number of rows needs one sample")
+        counts = [layer_times.num_samples for layer_times in self.measured]
+        if len(set(counts)) < len(counts):
+            raise ArgumentError(
+                f"measurements of a layer class have {counts} samples; each number of samples needs one measurement"
+            )
 
-    def at(self, rows: float) -> Sample:
-        """Times for a number of rows: linear between samples.
+    def at(self, num_samples: float) -> LayerTimes:
+        """Times for a number of samples: linear between measurements.
 
-        Below the smallest sample, times are in proportion to the rows. Above the largest, they continue the line of
-        the last two samples, but never fall: noise may have made the larger sample the faster one.
+        Below the smallest measurement, times are in proportion to the samples. Above the largest, they continue the
+        line of the last two measurements, but never fall: noise may have made the larger measurement the faster one.
         """
-        samples = self.samples
-        if len(samples) == 1:
-            return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
-        index = bisect.bisect_left([sample.rows for sample in samples], rows)
-        if index == 0:  # below the smallest sample: in proportion to the rows
-            return _mixed(samples[0], samples[0], 0.0, rows / samples[0].rows, rows)
-        low, high = samples[-2:] if index == len(samples) else samples[index - 1 : index + 1]
-        mixed = _mixed(low, high, (rows - low.rows) / (high.rows - low.rows), 1.0, rows)
-        return mixed if index < len(samples) else _at_least(mixed, high)
+        measured = self.measured
+        if len(measured) == 1:
+            return _mixed(measured[0], measured[0], 0.0, num_samples / measured[0].num_samples, num_samples)
+        index = bisect.bisect_left([layer_times.num_samples for layer_times in measured], num_samples)
+        if index == 0:  # below the smallest measurement: in proportion to the samples
+            return _mixed(measured[0], measured[0], 0.0, num_samples / measured[0].num_samples, num_samples)
+        low, high = measured[-2:] if index == len(measured) else measured[index - 1 : index + 1]
+        mixed = _mixed(
+            low, high, (num_samples - low.num_samples) / (high.num_samples - low.num_samples), 1.0, num_samples
+        )
+        return mixed if index < len(measured) else _at_least(mixed, high)
 
 
-def _at_least(sample: Sample, least: Sample) -> Sample:
+def _at_least(layer_times: LayerTimes, least: LayerTimes) -> LayerTimes:
     return replace(
-        sample, **{name: max(getattr(sample, name), getattr(least, name)) for name in asdict(least) if name != "rows"}
+        layer_times,
+        **{
+            name: max(getattr(layer_times, name), getattr(least, name))
+            for name in asdict(least)
+            if name != "num_samples"
+        },
     )
 
 
-def _mixed(low: Sample, high: Sample, share: float, scale: float, rows: float) -> Sample:
+def _mixed(low: LayerTimes, high: LayerTimes, share: float, scale: float, num_samples: float) -> LayerTimes:
     values = {
         name: max(0.0, (value + share * (getattr(high, name) - value)) * scale)
         for name, value in asdict(low).items()
-        if name not in ("rows", "spread")
+        if name not in ("num_samples", "spread")
     }
-    return Sample(max(1, round(rows)), **values, spread=max(low.spread, high.spread))
+    return LayerTimes(max(1, round(num_samples)), **values, spread=max(low.spread, high.spread))
 
 
 @dataclass(frozen=True)
@@ -118,7 +129,7 @@ class LayerProfile:
         software: versions of torch and Python, and the machine type, of the measurement.
 
     Raises:
-        ArgumentError: a class has no sample.
+        ArgumentError: a class has no measurement.
     """
 
     graph_key: str
@@ -133,17 +144,17 @@ class LayerProfile:
 
     def __post_init__(self) -> None:
         if not isinstance(self.classes, Mapping) or not all(
-            isinstance(each, Mapping) for each in self.classes.values()
+            isinstance(class_, Mapping) for class_ in self.classes.values()
         ):
             raise ArgumentError(
                 f"classes of a profile must be {{class: {{tp: ClassTimes}}}}, not {self.classes!r:.100}"
             )
         for key, degrees in self.classes.items():
             for degree, times in degrees.items():
-                if not times.samples:
+                if not times.measured:
                     raise ArgumentError(
                         f"the profile has no time of layer class {key!r} at tp={degree}: "
-                        f"{list(times.failed)} rows did not fit the device; measure fewer rows"
+                        f"{list(times.failed)} samples did not fit the device; measure fewer samples"
                     )
             if 1 not in degrees:
                 raise ArgumentError(f"the profile has no times of layer class {key!r} at tp=1")
@@ -187,8 +198,8 @@ class LayerProfile:
         classes = {}
         for layer in graph.layers:
             seconds = layer.forward_flops / (flops_per_second * efficiency)
-            sample = Sample(1, seconds, seconds, seconds, 2 * seconds, layer.saved_bytes)
-            classes[layer.key] = {1: ClassTimes((sample,))}
+            layer_times = LayerTimes(1, seconds, seconds, seconds, 2 * seconds, layer.saved_bytes)
+            classes[layer.key] = {1: ClassTimes((layer_times,))}
         return cls(
             graph.key, device, graph.dtype, classes, message_seconds=message_seconds, slowdown=slowdown, is_guess=True
         )
@@ -220,16 +231,16 @@ class LayerProfile:
         """How much the measured times of the layers of a model vary, relative to their medians.
 
         Returns:
-            The mean of :attr:`Sample.spread` over all layers and numbers of rows, weighted by their seconds, so that
-            short layers hardly count; the layer class that adds most to it; and the mean of this class alone. Times at
-            tensor-parallel degree 1 count.
+            The mean of :attr:`LayerTimes.spread` over all layers and numbers of samples, weighted by their seconds, so
+            that short layers hardly count; the layer class that adds most to it; and the mean of this class alone.
+            Times at tensor-parallel degree 1 count.
         """
         added: dict[str, float] = {}
         whole: dict[str, float] = {}
         for layer in graph.layers:
-            for sample in self.classes[layer.key][1].samples:
-                seconds = sample.forward_seconds + sample.backward_seconds
-                added[layer.key] = added.get(layer.key, 0.0) + seconds * sample.spread
+            for layer_times in self.classes[layer.key][1].measured:
+                seconds = layer_times.forward_seconds + layer_times.backward_seconds
+                added[layer.key] = added.get(layer.key, 0.0) + seconds * layer_times.spread
                 whole[layer.key] = whole.get(layer.key, 0.0) + seconds
         key = max(added, key=lambda each: added[each])
         return sum(added.values()) / (sum(whole.values()) or 1.0), key, added[key] / (whole[key] or 1.0)
@@ -258,7 +269,9 @@ class LayerProfile:
                 raise ArgumentError(f"the profile has version {version!r}; this release reads version {VERSION}")
             data["classes"] = {
                 key: {
-                    int(degree): ClassTimes(tuple(Sample(**sample) for sample in times["samples"]), times["failed"])
+                    int(degree): ClassTimes(
+                        tuple(LayerTimes(**layer_times) for layer_times in times["measured"]), times["failed"]
+                    )
                     for degree, times in degrees.items()
                 }
                 for key, degrees in data["classes"].items()

@@ -50,9 +50,9 @@ class StagePlan:
         """Layers of the stage."""
         return self.end_layer - self.first_layer
 
-    def row_shards(self, layer: int) -> int:
-        """Parts that the rows of a microbatch are divided into at a layer, counted over the whole model."""
-        return self.choices[layer - self.first_layer].row_shards(self.num_ranks)
+    def sample_shards(self, layer: int) -> int:
+        """Parts that the samples of a microbatch are divided into at a layer, counted over the whole model."""
+        return self.choices[layer - self.first_layer].sample_shards(self.num_ranks)
 
     def __str__(self) -> str:
         counts: dict[Choice, int] = {}

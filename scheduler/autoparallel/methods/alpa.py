@@ -14,7 +14,7 @@ from .pace import Tables, make_tables
 
 #: Number of limits on the time of the slowest stage that are tried. If there are more times of stages, the limits are
 #: spread evenly among them.
-MOST_LIMITS = 300
+MAX_LIMITS = 300
 #: Times whose relative difference is smaller count as one limit.
 SAME = 1e-6
 
@@ -29,13 +29,13 @@ def alpa(problem: SearchProblem) -> tuple[Candidate, ...]:
     with the times of stages from the profile in place of those of its intra-operator search.
     """
     found = []
-    for count in problem.microbatches:
+    for count in problem.microbatch_counts:
         tables = make_tables(problem, count)
         if tables is not None:
             seconds, stages = best_stages(tables)
             if stages:
                 found.append(Candidate("alpa", stages, count, seconds))
-    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, each.microbatches)))[:3]
+    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, each.num_microbatches)))[:3]
 
 
 def num_sums(problem: SearchProblem) -> int:
@@ -49,15 +49,15 @@ def best_stages(tables: Tables) -> tuple[float, Stages]:
     most = min(len(tables.problem.graph.layers), tables.problem.cluster.num_ranks)
     places = _Places(tables)
     # a stage holds at most all microbatches
-    different = [places.fastest(held) for held in range(1, min(most, tables.microbatches) + 1)]
+    different = [places.fastest(held) for held in range(1, min(most, tables.num_microbatches) + 1)]
     times = different + [different[-1]] * (most - len(different))
-    values = np.unique(np.concatenate([each[0][np.isfinite(each[0])] for each in different]))
+    values = np.unique(np.concatenate([item[0][np.isfinite(item[0])] for item in different]))
     if not len(values):
         return math.inf, ()
     limits = values[np.concatenate([[True], np.diff(values) > SAME * values[:-1]])]
-    if len(limits) > MOST_LIMITS:
-        limits = limits[np.unique(np.linspace(0, len(limits) - 1, MOST_LIMITS).astype(int))]
-    more = tables.microbatches - 1
+    if len(limits) > MAX_LIMITS:
+        limits = limits[np.unique(np.linspace(0, len(limits) - 1, MAX_LIMITS).astype(int))]
+    more = tables.num_microbatches - 1
     least, best = _with_limit(places, times, math.inf)
     if not best:
         return math.inf, ()
@@ -86,10 +86,10 @@ class _Places:
     def kinds(self) -> tuple[tuple[int, np.ndarray], ...]:
         """``(class, u)`` of each kind of place: the numbers of devices left where a stage of the class may begin."""
         found: dict[tuple[int, float, bytes], list[int]] = {}
-        for c, row in enumerate(self.tables.next_at):
-            for at in np.flatnonzero(row >= 0).tolist():
-                key = c, float(self.tables.memory[c, at]), self.tables.allowed[:, at].tobytes()
-                found.setdefault(key, []).append(at)
+        for c, sample in enumerate(self.tables.next_at):
+            for index in np.flatnonzero(sample >= 0).tolist():
+                key = c, float(self.tables.memory[c, index]), self.tables.allowed[:, index].tobytes()
+                found.setdefault(key, []).append(index)
         return tuple((c, np.array(ends)) for (c, _, _), ends in found.items())
 
     @cached_property
@@ -105,7 +105,7 @@ class _Places:
         upper = np.triu(np.ones((size, size), dtype=bool), 1)
         for o, of_class in enumerate(tables.option_class):
             needed = tables.needed_bytes(o, held)
-            whole = tables.forward[o] + tables.backward[o] + tables.sync[o] / tables.microbatches
+            whole = tables.forward[o] + tables.backward[o] + tables.sync[o] / tables.num_microbatches
             for kind, (c, ends) in enumerate(self.kinds):
                 if c != of_class or not tables.allowed[o, ends[0]]:
                     continue
@@ -150,8 +150,8 @@ def _with_limit(
     stages: list[tuple[float, StagePlan]] = []
     left, first = num_ends - 1, 0
     for number in range(depth - 1, -1, -1):
-        c, end = (int(each[left, first]) for each in chosen[number])
-        seconds, option = (each[places.kind_at[c, left], first, end] for each in times[number])
+        c, end = (int(item[left, first]) for item in chosen[number])
+        seconds, option = (item[places.kind_at[c, left], first, end] for item in times[number])
         stages.append((float(seconds), tables.stage(first, end, left, int(option))))
         left, first = int(tables.next_at[c, left]), end
     return least, stages

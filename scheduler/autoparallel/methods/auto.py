@@ -28,21 +28,21 @@ METHODS: dict[str, Method] = {
     "pure": pure,
 }
 #: ``auto`` skips ``alpa`` if one pass of its dynamic program needs more additions than this.
-MOST_SUMS = 250_000_000
+MAX_SUMS = 250_000_000
 #: Number of evaluated training plans that local moves improve, and limit on the computations that each simulates for
 #: them.
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
 #: A move must shorten the time by at least this fraction.
-LEAST_GAIN = 1e-6
+MIN_GAIN = 1e-6
 
 
 def auto(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves."""
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
-        if method is alpa and num_sums(problem) > MOST_SUMS:
+        if method is alpa and num_sums(problem) > MAX_SUMS:
             continue
         for candidate in method(problem):
             found.setdefault(candidate.text, candidate)
@@ -63,28 +63,28 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
         _check_candidate(problem, candidate)
     if not candidates:
         raise ArgumentError(_why_nothing_fits(problem))
-    found = [each for each in (evaluate(problem, candidate) for candidate in candidates) if each is not None]
+    found = [item for item in (evaluate(problem, candidate) for candidate in candidates) if item is not None]
     found.sort(key=order)
     if not moves:
         return found
-    for start in [each for each in found if not each.short_bytes][:NUM_IMPROVED]:
+    for start in [item for item in found if not item.short_bytes][:NUM_IMPROVED]:
         better = improve(problem, start)
         if better is not start:
             found.append(better)
     found.sort(key=order)
-    for each in found[:NUM_THOROUGH]:
-        thorough = evaluate(problem, each.candidate, thorough=True)
-        if thorough is not None and order(thorough) < order(each):
-            found[found.index(each)] = thorough
+    for item in found[:NUM_THOROUGH]:
+        thorough = evaluate(problem, item.candidate, thorough=True)
+        if thorough is not None and order(thorough) < order(item):
+            found[found.index(item)] = thorough
     found.sort(key=order)
     return found
 
 
 def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
-    """Raise ArgumentError unless a candidate of a method has all layers and ranks, and rows that its stages divide."""
+    """Raise ArgumentError unless a candidate has all layers and ranks, and its stages divide the samples."""
     if not isinstance(candidate, Candidate):
         raise ArgumentError(f"a method must return Candidates, not {candidate!r:.100}")
-    stages, count = candidate.stages, candidate.microbatches
+    stages, count = candidate.stages, candidate.num_microbatches
     check_stages(stages)
     ends, needed = (stages[-1].end_layer, stages[-1].end_rank), (len(problem.graph.layers), problem.cluster.num_ranks)
     if ends[0] != needed[0] or ends[1] > needed[1]:
@@ -92,17 +92,17 @@ def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
             f"the stages of candidate {candidate.text} have {ends[0]} layers on {ends[1]} ranks; the model has "
             f"{needed[0]} layers, and the cluster {needed[1]} ranks"
         )
-    if count not in problem.microbatches:
+    if count not in problem.microbatch_counts:
         raise ArgumentError(
             f"candidate {candidate.text} has {count} microbatches; the search allows "
-            f"{', '.join(map(str, problem.microbatches))}"
+            f"{', '.join(map(str, problem.microbatch_counts))}"
         )
     for stage in stages:
         for choice in stage.choices:
-            if problem.rows // count % choice.row_shards(stage.num_ranks):
+            if problem.num_samples // count % choice.sample_shards(stage.num_ranks):
                 raise ArgumentError(
-                    f"{problem.rows // count} rows of a microbatch do not divide over the "
-                    f"{choice.row_shards(stage.num_ranks)} replicas of {stage}"
+                    f"{problem.num_samples // count} samples of a microbatch do not divide over the "
+                    f"{choice.sample_shards(stage.num_ranks)} replicas of {stage}"
                 )
 
 
@@ -120,10 +120,10 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             if candidate.text in tried or left <= 0:
                 continue
             tried.add(candidate.text)
-            target = best.seconds * (1 - LEAST_GAIN)
+            target = best.seconds * (1 - MIN_GAIN)
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
-            left -= 3 * candidate.microbatches * len(candidate.stages)
+            left -= 3 * candidate.num_microbatches * len(candidate.stages)
             found = evaluate(problem, candidate, below_seconds=target)
             if found is not None:
                 best, gained = found, True
@@ -140,11 +140,11 @@ def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
 
 def _why_nothing_fits(problem: SearchProblem) -> str:
     """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
-    count, total = max(problem.microbatches), problem.cluster.num_ranks
+    count, total = max(problem.microbatch_counts), problem.cluster.num_ranks
     least: tuple[float, str] | None = None
     refused = ""
-    for counts in problem.microbatches:
-        for choice in problem.choices(total, problem.rows // counts) if total in problem.meshes(total) else ():
+    for counts in problem.microbatch_counts:
+        for choice in problem.choices(total, problem.num_samples // counts) if total in problem.meshes(total) else ():
             if not problem.can_have(choice, 0, len(problem.graph.layers)):
                 refused = refused or _why_refused(problem, choice.grid)
                 continue
@@ -156,18 +156,18 @@ def _why_nothing_fits(problem: SearchProblem) -> str:
     if least is None and refused:
         return f"no stage can have all {total} devices: {refused}"
     most = max(layer.tp_limit for layer in problem.graph.layers)
-    if least is None and problem.rules.least_tp > most:
+    if least is None and problem.rules.min_tp > most:
         return (
-            f"no stage can have tp={problem.rules.least_tp}: the layers of {problem.graph.name} allow tp={most} at "
+            f"no stage can have tp={problem.rules.min_tp}: the layers of {problem.graph.name} allow tp={most} at "
             "most; use a smaller tp, or pass a tp_plan and max_tp when you trace the model"
         )
     if least is None:
         return (
-            f"no stage can have the rows of a microbatch: {problem.rows} rows in "
-            f"{', '.join(map(str, problem.microbatches))} microbatches on meshes of {problem.cluster.mesh_sizes} "
-            f"devices; use rows that {count} microbatches and the replicas divide"
+            f"no stage can have the samples of a microbatch: {problem.num_samples} samples in "
+            f"{', '.join(map(str, problem.microbatch_counts))} microbatches on meshes of {problem.cluster.mesh_sizes} "
+            f"devices; use samples that {count} microbatches and the replicas divide"
         )
     return (
         f"nothing fits: all layers on {total} devices need {least[0] / 1e9:.3g} GB of {limit / 1e9:.3g} {least[1]}; "
-        "use more devices or memory, fewer rows, or allow recomputation and ZeRO 3"
+        "use more devices or memory, fewer samples, or allow recomputation and ZeRO 3"
     )

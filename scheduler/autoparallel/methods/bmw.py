@@ -38,13 +38,13 @@ def _best(
     problem: SearchProblem, name: str, divide: Callable[[SearchProblem, int, int], Sequence[PackedStage] | None]
 ) -> tuple[Candidate, ...]:
     found = []
-    for count in problem.microbatches:
+    for count in problem.microbatch_counts:
         for degree in degrees(problem):
             packed = divide(problem, degree, count)
             if packed:
-                stages = tuple(each.stage for each in packed)
+                stages = tuple(item.stage for item in packed)
                 found.append(Candidate(name, stages, count, seconds_of(packed, count)))
-    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, len(each.stages), each.microbatches)))[:4]
+    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, len(each.stages), each.num_microbatches)))[:4]
 
 
 def degrees(problem: SearchProblem) -> Iterator[int]:
@@ -52,14 +52,14 @@ def degrees(problem: SearchProblem) -> Iterator[int]:
     total, degree = problem.cluster.num_ranks, 1
     while degree <= min(total, len(problem.graph.layers)):
         size = total // degree
-        if total % degree == 0 and all(problem.cluster.is_mesh(at, at + size) for at in range(0, total, size)):
+        if total % degree == 0 and all(problem.cluster.is_mesh(index, index + size) for index in range(0, total, size)):
             yield degree
         degree *= 2
 
 
 def seconds_of(packed: Sequence[PackedStage], count: int) -> float:
     """Seconds of a step: one microbatch through all stages, then the pace of the slowest one."""
-    times = [each.seconds for each in packed]
+    times = [item.seconds for item in packed]
     return sum(times) + (count - 1) * max(times)
 
 
@@ -67,20 +67,20 @@ def _balanced(problem: SearchProblem, degree: int, count: int) -> Sequence[Packe
     """The stages after all moves; None if neither extreme fits."""
     by_time, by_memory = (partition(_weights(problem, degree, count, what), degree) for what in ("time", "memory"))
     timed = _pack(problem, by_time, count)
-    most = max(each.memory_bytes for each in timed) if timed else math.inf
+    most = max(item.memory_bytes for item in timed) if timed else math.inf
     cuts, packed = by_memory, _pack(problem, by_memory, count)
     if packed is None:
         return timed
     gained = True
     while gained:
-        gained, times = False, [each.seconds for each in packed]
+        gained, times = False, [item.seconds for item in packed]
         slowest = times.index(max(times))
         for moved in _moves_away(cuts, slowest):
             other = _pack(problem, moved, count)
             if other is None:
                 continue
-            is_fast = max(each.seconds for each in other) <= times[slowest]
-            is_small = max(each.memory_bytes for each in other) <= most
+            is_fast = max(item.seconds for item in other) <= times[slowest]
+            is_small = max(item.memory_bytes for item in other) <= most
             if is_fast and is_small and seconds_of(other, count) < seconds_of(packed, count):
                 cuts, packed, gained = moved, other, True
                 break
@@ -117,7 +117,7 @@ def _weights(problem: SearchProblem, degree: int, count: int, what: str) -> list
     weights = []
     for stage in range(degree):
         place = problem.place(stage * size, (stage + 1) * size)
-        choices = problem.choices(size, problem.rows // count)
+        choices = problem.choices(size, problem.num_samples // count)
         held = min(count, degree - stage)
         row = []
         for layer in range(len(problem.graph.layers)):

@@ -24,8 +24,10 @@ def joint(problem: SearchProblem) -> tuple[Candidate, ...]:
     found: list[Candidate] = []
     counts: dict[int, int] = {}
     for candidate in best_plans(problem):
-        if counts.get(candidate.microbatches, 0) < PER_COUNT and candidate.text not in {each.text for each in found}:
-            counts[candidate.microbatches] = counts.get(candidate.microbatches, 0) + 1
+        if counts.get(candidate.num_microbatches, 0) < PER_COUNT and candidate.text not in {
+            item.text for item in found
+        }:
+            counts[candidate.num_microbatches] = counts.get(candidate.num_microbatches, 0) + 1
             found.append(candidate)
         best = found[0].predicted_seconds or 0.0
         if len(found) == NUM_CANDIDATES or (candidate.predicted_seconds or 0.0) > 1.5 * best:
@@ -54,12 +56,12 @@ def best_plans(problem: SearchProblem) -> Iterator[Candidate]:
     tables: dict[int, Tables] = {}
     prices: dict[int, dict[int, tuple[float, float]]] = {}
     heap: list[_Entry] = []
-    for count in problem.microbatches:
+    for count in problem.microbatch_counts:
         made = make_tables(problem, count)
         if made is None:
             continue
         tables[count], prices[count] = made, {}
-        trip = made.least_trip()
+        trip = made.min_trip()
         if trip < math.inf:
             heap += [_Entry(trip + (count - 1) * pace, count, pace, False, ()) for pace in pace_grid(made)]
     heapq.heapify(heap)
@@ -79,7 +81,7 @@ def best_plans(problem: SearchProblem) -> Iterator[Candidate]:
 
 def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, float]]) -> bool:
     """Price the edges between neighbours that have no price yet. Returns whether there were any."""
-    problem, rows, added = tables.problem, tables.problem.rows // tables.microbatches, False
+    problem, num_samples, added = tables.problem, tables.problem.num_samples // tables.num_microbatches, False
     for src, dst in itertools.pairwise(stages):
         index = tables.edge_index(src, dst)
         if index in prices:
@@ -89,7 +91,7 @@ def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, f
         if not tensors:
             prices[index] = (0.0, 0.0)
             continue
-        edge = problem.prices.edge((0, 1), tensors, rows, end_of(src, -1), end_of(dst, 0))
+        edge = problem.prices.edge((0, 1), tensors, num_samples, end_of(src, -1), end_of(dst, 0))
         prices[index] = (edge.forward_seconds, edge.backward_seconds)
     return added
 

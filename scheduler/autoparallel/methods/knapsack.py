@@ -47,7 +47,7 @@ def pack_stage(
     Source: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization" (2023).
     """
     best: PackedStage | None = None
-    for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.rows // count)):
+    for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.num_samples // count)):
         if not all(problem.can_have(choice, first, end) for choice in choices):
             continue
         found = _pack(problem, first, end, ranks, count, in_flight, choices)
@@ -75,9 +75,9 @@ def _pack(
     step = (limit - aside) / STEPS
     table = np.full((num, STEPS + 1), np.inf)
     came = np.zeros((len(costs), num, STEPS + 1), dtype=np.int32)
-    for at, row in enumerate(costs):
+    for index, row in enumerate(costs):
         moved = [
-            [problem.relayout_between(first + at, before, after, place, count) * 2 for before in choices]
+            [problem.relayout_between(first + index, before, after, place, count) * 2 for before in choices]
             for after in choices
         ]
         now = np.full((num, STEPS + 1), np.inf)
@@ -86,11 +86,11 @@ def _pack(
             seconds = cost.forward_seconds + cost.backward_seconds + cost.sync_seconds / count
             if needed > STEPS:
                 continue
-            if at == 0:
+            if index == 0:
                 now[s, needed:] = seconds
                 continue
             sums = table[:, : STEPS + 1 - needed] + np.array(moved[s])[:, None] + seconds
-            came[at, s, needed:] = sums.argmin(axis=0)
+            came[index, s, needed:] = sums.argmin(axis=0)
             now[s, needed:] = sums.min(axis=0)
         table = now
     last = int(table[:, STEPS].argmin())
@@ -98,9 +98,9 @@ def _pack(
     if math.isinf(seconds):
         return None
     picked, left = [last], STEPS
-    for at in range(len(costs) - 1, 0, -1):
-        cost = costs[at][picked[-1]]
-        before = int(came[at, picked[-1], left])
+    for index in range(len(costs) - 1, 0, -1):
+        cost = costs[index][picked[-1]]
+        before = int(came[index, picked[-1], left])
         left -= math.ceil((cost.state_bytes + in_flight * cost.activation_bytes) / step - 1e-9)
         picked.append(before)
     stage = StagePlan(first, end, *ranks, tuple(choices[s] for s in reversed(picked)))
@@ -135,12 +135,12 @@ def _with_ties(
     changed = [list(row) for row in costs]
     for tied, number in problem.graph.ties:
         own = own_layer(tied, first, end)
-        for layer in [each for each in tied if own is not None and first <= each <= own]:
+        for layer in [item for item in tied if own is not None and first <= item <= own]:
             share, row = tied_share(problem.graph, layer, number), changed[layer - first]
             for s, (cost, plain) in enumerate(zip(row, costs[layer - first], strict=True)):
                 if layer != own:
                     row[s] = replace(cost, state_bytes=cost.state_bytes - share * plain.state_bytes)
                 elif is_shared(tied, first, end):
-                    seconds, _ = problem.ties.least_of(tied, number, layer, choices[s], place)
+                    seconds, _ = problem.ties.min_of(tied, number, layer, choices[s], place)
                     row[s] = replace(cost, sync_seconds=cost.sync_seconds + seconds)
     return changed

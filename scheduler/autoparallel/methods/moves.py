@@ -16,20 +16,20 @@ def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candida
     Moves: a cut by one or two layers, another choice for all layers of a stage, one recomputed layer more or less, two
     stages in one, and another number of microbatches.
     """
-    stages, count = candidate.stages, candidate.microbatches
+    stages, count = candidate.stages, candidate.num_microbatches
     for changed in (*_moved_cuts(stages), *_other_choices(problem, stages, count), *_merged(problem, stages)):
         if _is_valid(problem, changed, count):
             yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
-    at = problem.microbatches.index(count)
-    for other in problem.microbatches[max(0, at - 1) : at + 2]:
+    at = problem.microbatch_counts.index(count)
+    for other in problem.microbatch_counts[max(0, at - 1) : at + 2]:
         if other != count and _is_valid(problem, stages, other):
-            yield replace(candidate, method="auto", microbatches=other, predicted_seconds=None)
+            yield replace(candidate, method="auto", num_microbatches=other, predicted_seconds=None)
 
 
 def _moved_cuts(stages: Stages) -> Iterator[Stages]:
     """One or two layers moved over a cut. They take the choice of the nearest layer of their new stage."""
-    for at in range(1, len(stages)):
-        left, right = stages[at - 1], stages[at]
+    for index in range(1, len(stages)):
+        left, right = stages[index - 1], stages[index]
         for step in (-1, 1, -2, 2):
             giver = left if step < 0 else right
             if giver.num_layers <= abs(step):
@@ -38,29 +38,29 @@ def _moved_cuts(stages: Stages) -> Iterator[Stages]:
             before = left.choices[:step] if step < 0 else left.choices + (left.choices[-1],) * step
             after = (right.choices[0],) * -step + right.choices if step < 0 else right.choices[step:]
             yield (
-                *stages[: at - 1],
+                *stages[: index - 1],
                 replace(left, end_layer=cut, choices=before),
                 replace(right, first_layer=cut, choices=after),
-                *stages[at + 1 :],
+                *stages[index + 1 :],
             )
 
 
 def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterator[Stages]:
-    for at, stage in enumerate(stages):
-        for choice in problem.choices(stage.num_ranks, problem.rows // count):
+    for index, stage in enumerate(stages):
+        for choice in problem.choices(stage.num_ranks, problem.num_samples // count):
             if stage.choices != (choice,) * stage.num_layers:
-                yield _with(stages, at, replace(stage, choices=(choice,) * stage.num_layers))
+                yield _with(stages, index, replace(stage, choices=(choice,) * stage.num_layers))
         if len(problem.rules.recompute) == 2:
             number = sum(choice.recompute for choice in stage.choices)
             for other in (number - 1, number + 1):
                 if 0 <= other <= stage.num_layers:
                     choices = tuple(replace(c, recompute=i < other) for i, c in enumerate(stage.choices))
-                    yield _with(stages, at, replace(stage, choices=choices))
+                    yield _with(stages, index, replace(stage, choices=choices))
 
 
 def _merged(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
-    for at in range(1, len(stages)):
-        left, right = stages[at - 1], stages[at]
+    for index in range(1, len(stages)):
+        left, right = stages[index - 1], stages[index]
         if not problem.cluster.is_mesh(left.first_rank, right.end_rank):
             continue
         choice = left.choices[0]
@@ -68,7 +68,7 @@ def _merged(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
             continue
         layers = right.end_layer - left.first_layer
         merged = StagePlan(left.first_layer, right.end_layer, left.first_rank, right.end_rank, (choice,) * layers)
-        yield (*stages[: at - 1], merged, *stages[at + 1 :])
+        yield (*stages[: index - 1], merged, *stages[index + 1 :])
 
 
 def _with(stages: Stages, at: int, stage: StagePlan) -> Stages:
@@ -78,7 +78,7 @@ def _with(stages: Stages, at: int, stage: StagePlan) -> Stages:
 def _is_valid(problem: SearchProblem, stages: Stages, count: int) -> bool:
     """Whether the rules of the search allow every choice of every stage."""
     for stage in stages:
-        allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.rows // count))
+        allowed: set[Choice] = set(problem.choices(stage.num_ranks, problem.num_samples // count))
         if not allowed.issuperset(stage.choices):
             return False
         if problem.rules.executable and len({choice.way for choice in stage.choices}) > 1:

@@ -26,8 +26,8 @@ SUMMED = ("forward_seconds", "backward_seconds", "activation_bytes", "state_byte
 class OptionTables:
     """Makes the tables of options, for one number of microbatches. Layers of one class share their costs."""
 
-    def __init__(self, problem: SearchProblem, microbatches: int) -> None:
-        self.problem, self.microbatches = problem, microbatches
+    def __init__(self, problem: SearchProblem, num_microbatches: int) -> None:
+        self.problem, self.num_microbatches = problem, num_microbatches
         self._num = len(problem.graph.layers)
         self._first, self._end = np.indices((self._num + 1, self._num + 1))
         self._middles: dict[float, np.ndarray] = {}
@@ -56,7 +56,7 @@ class OptionTables:
         activation = total("activation_bytes")
         released = costs.kept[first] + activation
         recompute = np.maximum(0.0, costs.peaks[first, middle] - released)
-        backward = costs.gathering_peaks[first, middle] - released + costs.most_gathered
+        backward = costs.gathering_peaks[first, middle] - released + costs.max_gathered
         working = np.maximum(costs.gathered, np.minimum(recompute + costs.gathered, backward))  # as working_bytes
         states = total("state_bytes") - costs.repeated
         fixed = states + working + costs.panels
@@ -71,7 +71,7 @@ class OptionTables:
         plain, again = (
             [
                 problem.layer_cost(
-                    layer, replace(choice, recompute=flag) if able else Choice(), place, self.microbatches
+                    layer, replace(choice, recompute=flag) if able else Choice(), place, self.num_microbatches
                 )
                 for layer, able in zip(firsts, is_able, strict=True)
             ]
@@ -95,7 +95,7 @@ class OptionTables:
                     costs[layer].state_bytes
                 )
                 sums = has & (following >= end) & ((tied[0] < first) | (tied[-1] >= end))
-                one, nbytes = self.problem.ties.least_of(tied, number, layer, choice, place)
+                one, nbytes = self.problem.ties.min_of(tied, number, layer, choice, place)
                 seconds += np.where(sums, one, 0.0)
                 most = np.maximum(most, np.where(sums, nbytes, 0.0))
         return np.stack([repeated, seconds, most])
@@ -111,7 +111,7 @@ class _ChoiceCosts:
         peaks: ``[first, end]``: peak bytes of activations while the layers are recomputed one after another.
         gathering_peaks: the same, with the parameters of the recomputed layer and the buffer of their gather.
         gathered: ``[first, end]``: bytes of gathered parameters in a forward.
-        most_gathered: ``[first, end]``: bytes of the gathered parameters of the largest layer.
+        max_gathered: ``[first, end]``: bytes of the gathered parameters of the largest layer.
         panels: ``[first, end]``: bytes of the panels of the largest matrix product.
         repeated: ``[first, end]``: bytes of states that layers with shared parameters count twice.
         tie_seconds: ``[first, end]``: lower bound on seconds of sums over stages that share parameters.
@@ -124,7 +124,7 @@ class _ChoiceCosts:
     peaks: np.ndarray
     gathering_peaks: np.ndarray
     gathered: np.ndarray
-    most_gathered: np.ndarray
+    max_gathered: np.ndarray
     panels: np.ndarray
     repeated: np.ndarray
     tie_seconds: np.ndarray
@@ -145,11 +145,11 @@ class _ChoiceCosts:
         return cls(
             {name: running_sums(name) for name in SUMMED},
             kept,
-            _running_max([cost.recompute_bytes + kept[at + 1] for at, cost in enumerate(again)]),
+            _running_max([cost.recompute_bytes + kept[index + 1] for index, cost in enumerate(again)]),
             _running_max(
                 [
-                    cost.recompute_bytes + kept[at + 1] + 2 * cost.gathered_bytes if cost.recompute_bytes else 0.0
-                    for at, cost in enumerate(again)
+                    cost.recompute_bytes + kept[index + 1] + 2 * cost.gathered_bytes if cost.recompute_bytes else 0.0
+                    for index, cost in enumerate(again)
                 ]
             ),
             _gathered_bytes([cost.gathered_bytes for cost in plain]),
@@ -158,7 +158,7 @@ class _ChoiceCosts:
             ties[0],
             ties[1],
             ties[2],
-            np.cumsum([0] + [not each for each in is_able]),
+            np.cumsum([0] + [not item for item in is_able]),
         )
 
 

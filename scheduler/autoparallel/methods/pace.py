@@ -87,7 +87,7 @@ class Tables:
     """
 
     problem: SearchProblem
-    microbatches: int
+    num_microbatches: int
     classes: tuple[StageClass, ...]
     options: tuple[Option, ...]
     ends: tuple[int, ...]
@@ -119,11 +119,11 @@ class Tables:
             len(self.problem.graph.layers), self.problem.graph.is_chain, self.option_class, self.forward,
             self.backward, self.activation, self.fixed, self.sync, self.ending, self.allowed, self.next_at,
             self.port_in, self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
-            priced[:, 0].copy(), priced[:, 1].copy(), self.microbatches, pace,
+            priced[:, 0].copy(), priced[:, 1].copy(), self.num_microbatches, pace,
         )  # fmt: skip
-        return trip, excess, tuple(self.stage(*each) for each in chosen)
+        return trip, excess, tuple(self.stage(*item) for item in chosen)
 
-    def least_trip(self) -> float:
+    def min_trip(self) -> float:
         """A round trip that no plan beats at any pace; infinite if no plan fits the memory at any pace.
 
         It is the least sum of the times of stages if edges take no time, each with one microbatch in flight.
@@ -134,15 +134,15 @@ class Tables:
         fastest: dict[tuple[bytes, float], np.ndarray] = {}  # ``[first, end]``, of the options of a position
         least = np.full((num_ends, size), np.inf)
         least[0, -1] = 0.0  # no layer and no device is left
-        for at in range(1, num_ends):
-            for c in np.flatnonzero(self.next_at[:, at] >= 0):
-                rest, memory = least[self.next_at[c, at]], float(self.memory[c, at])
-                options = np.flatnonzero(self.allowed[:, at] & (self.option_class == c))
+        for index in range(1, num_ends):
+            for c in np.flatnonzero(self.next_at[:, index] >= 0):
+                rest, memory = least[self.next_at[c, index]], float(self.memory[c, index])
+                options = np.flatnonzero(self.allowed[:, index] & (self.option_class == c))
                 key = (options.tobytes(), memory)
                 if key not in fastest:
                     fits = np.where(needed[options] <= memory, seconds[options], np.inf)
                     fastest[key] = np.where(self._is_range, fits.min(axis=0, initial=np.inf), np.inf)
-                least[at] = np.minimum(least[at], (fastest[key] + rest).min(axis=1))
+                least[index] = np.minimum(least[index], (fastest[key] + rest).min(axis=1))
         return float(least[-1, 0]) * (1 - 1e-9)
 
     def needed_bytes(self, option: int | slice, held: int) -> np.ndarray:
@@ -161,7 +161,7 @@ class Tables:
         size = len(self.problem.graph.layers) + 1
         first, end = (0, 0) if self.problem.graph.is_chain else (src.first_layer, dst.end_layer)
         at = self.ends.index(self.problem.cluster.num_ranks - src.first_rank)
-        c, d = (self.classes.index(StageClass.of(each.num_ranks, each.choices[0])) for each in (src, dst))
+        c, d = (self.classes.index(StageClass.of(item.num_ranks, item.choices[0])) for item in (src, dst))
         return ((((first * size + src.end_layer) * size + end) * num_classes + c) * num_ends + at) * num_classes + d
 
     @cached_property
@@ -180,40 +180,42 @@ class Tables:
         return StagePlan(first, end, begin, begin + self.classes[chosen.stage_class].num_ranks, choices)
 
 
-def make_tables(problem: SearchProblem, microbatches: int) -> Tables | None:
-    """The tables of a problem, made once for each number of microbatches; None if no stage can have its rows."""
-    key = ("tables of stages", microbatches)
+def make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None:
+    """The tables of a problem, made once for each number of microbatches; None if no stage can have its samples."""
+    key = ("tables of stages", num_microbatches)
     if key not in problem.memo:
-        problem.memo[key] = _make_tables(problem, microbatches)
+        problem.memo[key] = _make_tables(problem, num_microbatches)
     return problem.memo[key]
 
 
-def _make_tables(problem: SearchProblem, microbatches: int) -> Tables | None:
-    graph, rows = problem.graph, problem.rows // microbatches
+def _make_tables(problem: SearchProblem, num_microbatches: int) -> Tables | None:
+    graph, num_samples = problem.graph, problem.num_samples // num_microbatches
     ends = _reachable(problem)
-    classes, options, places = _find_options(problem, ends, rows)
+    classes, options, places = _find_options(problem, ends, num_samples)
     if not options:
         return None
     class_of = np.array([option.stage_class for option in options])
     next_at, port_in, port_out, memory, place_at = _positions(problem, ends, classes, places)
     allowed = place_at[class_of] == np.array([option.place for option in options])[:, None]
-    tables = OptionTables(problem, microbatches)
+    tables = OptionTables(problem, num_microbatches)
     costs = [tables.of(option.choice, places[option.place], option.recomputed) for option in options]
-    forward, backward, activation, fixed, sync, ending = (np.stack(each) for each in zip(*costs, strict=True))
+    forward, backward, activation, fixed, sync, ending = (np.stack(item) for item in zip(*costs, strict=True))
     exchanged = {cols: RangeBytes.of(graph, cols) for cols in {1, *(option.choice.cols for option in options)}}
     for o, option in enumerate(options):
-        shards = option.choice.row_shards(classes[option.stage_class].num_ranks)
+        shards = option.choice.sample_shards(classes[option.stage_class].num_ranks)
         cols = option.choice.cols
         own = exchanged[cols]
-        ahead, kept = rows * (own.received + own.returned / cols), rows * own.sent
-        fixed[o] += min(RECVS_AHEAD, microbatches) * ahead / shards  # as in Problem.buffer_bytes
+        ahead, kept = num_samples * (own.received + own.returned / cols), num_samples * own.sent
+        fixed[o] += min(RECVS_AHEAD, num_microbatches) * ahead / shards  # as in Problem.buffer_bytes
         activation[o] += kept / shards  # as in Problem.kept_bytes
-    received, sent = (rows * each * problem.prices.least_ratio for each in (exchanged[1].received, exchanged[1].sent))
+    received, sent = (
+        num_samples * item * problem.prices.min_ratio for item in (exchanged[1].received, exchanged[1].sent)
+    )
     factor = _bound_factors(problem, classes, ends, next_at)
     return Tables(
-        problem, microbatches, classes, options, ends, forward, backward, activation, fixed, sync, ending,
+        problem, num_microbatches, classes, options, ends, forward, backward, activation, fixed, sync, ending,
         allowed.astype(np.uint8), next_at, port_in, port_out, memory, received, sent,
-        rows * bytes_of_cuts(graph), factor,
+        num_samples * bytes_of_cuts(graph), factor,
     )  # fmt: skip
 
 
@@ -228,18 +230,18 @@ def _positions(
     shape = (len(classes), len(ends))
     next_at, place_at = (np.full(shape, -1, dtype=np.int64) for _ in range(2))
     port_in, port_out, memory = np.zeros(shape), np.zeros(shape), np.zeros(shape)
-    at_of, index_of = ({value: at for at, value in enumerate(values)} for values in (ends, places))
-    sizes = np.array([each.num_ranks for each in classes])
-    for size, at in itertools.product(sorted(set(sizes.tolist())), range(1, len(ends))):
-        used = ends[at]
+    at_of, index_of = ({value: index for index, value in enumerate(values)} for values in (ends, places))
+    sizes = np.array([class_.num_ranks for class_ in classes])
+    for size, index in itertools.product(sorted(set(sizes.tolist())), range(1, len(ends))):
+        used = ends[index]
         begin, end = total - used, total - used + size
         if size > used or (used - size) not in at_of or not cluster.is_mesh(begin, end):
             continue
         c = sizes == size
-        next_at[c, at] = at_of[used - size]
-        memory[c, at] = cluster.memory_of(begin, end)
-        port_in[c, at], port_out[c, at] = _port_seconds(problem, begin, end)
-        place_at[c, at] = index_of[problem.place(begin, end)]
+        next_at[c, index] = at_of[used - size]
+        memory[c, index] = cluster.memory_of(begin, end)
+        port_in[c, index], port_out[c, index] = _port_seconds(problem, begin, end)
+        place_at[c, index] = index_of[problem.place(begin, end)]
     return next_at, port_in, port_out, memory, place_at
 
 
@@ -261,7 +263,7 @@ def _reachable(problem: SearchProblem) -> tuple[int, ...]:
 
 
 def _find_options(
-    problem: SearchProblem, ends: Sequence[int], rows: int
+    problem: SearchProblem, ends: Sequence[int], num_samples: int
 ) -> tuple[tuple[StageClass, ...], tuple[Option, ...], tuple[Place, ...]]:
     """All classes and options, and the kinds of places they stand on."""
     total, known = problem.cluster.num_ranks, set(ends)
@@ -276,7 +278,7 @@ def _find_options(
     classes: list[StageClass] = []
     options: list[Option] = []
     for size in sorted(by_size):
-        for choice in problem.choices(size, rows):
+        for choice in problem.choices(size, num_samples):
             if choice.recompute and False in problem.rules.recompute:
                 continue
             stage_class = StageClass.of(size, choice)
@@ -316,13 +318,13 @@ def _bound_factors(
     """``[class, u, next class]``: seconds per byte of an edge that no plan beats."""
     total = problem.cluster.num_ranks
     factor = np.zeros((len(classes), len(ends), len(classes)))
-    sizes = np.array([each.num_ranks for each in classes])
+    sizes = np.array([class_.num_ranks for class_ in classes])
     rest_of = {size: next_at[np.flatnonzero(sizes == size)[0]] for size in sorted(set(sizes.tolist()))}
-    for (size, rests), at in itertools.product(rest_of.items(), range(1, len(ends))):
-        rest = rests[at]
-        begin, cut = total - ends[at], total - ends[at] + size
+    for (size, rests), index in itertools.product(rest_of.items(), range(1, len(ends))):
+        rest = rests[index]
+        begin, cut = total - ends[index], total - ends[index] + size
         for other in rest_of if rest > 0 else ():
             if rest_of[other][rest] >= 0:
                 bound = problem.prices.bound_per_byte((begin, cut, 1), (cut, cut + other, 1))
-                factor[np.ix_(sizes == size, [at], sizes == other)] = bound
+                factor[np.ix_(sizes == size, [index], sizes == other)] = bound
     return factor

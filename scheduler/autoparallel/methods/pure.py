@@ -19,11 +19,11 @@ def pure(problem: SearchProblem) -> tuple[Candidate, ...]:
     parallelism up to the devices of a host, then the fewest stages that fit, then data parallelism.
     """
     found = []
-    for count in problem.microbatches:
+    for count in problem.microbatch_counts:
         for degree in _pipeline_degrees(problem):
             for stages in even_stages(problem, degree, count):
                 costs, _ = problem.costs(stages, count)
-                fits = all(cost.most_in_flight >= min(count, degree - at) for at, cost in enumerate(costs))
+                fits = all(cost.max_in_flight >= min(count, degree - index) for index, cost in enumerate(costs))
                 if fits:
                     found.append((one_f_one_b_seconds(problem, stages, count), stages, count))
     found.sort(key=lambda each: (float(f"{each[0]:.9g}"), len(each[1]), str(each[1])))
@@ -37,7 +37,7 @@ def even_stages(problem: SearchProblem, degree: int, count: int) -> Iterator[Sta
     if not all(problem.cluster.is_mesh(first, first + size) for first in firsts):
         return
     cuts = even_cuts(len(problem.graph.layers), degree)
-    for choice in problem.choices(size, problem.rows // count):
+    for choice in problem.choices(size, problem.num_samples // count):
         if problem.can_have(choice, 0, len(problem.graph.layers)):
             yield uniform_stages(cuts, firsts, size, choice)
 

@@ -12,7 +12,7 @@ from ..inputs.layer_graph import LayerGraph, Tensor
 
 @dataclass(frozen=True, eq=False)
 class RangeBytes:
-    """What a stage of layers ``first`` to ``end - 1`` exchanges, in bytes of one row. Arrays are ``[first, end]``.
+    """What a stage of layers ``first`` to ``end - 1`` exchanges, in bytes of one sample. Arrays are ``[first, end]``.
 
     Attributes:
         received, sent: in a forward, of a rank of a stage that divides features over some columns.
@@ -25,22 +25,22 @@ class RangeBytes:
 
     @classmethod
     def of(cls, graph: LayerGraph, cols: int) -> RangeBytes:
-        """As :meth:`LayerGraph.between` finds the tensors, and ``cut_row_bytes`` counts them."""
+        """As :meth:`LayerGraph.between` finds the tensors, and ``cut_sample_bytes`` counts them."""
         size = len(graph.layers) + 1
         received, sent, returned = (np.zeros((size, size)) for _ in range(3))
         first, end = np.arange(size)[:, None], np.arange(size)[None, :]
         upper = first < end
         for tensor, last_holder, next_reader in _neighbours(graph):
-            nbytes = tensor.row_bytes / (cols if tensor.has_gradient else 1)
+            nbytes = tensor.sample_bytes / (cols if tensor.has_gradient else 1)
             received += np.where(upper & (tensor.writer < first) & (next_reader[:, None] < end), nbytes, 0.0)
             leaves = upper & (last_holder[None, :] >= first) & (tensor.readers[-1] >= end)
             sent += np.where(leaves, nbytes, 0.0)
-            returned += np.where(leaves & tensor.has_gradient, tensor.row_bytes, 0.0)
+            returned += np.where(leaves & tensor.has_gradient, tensor.sample_bytes, 0.0)
         return cls(received, sent, returned)
 
 
 def bytes_of_cuts(graph: LayerGraph) -> np.ndarray:
-    """``[first, cut, end]``: bytes of a row from a stage of layers first to cut to one of layers cut to end.
+    """``[first, cut, end]``: bytes of a sample from a stage of layers first to cut to one of layers cut to end.
 
     Chains have ``[0, cut, 0]`` only.
     """
@@ -54,7 +54,7 @@ def bytes_of_cuts(graph: LayerGraph) -> np.ndarray:
     inside = (first < cut) & (cut < end)
     for tensor, last_holder, next_reader in _neighbours(graph):
         crosses = (last_holder[None, :, None] >= first) & (next_reader[None, :, None] < end)
-        table += np.where(inside & crosses, tensor.row_bytes, 0)
+        table += np.where(inside & crosses, tensor.sample_bytes, 0)
     return table
 
 

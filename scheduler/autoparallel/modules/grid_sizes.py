@@ -18,11 +18,11 @@ from ...pipe.partition.stage_graph import Value
 
 
 class SizeRecorder(TorchFunctionMode):
-    """Records matrix products, norms, embeddings and attention of a forward of ``rows`` rows."""
+    """Records matrix products, norms, embeddings and attention of a forward of ``num_samples`` samples."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, num_samples: int) -> None:
         super().__init__()
-        self.rows = rows
+        self.num_samples = num_samples
         self.num_norms = self.num_entries = self.num_heads = self.head_size = 0
         self.sequence = 1
         self._products: dict[int, tuple[Any, int, int]] = {}  # by id of the input; products of one input are merged
@@ -38,7 +38,7 @@ class SizeRecorder(TorchFunctionMode):
     @contextlib.contextmanager
     def on(self, module: nn.Module) -> Iterator[SizeRecorder]:
         """Within it, forwards of a module are recorded."""
-        hooks = [each.register_forward_pre_hook(self._note) for each in module.modules()]
+        hooks = [submodule.register_forward_pre_hook(self._note) for submodule in module.modules()]
         try:
             with self:
                 yield self
@@ -50,15 +50,15 @@ class SizeRecorder(TorchFunctionMode):
         name = type(module).__name__
         if name.endswith("Norm"):
             self.num_norms += 1
-        elif isinstance(module, nn.Embedding) and args[0].dim() > 1 and len(args[0]) == self.rows:
-            # an embedding of tokens; positions have no dim of rows
+        elif isinstance(module, nn.Embedding) and args[0].dim() > 1 and len(args[0]) == self.num_samples:
+            # an embedding of tokens; positions have no dim of samples
             self.num_entries += module.num_embeddings
             self.sequence = math.prod(args[0].shape[1:])
         elif isinstance(module, nn.Linear) or name == "Conv1D":
             size = module.out_features if isinstance(module, nn.Linear) else module.nf
             x, in_features, others = self._products.get(id(args[0]), (args[0], args[0].shape[-1], 0))
             self._products[id(x)] = (x, in_features, others + size)
-            self.sequence = x.numel() // in_features // self.rows
+            self.sequence = x.numel() // in_features // self.num_samples
 
     def sizes(self, hidden: int) -> LayerSizes:
         """What has been recorded of a layer that passes ``hidden`` features on."""
@@ -75,6 +75,6 @@ def find_grid_refusal(module: Any, values: Sequence[Value]) -> str | None:
         module: of the layer. values: the tensors that it reads from other layers and writes.
     """
     for value in values:
-        if value.has_gradient and (value.row_dim != 0 or len(value.shape) < 2):
-            return f"{value.name!r} of shape {list(value.shape)} does not have the rows first and features last"
+        if value.has_gradient and (value.sample_dim != 0 or len(value.shape) < 2):
+            return f"{value.name!r} of shape {list(value.shape)} does not have the samples first and features last"
     return find_refusal(module.view if isinstance(module, BlockStage) else module)

@@ -15,40 +15,40 @@ from reshard.errors import ArgumentError
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
-from ..inputs.layer_profile import ClassTimes, LayerProfile, Sample
+from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
 from .tracing import TracedModel, layer_inputs, run_layer
 
-#: Rows that are measured, unless others are given.
-ROWS = (1, 2, 4)
-#: If a number of rows took longer than this, larger numbers are not measured.
-MOST_SECONDS = 5.0
+#: Samples that are measured, unless others are given.
+SAMPLE_COUNTS = (1, 2, 4)
+#: If a number of samples took longer than this, larger numbers are not measured.
+MAX_SECONDS = 5.0
 
 
 def profile_layers(
     traced: TracedModel,
     device: str = "cpu",
     *,
-    rows: Sequence[int] = ROWS,
+    sample_counts: Sequence[int] = SAMPLE_COUNTS,
     repeats: int = 5,
     message_seconds: float = 0.0,
     slowdown: float = 1.0,
 ) -> LayerProfile:
     """Measure one layer of each class: forward, input gradients alone, and a whole backward.
 
-    If a number of rows does not fit the device, the profile records it, and larger numbers are not measured for this
+    If a number of samples does not fit the device, the profile records it, and larger numbers are not measured for this
     class. The model keeps its values. If it is on the meta device, all its values are equal during the measurement.
 
     Args:
         traced: the model, from :func:`trace_module`.
         device: what to measure on.
-        rows: numbers of rows of one forward. repeats: number of measurements; the median counts.
+        sample_counts: numbers of samples of one forward. repeats: number of measurements; the median counts.
         message_seconds, slowdown: see :class:`LayerProfile`. One process cannot measure them.
 
     Raises:
         ArgumentError: no size of some class fits, or an argument is out of range.
     """
-    if repeats < 1 or not rows or min(rows) < 1:
-        raise ArgumentError(f"rows are {list(rows)} and repeats {repeats}; both need positive integers")
+    if repeats < 1 or not sample_counts or min(sample_counts) < 1:
+        raise ArgumentError(f"samples are {list(sample_counts)} and repeats {repeats}; both need positive integers")
     stages = traced.pipe.cut(traced.outline.names).build(traced.pipe.model)
     classes: dict[str, Mapping[int, ClassTimes]] = {}
     for number, (layer, module) in enumerate(zip(traced.graph.layers, stages, strict=True)):
@@ -56,7 +56,7 @@ def profile_layers(
             continue
         if isinstance(module, BlockStage):
             module.outputs = tuple(value.name for value in traced.stage_graph.values if value.writer == number)
-        classes[layer.key] = {1: _measure_class(traced, number, module, device, sorted(rows), repeats)}
+        classes[layer.key] = {1: _measure_class(traced, number, module, device, sorted(sample_counts), repeats)}
     software = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     return LayerProfile(
         traced.graph.key,
@@ -70,25 +70,25 @@ def profile_layers(
 
 
 def _measure_class(
-    traced: TracedModel, number: int, module: Any, device: str, rows: Sequence[int], repeats: int
+    traced: TracedModel, number: int, module: Any, device: str, sample_counts: Sequence[int], repeats: int
 ) -> ClassTimes:
-    values = [(each, each.grad) for each in module.parameters()]
-    if any(each.is_meta for each, _ in values):
+    values = [(item, item.grad) for item in module.parameters()]
+    if any(value.is_meta for value, _ in values):
         module = module.to_empty(device=device)
         with torch.no_grad():  # uninitialized memory may hold denormals, which are slow to compute with
             for tensor in (*module.parameters(), *module.buffers()):
                 tensor.fill_(0.01 if tensor.is_floating_point() else 0)
     else:
         module = module.to(device)
-    samples: list[Sample] = []
+    measured: list[LayerTimes] = []
     failed: list[int] = []
-    for size in rows:
-        if failed or (samples and samples[-1].forward_seconds + samples[-1].backward_seconds > MOST_SECONDS):
+    for size in sample_counts:
+        if failed or (measured and measured[-1].forward_seconds + measured[-1].backward_seconds > MAX_SECONDS):
             failed.append(size)
             continue
         try:
             make_inputs = functools.partial(layer_inputs, traced.outline, traced.stage_graph, number, size, device)
-            samples.append(measure_layer(module, make_inputs, size, repeats, device, traced.autocast))
+            measured.append(measure_layer(module, make_inputs, size, repeats, device, traced.autocast))
         except (MemoryError, torch.OutOfMemoryError):
             failed.append(size)
         except RuntimeError as error:
@@ -97,17 +97,17 @@ def _measure_class(
             failed.append(size)
     for parameter, gradient in values:
         parameter.grad = gradient
-    return ClassTimes(tuple(samples), tuple(failed))
+    return ClassTimes(tuple(measured), tuple(failed))
 
 
 def measure_layer(
     module: Any,
     make_inputs: Callable[[], dict[str, Any]],
-    rows: int,
+    num_samples: int,
     repeats: int,
     device: str,
     autocast: torch.dtype | None = None,
-) -> Sample:
+) -> LayerTimes:
     """Medians of the seconds of a layer.
 
     The weight-gradient pass is what a whole backward takes beyond one of input gradients alone.
@@ -117,7 +117,7 @@ def measure_layer(
     for turn in range(repeats + 1):
         for kind in ("input", "whole"):
             inputs = make_inputs()
-            wanted = [each for each in inputs.values() if isinstance(each, torch.Tensor) and each.requires_grad]
+            wanted = [item for item in inputs.values() if isinstance(item, torch.Tensor) and item.requires_grad]
             _wait(device)
             start = time.perf_counter()
             if turn == 0:
@@ -128,7 +128,7 @@ def measure_layer(
                 outputs = run_layer(module, inputs, autocast)
             _wait(device)
             middle = time.perf_counter()
-            gradients = [torch.ones_like(each) for each in outputs]
+            gradients = [torch.ones_like(output) for output in outputs]
             if kind == "whole" and outputs:
                 torch.autograd.backward(outputs, gradients)
             elif wanted and outputs:
@@ -142,7 +142,7 @@ def measure_layer(
     given = min(median["input"], whole)
     both = sorted(f + b for f, b in zip(times["forward"][1::2], times["whole"], strict=True))
     spread = (both[(3 * len(both)) // 4] - both[len(both) // 4]) / statistics.median(both) if both[0] else 0.0
-    return Sample(rows, median["forward"], given, whole - given, whole, float(saved), spread)
+    return LayerTimes(num_samples, median["forward"], given, whole - given, whole, float(saved), spread)
 
 
 def _wait(device: str) -> None:

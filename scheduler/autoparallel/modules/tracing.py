@@ -99,7 +99,7 @@ def trace_module(
     tensors = tuple(
         Tensor(
             value.name,
-            _row_first(value.shape, value.row_dim),
+            _samples_first(value.shape, value.sample_dim),
             value.dtype,
             value.writer,
             value.readers,
@@ -153,7 +153,7 @@ def _cut(
 def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
     """The module paths that the patterns name, in the order of the model, without the first module of a model."""
     names = [name for name, _ in model.named_modules() if name]
-    found: list[str] = []
+    paths: list[str] = []
     for pattern in patterns:
         parts = pattern.count(".")
         matches = [name for name in names if fnmatch.fnmatchcase(name, pattern) and name.count(".") == parts]
@@ -163,27 +163,29 @@ def _find_paths(model: torch.nn.Module, patterns: Sequence[str]) -> list[str]:
                 f"{type(model).__name__} has no module {pattern!r}; it has {', '.join(names[:12])}{more}; "
                 "wildcards are those of fnmatch, such as layers.* or layers.[1-3]"
             )
-        found += [each for each in matches if each not in found]
-    return found
+        paths += [match for match in matches if match not in paths]
+    return paths
 
 
-def _row_first(shape: tuple[int, ...], row_dim: int | None) -> tuple[int, ...]:
-    """The shape of one row with its rows in the first dim. A tensor without rows counts for each of them."""
-    if row_dim is None:
+def _samples_first(shape: tuple[int, ...], sample_dim: int | None) -> tuple[int, ...]:
+    """The shape of one sample with its samples in the first dim. A tensor without samples counts for each of them."""
+    if sample_dim is None:
         return (1, *shape)
-    return (shape[row_dim], *shape[:row_dim], *shape[row_dim + 1 :])
+    return (shape[sample_dim], *shape[:sample_dim], *shape[sample_dim + 1 :])
 
 
-def layer_inputs(outline: BatchOutline, graph: StageGraph, number: int, rows: int, device: str) -> dict[str, Any]:
-    """Values that a layer reads for ``rows`` rows: zeros for integers, small numbers otherwise."""
+def layer_inputs(
+    outline: BatchOutline, graph: StageGraph, number: int, num_samples: int, device: str
+) -> dict[str, Any]:
+    """Values that a layer reads for ``num_samples`` samples: zeros for integers, small numbers otherwise."""
     made: dict[str, Any] = {}
     for entry in outline.entries:
         if entry.name in graph.inputs[number]:
-            shape = (rows, *entry.shape) if entry.is_divided else entry.shape
+            shape = (num_samples, *entry.shape) if entry.is_divided else entry.shape
             made[entry.name] = _fill(shape, getattr(torch, entry.dtype), device) if entry.dtype else entry.value
     for value in graph.values:
         if number in value.readers:
-            tensor = _fill(value.shape_for(rows), getattr(torch, value.dtype), device)
+            tensor = _fill(value.shape_for(num_samples), getattr(torch, value.dtype), device)
             made[value.name] = tensor.requires_grad_(value.has_gradient)
     return made
 
@@ -196,7 +198,7 @@ def _fill(shape: Sequence[int], dtype: torch.dtype, device: str) -> torch.Tensor
 
 def run_layer(module: Any, inputs: Mapping[str, Any], autocast: torch.dtype | None = None) -> list[torch.Tensor]:
     """Run a layer's forward. Returns its outputs that have a gradient."""
-    device = next((each.device.type for each in inputs.values() if isinstance(each, torch.Tensor)), "cpu")
+    device = next((item.device.type for item in inputs.values() if isinstance(item, torch.Tensor)), "cpu")
     with torch.autocast(device, autocast) if autocast is not None else contextlib.nullcontext():
         output = module(**{name: value for name, value in inputs.items() if name in _parameters(module, inputs)})
     values: list[Any] = []
@@ -204,7 +206,7 @@ def run_layer(module: Any, inputs: Mapping[str, Any], autocast: torch.dtype | No
         values = list(output.values())
     else:
         values = [output.loss, *(output.tensors or {}).values()]
-    return [each for each in values if isinstance(each, torch.Tensor) and each.requires_grad]
+    return [item for item in values if isinstance(item, torch.Tensor) and item.requires_grad]
 
 
 def _parameters(module: Any, inputs: Mapping[str, Any]) -> set[str]:
@@ -222,15 +224,15 @@ def _measure_work(
     plan: Mapping[str, Any],
     path: str,
 ) -> tuple[tuple[float, ...], SizeRecorder]:
-    """Operations and saved bytes of the forward of one row, and the saved bytes that tensor parallelism divides.
+    """Operations and saved bytes of the forward of one sample, and the saved bytes that tensor parallelism divides.
 
     Counted on tensors without data, or on a copy with values if the layer needs data. Tensor
     parallelism divides what is saved between a column-wise module and the end of the next row-wise one. The last number
     counts what is saved in the module at ``path``, which recomputation computes again.
     """
 
-    def make_inputs(rows: int) -> dict[str, Any]:
-        return layer_inputs(outline, graph, number, rows, "cpu")
+    def make_inputs(num_samples: int) -> dict[str, Any]:
+        return layer_inputs(outline, graph, number, num_samples, "cpu")
 
     try:
         with torch_compat.fake_mode():
@@ -270,11 +272,11 @@ def _count_work(
 ) -> tuple[tuple[float, ...], SizeRecorder]:
     """See :func:`_measure_work`."""
     counts = []
-    for rows in (1, 2):
-        inputs = make_inputs(rows)
+    for num_samples in (1, 2):
+        inputs = make_inputs(num_samples)
         with (
             FlopCounterMode(display=False, custom_mapping=_ATTENTION) as counter,
-            SizeRecorder(rows).on(module) as recorder,
+            SizeRecorder(num_samples).on(module) as recorder,
             count_saved_bytes(torch_compat.storage_key) as counted,
         ):
             hooks = list(_mark_divided(module, plan, counted))
@@ -290,7 +292,7 @@ def _count_work(
             for hook in hooks:
                 hook.remove()
         counts.append((counter.get_total_flops(), counted.nbytes, counted.marked_bytes, within.marked_bytes))
-    return tuple(max(0.0, float(two - one)) for one, two in zip(*counts, strict=True)), recorder
+    return tuple(max(0.0, float(two - item)) for item, two in zip(*counts, strict=True)), recorder
 
 
 def _with_grid(layer: Layer, module: Any, graph: StageGraph, number: int, recorder: SizeRecorder) -> Layer:
@@ -342,19 +344,19 @@ def _make_layer(
 ) -> Layer:
     """A layer without the key of its class."""
     flops, saved, divided_saved, within = work
-    params = {id(each): each for each in module.parameters()}
+    params = {id(parameter): parameter for parameter in module.parameters()}
     divided, sums = 0, 0
     for name, inner in module.named_modules():
         style = _find_style(name, plan)
         if style is not None:
-            divided += sum(each.numel() for each in inner.parameters(recurse=False))
+            divided += sum(parameter.numel() for parameter in inner.parameters(recurse=False))
             sums += type(style).__name__ == "RowwiseParallel"
-    inputs = float(sum(tensor.row_bytes for tensor in received))
+    inputs = float(sum(tensor.sample_bytes for tensor in received))
     layer = Layer(
         label,
         "",
         flops,
-        sum(each.numel() for each in params.values()),
+        sum(parameter.numel() for parameter in params.values()),
         saved,
         min(saved, saved - within + inputs * bool(within)),  # only the module of the layer is computed again
     )
@@ -375,8 +377,8 @@ def _class_key(
     module: Any, layer: Layer, received: Sequence[Tensor], outline: BatchOutline, graph: StageGraph, number: int
 ) -> str:
     """A name of the layer's class: shapes, operations and dtypes, whatever the names of its parts."""
-    kinds = [(type(each).__name__, each.extra_repr()) for each in module.modules()]
-    shapes = [(tuple(each.shape), str(each.dtype)) for each in module.parameters()]
+    kinds = [(type(submodule).__name__, submodule.extra_repr()) for submodule in module.modules()]
+    shapes = [(tuple(parameter.shape), str(parameter.dtype)) for parameter in module.parameters()]
     inputs = sorted((tensor.shape, tensor.dtype) for tensor in received)
     batch = [(e.dtype, e.shape) for e in outline.entries if e.name in graph.inputs[number]]
     written = [(v.shape, v.dtype) for v in graph.values if v.writer == number]

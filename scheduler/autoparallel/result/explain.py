@@ -34,8 +34,8 @@ def explain_training_plan(training_plan: TrainingPlanRecord) -> str:
 def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
     """Seconds, method and schedule; the bound; the balance over stages."""
     lines = [
-        f"{training_plan.seconds:.4g} s for {count_of(training_plan.rows, 'row')} in "
-        f"{count_of(training_plan.microbatches, 'microbatch')}, found by {training_plan.method}, "
+        f"{training_plan.seconds:.4g} s for {count_of(training_plan.num_samples, 'sample')} in "
+        f"{count_of(training_plan.num_microbatches, 'microbatch')}, found by {training_plan.method}, "
         f"schedule {training_plan.schedule.name}"
     ]
     if training_plan.is_guess:
@@ -93,7 +93,7 @@ def _tie_line(tie: TieReport) -> str:
     return (
         f"layers {names} share parameters: stages {stages} add their gradients of "
         f"{format_bytes(round(tie.nbytes))} once in a step, {tie.seconds:.3g} s"
-        + (f", coded as {tie.codec}" if tie.codec else "")
+        + (f", encoded as {tie.codec}" if tie.codec else "")
     )
 
 
@@ -133,4 +133,4 @@ def _list_of(words: Sequence[str]) -> str:
 
 def _codecs_of(edge: EdgeReport) -> str:
     codecs = (edge.forward_codec, edge.backward_codec)
-    return f", coded as {' and '.join(each or 'raw' for each in codecs)}" if any(codecs) else ""
+    return f", encoded as {' and '.join(codec or 'raw' for codec in codecs)}" if any(codecs) else ""

@@ -32,8 +32,8 @@ class TrainingPlanRecord:
     method: str
     stages: tuple[StagePlan, ...]
     layer_names: tuple[tuple[str, ...], ...]
-    microbatches: int
-    rows: int
+    num_microbatches: int
+    num_samples: int
     schedule_text: str
     seconds: float
     bound_seconds: float
@@ -57,7 +57,7 @@ class TrainingPlanRecord:
 
     @property
     def compression(self) -> Policy | None:
-        """Codecs of edges and of sums of gradients; None: nothing is coded."""
+        """Codecs of edges and of sums of gradients; None: nothing is encoded."""
         from reshard.compression import parse_policy  # imports torch
 
         return parse_policy(self.compression_text) if self.compression_text else None
@@ -93,8 +93,8 @@ class TrainingPlanRecord:
         stages = ", ".join(map(str, self.stages))
         name = self.schedule_text.partition(":")[0]
         guess = " (a guess)" if self.is_guess else ""
-        microbatches = count_of(self.microbatches, "microbatch")
-        return f"{self.method}: {self.seconds:.4g} s{guess}, {microbatches}, {name}: {stages}"
+        num_microbatches = count_of(self.num_microbatches, "microbatch")
+        return f"{self.method}: {self.seconds:.4g} s{guess}, {num_microbatches}, {name}: {stages}"
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads. Runs of equal choices are written once."""
@@ -115,8 +115,10 @@ class TrainingPlanRecord:
         for name in ("seconds", "bound_seconds", "wider_links_seconds"):
             if getattr(self, name) < 0:
                 raise ArgumentError(f"{name} of the training plan is {getattr(self, name)}; it must not be negative")
-        if self.microbatches < 1 or self.rows < 1 or self.rows % self.microbatches:
-            raise ArgumentError(f"{self.microbatches} microbatches of the training plan do not divide {self.rows} rows")
+        if self.num_microbatches < 1 or self.num_samples < 1 or self.num_samples % self.num_microbatches:
+            raise ArgumentError(
+                f"{self.num_microbatches} microbatches of the training plan do not divide {self.num_samples} samples"
+            )
         check_stages(self.stages)
         for what, found in (("layer_names", self.layer_names), ("reports", self.reports)):
             if len(found) != len(self.stages):
@@ -131,8 +133,8 @@ class TrainingPlanRecord:
     def _check_reports(self) -> None:
         """Raise ArgumentError unless :meth:`explain` and :meth:`to_svg` can show the predictions."""
         for name in ("reports", "edges", "alternatives", "ties"):
-            for number, each in enumerate(getattr(self, name)):
-                check_values(each, f"{name}[{number}]")
+            for number, item in enumerate(getattr(self, name)):
+                check_values(item, f"{name}[{number}]")
         numbers = range(len(self.stages))
         for what, ends in [("an edge", (edge.src, edge.dst)) for edge in self.edges] + [
             ("a tie", tie.stages) for tie in self.ties
@@ -143,10 +145,10 @@ class TrainingPlanRecord:
                 )
         names = [name for tie in self.ties for name in tie.layer_names]
         texts = [each for row in self.grid_refusals for each in row] + names
-        if any(len(row) != 2 for row in self.grid_refusals) or not all(isinstance(each, str) for each in texts):
+        if any(len(row) != 2 for row in self.grid_refusals) or not all(isinstance(text, str) for text in texts):
             raise ArgumentError("grid_refusals and ties of the training plan must name layers by strings")
         for row in self.hosts:
-            if len(row) != 3 or not all(isinstance(each, int) for each in row):
+            if len(row) != 3 or not all(isinstance(cell, int) for cell in row):
                 raise ArgumentError(
                     f"hosts of the training plan has {list(row)}; it must be a host, a first rank and an end"
                 )
@@ -172,7 +174,7 @@ class TrainingPlanRecord:
                 "ties": TieReport,
             }
             lists: dict[str, Any] = {
-                name: tuple(kind(**each) for each in data.pop(name)) for name, kind in kinds.items()
+                name: tuple(kind(**item) for item in data.pop(name)) for name, kind in kinds.items()
             }
             pairs = {name: tuple(map(tuple, data[name])) for name in ("layer_names", "hosts", "grid_refusals")}
             made = cls(stages=stages, **lists, **{**data, **pairs})

@@ -21,7 +21,8 @@ class TrainingPlan(TrainingPlanRecord):
     Attributes:
         method: the method that found it. stages: the stages, in order.
         layer_names: for each stage, the names of its layers.
-        microbatches, rows: of a step. schedule_text: the schedule, as :func:`reshard.scheduler.parse_schedule` reads.
+        num_microbatches, num_samples: of a step. schedule_text: the schedule, as
+            :func:`reshard.scheduler.parse_schedule` reads.
         seconds: predicted seconds of a step, with the sums of gradients.
         bound_seconds: no plan of this model and profile is faster.
         is_guess: whether the profile is an estimate.

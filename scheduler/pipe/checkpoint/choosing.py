@@ -39,18 +39,18 @@ def choose_checkpoint(
             raise ArgumentError(f"step is {step!r}; it must be an integer, or None for the newest checkpoint")
         if not isinstance(trust_pickle, bool):
             raise ArgumentError(f"trust_pickle is {brief(trust_pickle)}; it must be True or False")
-        found = [[each, str(folder)] for each, folder in find_checkpoints(path)] if is_first else []
+        found = [[item, str(folder)] for item, folder in find_checkpoints(path)] if is_first else []
         value = [step, trust_pickle, found]
     except (ArgumentError, OSError) as error:
         failure = error
     gathered = sorted(exchange(value, failure).items())
     first, (step, trust_pickle, _) = gathered[0]
-    for each, (other, trusts, _) in gathered:
+    for item, (other, trusts, _) in gathered:
         if other != step:
-            raise DisagreementError(f"ranks {first} and {each} load steps {step} and {other}; all must load the same")
+            raise DisagreementError(f"ranks {first} and {item} load steps {step} and {other}; all must load the same")
         if trusts != trust_pickle:
             raise DisagreementError(
-                f"ranks {first} and {each} pass trust_pickle={trust_pickle} and {trusts}; all must pass the same"
+                f"ranks {first} and {item} pass trust_pickle={trust_pickle} and {trusts}; all must pass the same"
             )
     folders = {number: Path(folder) for _, (_, _, found) in gathered for number, folder in found}
     chosen = max(folders, default=None) if step is None else step
@@ -58,7 +58,7 @@ def choose_checkpoint(
         return None
     if chosen not in folders:
         raise ArgumentError(f"{path} has no complete checkpoint of step {step}; it has steps {[*folders]}")
-    ranks = [each for each, _ in gathered]
+    ranks = [item for item, _ in gathered]
     damage: Exception | None = None
     checkpoint = None
     try:
@@ -67,7 +67,7 @@ def choose_checkpoint(
     except _PickleError as error:
         damage = ArgumentError(str(error))
     except ArgumentError as error:
-        earlier = [each for each in folders if each < chosen]
+        earlier = [item for item in folders if item < chosen]
         offer = f"to load the one before it, pass step={earlier[-1]}" if earlier else "there is none before it"
         damage = ArgumentError(f"{error}; {offer}")
     exchange(None, damage)
@@ -85,7 +85,7 @@ def _open(folder: Path, trust_pickle: bool) -> StoredCheckpoint | PickledCheckpo
         ArgumentError: it is damaged. _PickleError: it needs pickle, which ``trust_pickle`` does not allow.
     """
     digests = read_digests(folder)
-    names = digests or [each for each in (INDEX_FILE, PICKLED_INDEX_FILE) if (folder / each).exists()]
+    names = digests or [item for item in (INDEX_FILE, PICKLED_INDEX_FILE) if (folder / item).exists()]
     if INDEX_FILE not in names and PICKLED_INDEX_FILE in names:
         if trust_pickle:
             return PickledCheckpoint(folder, digests)

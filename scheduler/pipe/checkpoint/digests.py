@@ -18,7 +18,7 @@ from reshard.errors import ArgumentError
 DIGESTS_FILE = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64})  ([^/\\\n]+)")
 _BLOCK_BYTES = 2**20
-_MOST_BYTES = 2**26  # of the file of digests: about 600,000 lines
+_MAX_BYTES = 2**26  # of the file of digests: about 600,000 lines
 
 
 def write_digests(folder: Path, digests: Mapping[str, str]) -> None:
@@ -47,10 +47,10 @@ def read_digests(folder: Path) -> dict[str, str]:
         return {}
     try:
         with open_file(file) as stream:
-            text = stream.read(_MOST_BYTES)
+            text = stream.read(_MAX_BYTES)
     except OSError as error:
         raise ArgumentError(f"cannot read {file}: {error.strerror}") from error
-    lines = [_LINE.fullmatch(each) for each in text.decode(errors="replace").split("\n")[:-1]]
+    lines = [_LINE.fullmatch(part) for part in text.decode(errors="replace").split("\n")[:-1]]
     digests = {line[2]: line[1] for line in lines if line}
     if not text.endswith(b"\n") or len(digests) < len(lines):
         raise ArgumentError(f"{file}, which has the digests of the other files, is damaged")
@@ -94,8 +94,8 @@ def digest_parts(file: Path, spans: Sequence[tuple[int, int]] = ()) -> tuple[str
                     block = stream.read(_BLOCK_BYTES if num_bytes is None else min(num_bytes, _BLOCK_BYTES))
                     if not block:
                         return
-                    for each in (whole, *hashes):
-                        each.update(block)
+                    for item in (whole, *hashes):
+                        item.update(block)
                     num_bytes = None if num_bytes is None else num_bytes - len(block)
 
             for start, stop in spans:
@@ -106,7 +106,7 @@ def digest_parts(file: Path, spans: Sequence[tuple[int, int]] = ()) -> tuple[str
             read(None)
     except OSError as error:
         raise ArgumentError(f"cannot read {file}, a file of the checkpoint: {error.strerror}") from error
-    return whole.hexdigest(), [each.hexdigest() for each in parts]
+    return whole.hexdigest(), [part.hexdigest() for part in parts]
 
 
 def open_file(file: Path) -> BinaryIO:

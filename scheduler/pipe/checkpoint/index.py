@@ -25,7 +25,7 @@ _FORMAT, _VERSION = "reshard checkpoint", 1
 _TENSORS = re.compile(r"rank-\d{5,}-\d{3,}\.safetensors")
 _VALUES = re.compile(r"rank-\d{5,}\.json")
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-_MOST, _MOST_DIMS = 2**62, 64
+_MAX, _MAX_DIMS = 2**62, 64
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,8 @@ class Index:
         """Keys and shards in each safetensors file, in the order of their bytes."""
         found: dict[str, list[tuple[str, Shard]]] = {}
         for key, entry in self.tensors.items():
-            for each in entry.shards:
-                found.setdefault(each.file, []).append((key, each))
+            for shard in entry.shards:
+                found.setdefault(shard.file, []).append((key, shard))
         return {file: sorted(pairs, key=lambda pair: (pair[1].start, pair[1].stop)) for file, pairs in found.items()}
 
     def to_json(self) -> str:
@@ -94,13 +94,13 @@ class Index:
                 "shape": entry.shape,
                 "shards": [
                     {
-                        "file": each.file,
-                        "offsets": each.offsets,
-                        "shape": each.shape,
-                        "bytes": [each.start, each.stop],
-                        "xxh3_128": each.digest,
+                        "file": shard.file,
+                        "offsets": shard.offsets,
+                        "shape": shard.shape,
+                        "bytes": [shard.start, shard.stop],
+                        "xxh3_128": shard.digest,
                     }
-                    for each in entry.shards
+                    for shard in entry.shards
                 ],
             }
             for key, entry in self.tensors.items()
@@ -138,18 +138,20 @@ def parse_index(text: bytes) -> Index:
 
 def check_shards(key: str, entry: Entry) -> None:
     """Raise ValueError unless the shards lie inside a tensor, and each element is in exactly one of them."""
-    for each in entry.shards:
-        if len(each.offsets) != len(entry.shape) or len(each.shape) != len(entry.shape):
+    for shard in entry.shards:
+        if len(shard.offsets) != len(entry.shape) or len(shard.shape) != len(entry.shape):
             raise ValueError(f"{key} has {count_of(len(entry.shape), 'dim')}, but a shard of it has another number")
-        if any(at + size > whole for at, size, whole in zip(each.offsets, each.shape, entry.shape, strict=True)):
+        if any(
+            index + size > whole for index, size, whole in zip(shard.offsets, shard.shape, entry.shape, strict=True)
+        ):
             raise ValueError(f"{key} has shape {list(entry.shape)}, but a shard of it reaches past that")
-    filled = [each for each in entry.shards if math.prod(each.shape)]
-    covered, whole = sum(math.prod(each.shape) for each in filled), math.prod(entry.shape)
+    filled = [shard for shard in entry.shards if math.prod(shard.shape)]
+    covered, whole = sum(math.prod(item.shape) for item in filled), math.prod(entry.shape)
     if covered != whole:
         raise ValueError(f"{key} has {whole} elements, but its shards have {covered}")
     if len(filled) > 1:
-        start = np.array([each.offsets for each in filled], dtype=np.int64)
-        stop = start + np.array([each.shape for each in filled], dtype=np.int64)
+        start = np.array([item.offsets for item in filled], dtype=np.int64)
+        stop = start + np.array([item.shape for item in filled], dtype=np.int64)
         if len(find_overlaps(start, stop, start, stop)[0]) > len(filled):
             raise ValueError(f"two shards of {key} overlap")
 
@@ -161,9 +163,9 @@ def _parse_entry(value: Any, what: str) -> Entry:
     if not isinstance(found["shards"], list):
         raise ValueError(f"the shards of {what} are {brief(found['shards'])}, not a list")
     dtype = DTYPES[found["dtype"]]
-    shards = tuple(_parse_shard(each, f"a shard of {what}", dtype.itemsize) for each in found["shards"])
+    shards = tuple(_parse_shard(item, f"a shard of {what}", dtype.itemsize) for item in found["shards"])
     entry = Entry(dtype, _integers(found["shape"], f"the shape of {what}"), shards)
-    if math.prod(max(1, each) for each in entry.shape) * dtype.itemsize >= _MOST:
+    if math.prod(max(1, item) for item in entry.shape) * dtype.itemsize >= _MAX:
         raise ValueError(f"{what} has the shape {brief(list(entry.shape))}, which no tensor has")
     check_shards(what, entry)
     return entry
@@ -201,7 +203,7 @@ def _check_name(value: Any, pattern: re.Pattern[str], what: str) -> None:
 
 
 def _integers(value: Any, what: str) -> tuple[int, ...]:
-    is_short = isinstance(value, list) and len(value) <= _MOST_DIMS
-    if not is_short or not all(type(each) is int and 0 <= each < _MOST for each in value):
-        raise ValueError(f"{what} is {brief(value)}, not a list of at most {_MOST_DIMS} integers from 0 to 2**62 - 1")
+    is_short = isinstance(value, list) and len(value) <= _MAX_DIMS
+    if not is_short or not all(type(item) is int and 0 <= item < _MAX for item in value):
+        raise ValueError(f"{what} is {brief(value)}, not a list of at most {_MAX_DIMS} integers from 0 to 2**62 - 1")
     return tuple(value)

@@ -26,14 +26,14 @@ def find_entries(checkpoint: StoredCheckpoint | PickledCheckpoint, state: Traini
     """
     request = Request(checkpoint)
     for name, tensor in state.model():
-        request.fill([f"model.{each}" for each in state.aliases(name)], tensor)
+        request.fill([f"model.{alias}" for alias in state.aliases(name)], tensor)
     if state.optimizer is not None:
         _want_optimizer(request, state)
     if "engine" in request.known:  # absent if another program wrote the checkpoint
         request.want(["engine"])
         if any(key in request.known for key in state.rng_keys):
             request.want(state.rng_keys)
-    for key in (each for each in request.known if each.startswith(f"feedback.{state.rank}.")):
+    for key in (item for item in request.known if item.startswith(f"feedback.{state.rank}.")):
         request.fill([key], torch.empty(checkpoint.tensors[key].shape, dtype=torch.float32, device="cpu"))
     if state.lr_scheduler is not None:
         request.want(["lr_scheduler"], like={})
@@ -63,9 +63,9 @@ def load(request: Request, state: TrainingState) -> dict[str, Any]:
             if key in request.values:
                 restore_rng(request.values[key])
         prefix = f"feedback.{state.rank}."
-        errors = {key.removeprefix(prefix): each for key, each in request.tensors if key.startswith(prefix)}
+        errors = {key.removeprefix(prefix): tensor for key, tensor in request.tensors if key.startswith(prefix)}
     if counters:
-        state.sums.load_state_dict({"steps": counters.get("coded_steps", 0), "errors": errors})
+        state.sums.load_state_dict({"steps": counters.get("encoded_steps", 0), "errors": errors})
     return counters
 
 
@@ -94,7 +94,7 @@ class Request:
 
         If the checkpoint lacks all keys, or has another shape or kind of dtype, :meth:`read_values` reports this.
         """
-        key = next((each for each in keys if each in self.known), None)
+        key = next((item for item in keys if item in self.known), None)
         stored = self.checkpoint.tensors.get(key or "")
         shape, dtype = list(tensor.shape), tensor.dtype
         if key is None:
@@ -117,7 +117,7 @@ class Request:
         Returns:
             The key; None if the checkpoint lacks all keys. :meth:`read_values` then reports this.
         """
-        key = next((each for each in keys if each in self.known), None)
+        key = next((item for item in keys if item in self.known), None)
         if key is None:
             self._missing.append(keys[0])
         elif key in self.checkpoint.values:
@@ -168,7 +168,7 @@ class Request:
         Raises:
             ArgumentError: the function raises an error.
         """
-        key = next(each for each in keys if each in self.values)
+        key = next(item for item in keys if item in self.values)
         try:
             restore(self.values[key])
         except Exception as error:
@@ -193,9 +193,11 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
     for plain, group in optimized:
         aliases = names[id(plain.parameters[0])]
         if id(plain.parameters[0]) not in done:
-            request.restore += [state.optimizer.state[each].clear for each in plain.parameters]
-            for key, stored in next((keys_of[each] for each in aliases if each in keys_of), {}).items():
-                _want_state(request, [state.optimizer.state[each] for each in plain.parameters], plain, key, stored)
+            request.restore += [state.optimizer.state[parameter].clear for parameter in plain.parameters]
+            for key, stored in next((keys_of[item] for item in aliases if item in keys_of), {}).items():
+                _want_state(
+                    request, [state.optimizer.state[parameter] for parameter in plain.parameters], plain, key, stored
+                )
         if id(group) not in done:
             for key in group:
                 if key != "params":
@@ -207,8 +209,8 @@ def _want_optimizer(request: Request, state: TrainingState) -> None:
     for group in state.optimizer.param_groups:
         if id(group) not in done and group["params"]:  # this rank has no parameters; a scheduler reads the settings
             for key in group:
-                settings = (each for each in request.known if each.startswith("optimizer.param_groups."))
-                setting = next((each for each in settings if each.endswith(f".{key}")), None)
+                settings = (item for item in request.known if item.startswith("optimizer.param_groups."))
+                setting = next((item for item in settings if item.endswith(f".{key}")), None)
                 if setting is not None:
                     request.want([setting], like=group[key])
                     request.restore.append(functools.partial(_set_from, group, key, request, setting))
@@ -220,14 +222,14 @@ def _want_state(
     """Request one entry of a parameter's optimizer state. If it has the parameter's shape, it is sharded alike."""
     entry = request.checkpoint.tensors.get(stored)
     if entry is not None and entry.shape == tuple(plain.join(plain.parameters).shape):
-        made = [torch.zeros_like(each, dtype=entry.dtype, requires_grad=False) for each in plain.parameters]
-        for each, tensor in zip(values, made, strict=True):
-            request.restore.append(functools.partial(_set, each, key, tensor))
+        made = [torch.zeros_like(parameter, dtype=entry.dtype, requires_grad=False) for parameter in plain.parameters]
+        for value, tensor in zip(values, made, strict=True):
+            request.restore.append(functools.partial(_set, value, key, tensor))
         request.fill([stored], plain.join(made))
         return
     request.want([stored])
-    for each in values:
-        request.restore.append(functools.partial(_set_from, each, key, request, stored))
+    for value in values:
+        request.restore.append(functools.partial(_set_from, value, key, request, stored))
 
 
 def _set(values: dict[str, Any], key: str, tensor: torch.Tensor) -> None:

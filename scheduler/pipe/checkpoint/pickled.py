@@ -51,11 +51,11 @@ class PickledCheckpoint:
         except Exception as error:  # pickle raises any kind
             raise ArgumentError(f"cannot read {file}: {type(error).__name__}: {error}") from error
         self.tensors: Mapping[str, Entry] = {
-            key: Entry(each.properties.dtype, tuple(each.size))
-            for key, each in known
-            if isinstance(each, TensorStorageMetadata)
+            key: Entry(item.properties.dtype, tuple(item.size))
+            for key, item in known
+            if isinstance(item, TensorStorageMetadata)
         }
-        self.values: Collection[str] = {key for key, each in known if not isinstance(each, TensorStorageMetadata)}
+        self.values: Collection[str] = {key for key, item in known if not isinstance(item, TensorStorageMetadata)}
 
     def check_files(self, part: int, num_parts: int) -> None:
         """Compare a part of the files that have digests with these."""
@@ -70,7 +70,7 @@ class PickledCheckpoint:
         """Fill tensors. Raises ArgumentError if a file cannot be read."""
         for key, tensor in reads:
             pieces = find_pieces(tensor)
-            chunks = [ChunkStorageMetadata(torch.Size(at), local.shape) for at, local in pieces]
+            chunks = [ChunkStorageMetadata(torch.Size(index), local.shape) for index, local in pieces]
             items = create_read_items_for_chunk_list(key, self._metadata.state_dict_metadata[key], chunks)
             self._read(key, items, _Target([local for _, local in pieces]))
 
@@ -108,7 +108,7 @@ class _Target:
     def resolve_tensor(self, item: ReadItem) -> torch.Tensor:
         """The memory that an item fills."""
         inside = zip(item.dest_offsets, item.lengths, strict=True)
-        return self._pieces[item.dest_index.index or 0][tuple(slice(at, at + size) for at, size in inside)]
+        return self._pieces[item.dest_index.index or 0][tuple(slice(index, index + size) for index, size in inside)]
 
     def commit_tensor(self, item: ReadItem, tensor: torch.Tensor) -> None:
         """The memory is filled."""

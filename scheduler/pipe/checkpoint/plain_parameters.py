@@ -71,7 +71,7 @@ class JoinedTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the whole tensor."""
-        shape = (sum(each.shape[0] for each in self.tensors), *self.tensors[0].shape[1:])
+        shape = (sum(tensor.shape[0] for tensor in self.tensors), *self.tensors[0].shape[1:])
         return shape[::-1] if self.is_transposed else shape
 
     @property
@@ -87,13 +87,13 @@ def find_pieces(tensor: torch.Tensor | JoinedTensor) -> list[tuple[tuple[int, ..
     A DTensor without elements on this rank has no box. A plain tensor is one box.
     """
     if isinstance(tensor, JoinedTensor):
-        found, start = [], 0
-        for each in tensor.tensors:
-            for (first, *others), local in find_pieces(each):
+        pieces, start = [], 0
+        for item in tensor.tensors:
+            for (first, *others), local in find_pieces(item):
                 offsets = (first + start, *others)
-                found.append((offsets[::-1], local.t()) if tensor.is_transposed else (offsets, local))
-            start += each.shape[0]
-        return found
+                pieces.append((offsets[::-1], local.t()) if tensor.is_transposed else (offsets, local))
+            start += item.shape[0]
+        return pieces
     if not isinstance(tensor, DTensor):
         return [((0,) * tensor.dim(), tensor.detach())]
     local, layout = tensor.detach().to_local(), Layout(Mesh.from_device_mesh(tensor.device_mesh), tensor.placements)
@@ -108,8 +108,10 @@ def find_pieces(tensor: torch.Tensor | JoinedTensor) -> list[tuple[tuple[int, ..
         intervals = dict.fromkeys(box[dim] for box in boxes)
         ends = itertools.accumulate(stop - start for start, stop in intervals)
         starts.append({start: end - (stop - start) for (start, stop), end in zip(intervals, ends, strict=True)})
-    found = []
+    pieces = []
     for box in boxes:
-        inside = [slice(at[start], at[start] + stop - start) for at, (start, stop) in zip(starts, box, strict=True)]
-        found.append((tuple(start for start, _ in box), local[tuple(inside)]))
-    return found
+        inside = [
+            slice(index[start], index[start] + stop - start) for index, (start, stop) in zip(starts, box, strict=True)
+        ]
+        pieces.append((tuple(start for start, _ in box), local[tuple(inside)]))
+    return pieces

@@ -62,7 +62,7 @@ def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> Non
         except Exception as error:  # for example, of the loader
             failure = error
         gathered = exchange(value, failure)
-        return {rank: json.loads(zlib.decompress(base64.b85decode(each))) for rank, each in sorted(gathered.items())}
+        return {rank: json.loads(zlib.decompress(base64.b85decode(item))) for rank, item in sorted(gathered.items())}
 
     entries = Entries()
 
@@ -140,14 +140,14 @@ def _collect(state: TrainingState, entries: Entries) -> None:
 
 def _collect_optimizer(state: TrainingState, entries: Entries) -> None:
     for plain, group in state.optimized_parameters(for_save=True):
-        values = [state.optimizer.state.get(each, {}) for each in plain.parameters]
+        values = [state.optimizer.state.get(parameter, {}) for parameter in plain.parameters]
         for key, value in values[0].items():
             name = _join(f"optimizer.state.{plain.name}", key)
             if not isinstance(value, torch.Tensor):
                 entries.add_value(name, value)
             else:
                 has_shape = value.shape == plain.parameters[0].shape
-                entries.add(name, plain.join([each[key] for each in values]) if has_shape else value)
+                entries.add(name, plain.join([item[key] for item in values]) if has_shape else value)
         for key, value in group.items():
             if key != "params":
                 entries.add_value(_join(f"optimizer.param_groups.{plain.name}", key), value)

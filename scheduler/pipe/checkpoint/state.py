@@ -30,7 +30,7 @@ class TrainingState:
         ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
         optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
         counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.
-        sums: coded sums of gradients, whose errors are saved and loaded.
+        sums: encoded sums of gradients, whose errors are saved and loaded.
     """
 
     rank: int
@@ -59,9 +59,9 @@ class TrainingState:
         for stage, module in self.modules.items():
             parameters, buffers = named_state(module)
             found += [
-                (each.name, each.join(each.parameters))
-                for each in parameters
-                if not for_save or self.saves(stage, each.name)
+                (parameter.name, parameter.join(parameter.parameters))
+                for parameter in parameters
+                if not for_save or self.saves(stage, parameter.name)
             ]
             found += buffers.items()
         return found
@@ -71,9 +71,9 @@ class TrainingState:
         groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
         every = [(stage, each) for stage, module in self.modules.items() for each in named_state(module)[0]]
         return [
-            (each, groups[id(each.parameters[0])])
-            for stage, each in every
-            if id(each.parameters[0]) in groups and (not for_save or self.saves(stage, each.name))
+            (item, groups[id(item.parameters[0])])
+            for stage, item in every
+            if id(item.parameters[0]) in groups and (not for_save or self.saves(stage, item.name))
         ]
 
     def saves(self, stage: int, name: str) -> bool:
@@ -90,9 +90,9 @@ def check_objects(state: TrainingState, method: str) -> None:
 
     The method is ``state_dict`` or ``load_state_dict``.
     """
-    for name, each in (("lr_scheduler", state.lr_scheduler), ("loader", state.loader)):
-        if each is not None and not callable(getattr(each, method, None)):
-            raise ArgumentError(f"{name} is {type(each).__name__}, which has no {method}(); omit it, or give it one")
+    for name, item in (("lr_scheduler", state.lr_scheduler), ("loader", state.loader)):
+        if item is not None and not callable(getattr(item, method, None)):
+            raise ArgumentError(f"{name} is {type(item).__name__}, which has no {method}(); omit it, or give it one")
     if state.optimizer is None:
         return
     if not isinstance(getattr(state.optimizer, "param_groups", None), list):
@@ -100,7 +100,7 @@ def check_objects(state: TrainingState, method: str) -> None:
     modules = state.modules.values()
     own = {id(part) for module in modules for each in named_state(module)[0] for part in each.parameters}
     optimized = [each for group in state.optimizer.param_groups for each in group["params"] if each.numel()]
-    foreign = [each for each in optimized if id(each) not in own]
+    foreign = [item for item in optimized if id(item) not in own]
     if foreign:
         raise ArgumentError(
             f"the optimizer has {count_of(len(foreign), 'parameter')} that the engine does not have, the first of "
@@ -112,8 +112,8 @@ def check_counters(value: Any) -> None:
     """Raise ValueError unless a value is the counters of an engine. The text names the key."""
     if not isinstance(value, dict):
         raise ValueError(f"it is {brief(value)}, not a dict")
-    least = {"step": 0, "world_size": 1, "coded_steps": 0}
-    if set(value) - {"coded_steps"} != {"step", "world_size", "loss_scale"}:  # earlier versions lack the first
+    least = {"step": 0, "world_size": 1, "encoded_steps": 0}
+    if set(value) - {"encoded_steps"} != {"step", "world_size", "loss_scale"}:  # earlier versions lack the first
         raise ValueError(f"it {compare_names(value, {*least, 'loss_scale'})}")
     for key in set(least) & set(value):
         if type(value[key]) is not int or not least[key] <= value[key] < 2**62:

@@ -71,8 +71,8 @@ class StoredCheckpoint:
         """
         for name in sorted(self._index.files)[part::num_parts]:
             file, shards = self.folder / name, self._index.shards.get(name, [])
-            found, parts = digest_parts(file, [(each.start, each.stop) for _, each in shards])
-            changed = [key for (key, each), digest in zip(shards, parts, strict=True) if each.digest != digest]
+            found, parts = digest_parts(file, [(shard.start, shard.stop) for _, shard in shards])
+            changed = [key for (key, item), digest in zip(shards, parts, strict=True) if item.digest != digest]
             if changed:
                 raise ArgumentError(
                     f"{file} is damaged: of its {len(shards)} tensors, these have other bytes than when saved: "
@@ -97,18 +97,18 @@ class StoredCheckpoint:
                     ]
                     if all(low < high for low, high in overlap):
                         pairs = list(zip(overlap, offsets, shard.offsets, strict=True))
-                        target = local[tuple(slice(low - at, high - at) for (low, high), at, _ in pairs)]
-                        inside = tuple(slice(low - at, high - at) for (low, high), _, at in pairs)
+                        target = local[tuple(slice(low - index, high - index) for (low, high), index, _ in pairs)]
+                        inside = tuple(slice(low - index, high - index) for (low, high), _, index in pairs)
                         reads.append(Read(key, shard, inside, target))
         for file, reads_of_file in self._by_file(reads).items():
             with self._open(file) as opened:
-                for each in reads_of_file:
-                    stored = opened.get_slice(each.key)
-                    dtype = CODES[self.tensors[each.key].dtype]
-                    if tuple(stored.get_shape()) != each.shard.shape or stored.get_dtype() != dtype:
+                for read in reads_of_file:
+                    stored = opened.get_slice(read.key)
+                    dtype = CODES[self.tensors[read.key].dtype]
+                    if tuple(stored.get_shape()) != read.shard.shape or stored.get_dtype() != dtype:
                         raise ArgumentError(
-                            f"{self.folder / file} has {each.key} as {stored.get_dtype()} of shape "
-                            f"{list(stored.get_shape())}, but {INDEX_FILE} as {dtype} of {list(each.shard.shape)}"
+                            f"{self.folder / file} has {read.key} as {stored.get_dtype()} of shape "
+                            f"{list(stored.get_shape())}, but {INDEX_FILE} as {dtype} of {list(read.shard.shape)}"
                         )
         return reads
 
@@ -120,9 +120,9 @@ class StoredCheckpoint:
         """
         for file, reads_of_file in self._by_file(reads).items():
             with self._open(file) as opened:
-                for each in reads_of_file:
-                    stored = opened.get_slice(each.key)[each.inside] if each.inside else opened.get_tensor(each.key)
-                    each.target.copy_(stored)
+                for item in reads_of_file:
+                    stored = opened.get_slice(item.key)[item.inside] if item.inside else opened.get_tensor(item.key)
+                    item.target.copy_(stored)
 
     def read_value(self, key: str) -> Any:
         """The value of a key.
@@ -135,7 +135,7 @@ class StoredCheckpoint:
         try:
             if name not in self._parsed:
                 parsed = parse_json(file.read_bytes())
-                keys = {each for each, other in self._index.values.items() if other == name}
+                keys = {value for value, other in self._index.values.items() if other == name}
                 if set(parsed) != keys:
                     raise ValueError(f"it {compare_names(parsed, keys)}")
                 self._parsed[name] = parsed
@@ -162,8 +162,8 @@ class StoredCheckpoint:
 
     def _by_file(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
         found: dict[str, list[Read]] = {}
-        for each in reads:
-            found.setdefault(each.shard.file, []).append(each)
+        for read in reads:
+            found.setdefault(read.shard.file, []).append(read)
         return found
 
     @contextlib.contextmanager

@@ -62,16 +62,16 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor], depth: int)
     if depth == MAX_DEPTH:
         raise ArgumentError(f"{path[:200]}... is nested deeper than {MAX_DEPTH} levels; a checkpoint cannot hold it")
     if kind in (list, tuple):
-        entries = [_encode(each, f"{path}[{number}]", tensors, depth + 1) for number, each in enumerate(value)]
+        entries = [_encode(item, f"{path}[{number}]", tensors, depth + 1) for number, item in enumerate(value)]
         return entries if kind is list else {"$tuple": entries}
     if kind not in (dict, OrderedDict, Counter):
         raise _refuse(path, value)
-    items = {key: _encode(each, f"{path}[{brief(key)}]", tensors, depth + 1) for key, each in value.items()}
+    items = {key: _encode(item, f"{path}[{brief(key)}]", tensors, depth + 1) for key, item in value.items()}
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in items):
         return items
     tag = {dict: "$dict", OrderedDict: "$ordered", Counter: "$counter"}[kind]
     inside: dict[str, torch.Tensor] = {}
-    pairs = [[_encode(key, f"a key of {path}", inside, depth + 1), each] for key, each in items.items()]
+    pairs = [[_encode(key, f"a key of {path}", inside, depth + 1), item] for key, item in items.items()]
     if inside:
         raise ArgumentError(f"{path} has a tensor or a NumPy value in a key, which a checkpoint cannot hold")
     return {tag: pairs}
@@ -130,12 +130,12 @@ def _decode(value: Any, path: str, read_tensor: Callable[[str], torch.Tensor], d
     if depth > MAX_DEPTH:
         raise ValueError(f"{path[:200]}... is nested deeper than {MAX_DEPTH} levels")
     if isinstance(value, list):
-        return [_decode(each, f"{path}[{number}]", read_tensor, depth + 1) for number, each in enumerate(value)]
+        return [_decode(item, f"{path}[{number}]", read_tensor, depth + 1) for number, item in enumerate(value)]
     if not isinstance(value, dict):
         return value
     tags = [key for key in value if key.startswith("$")]
     if not tags:
-        return {key: _decode(each, f"{path}[{brief(key)}]", read_tensor, depth + 1) for key, each in value.items()}
+        return {key: _decode(item, f"{path}[{brief(key)}]", read_tensor, depth + 1) for key, item in value.items()}
     tag = tags[0]
     inside = value[tag]
     wrong = ValueError(f"{path} is {brief(value)}, which stands for no value")
@@ -144,12 +144,12 @@ def _decode(value: Any, path: str, read_tensor: Callable[[str], torch.Tensor], d
     if tag == "$tuple" and isinstance(inside, list):
         return tuple(_decode(inside, path, read_tensor, depth))
     if tag in _PAIRS and isinstance(inside, list):
-        if not all(isinstance(each, list) and len(each) == 2 for each in inside):
+        if not all(isinstance(item, list) and len(item) == 2 for item in inside):
             raise wrong
         keys = [_decode(key, f"a key of {path}", read_tensor, depth + 1) for key, _ in inside]
         values = [
-            _decode(each, f"{path}[{brief(key)}]", read_tensor, depth + 1)
-            for key, (_, each) in zip(keys, inside, strict=True)
+            _decode(item, f"{path}[{brief(key)}]", read_tensor, depth + 1)
+            for key, (_, item) in zip(keys, inside, strict=True)
         ]
         try:
             made = _PAIRS[tag](zip(keys, values, strict=True))

@@ -84,10 +84,10 @@ class WritePlan:
     def make_index(self, written: Mapping[int, Sequence[Any]]) -> Index:
         """The index, from what :func:`write_entries` returned on each rank."""
         shards: dict[str, list[Shard]] = {key: [] for key in self.tensors}
-        for rank, each in written.items():
-            for (key, (offsets, shape)), (file, start, stop, digest) in zip(self.pieces[rank], each, strict=True):
+        for rank, item in written.items():
+            for (key, (offsets, shape)), (file, start, stop, digest) in zip(self.pieces[rank], item, strict=True):
                 shards[key].append(Shard(file, offsets, shape, start, stop, digest))
-        tensors = {key: Entry(each.dtype, each.shape, tuple(shards[key])) for key, each in self.tensors.items()}
+        tensors = {key: Entry(tensor.dtype, tensor.shape, tuple(shards[key])) for key, tensor in self.tensors.items()}
         return Index(tensors, {key: values_file(rank) for rank, keys in self.values.items() for key in keys})
 
 
@@ -199,7 +199,7 @@ def _write_tensors(file: Path, pieces: Mapping[str, tuple[tuple[int, ...], torch
         storage = tensor.untyped_storage().data_ptr()
         tensors[key] = tensor.clone() if storage in seen else tensor  # safetensors refuses shared memory
         seen.add(storage)
-    offsets = {key: {"saved_offsets": at} for key, (at, _) in pieces.items()}
+    offsets = {key: {"saved_offsets": index} for key, (index, _) in pieces.items()}
     metadata = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(offsets)}
     try:
         save_file(tensors, file, metadata)

@@ -125,12 +125,12 @@ def _causal_lm_head(model: Any) -> Callable[..., Any]:
         logits = model.lm_head(hidden_states)
         shifted = labels[..., 1:]
         counted = (shifted != -100).sum()
-        if hasattr(model.loss_function, "sum_over_batch"):  # on a grid, a rank has some of the rows
+        if hasattr(model.loss_function, "sum_over_batch"):  # on a grid, a rank has some of the samples
             counted = model.loss_function.sum_over_batch(counted)
         loss = model.loss_function(
             logits, labels, vocab_size=model.config.vocab_size, num_items_in_batch=counted.clamp(min=1)
         )
-        return StageOutput(loss=loss, weight=counted / max(1, shifted.shape[1]))  # in rows
+        return StageOutput(loss=loss, weight=counted / max(1, shifted.shape[1]))  # in samples
 
     return head
 

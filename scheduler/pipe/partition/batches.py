@@ -1,4 +1,4 @@
-"""Outlines of batches, and the division of batches into parts, microbatches and rows of replicas."""
+"""Outlines of batches, and the division of batches into parts, microbatches and samples of replicas."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from reshard.formatting import count_of
 from reshard.runtime.array_bytes import digest_array
 from reshard.sharding import Mesh
 
-from .stage_mesh import layout_of_rows, num_row_shards, ranks_with_own_rows
+from .stage_mesh import layout_of_samples, num_sample_shards, ranks_with_own_samples
 
-#: ``{name: value}``. A value is a tensor with one entry per row in its first dim, or goes to all replicas undivided.
+#: ``{name: value}``. A value is a tensor with one entry per sample in its first dim, or goes to all replicas undivided.
 Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Dtype and shape of one tensor of a batch, or another value. The shape of a divided tensor omits the rows."""
+    """Dtype and shape of one tensor of a batch, or another value. The shape of a divided tensor omits the samples."""
 
     name: str
     dtype: str = ""
@@ -33,41 +33,41 @@ class Entry:
     def __str__(self) -> str:
         if not self.dtype:
             return f"{self.name}={self.value!r}"
-        return f"{self.name}: {self.dtype} {['rows', *self.shape] if self.is_divided else list(self.shape)}"
+        return f"{self.name}: {self.dtype} {['samples', *self.shape] if self.is_divided else list(self.shape)}"
 
 
 @dataclass(frozen=True)
 class BatchOutline:
-    """Description of a batch without the values of its tensors: number of rows, and entries sorted by name."""
+    """Description of a batch without the values of its tensors: number of samples, and entries sorted by name."""
 
-    rows: int
+    num_samples: int
     entries: tuple[Entry, ...]
 
     def __str__(self) -> str:
-        return f"{count_of(self.rows, 'row')} of {', '.join(map(str, self.entries))}"
+        return f"{count_of(self.num_samples, 'sample')} of {', '.join(map(str, self.entries))}"
 
     @property
     def names(self) -> list[str]:
         """Names of the entries."""
         return [entry.name for entry in self.entries]
 
-    def empty(self, rows: int) -> dict[str, Any]:
-        """A batch of this outline with another number of rows and uninitialized values."""
+    def empty(self, num_samples: int) -> dict[str, Any]:
+        """A batch of this outline with another number of samples and uninitialized values."""
         made: dict[str, Any] = {}
         for entry in self.entries:
-            shape = (rows, *entry.shape) if entry.is_divided else entry.shape
+            shape = (num_samples, *entry.shape) if entry.is_divided else entry.shape
             made[entry.name] = torch.empty(shape, dtype=getattr(torch, entry.dtype)) if entry.dtype else entry.value
         return made
 
     def to_json(self) -> list[Any]:
         """Plain values."""
-        return [self.rows, [[e.name, e.dtype, list(e.shape), e.is_divided, e.value] for e in self.entries]]
+        return [self.num_samples, [[e.name, e.dtype, list(e.shape), e.is_divided, e.value] for e in self.entries]]
 
     @classmethod
     def from_json(cls, data: Any) -> BatchOutline:
         """The inverse of :meth:`to_json`."""
-        rows, entries = data
-        return cls(rows, tuple(Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in entries))
+        num_samples, entries = data
+        return cls(num_samples, tuple(Entry(name, dtype, tuple(shape), *rest) for name, dtype, shape, *rest in entries))
 
 
 def name_batch(batch: Any, names: Sequence[str]) -> Batch:
@@ -90,20 +90,20 @@ def name_batch(batch: Any, names: Sequence[str]) -> Batch:
     return dict(zip(names, values, strict=False))
 
 
-def has_no_row(batch: Batch) -> bool:
-    """Whether the batch has tensors of 0 rows. Other tensors may have a first dim of size 1, as for any batch."""
-    sizes = {each.shape[0] for each in batch.values() if isinstance(each, torch.Tensor) and each.dim()}
+def has_no_sample(batch: Batch) -> bool:
+    """Whether the batch has tensors of 0 samples. Other tensors may have a first dim of size 1, as for any batch."""
+    sizes = {item.shape[0] for item in batch.values() if isinstance(item, torch.Tensor) and item.dim()}
     return 0 in sizes and sizes <= {0, 1}
 
 
 def outline_batch(batch: Batch) -> BatchOutline:
     """The outline of a batch.
 
-    The first tensor with a dim gives the number of rows. Other tensors are divided if their first dim has this size. A
-    scalar, or a tensor whose first dim is 1, goes to all replicas undivided.
+    The first tensor with a dim gives the number of samples. Other tensors are divided if their first dim has this size.
+    A scalar, or a tensor whose first dim is 1, goes to all replicas undivided.
 
     Raises:
-        ArgumentError: a value cannot be passed to a stage, or tensors have different numbers of rows.
+        ArgumentError: a value cannot be passed to a stage, or tensors have different numbers of samples.
     """
     for name, value in batch.items():
         if not isinstance(name, str):
@@ -111,19 +111,21 @@ def outline_batch(batch: Batch) -> BatchOutline:
         if isinstance(value, torch.Tensor) and (value.layout is not torch.strided or value.is_nested or value.is_meta):
             kind = "nested" if value.is_nested else "without data" if value.is_meta else str(value.layout)
             raise ArgumentError(f"{name!r} of the batch is a tensor that is {kind}; its tensors must be dense")
-    rows = next((each.shape[0] for each in batch.values() if isinstance(each, torch.Tensor) and each.dim()), None)
-    if rows is None:
-        raise ArgumentError(f"the batch has no tensor with rows; it has {sorted(map(str, batch))}")
-    if rows == 0:
-        raise ArgumentError("the batch has 0 rows; it needs at least 1")
+    num_samples = next(
+        (item.shape[0] for item in batch.values() if isinstance(item, torch.Tensor) and item.dim()), None
+    )
+    if num_samples is None:
+        raise ArgumentError(f"the batch has no tensor with samples; it has {sorted(map(str, batch))}")
+    if num_samples == 0:
+        raise ArgumentError("the batch has 0 samples; it needs at least 1")
     entries = []
     for name, value in sorted(batch.items()):
         if isinstance(value, torch.Tensor):
-            is_divided = value.dim() > 0 and value.shape[0] == rows
+            is_divided = value.dim() > 0 and value.shape[0] == num_samples
             if not is_divided and value.dim() > 0 and value.shape[0] != 1:
                 raise ArgumentError(
-                    f"{name!r} of the batch has {value.shape[0]} rows, but the first tensor has {rows}; the first dim "
-                    "must be the rows, or 1"
+                    f"{name!r} of the batch has {value.shape[0]} samples, but the first tensor has {num_samples}; the "
+                    "first dim must be the samples, or 1"
                 )
             shape = tuple(value.shape[1:] if is_divided else value.shape)
             entries.append(Entry(name, dtype_name(value.dtype), shape, is_divided))
@@ -133,7 +135,7 @@ def outline_batch(batch: Batch) -> BatchOutline:
             raise ArgumentError(
                 f"{name!r} of the batch is {type(value).__name__}; it must be a tensor, a number, a string or None"
             )
-    return BatchOutline(rows, tuple(entries))
+    return BatchOutline(num_samples, tuple(entries))
 
 
 def check_dtypes(outline: BatchOutline, example: BatchOutline) -> None:
@@ -157,42 +159,45 @@ def _kind_of(dtype: str) -> str:
     return dtype if found.is_floating_point or found.is_complex else "integer"
 
 
-def split_rows(rows: int, parts: int) -> list[int]:
+def split_samples(num_samples: int, parts: int) -> list[int]:
     """Sizes of at most ``parts`` parts, as equal as possible, larger ones first, and none empty."""
-    parts = min(parts, rows)
-    share, extra = divmod(rows, parts)
+    parts = min(parts, num_samples)
+    share, extra = divmod(num_samples, parts)
     return [share + (part < extra) for part in range(parts)]
 
 
-def split_microbatches(rows: int, microbatches: int, meshes: Sequence[Mesh]) -> list[int]:
-    """Number of rows of each microbatch. The list is shorter if a microbatch would have fewer rows than replicas."""
-    most_shards = max(map(num_row_shards, meshes))
-    return split_rows(rows, min(microbatches, max(1, rows // most_shards)))
+def split_microbatches(num_samples: int, num_microbatches: int, meshes: Sequence[Mesh]) -> list[int]:
+    """Number of samples of each microbatch.
+
+    The list is shorter if a microbatch would have fewer samples than replicas.
+    """
+    max_shards = max(map(num_sample_shards, meshes))
+    return split_samples(num_samples, min(num_microbatches, max(1, num_samples // max_shards)))
 
 
-def replica_rows(rows: int, mesh: Mesh, rank: int) -> range:
-    """The rows of a microbatch that a rank of a stage computes."""
-    layout = layout_of_rows(mesh)
-    if not layout.local_shape((rows,), rank)[0]:
+def replica_samples(num_samples: int, mesh: Mesh, rank: int) -> range:
+    """The samples of a microbatch that a rank of a stage computes."""
+    layout = layout_of_samples(mesh)
+    if not layout.local_shape((num_samples,), rank)[0]:
         return range(0)
-    ((interval,),) = layout.regions((rows,), rank)
+    ((interval,),) = layout.regions((num_samples,), rank)
     return range(*interval)
 
 
-def take_rows(batch: Batch, outline: BatchOutline, names: Sequence[str], rows: range) -> dict[str, Any]:
-    """The named entries of a batch, with some of its rows."""
+def take_samples(batch: Batch, outline: BatchOutline, names: Sequence[str], samples: range) -> dict[str, Any]:
+    """The named entries of a batch, with some of its samples."""
     taken = {}
     for entry in outline.entries:
         if entry.name in names:
             value = batch[entry.name]
-            taken[entry.name] = value[rows.start : rows.stop] if entry.is_divided else value
+            taken[entry.name] = value[samples.start : samples.stop] if entry.is_divided else value
     return taken
 
 
-def take_unused_row(batch: Batch, outline: BatchOutline, names: Sequence[str], is_whole: bool) -> dict[str, Any]:
-    """The named entries with one row that does not count: the first row of a whole batch, otherwise ones."""
+def take_unused_sample(batch: Batch, outline: BatchOutline, names: Sequence[str], is_whole: bool) -> dict[str, Any]:
+    """The named entries with one sample that does not count: the first sample of a whole batch, otherwise ones."""
     if is_whole:
-        return take_rows(batch, outline, names, range(1))
+        return take_samples(batch, outline, names, range(1))
     ones: dict[str, Any] = {}
     for entry in outline.entries:
         shape = (1, *entry.shape) if entry.is_divided else entry.shape
@@ -202,7 +207,7 @@ def take_unused_row(batch: Batch, outline: BatchOutline, names: Sequence[str], i
 
 def digest_batch(batch: Batch) -> dict[str, int]:
     """The digest of each tensor of a batch."""
-    return {name: digest_array(each.detach().cpu()) for name, each in batch.items() if isinstance(each, torch.Tensor)}
+    return {name: digest_array(item.detach().cpu()) for name, item in batch.items() if isinstance(item, torch.Tensor)}
 
 
 def check_same_values(digests: Mapping[int, Mapping[str, int]]) -> None:
@@ -217,7 +222,7 @@ def check_same_values(digests: Mapping[int, Mapping[str, int]]) -> None:
             if own[name] != digest:
                 raise DisagreementError(
                     f"ranks {first} and {rank} pass different values of {name!r}; every rank must pass the same batch, "
-                    "or its own rows with local_batch=True"
+                    "or its own samples with local_batch=True"
                 )
 
 
@@ -237,23 +242,23 @@ def common_outline(
     if not outlines:
         raise ArgumentError("no rank passes a batch")
     (first, outline), *others = sorted(outlines.items())
-    for rank, each in others:
-        if each.entries != outline.entries:
-            raise DisagreementError(f"ranks {first} and {rank} pass different batches: {outline}; {each}")
+    for rank, other in others:
+        if other.entries != outline.entries:
+            raise DisagreementError(f"ranks {first} and {rank} pass different batches: {outline}; {other}")
     for rank, value in settings.items():
         if value != settings[first]:
             raise DisagreementError(
                 f"ranks {first} and {rank} pass different accumulate and local_batch: {settings[first]}; {value}"
             )
     if not settings[first][1]:
-        for rank, each in others:
-            if each.rows != outline.rows:
+        for rank, other in others:
+            if other.num_samples != outline.num_samples:
                 raise DisagreementError(
-                    f"ranks {first} and {rank} pass batches of {outline.rows} and {each.rows} rows; if each passes its "
-                    "own rows, set local_batch=True"
+                    f"ranks {first} and {rank} pass batches of {outline.num_samples} and {other.num_samples} samples; "
+                    "if each passes its own samples, set local_batch=True"
                 )
         return outline
-    rows = {rank: each.rows for rank, each in outlines.items()}
+    counts = {rank: item.num_samples for rank, item in outlines.items()}
     return BatchOutline(
-        max(sum(rows.get(rank, 0) for rank in ranks_with_own_rows(mesh)) for mesh in meshes), outline.entries
+        max(sum(counts.get(rank, 0) for rank in ranks_with_own_samples(mesh)) for mesh in meshes), outline.entries
     )

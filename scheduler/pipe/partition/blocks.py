@@ -47,7 +47,7 @@ class Block:
         """``{name: whether it is required}`` of the values that the block reads."""
         called = self.run.forward if isinstance(self.run, torch.nn.Module) else self.run
         parameters = inspect.signature(called).parameters
-        return {name: each.default is each.empty for name, each in parameters.items()}
+        return {name: parameter.default is parameter.empty for name, parameter in parameters.items()}
 
 
 class BlockStage(torch.nn.Module):

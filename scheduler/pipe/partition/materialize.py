@@ -20,7 +20,7 @@ Places = dict[tuple[int, str], torch.Tensor]
 
 def is_on_meta(model: torch.nn.Module) -> bool:
     """Whether the model has no data."""
-    return any(each.is_meta for each in _tensors(model))
+    return any(tensor.is_meta for tensor in _tensors(model))
 
 
 def materialize(
@@ -54,8 +54,8 @@ def materialize(
                 _initialize(module, init)
         else:
             _fill(module, made, meta, recurse=True)
-            for each in _children_first(module):
-                _initialize(each, init)
+            for item in _children_first(module):
+                _initialize(item, init)
         _drop(module, made, meta, keep | shared)
 
     visit(model, "")
@@ -88,8 +88,8 @@ def _find_shared(model: torch.nn.Module) -> set[int]:
 
 def _fill(module: torch.nn.Module, made: dict[int, torch.Tensor], meta: Places, *, recurse: bool) -> None:
     """Replace tensors on the meta device by tensors with data, all NaN or a rare integer."""
-    for each in module.modules() if recurse else (module,):
-        for held in torch_compat.held_tensors(each):
+    for item in module.modules() if recurse else (module,):
+        for held in torch_compat.held_tensors(item):
             for name, tensor in held.items():
                 if tensor is None or not tensor.is_meta:
                     continue
@@ -106,8 +106,8 @@ def _fill(module: torch.nn.Module, made: dict[int, torch.Tensor], meta: Places, 
 
 def _drop(module: torch.nn.Module, made: dict[int, torch.Tensor], meta: Places, keep: Collection[int]) -> None:
     """Put the tensors that this rank does not keep back on the meta device, even if ``init`` has replaced them."""
-    for each in module.modules():
-        for held in torch_compat.held_tensors(each):
+    for submodule in module.modules():
+        for held in torch_compat.held_tensors(submodule):
             for name in held:
                 earlier = meta.get((id(held), name))
                 if earlier is not None and id(earlier) not in keep:
@@ -155,7 +155,7 @@ class _RefuseRandom(torch_compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_random = torch.Tag.nondeterministic_seeded in func.tags
-        if is_random and any(isinstance(each, torch.Tensor) and each.is_meta for each in args):
+        if is_random and any(isinstance(argument, torch.Tensor) and argument.is_meta for argument in args):
             raise ArgumentError(
                 f"init draws random numbers for a parameter of another stage when it is called with {self._path}; draw "
                 "them when it is called with the module that holds the parameter"

@@ -22,10 +22,14 @@ def whole_model(model: torch.nn.Module, loss: Callable[..., Any] | None = None) 
     The block reads the inputs of the batch that the parameters of the forward and of ``loss`` name. Parameters with a
     default are optional.
     """
-    named = [each for each in inspect.signature(model.forward).parameters.values() if each.kind not in _UNNAMED]
+    named = [
+        parameter
+        for parameter in inspect.signature(model.forward).parameters.values()
+        if parameter.kind not in _UNNAMED
+    ]
     further = [] if loss is None else list(inspect.signature(loss).parameters.values())[1:]
-    own = {each.name for each in named}
-    extra = {each.name for each in further}
+    own = {item.name for item in named}
+    extra = {item.name for item in further}
 
     def run(**values: Any) -> Any:
         output = model(**{name: value for name, value in values.items() if name in own})
@@ -34,9 +38,9 @@ def whole_model(model: torch.nn.Module, loss: Callable[..., Any] | None = None) 
         return finish_output(output)
 
     parameters = {
-        each.name: each for each in [*further, *named]
+        item.name: item for item in [*further, *named]
     }  # a parameter of the model replaces one of ``loss`` with the same name
-    by_name = [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in parameters.values()]
+    by_name = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in parameters.values()]
     run.__signature__ = inspect.Signature(by_name)  # type: ignore[attr-defined]
     parts = [*torch_compat.held_modules(model)]
     for tensors in torch_compat.held_tensors(model):

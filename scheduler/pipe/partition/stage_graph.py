@@ -19,7 +19,7 @@ from ...graph import Edge
 from ...runtime import torch_compat
 from .batches import BatchOutline
 from .blocks import BlockStage, copy_stage
-from .stage_mesh import layout_of_tensor, num_row_shards
+from .stage_mesh import layout_of_tensor, num_sample_shards
 
 
 class Cut(Protocol):
@@ -38,8 +38,9 @@ class Value:
 
     Attributes:
         name, dtype: of the tensor.
-        shape: shape for a batch of one row.
-        row_dim: dim whose size is proportional to the rows of the batch; None: all replicas have the whole tensor.
+        shape: shape for a batch of one sample.
+        sample_dim: dim whose size is proportional to the samples of the batch; None: all replicas have the whole
+            tensor.
         writer: stage that writes the tensor. readers: stages that read the tensor, ascending.
         has_gradient: whether the readers return a gradient.
     """
@@ -47,14 +48,14 @@ class Value:
     name: str
     dtype: str
     shape: tuple[int, ...]
-    row_dim: int | None
+    sample_dim: int | None
     writer: int
     readers: tuple[int, ...]
     has_gradient: bool
 
-    def shape_for(self, rows: int) -> tuple[int, ...]:
-        """The shape for a batch of ``rows`` rows."""
-        return tuple(size * rows if dim == self.row_dim else size for dim, size in enumerate(self.shape))
+    def shape_for(self, num_samples: int) -> tuple[int, ...]:
+        """The shape for a batch of ``num_samples`` samples."""
+        return tuple(size * num_samples if dim == self.sample_dim else size for dim, size in enumerate(self.shape))
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,8 @@ class StageGraph:
     values: tuple[Value, ...]
     inputs: tuple[tuple[str, ...], ...]
 
-    def edges(self, rows: int, meshes: Sequence[Mesh]) -> tuple[Edge, ...]:
-        """Edges without costs, for a microbatch of ``rows`` rows.
+    def edges(self, num_samples: int, meshes: Sequence[Mesh]) -> tuple[Edge, ...]:
+        """Edges without costs, for a microbatch of ``num_samples`` samples.
 
         If several stages read a tensor, the writer sends it once, and each reader sends it on to the next reader.
 
@@ -84,8 +85,8 @@ class StageGraph:
             _check_gradient(value, meshes)
             hops = list(zip((value.writer, *value.readers), value.readers, strict=False))
             for src, dst in hops:
-                layouts = [_layout(value, meshes[stage], rows) for stage in (src, dst)]
-                spec = TensorSpec(value.shape_for(rows), value.dtype, layouts[0], layouts[1], value.name)
+                layouts = [_layout(value, meshes[stage], num_samples) for stage in (src, dst)]
+                spec = TensorSpec(value.shape_for(num_samples), value.dtype, layouts[0], layouts[1], value.name)
                 tensors.setdefault((src, dst), []).append(spec)
                 if not value.has_gradient:
                     without_gradient.setdefault((src, dst), set()).add(value.name)
@@ -103,26 +104,26 @@ class StageGraph:
 
 
 def _check_gradient(value: Value, meshes: Sequence[Mesh]) -> None:
-    """Refuse a value without rows whose gradient would have to be summed over replicas."""
-    replicas = {stage: num_row_shards(meshes[stage]) for stage in (value.writer, *value.readers)}
-    if value.row_dim is None and value.has_gradient and max(replicas.values()) > 1:
+    """Refuse a value without samples whose gradient would have to be summed over replicas."""
+    replicas = {stage: num_sample_shards(meshes[stage]) for stage in (value.writer, *value.readers)}
+    if value.sample_dim is None and value.has_gradient and max(replicas.values()) > 1:
         stage = max(replicas, key=lambda each: replicas[each])
         raise ArgumentError(
             f"stage {value.writer} sends {value.name!r} of shape {list(value.shape)}, which has a gradient but no "
-            f"dim of rows, and stage {stage} has {replicas[stage]} replicas; expand it to the rows before the cut, cut "
-            "elsewhere, or use dp=1"
+            f"dim of samples, and stage {stage} has {replicas[stage]} replicas; expand it to the samples before the "
+            "cut, cut elsewhere, or use dp=1"
         )
 
 
-def _layout(value: Value, mesh: Mesh, rows: int) -> Layout:
-    replicas = num_row_shards(mesh)
-    per_row = 1 if value.row_dim is None else value.shape[value.row_dim]
-    if per_row > 1 and rows % replicas:
+def _layout(value: Value, mesh: Mesh, num_samples: int) -> Layout:
+    replicas = num_sample_shards(mesh)
+    per_sample = 1 if value.sample_dim is None else value.shape[value.sample_dim]
+    if per_sample > 1 and num_samples % replicas:
         raise ArgumentError(
-            f"{value.name!r} has {per_row} entries of dim {value.row_dim} for each row, so a microbatch of {rows} rows "
-            f"cannot be divided over {replicas} replicas; use a multiple of {replicas} rows"
+            f"{value.name!r} has {per_sample} entries of dim {value.sample_dim} for each sample, so a microbatch of "
+            f"{num_samples} samples cannot be divided over {replicas} replicas; use a multiple of {replicas} samples"
         )
-    return layout_of_tensor(mesh, len(value.shape), value.row_dim, has_features=value.has_gradient)
+    return layout_of_tensor(mesh, len(value.shape), value.sample_dim, has_features=value.has_gradient)
 
 
 class NeedsDataError(ArgumentError):
@@ -153,12 +154,12 @@ class FakeModel:
     def find(self, outline: BatchOutline) -> StageGraph:
         """The stage graph for batches of this outline.
 
-        The stages run twice, once with twice as many rows. A dim whose size doubles is the dim of rows.
+        The stages run twice, once with twice as many samples. A dim whose size doubles is the dim of samples.
 
         Raises:
             NeedsDataError: there are several stages, and one does not run on tensors without data.
             ArgumentError: the model does not accept the batch, a stage sends something that is not a tensor, or a dim
-                of a sent tensor changes with the rows but is not proportional to them.
+                of a sent tensor changes with the samples but is not proportional to them.
         """
         unknown = sorted(set(outline.names) - self._inputs)
         if unknown:
@@ -166,40 +167,44 @@ class FakeModel:
                 f"the batch has {unknown[0]!r}, which the stages do not read; with the example that they were cut for, "
                 f"they read {', '.join(sorted(self._inputs))}"
             )
-        few, many = (self._run(outline, rows) for rows in (outline.rows, 2 * outline.rows))
+        few, many = (self._run(outline, num_samples) for num_samples in (outline.num_samples, 2 * outline.num_samples))
         values = []
-        for (writer, name), (one, readers) in few.values.items():
+        for (writer, name), (value, readers) in few.values.items():
             other = many.values[writer, name][0]
-            for each in (one, other):
-                if not isinstance(each, torch.Tensor):
+            for item in (value, other):
+                if not isinstance(item, torch.Tensor):
                     raise ArgumentError(
-                        f"stage {writer} makes {name!r} ({type(each).__name__}), which stage {readers[0]} reads; only "
+                        f"stage {writer} makes {name!r} ({type(item).__name__}), which stage {readers[0]} reads; only "
                         "tensors can be sent: cut elsewhere, or pass blocks="
                     )
-            row_dim = _row_dim(name, tuple(one.shape), tuple(other.shape))
-            shape = tuple(size // outline.rows if dim == row_dim else size for dim, size in enumerate(one.shape))
-            values.append(Value(name, dtype_name(one.dtype), shape, row_dim, writer, tuple(readers), one.requires_grad))
+            sample_dim = _sample_dim(name, tuple(value.shape), tuple(other.shape))
+            shape = tuple(
+                size // outline.num_samples if dim == sample_dim else size for dim, size in enumerate(value.shape)
+            )
+            values.append(
+                Value(name, dtype_name(value.dtype), shape, sample_dim, writer, tuple(readers), value.requires_grad)
+            )
         return StageGraph(tuple(values), tuple(tuple(sorted(names)) for names in few.inputs))
 
     def find_failure(
         self,
         outline: BatchOutline,
-        rows: int,
+        num_samples: int,
         graph: StageGraph,
         stage: int,
         shard: Callable[[torch.nn.Module], None] | None,
     ) -> str | None:
-        """The error, as text, that a stage raises on a few rows of a batch; None if it raises none.
+        """The error, as text, that a stage raises on a few samples of a batch; None if it raises none.
 
         Args:
-            outline: of the batch. rows: how many. graph: for this outline. stage: index of the stage.
+            outline: of the batch. num_samples: how many. graph: for this outline. stage: index of the stage.
             shard: shards a copy of the stage in place, as on this rank; None: the stage is not sharded.
         """
         with self._without_computing():
-            given = outline.empty(rows)
+            given = outline.empty(num_samples)
             for value in graph.values:
                 if stage in value.readers:
-                    given[value.name] = torch.empty(value.shape_for(rows), dtype=getattr(torch, value.dtype))
+                    given[value.name] = torch.empty(value.shape_for(num_samples), dtype=getattr(torch, value.dtype))
             module = self._stages[stage]
             try:
                 if shard is not None:
@@ -209,8 +214,8 @@ class FakeModel:
             except Exception as error:
                 return f"{type(error).__name__}: {error}"
         for value in graph.values:
-            if stage == value.writer and tuple(written[value.name].shape) != value.shape_for(rows):
-                shape, expected = list(written[value.name].shape), list(value.shape_for(rows))
+            if stage == value.writer and tuple(written[value.name].shape) != value.shape_for(num_samples):
+                shape, expected = list(written[value.name].shape), list(value.shape_for(num_samples))
                 return f"it gives {value.name!r} the shape {shape} instead of {expected}"
         return None
 
@@ -220,10 +225,10 @@ class FakeModel:
         with torch_compat.keep_rng(self._device_type), self._mode, torch_compat.GroupedProducts(), autocast:
             yield
 
-    def _run(self, outline: BatchOutline, rows: int) -> _Run:
+    def _run(self, outline: BatchOutline, num_samples: int) -> _Run:
         result = _Run({}, [])
         with self._without_computing():
-            batch = outline.empty(rows)
+            batch = outline.empty(num_samples)
             latest: dict[str, tuple[Any, int]] = {}  # value and the stage that wrote it
             for stage, module in enumerate(self._stages):
                 given = {**batch, **{name: value for name, (value, _) in latest.items()}}
@@ -280,7 +285,7 @@ def _run_stage(module: Any, given: Mapping[str, Any], batch: Mapping[str, Any]) 
 
 def _place(error: BaseException, stage: torch.nn.Module) -> str:
     """Text that names the innermost module of a stage in whose forward an error was raised."""
-    names = {id(each): (name, type(each).__name__) for name, each in stage.named_modules() if name}
+    names = {id(submodule): (name, type(submodule).__name__) for name, submodule in stage.named_modules() if name}
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     modules = [names[key] for frame in frames if (key := id(frame.f_locals.get("self"))) in names]
     return f", because of {modules[-1][0]!r} ({modules[-1][1]})" if modules else ""
@@ -293,13 +298,13 @@ def _names_read(module: Any) -> set[str]:
     return {node.target for node in module.graph.nodes if node.op == "placeholder"}
 
 
-def _row_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int | None:
-    """The dim that is twice as large in ``many``, the shape for twice as many rows; None if the shapes are equal."""
+def _sample_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int | None:
+    """The dim that is twice as large in ``many``, the shape for twice as many samples; None if the shapes are equal."""
     changed = [dim for dim in range(len(few)) if len(many) == len(few) and few[dim] != many[dim]]
     if len(few) != len(many) or len(changed) > 1 or any(many[dim] != 2 * few[dim] for dim in changed):
         raise ArgumentError(
-            f"{name!r}, which crosses between stages, has shape {list(few)}, and {list(many)} for twice as many rows; "
-            "one dim must be proportional to the rows"
+            f"{name!r}, which crosses between stages, has shape {list(few)}, and {list(many)} for twice as many "
+            "samples; one dim must be proportional to the samples"
         )
     return changed[0] if changed else None
 

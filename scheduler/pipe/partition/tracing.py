@@ -128,8 +128,8 @@ class TracedCut:
                 received.append(node)
                 made[node] = graph.placeholder(node.name)
             else:
-                for each in node.all_input_nodes:
-                    find(each)
+                for all_input_node in node.all_input_nodes:
+                    find(all_input_node)
                 made[node] = graph.node_copy(node, find)
             return made[node]
 
@@ -137,8 +137,8 @@ class TracedCut:
         for node in self._graph.nodes:
             if node.op == "output":
                 if stage == self.num_stages - 1:
-                    for each in node.all_input_nodes:
-                        find(each)
+                    for all_input_node in node.all_input_nodes:
+                        find(all_input_node)
                     value = fx.node.map_arg(node.args[0], find)
                     result = graph.call_function(finish_output, (value,))
             elif self._stage_of.get(node) == stage:
@@ -157,16 +157,16 @@ def _trace(
     given = set(inputs)
     parameters = inspect.signature(model.forward).parameters
     unset = {}
-    for each in parameters.values():
-        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
+    for parameter in parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             raise UntraceableError(
-                f"{name} cannot be cut by module paths: its forward takes *{each.name}; pass blocks=, a function that "
-                "returns its blocks"
+                f"{name} cannot be cut by module paths: its forward takes *{parameter.name}; pass blocks=, a function "
+                "that returns its blocks"
             )
-        if each.name not in given:
-            if each.default is each.empty:
-                raise ArgumentError(f"the batch has no {each.name!r}, which {name} needs; it has {sorted(given)}")
-            unset[each.name] = each.default
+        if parameter.name not in given:
+            if parameter.default is parameter.empty:
+                raise ArgumentError(f"the batch has no {parameter.name!r}, which {name} needs; it has {sorted(given)}")
+            unset[parameter.name] = parameter.default
     try:
         graph = _Tracer(cut_before).trace(model, concrete_args=unset or None)
     except Exception as error:  # whatever the forward of the model raises on proxies
@@ -188,17 +188,17 @@ def _append_loss(graph: fx.Graph, loss: Callable[..., Any], given: set[str]) -> 
     _, *further = inspect.signature(loss).parameters.values()
     placeholders = {str(node.target): node for node in graph.nodes if node.op == "placeholder"}
     arguments = {}
-    for each in further:
-        if each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD):
-            raise ArgumentError(f"the loss function takes *{each.name}; its parameters must name inputs of the batch")
-        if each.name not in given:
-            if each.default is each.empty:
-                raise ArgumentError(f"the loss function needs {each.name!r}, but the batch has {sorted(given)}")
+    for item in further:
+        if item.kind in (item.VAR_POSITIONAL, item.VAR_KEYWORD):
+            raise ArgumentError(f"the loss function takes *{item.name}; its parameters must name inputs of the batch")
+        if item.name not in given:
+            if item.default is item.empty:
+                raise ArgumentError(f"the loss function needs {item.name!r}, but the batch has {sorted(given)}")
             continue
-        if each.name not in placeholders:
+        if item.name not in placeholders:
             with graph.inserting_before(next(iter(graph.nodes))):
-                placeholders[each.name] = graph.placeholder(each.name)
-        arguments[each.name] = placeholders[each.name]
+                placeholders[item.name] = graph.placeholder(item.name)
+        arguments[item.name] = placeholders[item.name]
     with graph.inserting_before(output):
         value = graph.call_function(loss, (output.args[0],), arguments)
     output.args = (value,)
@@ -212,13 +212,15 @@ def _is_cheap(node: fx.Node, stage_of: Mapping[fx.Node, int]) -> bool:
         return True
     if node.op == "call_method" and node.target in _METADATA:
         return True
-    return all(each not in stage_of for each in node.all_input_nodes) and not _reads_parameters(node)
+    return all(all_input_node not in stage_of for all_input_node in node.all_input_nodes) and not _reads_parameters(
+        node
+    )
 
 
 def _reads_parameters(node: fx.Node) -> bool:
     return any(
-        each.op == "get_attr" or (each.op.startswith("call_") and _reads_parameters(each))
-        for each in node.all_input_nodes
+        all_input_node.op == "get_attr" or (all_input_node.op.startswith("call_") and _reads_parameters(all_input_node))
+        for all_input_node in node.all_input_nodes
     )
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ..presets import GPTConfig, UTransformerConfig
 from .gpt import GPT
+from .presets import GPTConfig, UTransformerConfig
 from .u_transformer import UTransformer
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..presets import GPTConfig
+from .presets import GPTConfig
 
 #: Standard deviation of the first weights.
 INITIAL_STD = 0.02
@@ -37,7 +37,7 @@ class GPT(nn.Module):
         self.loss = NextTokenLoss(config.vocabulary)
 
     def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Mean loss for tokens and targets of shape ``(rows, sequence)``."""
+        """Mean loss for tokens and targets of shape ``(num_samples, sequence)``."""
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)
@@ -69,7 +69,7 @@ class Embedding(nn.Module):
         self.positions = nn.Embedding(config.sequence, config.hidden)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Map ``(rows, sequence)`` to ``(rows, sequence, hidden)``."""
+        """Map ``(num_samples, sequence)`` to ``(num_samples, sequence, hidden)``."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         kind = x.device.type
         is_cast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
@@ -93,11 +93,11 @@ class GPTBlock(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(hidden, hidden) for _ in range(4))
         self.up, self.down = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
         projections: tuple[Any, ...] = (self.out, self.down)
-        for each in projections:
-            each.residual_scale = 1 / math.sqrt(2 * config.num_layers)
+        for projection in projections:
+            projection.residual_scale = 1 / math.sqrt(2 * config.num_layers)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``(rows, sequence, hidden)`` to the same shape."""
+        """Map ``(num_samples, sequence, hidden)`` to the same shape."""
         y = self.norm1(x)
         q, k, v = (layer(y).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
         attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -119,7 +119,7 @@ class NextTokenLoss(nn.Module):
         self.vocabulary = vocabulary
 
     def forward(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """The mean over logits ``(rows, sequence, vocabulary)`` and targets ``(rows, sequence)``."""
+        """The mean over logits ``(num_samples, sequence, vocabulary)`` and targets ``(num_samples, sequence)``."""
         dtype = torch.promote_types(logits.dtype, torch.float32)
         return nn.functional.cross_entropy(logits.flatten(0, 1).to(dtype), targets.flatten())
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.parallel import Heads, Linear, PositionEmbedding, multiply
+from reshard.parallel import Heads, Linear, PositionEmbedding
+from reshard.parallel.layers.linear import multiply
 
 
 def convert_embedding(embedding: Any, conversion: Any, path: str) -> nn.Module:
@@ -33,9 +34,9 @@ class GPTBlockOnGrid(nn.Module):
                 setattr(self, name, conversion.convert(child, f"{path}.{name}"))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map this rank's part of ``(rows, sequence, hidden)`` to the same part of the output."""
+        """Map this rank's part of ``(num_samples, sequence, hidden)`` to the same part of the output."""
         projected = multiply([self.q, self.k, self.v], self.norm1(x))
-        q, k, v = (self.heads.split(each, is_query=True) for each in projected)
+        q, k, v = (self.heads.split(item, is_query=True) for item in projected)
         x = x + self.out(self.heads.join(self.heads.attend(q, k, v)))
         result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.norm2(x)), approximate="tanh"))
         return result

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..presets import LEVELS, NUM_U_LAYERS, UTransformerConfig
+from .presets import LEVELS, NUM_U_LAYERS, UTransformerConfig
 
 
 class UTransformer(nn.Module):
@@ -29,7 +29,7 @@ class UTransformer(nn.Module):
         self.norm, self.last = nn.GroupNorm(config.groups, width), nn.Conv2d(width, 3, 3, padding=1)
 
     def forward(self, pictures: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
-        """Mean loss for noisy and clean pictures of shape ``(rows, 3, side, side)``."""
+        """Mean loss for noisy and clean pictures of shape ``(num_samples, 3, side, side)``."""
         x = self.first(pictures)
         skips = [x]
         for level in range(LEVELS):
@@ -70,7 +70,7 @@ class ULayer(nn.Module):
             self.resize = nn.Conv2d(width, width, 3, padding=1)
 
     def forward(self, x: torch.Tensor, skip: torch.Tensor | None = None) -> torch.Tensor:
-        """Map ``(rows, channels, side, side)`` to the channels and the side of the layer."""
+        """Map ``(num_samples, channels, side, side)`` to the channels and the side of the layer."""
         if skip is not None:
             x = torch.cat([x, skip], 1)
         x = self.second(self.attention(self.residual(x)))
@@ -89,7 +89,7 @@ class Residual(nn.Module):
         self.shortcut = nn.Conv2d(in_channels, out_channels, 1) if in_channels != out_channels else nn.Identity()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``(rows, in_channels, side, side)`` to ``out_channels``."""
+        """Map ``(num_samples, in_channels, side, side)`` to ``out_channels``."""
         silu = nn.functional.silu
         y = self.conv2(silu(self.norm2(self.conv1(silu(self.norm1(x))))))
         return self.shortcut(x) + y
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Map ``(rows, width, side, side)`` to the same shape."""
+        """Map ``(num_samples, width, side, side)`` to the same shape."""
         y = self.proj_in(self.norm0(x).flatten(2).transpose(1, 2))
         q, k, v = self.qkv(self.norm1(y)).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         y = y + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))

@@ -10,8 +10,8 @@ WORDS = 64
 def encode(words: np.ndarray, base: np.ndarray) -> bytes:
     """The code that turns ``base`` into ``words``, unsigned integers of equal size."""
     out, span = bytearray(), 1 << (8 * words.itemsize)
-    for at in range(0, len(words), WORDS):
-        new, old = words[at : at + WORDS], base[at : at + WORDS]
+    for index in range(0, len(words), WORDS):
+        new, old = words[index : index + WORDS], base[index : index + WORDS]
         changed = np.flatnonzero(new != old)
         steps = (new[changed].astype(np.int64) - old[changed] + span // 2) % span - span // 2
         fits = (steps >= -128) & (steps < 128)

@@ -13,13 +13,13 @@ def _position(word: int, bits: int) -> int:
 def encode(words: np.ndarray, base: np.ndarray) -> bytes:
     """The stream that turns ``base`` into ``words``, unsigned integers of equal size."""
     bits, out, following = 8 * words.itemsize, bytearray(), 0
-    for at in np.flatnonzero(words != base).tolist():
-        skips, gap = divmod(at - following, 255)
+    for index in np.flatnonzero(words != base).tolist():
+        skips, gap = divmod(index - following, 255)
         out += b"\xff" * skips + bytes([gap])
-        steps = _position(int(words[at]), bits) - _position(int(base[at]), bits)
+        steps = _position(int(words[index]), bits) - _position(int(base[index]), bits)
         code = 2 * steps - 2 if steps > 0 else -2 * steps - 1
-        is_zero = _position(int(words[at]), bits) == 0  # -0 has the position of 0
-        is_whole = steps == 0 or code >= 255 or (is_zero and words[at] != 0)
-        out += b"\xff" + words[at].tobytes() if is_whole else bytes([code])
-        following = at + 1
+        is_zero = _position(int(words[index]), bits) == 0  # -0 has the position of 0
+        is_whole = steps == 0 or code >= 255 or (is_zero and words[index] != 0)
+        out += b"\xff" + words[index].tobytes() if is_whole else bytes([code])
+        following = index + 1
     return bytes(out)

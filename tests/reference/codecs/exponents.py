@@ -20,9 +20,11 @@ def encode(words: np.ndarray) -> bytes:
     planes = [(packed >> shift & 255).astype(np.uint8) for shift in (0, 8, 16)]
     signs = ((blocks & 127) | (blocks >> 8 & 128)).astype(np.uint8)
     out = bytearray()
-    for at in range(len(blocks)):
-        out += bytes([int(largest[at])]) + b"".join(plane[at].tobytes() for plane in planes) + signs[at].tobytes()
-        out += exponents[at][codes[at] == ESCAPE].astype(np.uint8).tobytes()
+    for index in range(len(blocks)):
+        out += (
+            bytes([int(largest[index])]) + b"".join(plane[index].tobytes() for plane in planes) + signs[index].tobytes()
+        )
+        out += exponents[index][codes[index] == ESCAPE].astype(np.uint8).tobytes()
     return bytes(out) + words[count:].tobytes()
 
 

@@ -10,22 +10,25 @@ import random
 from dataclasses import replace
 
 from reshard.parallel.layer_price import LayerSizes
-from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, SearchProblem, Tensor
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.topology import Host, Port, Topology
 
 
 def make_graph(rng, num_layers, *, skips=True):
     layers, tensors = [], []
-    for at in range(num_layers):
+    for index in range(num_layers):
         saved = rng.uniform(1e6, 2e7)
         params = rng.randrange(10**5, 5 * 10**6)
-        name, key = f"layers.{at}", f"kind {at if rng.random() < 0.7 else 0}"
+        name, key = f"layers.{index}", f"kind {index if rng.random() < 0.7 else 0}"
         half = {"tp_limit": 2, "tp_params": params // 2, "tp_saved_bytes": saved / 2}
         sums = {"tp_sums": 2, "tp_sum_bytes": saved / 8}
         layers.append(Layer(name, key, rng.uniform(1e8, 2e9), params, saved, saved / 8, **half, **sums))
-        if at:
-            tensors.append(Tensor(f"x{at}", (1, rng.choice([1000, 50_000, 400_000])), "float32", at - 1, (at,)))
+        if index:
+            tensors.append(
+                Tensor(f"x{index}", (1, rng.choice([1000, 50_000, 400_000])), "float32", index - 1, (index,))
+            )
     if skips and num_layers > 2 and rng.random() < 0.5:
         tensors.append(Tensor("skip", (1, 200_000), "float32", 0, (num_layers - 1,)))
     return LayerGraph(tuple(layers), tuple(tensors), name="random")
@@ -61,9 +64,9 @@ def tie_layers(rng, graph):
     return replace(graph, ties=tuple(ties))
 
 
-def make_problem(seed, *, most_layers=3, executable=True, grids=False, ties=False):
+def make_problem(seed, *, max_layers=3, executable=True, grids=False, ties=False):
     rng = random.Random(seed)
-    graph = make_graph(rng, rng.randint(2, most_layers))
+    graph = make_graph(rng, rng.randint(2, max_layers))
     if grids:
         graph = put_on_grids(rng, graph)
     if ties:
@@ -73,7 +76,7 @@ def make_problem(seed, *, most_layers=3, executable=True, grids=False, ties=Fals
     memory = rng.choice([1e9, 2e8, 1e8])
     rules = ChoiceRules(executable=executable)
     counts = (rng.choice([2, 4]),)
-    return SearchProblem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatches=counts)
+    return SearchProblem(graph, make_cluster(rng, sizes, memory), profile, 8, rules=rules, microbatch_counts=counts)
 
 
 def all_plans(tables):
@@ -107,7 +110,7 @@ def _stage(tables, first, end, left, option):
         return stage, NEVER, 0.0
     c = tables.option_class[option]
     ports = tables.received[first, end] * tables.port_in[c, left] + tables.sent[first, end] * tables.port_out[c, left]
-    return stage, tables.problem.stage_cost(stage, tables.microbatches), ports
+    return stage, tables.problem.stage_cost(stage, tables.num_microbatches), ports
 
 
 @functools.cache
@@ -117,31 +120,31 @@ def _price(tables, src, dst, true_prices):
     a, b = _stage(tables, *src)[0], _stage(tables, *dst)[0]
     tensors = problem.graph.between(a.first_layer, a.end_layer, b.end_layer)
     ends = tuple((s.first_rank, s.end_rank, s.choices[0].grid or s.choices[0].tp) for s in (a, b))
-    rows = problem.rows // tables.microbatches
+    num_samples = problem.num_samples // tables.num_microbatches
     if not tensors:
         return 0.0, 0.0
     if not true_prices:
-        return problem.prices.bound_seconds(tensors, rows, *ends)
-    edge = problem.prices.edge((0, 1), tensors, rows, *ends)
+        return problem.prices.bound_seconds(tensors, num_samples, *ends)
+    edge = problem.prices.edge((0, 1), tensors, num_samples, *ends)
     return edge.forward_seconds, edge.backward_seconds
 
 
-def least_pace(tables, plan, true_prices):
+def min_pace(tables, plan, true_prices):
     """The pace below which no part of a plan can work."""
     edges = [_price(tables, src, dst, true_prices) for src, dst in itertools.pairwise(plan)]
-    stages = [_stage(tables, *each) for each in plan]
+    stages = [_stage(tables, *transfer) for transfer in plan]
     return max([cost.seconds for _, cost, _ in stages] + [ports for _, _, ports in stages] + [max(e) for e in edges])
 
 
 def seconds_at(tables, plan, pace, true_prices):
     """What a plan takes at a pace in the model of ``methods/pace.py``, written from its definition; inf if not allowed."""
-    m = tables.microbatches
-    if least_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
+    m = tables.num_microbatches
+    if min_pace(tables, plan, true_prices) > pace * (1 + 1e-12):
         return math.inf
     trip, excess = 0.0, -math.inf
-    for at in reversed(range(len(plan))):
-        _, cost, _ = _stage(tables, *plan[at])
-        there, back = _price(tables, plan[at], plan[at + 1], true_prices) if at + 1 < len(plan) else (0.0, 0.0)
+    for index in reversed(range(len(plan))):
+        _, cost, _ = _stage(tables, *plan[index])
+        there, back = _price(tables, plan[index], plan[index + 1], true_prices) if index + 1 < len(plan) else (0.0, 0.0)
         trip += cost.seconds + there + back
         excess = max(cost.ending_seconds, excess - back - cost.backward_seconds)
         held = min(m, max(1, math.ceil(trip / pace - 1e-9)))
@@ -150,7 +153,7 @@ def seconds_at(tables, plan, pace, true_prices):
     return trip + (m - 1) * pace + excess
 
 
-def least_seconds(tables, plan, paces):
+def min_seconds(tables, plan, paces):
     """What a plan takes at the first pace of an ascending grid that allows it: a longer one only adds to it."""
-    start = bisect.bisect_left(paces, least_pace(tables, plan, True) * (1 - 1e-12))
+    start = bisect.bisect_left(paces, min_pace(tables, plan, True) * (1 - 1e-12))
     return next((s for pace in paces[start:] if (s := seconds_at(tables, plan, pace, True)) < math.inf), math.inf)

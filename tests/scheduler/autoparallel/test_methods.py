@@ -10,9 +10,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from reshard.scheduler.autoparallel import Candidate, Choice
+from reshard.scheduler.autoparallel import Choice
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, evaluate_schedule, step_bound
 from reshard.scheduler.autoparallel.costs.layer_costs import late_bytes, working_bytes
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
 from reshard.scheduler.autoparallel.methods.auto import METHODS, auto, decide
@@ -20,22 +21,22 @@ from reshard.scheduler.autoparallel.result.reports import balance_degrees
 from reshard.scheduler.schedules.classic import eager_1f1b, one_f_one_b
 from reshard.scheduler.simulation.replay import simulate_within
 from tests.reference.pace import best_stages as reference_stages
-from tests.scheduler.autoparallel.random_searches import all_plans, least_seconds, make_problem, seconds_at
+from tests.scheduler.autoparallel.random_searches import all_plans, make_problem, min_seconds, seconds_at
 
 
 def check_joint(seed, **kinds):
     """For some paces, the recurrence finds the least of all plans; with lazy prices, the least over all paces."""
     problem = make_problem(seed, **kinds)
-    tables = pace.make_tables(problem, problem.microbatches[0])
+    tables = pace.make_tables(problem, problem.microbatch_counts[0])
     plans, grid = list(all_plans(tables)), joint.pace_grid(tables)
     assert plans
     for limit in grid[:: max(1, len(grid) // 6)]:
         trip, excess, _ = tables.best_stages(limit, {})
         least = min(seconds_at(tables, plan, limit, False) for plan in plans)
-        found = trip + (tables.microbatches - 1) * limit + excess if trip < math.inf else math.inf
+        found = trip + (tables.num_microbatches - 1) * limit + excess if trip < math.inf else math.inf
         assert found == pytest.approx(least, rel=1e-9)
     first = next(joint.best_plans(problem), None)
-    least = min(least_seconds(tables, plan, grid) for plan in plans)
+    least = min(min_seconds(tables, plan, grid) for plan in plans)
     assert (math.inf if first is None else first.predicted_seconds) == pytest.approx(least, rel=1e-9)
 
 
@@ -47,7 +48,7 @@ def test_joint_finds_the_best_of_all_plans(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_joint_finds_the_best_of_all_plans_with_grids(seed):
     problem = make_problem(seed, grids=True)
-    tables = pace.make_tables(problem, problem.microbatches[0])
+    tables = pace.make_tables(problem, problem.microbatch_counts[0])
     assert any(option.choice.grid for option in tables.options)
     check_joint(seed, grids=True)
 
@@ -61,11 +62,11 @@ def test_joint_finds_the_best_of_all_plans_with_ties(seed):
 @pytest.mark.parametrize("seed", range(8))
 def test_native_recurrence_equals_its_reference(seed):
     problem = make_problem(100 + seed, grids=seed % 2 == 1, ties=seed > 3)
-    tables = pace.make_tables(problem, problem.microbatches[0])
+    tables = pace.make_tables(problem, problem.microbatch_counts[0])
     rng = random.Random(seed)
     prices = {}
     for plan in rng.sample(list(all_plans(tables)), 2):
-        stages = [tables.stage(*each) for each in plan]
+        stages = [tables.stage(*transfer) for transfer in plan]
         joint.price_edges(tables, stages, prices)
     grid = joint.pace_grid(tables)
     for limit in rng.sample(grid, 6):
@@ -74,32 +75,32 @@ def test_native_recurrence_equals_its_reference(seed):
             len(problem.graph.layers), problem.graph.is_chain, tables.option_class, tables.forward, tables.backward,
             tables.activation, tables.fixed, tables.sync, tables.ending, tables.allowed, tables.next_at, tables.port_in,
             tables.port_out, tables.memory, tables.received, tables.sent, tables.cut_bytes, tables.factor, at,
-            [prices[i][0] for i in at], [prices[i][1] for i in at], tables.microbatches, limit,
+            [prices[i][0] for i in at], [prices[i][1] for i in at], tables.num_microbatches, limit,
         )  # fmt: skip
-        assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*each) for each in stages))
+        assert tables.best_stages(limit, prices) == (trip, excess, tuple(tables.stage(*stage) for stage in stages))
 
 
 @pytest.mark.parametrize("seed", range(8))
 def test_no_round_trip_is_below_the_bound(seed):
     """The bound is the least round trip if neither edges nor sums of gradients take time."""
     problem = make_problem(600 + seed, grids=seed % 2 == 1)
-    tables = pace.make_tables(problem, problem.microbatches[0])
+    tables = pace.make_tables(problem, problem.microbatch_counts[0])
     free = replace(tables, cut_bytes=np.zeros_like(tables.cut_bytes), sync=np.zeros_like(tables.sync))
     slowest = joint.pace_grid(tables)[-1] * 1e6
-    assert tables.least_trip() == pytest.approx(free.best_stages(slowest, {})[0], rel=1e-8)
-    assert tables.least_trip() <= tables.best_stages(slowest, {})[0]
+    assert tables.min_trip() == pytest.approx(free.best_stages(slowest, {})[0], rel=1e-8)
+    assert tables.min_trip() <= tables.best_stages(slowest, {})[0]
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
     problem = make_problem(200 + seed, ties=seed > 7)
-    count = problem.microbatches[0]
+    count = problem.microbatch_counts[0]
     tables = pace.make_tables(problem, count)
 
     def seconds(plan):
-        costs = [problem.stage_cost(tables.stage(*each), count) for each in plan]
-        for at, cost in enumerate(costs):
-            if cost.memory_bytes(min(count, len(costs) - at)) > cost.limit_bytes:
+        costs = [problem.stage_cost(tables.stage(*transfer), count) for transfer in plan]
+        for index, cost in enumerate(costs):
+            if cost.memory_bytes(min(count, len(costs) - index)) > cost.limit_bytes:
                 return math.inf
         times = [cost.seconds + cost.ending_seconds / count for cost in costs]
         return sum(times) + (count - 1) * max(times)
@@ -116,10 +117,10 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
 @pytest.mark.parametrize("seed", range(16))
 def test_knapsack_finds_the_best_of_all_choices(seed):
     has_ties = seed > 7
-    problem = make_problem(300 + seed, executable=False, ties=has_ties, most_layers=3 + has_ties)
-    count, ranks = problem.microbatches[0], (0, problem.cluster.num_ranks)
+    problem = make_problem(300 + seed, executable=False, ties=has_ties, max_layers=3 + has_ties)
+    count, ranks = problem.microbatch_counts[0], (0, problem.cluster.num_ranks)
     num = min(3, len(problem.graph.layers) - has_ties)  # with ties, other stages have some of the layers
-    choices = problem.choices(ranks[1], problem.rows // count)
+    choices = problem.choices(ranks[1], problem.num_samples // count)
     if not choices:
         assert knapsack.pack_stage(problem, 0, num, ranks, count, 2) is None
         return
@@ -128,12 +129,12 @@ def test_knapsack_finds_the_best_of_all_choices(seed):
     place, least = problem.place(*ranks), math.inf
     unique = [1.0] * num  # part of the parameters of each layer that no later layer of the stage shares
     for tied, number in problem.graph.ties:
-        for layer in [each for each in tied if each < num][:-1]:
+        for layer in [item for item in tied if item < num][:-1]:
             unique[layer] -= number / problem.graph.layers[layer].num_params
     for picked in itertools.product(choices, repeat=num):
         costs = [problem.layer_cost(layer, choice, place, count) for layer, choice in enumerate(picked)]
         needed = [u * c.state_bytes + 2 * c.activation_bytes for u, c in zip(unique, costs, strict=True)]
-        if step <= 0 or sum(math.ceil(each / step - 1e-9) for each in needed) > knapsack.STEPS:
+        if step <= 0 or sum(math.ceil(item / step - 1e-9) for item in needed) > knapsack.STEPS:
             continue
         cost = problem.stage_cost(StagePlan(0, num, *ranks, picked), count)
         least = min(least, cost.seconds + cost.ending_seconds / count)
@@ -159,7 +160,7 @@ def test_partition_balances_the_largest_sum():
 def test_bmw_moves_layers_only_where_they_help():
     problem = make_problem(401)
     for candidate in bmw.bmw(problem):
-        times = [problem.stage_cost(stage, candidate.microbatches).seconds for stage in candidate.stages]
+        times = [problem.stage_cost(stage, candidate.num_microbatches).seconds for stage in candidate.stages]
         time, _ = balance_degrees(times, times)
         assert 0 <= time <= 1 - 1 / len(times) + 1e-9
 
@@ -192,12 +193,12 @@ def test_gradients_count_from_the_first_backward():
 def test_buffers_hold_only_microbatches_that_are_left_in_the_step():
     problem = make_problem(1)
     plain = problem.stage_cost(StagePlan(0, 1, 0, 1, (Choice(),)), 4)
-    stage = replace(plain, state_bytes=10.0, late_bytes=1.0, buffer_bytes=6.0, received_bytes=4.0, microbatches=4)
+    stage = replace(plain, state_bytes=10.0, late_bytes=1.0, buffer_bytes=6.0, received_bytes=4.0, num_microbatches=4)
     assert [sum(stage.peak_parts(held)) for held in (1, 2, 3, 4)] == [16.0, 15.0, 13.0, 11.0]
     assert stage.peak_parts(1) == (10.0, 6.0)  # with all gradients
     assert stage.peak_parts(3) == (9.0, 4.0)  # in the first backward: later, no tensor is left to receive
     assert all(stage.peak_bytes(held) <= stage.memory_bytes(held) for held in range(1, 5))
-    alone = replace(stage, microbatches=1, late_bytes=3.0)
+    alone = replace(stage, num_microbatches=1, late_bytes=3.0)
     assert alone.peak_parts(1) == (7.0, 2.0)
 
 
@@ -219,13 +220,13 @@ def test_a_layer_is_recomputed_with_its_own_parameters_not_with_those_of_the_lar
 def test_simulations_stop_only_where_no_schedule_can_be_the_best():
     problem, stopped = make_problem(1), 0
     for candidate in auto(problem):
-        pipeline = problem.pipeline(candidate.stages, candidate.microbatches)
-        costs = tuple(problem.stage_cost(stage, candidate.microbatches) for stage in candidate.stages)
+        pipeline = problem.pipeline(candidate.stages, candidate.num_microbatches)
+        costs = tuple(problem.stage_cost(stage, candidate.num_microbatches) for stage in candidate.stages)
         best = evaluate(problem, candidate)
         found = [
             evaluate_schedule(candidate, pipeline, costs, build(pipeline, 4)) for build in (one_f_one_b, eager_1f1b)
         ]
-        assert best.seconds <= min(each.seconds for each in found if not each.short_bytes)
+        assert best.seconds <= min(item.seconds for item in found if not item.short_bytes)
         assert evaluate(problem, candidate, below_seconds=best.seconds * 1.001) == best
         assert evaluate(problem, candidate, below_seconds=best.seconds) is None
         syncs = [cost.sync_seconds for cost in costs]

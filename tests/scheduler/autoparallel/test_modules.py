@@ -14,15 +14,15 @@ from reshard.scheduler.autoparallel import (
     Cluster,
     LayerGraph,
     LayerProfile,
-    SearchProblem,
-    StagePlan,
     profile_layers,
     search,
     trace_module,
 )
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.modules import profiling
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
 
 CONFIG = GPTConfig(3, 2, 8, sequence=8, vocabulary=32, is_tied=False)
@@ -58,7 +58,7 @@ def test_work_is_that_of_the_products(traced):
 def test_sizes_on_a_grid_are_those_of_the_products(traced):
     described = LayerGraph.transformer(layers=1, hidden=16, heads=2, sequence=8, vocabulary=32)
     sizes = [layer.grid_sizes for layer in traced.graph.layers]
-    assert sizes == [described.layers[at].grid_sizes for at in (0, 1, 1, 1, 2)]
+    assert sizes == [described.layers[index].grid_sizes for index in (0, 1, 1, 1, 2)]
     # what is left are positions, biases and norms
     assert [layer.num_params - layer.grid_sizes.num_params for layer in traced.graph.layers[:2]] == [8 * 16, 13 * 16]
 
@@ -74,19 +74,19 @@ def test_layers_that_no_grid_can_cut_say_why():
 
     graph = trace_module(Net(), torch.zeros(2, 2, 4), ["plain", "last"]).graph
     assert graph.layers[1].grid_sizes is not None
-    found = search(
+    match = search(
         graph,
         Cluster(Topology.uniform((0, 0), 1e9), 1e9),
         LayerProfile.estimate(graph, flops_per_second=1e6),
-        rows=4,
+        num_samples=4,
         keep={"grid": (1, 2, 1)},
     )
-    assert all(not choice.grid for stage in found.stages for choice in stage.choices if stage.first_layer != 1)
+    assert all(not choice.grid for stage in match.stages for choice in stage.choices if stage.first_layer != 1)
     assert "layer 'first' cannot be on a grid: parallelize cannot cut 'mixed', a torch.nn.modules.conv.Conv1d" in (
-        found.explain()
+        match.explain()
     )
-    assert "modules: first" in found.explain()
-    assert "layer 'last' cannot be on a grid: the model calls square between its modules" in found.explain()
+    assert "modules: first" in match.explain()
+    assert "layer 'last' cannot be on a grid: the model calls square between its modules" in match.explain()
 
 
 def test_layers_of_a_class_that_no_grid_can_cut_are_one_class_and_one_line():
@@ -113,7 +113,9 @@ def test_layers_of_a_class_that_no_grid_can_cut_are_one_class_and_one_line():
     profile = LayerProfile.estimate(graph, flops_per_second=1e6)
     cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
     assert len(SearchProblem(graph, cluster, profile, 4).layer_classes) == 3
-    lines = [line for line in search(graph, cluster, profile, rows=4).explain().splitlines() if "on a grid" in line]
+    lines = [
+        line for line in search(graph, cluster, profile, num_samples=4).explain().splitlines() if "on a grid" in line
+    ]
     assert [line.partition(" cannot")[0] for line in lines] == ["layer 'blocks.0'", "layer 'blocks.3'"]
     assert lines[0].endswith("; the same holds for 2 other layers of its class")
 
@@ -124,11 +126,11 @@ def test_tied_parameters_of_one_stage_count_once():
     assert tied.ties == (((0, 4), size),)
     assert LayerGraph.from_json(tied.to_json()) == tied
     profile = LayerProfile.estimate(tied, flops_per_second=1e9)
-    problem = SearchProblem(tied, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, 4, microbatches=(2,))
+    problem = SearchProblem(tied, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, 4, microbatch_counts=(2,))
     plain = (Choice(),) * 5
     whole = problem.stage_cost(StagePlan(0, 5, 0, 1, plain), 2)
     parts = [
-        problem.stage_cost(each, 2) for each in (StagePlan(0, 2, 0, 1, plain[:2]), StagePlan(2, 5, 1, 2, plain[2:]))
+        problem.stage_cost(item, 2) for item in (StagePlan(0, 2, 0, 1, plain[:2]), StagePlan(2, 5, 1, 2, plain[2:]))
     ]
     assert whole.state_bytes == sum(part.state_bytes for part in parts) - 16 * size
     with pytest.raises(ArgumentError, match=r"a tie names layers \[0, 9\]; it needs some of 0 to 4"):
@@ -150,7 +152,7 @@ def test_a_layer_that_needs_data_makes_the_model_one_layer():
     (layer,) = traced.graph.layers
     assert (layer.name, layer.num_params) == ("Sequential", 4 * 8 + 8 + 8 * 8 + 8 + 8 + 1)
     assert layer.forward_flops >= 2 * 4 * 8 + 2 * 8
-    assert profile_layers(traced, rows=(1,), repeats=1).classes.keys() == {layer.key}
+    assert profile_layers(traced, sample_counts=(1,), repeats=1).classes.keys() == {layer.key}
 
 
 def test_skips_are_tensors_with_several_readers():
@@ -173,15 +175,15 @@ def test_skips_are_tensors_with_several_readers():
 
 
 def test_a_profile_is_of_one_model(traced):
-    profile = profile_layers(traced, rows=(1, 2), repeats=1)
+    profile = profile_layers(traced, sample_counts=(1, 2), repeats=1)
     assert profile.device == "cpu"
     assert not profile.is_guess
     assert LayerProfile.from_json(profile.to_json()) == profile
     for times in profile.classes.values():
-        assert [sample.rows for sample in times[1].samples] == [1, 2]
-    block = profile.classes[traced.graph.layers[1].key][1].samples
+        assert [layer_times.num_samples for layer_times in times[1].measured] == [1, 2]
+    block = profile.classes[traced.graph.layers[1].key][1].measured
     assert block[1].saved_bytes == 2 * block[0].saved_bytes > 0  # of the microbatch alone, without parameters
-    training_plan = search(traced.graph, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, rows=4)
+    training_plan = search(traced.graph, Cluster(Topology.uniform((0, 0), 1e9), 1e9), profile, num_samples=4)
     assert not training_plan.is_guess
     other = trace_module(make_model(GPTConfig(3, 2, 4, sequence=8, vocabulary=32)), EXAMPLE, ["blocks.*"])
     with pytest.raises(ArgumentError, match="another model"):
@@ -197,9 +199,9 @@ def test_a_size_that_does_not_fit_is_recorded(traced, monkeypatch):
         return real(module, inputs, autocast)
 
     monkeypatch.setattr(profiling, "run_layer", run)
-    profile = profile_layers(traced, rows=(1, 2, 4, 8), repeats=1)
+    profile = profile_layers(traced, sample_counts=(1, 2, 4, 8), repeats=1)
     for times in profile.classes.values():
-        assert [sample.rows for sample in times[1].samples] == [1, 2]
+        assert [layer_times.num_samples for layer_times in times[1].measured] == [1, 2]
         assert times[1].failed == (4, 8)
-    with pytest.raises(ArgumentError, match=r"\[4, 8\] rows did not fit"):
-        profile_layers(traced, rows=(4, 8), repeats=1)
+    with pytest.raises(ArgumentError, match=r"\[4, 8\] samples did not fit"):
+        profile_layers(traced, sample_counts=(4, 8), repeats=1)

@@ -11,27 +11,26 @@ import pytest
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import (
-    Candidate,
     Choice,
     ChoiceRules,
-    ClassTimes,
     Cluster,
     Layer,
     LayerGraph,
     LayerProfile,
-    Sample,
-    StagePlan,
     Tensor,
     TrainingPlan,
     search,
 )
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.files import read_value
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from tests.scheduler.autoparallel.test_search import CLUSTER, GRAPH, HOSTS, PROFILE, make_graph
 
 
 @pytest.fixture(scope="module")
 def training_plan():
-    return search(GRAPH, CLUSTER, PROFILE, rows=8)
+    return search(GRAPH, CLUSTER, PROFILE, num_samples=8)
 
 
 @pytest.mark.parametrize(
@@ -50,13 +49,13 @@ def training_plan():
 )
 def test_parts_that_cannot_be_kept_are_refused(keep, text):
     with pytest.raises(ArgumentError, match=text):
-        search(GRAPH, CLUSTER, PROFILE, rows=8, keep=keep)
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep=keep)
 
 
 def vary(spreads):
     """The profile with these spreads of layer classes."""
     classes = {
-        key: {1: ClassTimes(tuple(replace(each, spread=spreads.get(key, 0.0)) for each in degrees[1].samples))}
+        key: {1: ClassTimes(tuple(replace(item, spread=spreads.get(key, 0.0)) for item in degrees[1].measured))}
         for key, degrees in PROFILE.classes.items()
     }
     return replace(PROFILE, classes=classes)
@@ -67,31 +66,37 @@ def test_a_search_warns_of_a_noisy_profile_once():
     long, short = max(seconds, key=seconds.get), min(seconds, key=seconds.get)
     noisy = vary({long: 0.9, short: 0.1})
     with pytest.warns(UserWarning, match="is noisy: .* over 90%; above 25%, the choice may be wrong") as caught:
-        search(GRAPH, CLUSTER, noisy, rows=8, method="pure")
+        search(GRAPH, CLUSTER, noisy, num_samples=8, method="pure")
     assert len(caught) == 1 and repr(long) in str(caught[0].message) and caught[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        search(GRAPH, CLUSTER, vary(dict.fromkeys(seconds, 0.25)), rows=8, method="pure")
-        search(GRAPH, CLUSTER, vary({short: 5.0}), rows=8, method="pure")  # a layer of no importance
+        search(GRAPH, CLUSTER, vary(dict.fromkeys(seconds, 0.25)), num_samples=8, method="pure")
+        search(GRAPH, CLUSTER, vary({short: 5.0}), num_samples=8, method="pure")  # a layer of no importance
 
 
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: search(GRAPH, CLUSTER, PROFILE, rows=8, states=4), "states must be a StateBytes, not 4"),
-        (lambda: search(GRAPH, CLUSTER, PROFILE, rows=8, method=lambda _: ["x"]), "must return Candidates, not 'x'"),
+        (lambda: search(GRAPH, CLUSTER, PROFILE, num_samples=8, states=4), "states must be a StateBytes, not 4"),
+        (
+            lambda: search(GRAPH, CLUSTER, PROFILE, num_samples=8, method=lambda _: ["x"]),
+            "must return Candidates, not 'x'",
+        ),
         (lambda: ChoiceRules(recompute=()), r"recompute of ChoiceRules is \(\)"),
-        (lambda: ChoiceRules(least_tp=4, max_tp=2), "least_tp is 4 and max_tp 2; .* 1 <= least <= max"),
+        (lambda: ChoiceRules(min_tp=4, max_tp=2), "min_tp is 4 and max_tp 2; .* 1 <= least <= max"),
         (lambda: Choice(0), "tp is 0 and zero 0"),
-        (lambda: Cluster(HOSTS, None), "memory_bytes is None"),
+        (lambda: Cluster(HOSTS, None), "memory_limit_bytes is None"),
         (lambda: replace(GRAPH, ties=((0, 5),)), r"a tie is \(0, 5\); it must be \(layers, number of parameters\)"),
         (lambda: Tensor("x", 5, "float32", 0, (1,)), "shape of tensor 'x' is 5"),
         (lambda: LayerProfile.estimate(GRAPH, flops_per_second="1e12"), "flops_per_second is '1e12'"),
         (lambda: replace(PROFILE, message_seconds=math.nan), "message_seconds of a profile is nan"),
         (lambda: replace(PROFILE, sums=(0, 0)), r"sums of a profile is \(0, 0\)"),
-        (lambda: Sample(1.5, 1, 0, 0, 0), "a sample has 1.5 rows"),
-        (lambda: ClassTimes((Sample(2, 1, 1, 1, 2), Sample(2, 1, 1, 1, 2))), r"samples of a layer class have \[2, 2\]"),
-        (lambda: Tensor("x", (1, 2**62), "float32", 0, (1,)), "tensor 'x' has 18446744073709551616 bytes a row"),
+        (lambda: LayerTimes(1.5, 1, 0, 0, 0), "a measurement has 1.5 samples"),
+        (
+            lambda: ClassTimes((LayerTimes(2, 1, 1, 1, 2), LayerTimes(2, 1, 1, 1, 2))),
+            r"measurements of a layer class have \[2, 2\]",
+        ),
+        (lambda: Tensor("x", (1, 2**62), "float32", 0, (1,)), "tensor 'x' has 18446744073709551616 bytes a sample"),
         (lambda: Tensor("x", (1,), "float32", 0, (1,), {"a": 1}), "has_gradient of tensor 'x' is "),
         (lambda: replace(GRAPH.layers[0], grid_sizes=2), "grid_sizes of layer .* is 2; it must be LayerSizes"),
         (lambda: replace(GRAPH.layers[0], grid_refusal=["a"]), "the grid_refusal of a layer must be a string"),
@@ -110,8 +115,8 @@ def test_arguments_of_a_wrong_kind_are_refused(make, text):
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        ({"microbatches": "4"}, "microbatches of the training plan is '4'"),
-        ({"microbatches": 3}, "3 microbatches of the training plan do not divide 8 rows"),
+        ({"num_microbatches": "4"}, "microbatches of the training plan is '4'"),
+        ({"num_microbatches": 3}, "3 microbatches of the training plan do not divide 8 samples"),
         ({"stages": []}, "a training plan needs at least one stage"),
         ({"layer_names": [["a"]] * 9}, "layer_names of the training plan has 9 entries"),
         ({"seconds": "a"}, "seconds of the training plan is 'a'"),
@@ -155,24 +160,24 @@ def test_candidates_of_a_method_must_fit_the_problem():
     for stages, count, text in (
         ((StagePlan(0, 2, 0, 4, (Choice(),) * 2),), 4, "have 2 layers on 4 ranks; the model has "),
         (whole, 3, "the search allows 1, 2, 4, 8"),
-        (whole, 8, "1 rows of a microbatch do not divide over the 4 replicas"),
+        (whole, 8, "1 samples of a microbatch do not divide over the 4 replicas"),
     ):
         made = [Candidate("by hand", stages, count)]
         with pytest.raises(ArgumentError, match=text):
-            search(GRAPH, CLUSTER, PROFILE, rows=8, method=lambda _, made=made: made)
+            search(GRAPH, CLUSTER, PROFILE, num_samples=8, method=lambda _, made=made: made)
 
 
 def test_a_model_without_work_or_parameters_has_a_training_plan():
     graph = LayerGraph.chain([Layer(str(number), "empty", 0.0, 0, 0.0) for number in range(4)], [(1, 4)] * 3)
-    found = search(graph, Cluster(HOSTS, 1e9), LayerProfile.estimate(graph, flops_per_second=1e9), rows=8)
-    assert found.seconds == 0
-    assert "no plan of this model takes less than 0 s" in found.explain()
+    match = search(graph, Cluster(HOSTS, 1e9), LayerProfile.estimate(graph, flops_per_second=1e9), num_samples=8)
+    assert match.seconds == 0
+    assert "no plan of this model takes less than 0 s" in match.explain()
 
 
 def test_a_tp_degree_that_no_layer_allows_is_named():
     graph = LayerGraph.transformer(layers=2, hidden=8, heads=2, sequence=8, vocabulary=32)
-    graph = replace(graph, layers=tuple(replace(each, tp_limit=1, grid_sizes=None) for each in graph.layers))
+    graph = replace(graph, layers=tuple(replace(layer, tp_limit=1, grid_sizes=None) for layer in graph.layers))
     profile = LayerProfile.estimate(graph, flops_per_second=1e9)
     message = r"no stage can have tp=2: the layers of .* allow tp=1 at most; use a smaller tp, or pass a tp_plan"
     with pytest.raises(ArgumentError, match=message):
-        search(graph, CLUSTER, profile, rows=4, keep={"tp": 2})
+        search(graph, CLUSTER, profile, num_samples=4, keep={"tp": 2})

@@ -20,22 +20,21 @@ from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
     MIXED_PRECISION,
-    Candidate,
     Choice,
     ChoiceRules,
-    ClassTimes,
     Cluster,
     Layer,
     LayerGraph,
     LayerProfile,
-    Sample,
-    StagePlan,
     Tensor,
     TrainingPlan,
     search,
 )
 from reshard.scheduler.autoparallel.costs.grid_costs import _traffic
+from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.cluster import Place
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.topology import CodecRate, Host, Port, Topology
 
 HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
@@ -53,7 +52,7 @@ CLUSTER = Cluster(HOSTS, 1e9)
 
 @pytest.fixture(scope="module")
 def training_plan():
-    return search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION)
+    return search(GRAPH, CLUSTER, PROFILE, num_samples=8, states=MIXED_PRECISION)
 
 
 def test_a_training_plan_fits_its_model_devices_and_memory(training_plan):
@@ -86,7 +85,7 @@ def test_explain_marks_a_guess_and_names_what_others_lack(training_plan):
     text = training_plan.explain()
     assert "GUESS" in text
     assert f"no plan of this model takes less than {training_plan.bound_seconds:.4g} s" in text
-    own = Candidate("", training_plan.stages, training_plan.microbatches).text
+    own = Candidate("", training_plan.stages, training_plan.num_microbatches).text
     assert all((other.text, other.seconds) != (own, training_plan.seconds) for other in training_plan.alternatives)
     for other in training_plan.alternatives:
         assert other.text in text
@@ -103,7 +102,7 @@ def test_explain_shows_the_ranks_of_a_stage_and_no_rounding_error_as_idle_time(t
 
 def test_explain_prints_both_balance_degrees(training_plan):
     times, memories = (
-        [getattr(each, name) for each in training_plan.reports] for name in ("busy_seconds", "memory_bytes")
+        [getattr(report, name) for report in training_plan.reports] for name in ("busy_seconds", "memory_bytes")
     )
     assert training_plan.balance == (1 - max(times) / sum(times), 1 - max(memories) / sum(memories))
     assert (
@@ -113,31 +112,31 @@ def test_explain_prints_both_balance_degrees(training_plan):
 
 
 def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
-    kept = {"microbatches": 4}
+    kept = {"num_microbatches": 4}
     skip = Tensor("skip", (1, 1000), "float32", 0, (3,))
     graph = replace(GRAPH, tensors=(*GRAPH.tensors, skip))
-    found = search(graph, Cluster(HOSTS, 1e9), PROFILE, rows=8, keep=kept, method=split_in_four)
-    root = ElementTree.fromstring(found.to_svg())
+    match = search(graph, Cluster(HOSTS, 1e9), PROFILE, num_samples=8, keep=kept, method=split_in_four)
+    root = ElementTree.fromstring(match.to_svg())
     texts = ["".join(node.itertext()) for node in root.iter("{http://www.w3.org/2000/svg}text")]
-    for number, stage in enumerate(found.stages):
+    for number, stage in enumerate(match.stages):
         assert f"stage {number}: {stage}" in texts
     assert [text for text in texts if text.startswith("host ")] == ["host 0", "host 0", "host 1", "host 1"]
     shown = [text.partition(":")[0] for text in texts if " forward, " in text]
     assert shown == ["0 to 1", "0 to 3", "1 to 2", "2 to 3"]
-    for edge in found.edges:
+    for edge in match.edges:
         assert any(f"{edge.forward_seconds:.3g} s forward" in text and edge.busiest_port in text for text in texts)
 
 
 def split_in_four(problem):
-    stages = tuple(StagePlan(at, at + 1, at, at + 1, (Choice(),)) for at in range(4))
-    return (Candidate("four", stages, problem.microbatches[0]),)
+    stages = tuple(StagePlan(index, index + 1, index, index + 1, (Choice(),)) for index in range(4))
+    return (Candidate("four", stages, problem.microbatch_counts[0]),)
 
 
 @pytest.mark.slow
 def test_the_answer_does_not_depend_on_the_hash_seed(training_plan):
     code = (
         "from reshard.scheduler.autoparallel import *; from tests.scheduler.autoparallel.test_search import *; "
-        "print(search(GRAPH, CLUSTER, PROFILE, rows=8, states=MIXED_PRECISION).hash)"
+        "print(search(GRAPH, CLUSTER, PROFILE, samples=8, states=MIXED_PRECISION).hash)"
     )
     env = {**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
@@ -145,12 +144,12 @@ def test_the_answer_does_not_depend_on_the_hash_seed(training_plan):
 
 
 def test_search_keeps_the_choices_that_keep_names():
-    kept = search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"microbatches": 4, "tp": 2, "recompute": True})
-    assert kept.microbatches == 4
+    kept = search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep={"num_microbatches": 4, "tp": 2, "recompute": True})
+    assert kept.num_microbatches == 4
     assert {choice.tp for stage in kept.stages for choice in stage.choices} == {2}
     assert all(choice.recompute for stage in kept.stages for choice in stage.choices)
     with pytest.raises(ArgumentError, match="keep names 'pp'"):
-        search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"pp": 2})
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep={"pp": 2})
 
 
 def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
@@ -164,8 +163,8 @@ def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
 
     def find(megabytes):
         cluster = Cluster(Topology.uniform((0, 0, 1, 1), 1e8), megabytes * 1e6)
-        keep = {"microbatches": 2, "grid": (1, 2, 2), "recompute": False}
-        return search(graph, cluster, profile, rows=4, keep=keep, method=one_stage)
+        keep = {"num_microbatches": 2, "grid": (1, 2, 2), "recompute": False}
+        return search(graph, cluster, profile, num_samples=4, keep=keep, method=one_stage)
 
     plain = find(100)
     assert str(plain.stages[0].choices[0]) == "grid=1x2x2"
@@ -182,25 +181,25 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     policy = Policy(dp="int8x128", pp="int8x128")
     slow = Topology.uniform((0, 1, 2), 1e7)
-    kept = {"microbatches": 4, "tp": 1}
+    kept = {"num_microbatches": 4, "tp": 1}
 
     def find(rate):
         cluster = Cluster(replace(slow, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
-        return search(graph, cluster, profile, rows=12, keep=kept, compression=policy)
+        return search(graph, cluster, profile, num_samples=12, keep=kept, compression=policy)
 
-    plain = search(graph, Cluster(slow, 1e9), profile, rows=12, keep=kept)
+    plain = search(graph, Cluster(slow, 1e9), profile, num_samples=12, keep=kept)
     assert plain.compression is None
-    coded = find(1e10)
-    assert coded.seconds < 0.5 * plain.seconds
-    assert coded.compression is not None
-    assert set(coded.compression.dimensions) <= {"dp", "pp"}
-    assert TrainingPlan.from_json(coded.to_json()) == coded
-    assert f"codecs: {coded.compression}" in coded.explain()
+    encoded = find(1e10)
+    assert encoded.seconds < 0.5 * plain.seconds
+    assert encoded.compression is not None
+    assert set(encoded.compression.dimensions) <= {"dp", "pp"}
+    assert TrainingPlan.from_json(encoded.to_json()) == encoded
+    assert f"codecs: {encoded.compression}" in encoded.explain()
     assert replace(find(1e3), cluster_hash="") == replace(plain, cluster_hash="")  # coding takes too long
     with pytest.raises(ArgumentError, match="has the codec int8x128, whose rates the topology of the cluster lacks"):
-        search(graph, Cluster(slow, 1e9), profile, rows=12, compression=policy)
+        search(graph, Cluster(slow, 1e9), profile, num_samples=12, compression=policy)
     with pytest.raises(ArgumentError, match=r"a search prices dp, pp, tp, zero of a policy; .* has optimizer= too"):
-        search(graph, Cluster(slow, 1e9), profile, rows=12, compression=Policy(optimizer="int8x128"))
+        search(graph, Cluster(slow, 1e9), profile, num_samples=12, compression=Policy(optimizer="int8x128"))
 
 
 @pytest.mark.parametrize(("dimension", "keep"), [("zero", {"zero": 3, "tp": 1}), ("tp", {"grid": (2, 2, 1)})])
@@ -208,23 +207,25 @@ def test_codecs_of_zero_and_grids_are_chosen_where_they_make_a_step_shorter(dime
     graph = LayerGraph.transformer(layers=2, hidden=64, heads=4, sequence=32, vocabulary=64, dtype="float32")
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     slow = Topology.uniform((0, 1, 2, 3), 1e7)
-    keep = {"microbatches": 1, **keep}
+    keep = {"num_microbatches": 1, **keep}
     feedback = ("dp", "zero") if dimension == "zero" else ("dp",)
     policy = Policy(dp="int8x128", **{dimension: "int8x128"}, feedback=feedback, raw_steps=2)
 
     def find(rate, policy):
         rules = ChoiceRules(recompute=(False,))
         cluster = Cluster(replace(slow, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
-        return search(graph, cluster, profile, rows=8, keep=keep, rules=rules, compression=policy, method=one_stage)
+        return search(
+            graph, cluster, profile, num_samples=8, keep=keep, rules=rules, compression=policy, method=one_stage
+        )
 
     def one_stage(problem):
         choice = Choice(zero=3) if dimension == "zero" else Choice.on_grid(2, 2)
         return [Candidate("one stage", (StagePlan(0, 4, 0, 4, (choice,) * 4),), 1)]
 
-    plain, coded, overloaded = find(1e10, None), find(1e10, policy), find(1e4, policy)
-    assert coded.compression.dimensions == (dimension,)
-    assert coded.compression.feedback == feedback[1:]  # gradients of replicas are not coded
-    assert coded.seconds < 0.6 * plain.seconds
+    plain, encoded, overloaded = find(1e10, None), find(1e10, policy), find(1e4, policy)
+    assert encoded.compression.dimensions == (dimension,)
+    assert encoded.compression.feedback == feedback[1:]  # gradients of replicas are not encoded
+    assert encoded.seconds < 0.6 * plain.seconds
     assert overloaded.compression is None
     assert overloaded.seconds == plain.seconds
 
@@ -239,35 +240,37 @@ def test_a_codec_that_is_slow_one_way_codes_the_other():
         return [Candidate("sharded", (StagePlan(0, 2, 0, 2, (Choice(zero=3),) * 2),), 1)]
 
     policy = Policy(zero=("int4x128", "int8x128"))
-    found = search(graph, cluster, profile, rows=2, keep={"microbatches": 1}, method=sharded, compression=policy)
-    assert found.compression == Policy(zero=(None, "int8x128"))
+    match = search(
+        graph, cluster, profile, num_samples=2, keep={"num_microbatches": 1}, method=sharded, compression=policy
+    )
+    assert match.compression == Policy(zero=(None, "int8x128"))
 
 
 def test_methods_are_functions_that_may_be_passed_in():
-    by_name = search(GRAPH, CLUSTER, PROFILE, rows=8, method="alpa")
+    by_name = search(GRAPH, CLUSTER, PROFILE, num_samples=8, method="alpa")
     from reshard.scheduler.autoparallel.methods.alpa import alpa
 
-    assert search(GRAPH, CLUSTER, PROFILE, rows=8, method=alpa) == by_name
+    assert search(GRAPH, CLUSTER, PROFILE, num_samples=8, method=alpa) == by_name
     with pytest.raises(ArgumentError, match="no search method 'best'"):
-        search(GRAPH, CLUSTER, PROFILE, rows=8, method="best")
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, method="best")
 
 
 @pytest.mark.parametrize("zero", [1, 2])
 def test_zero_1_and_2_are_priced_but_not_run(zero):
-    keep = {"zero": zero, "microbatches": 1}
+    keep = {"zero": zero, "num_microbatches": 1}
     with pytest.raises(ArgumentError, match=f"only ZeRO {zero}, which Pipe does not run; it runs ZeRO 0 and 3"):
-        search(GRAPH, CLUSTER, PROFILE, rows=8, keep=keep)
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep=keep)
     rules, profile = (
         ChoiceRules(recompute=(False,), max_tp=1, executable=False),
         LayerProfile.estimate(GRAPH, flops_per_second=1e9),
     )
     for grid in (None, (1, 2, 2)):
-        found = search(GRAPH, CLUSTER, profile, rows=8, rules=rules, keep={**keep, "grid": grid})
-        shared = [stage for stage in found.stages if stage.num_ranks > 1]
+        match = search(GRAPH, CLUSTER, profile, num_samples=8, rules=rules, keep={**keep, "grid": grid})
+        shared = [stage for stage in match.stages if stage.num_ranks > 1]
         assert {(choice.zero, choice.grid) for stage in shared for choice in stage.choices} == {(zero, grid or ())}
         with pytest.raises(ArgumentError, match="which Pipe does not run"):
-            found.placements()
-    one_rank = search(GRAPH, Cluster(HOSTS, 1e9, 1), PROFILE, rows=8, rules=rules, keep=keep)
+            match.placements()
+    one_rank = search(GRAPH, Cluster(HOSTS, 1e9, 1), PROFILE, num_samples=8, rules=rules, keep=keep)
     assert {choice.zero for choice in one_rank.stages[0].choices} == {0}  # it has no replicas
 
 
@@ -279,16 +282,16 @@ def test_errors_name_the_thing_the_rule_and_the_numbers():
     with pytest.raises(TopologyError, match="consecutive"):
         Cluster(Topology.uniform((0, 1, 0), 1e9), 1e9)
     with pytest.raises(ArgumentError, match="measured for another model"):
-        search(make_graph(hidden=512), CLUSTER, PROFILE, rows=8)
+        search(make_graph(hidden=512), CLUSTER, PROFILE, num_samples=8)
     with pytest.raises(ArgumentError, match="shapes, operations or dtype differ"):
-        search(make_graph(dtype="float32"), CLUSTER, PROFILE, rows=8)
-    with pytest.raises(ArgumentError, match="3 microbatches do not divide 8 rows"):
-        search(GRAPH, CLUSTER, PROFILE, rows=8, keep={"microbatches": 3})
+        search(make_graph(dtype="float32"), CLUSTER, PROFILE, num_samples=8)
+    with pytest.raises(ArgumentError, match="3 microbatches do not divide 8 samples"):
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep={"num_microbatches": 3})
     with pytest.raises(ArgumentError, match=r"nothing fits: .* GB of .*; use more devices or memory"):
-        search(GRAPH, Cluster(HOSTS, 2e6), PROFILE, rows=8)
+        search(GRAPH, Cluster(HOSTS, 2e6), PROFILE, num_samples=8)
     with pytest.raises(ArgumentError, match="measured on 'guess', not on 'cuda'"):
         PROFILE.check(GRAPH, "cuda")
-    with pytest.raises(ArgumentError, match=r"\[8\] rows did not fit the device"):
+    with pytest.raises(ArgumentError, match=r"\[8\] samples did not fit the device"):
         LayerProfile(GRAPH.key, "cpu", "float32", {"block": {1: ClassTimes((), (8,))}})
     with pytest.raises(ArgumentError, match="layers read only what earlier layers have written"):
         Tensor("x", (1, 4), "float32", 1, (1,))
@@ -297,19 +300,19 @@ def test_errors_name_the_thing_the_rule_and_the_numbers():
 
 
 def test_times_are_linear_between_samples():
-    times = ClassTimes((Sample(4, 4.0, 4.0, 4.0, 8.0), Sample(1, 1.5, 1.5, 1.5, 3.0)))
+    times = ClassTimes((LayerTimes(4, 4.0, 4.0, 4.0, 8.0), LayerTimes(1, 1.5, 1.5, 1.5, 3.0)))
     assert times.at(2).forward_seconds == pytest.approx(1.5 + 2.5 / 3)
     assert times.at(8).forward_seconds == pytest.approx(4.0 + 4 * 2.5 / 3)
     assert times.at(0.5).forward_seconds == pytest.approx(0.75)
 
 
 def test_a_faster_larger_sample_never_makes_more_rows_free():
-    times = ClassTimes((Sample(1, 3.0, 3.0, 3.0, 6.0), Sample(2, 2.0, 3.5, 2.0, 4.0)))
-    assert times.at(8) == Sample(8, 2.0, 6.5, 2.0, 4.0)
+    times = ClassTimes((LayerTimes(1, 3.0, 3.0, 3.0, 6.0), LayerTimes(2, 2.0, 3.5, 2.0, 4.0)))
+    assert times.at(8) == LayerTimes(8, 2.0, 6.5, 2.0, 4.0)
 
 
 def test_a_memory_in_words_is_refused():
-    with pytest.raises(ArgumentError, match="memory_bytes is '1GB'; it must be a number: write 80e9 for 80 GB"):
+    with pytest.raises(ArgumentError, match="memory_limit_bytes is '1GB'; it must be a number: write 80e9 for 80 GB"):
         Cluster(HOSTS, "1GB")
 
 
@@ -326,12 +329,14 @@ def test_the_uplinks_of_pods_are_priced():
     for grid in ((1, 2, 2), (2, 1, 2), (2, 2, 1)):
         rows, cols, depth = grid
         ranks = np.arange(4).reshape(depth, rows, cols)
-        assert dict(_traffic(two, grid)) == {axis: find_traffic(topology, ranks, at) for at, axis in enumerate(AXES)}
+        assert dict(_traffic(two, grid)) == {
+            axis: find_traffic(topology, ranks, index) for index, axis in enumerate(AXES)
+        }
 
 
 @pytest.mark.integration
 def test_less_memory_never_gives_a_faster_training_plan():
-    seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, rows=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
+    seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, num_samples=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
     assert seconds == sorted(seconds)
 
 
@@ -339,14 +344,14 @@ def test_schedules_of_the_training_plan_are_valid(training_plan):
     from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 
     problem = SearchProblem(GRAPH, CLUSTER, PROFILE, 8, MIXED_PRECISION)
-    check_schedule(training_plan.schedule, problem.pipeline(training_plan.stages, training_plan.microbatches))
+    check_schedule(training_plan.schedule, problem.pipeline(training_plan.stages, training_plan.num_microbatches))
 
 
 def test_the_command_prints_and_writes_a_training_plan(tmp_path, capsys):
     from reshard.cli.main import main
 
     (tmp_path / "graph.json").write_text(GRAPH.to_json())
-    rest = ["--topology", "tcp", "--devices", "4", "--memory", "1GB", "--rows", "8"]
+    rest = ["--topology", "tcp", "--devices", "4", "--memory", "1GB", "--samples", "8"]
     written = tmp_path / "plan.json"
     status = main(["search", str(tmp_path / "graph.json"), *rest, "--flops", "1e12", "--output", str(written)])
     assert status == 0
@@ -370,7 +375,7 @@ def test_stages_sum_the_gradients_of_a_tied_head_and_one_stage_keeps_one_table(c
     from reshard.cli.main import main
 
     sizes = "transformer:layers=2,hidden=64,heads=2,sequence=16,vocabulary=5000"
-    rest = ["--topology", "tcp", "--memory", "1GB", "--rows", "8", "--flops", "1e12", "--keep", "tp=1"]
+    rest = ["--topology", "tcp", "--memory", "1GB", "--samples", "8", "--flops", "1e12", "--keep", "tp=1"]
     states = []
     for tied in (0, 1):
         assert main(["search", f"{sizes},tied={tied}", *rest, "--devices", "1"]) == 0

@@ -11,24 +11,16 @@ import torch
 import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.cost import simulate
-from reshard.scheduler.autoparallel import (
-    Candidate,
-    Choice,
-    Cluster,
-    LayerGraph,
-    LayerProfile,
-    SearchProblem,
-    StagePlan,
-    search,
-    trace_module,
-)
+from reshard.scheduler.autoparallel import Choice, Cluster, LayerGraph, LayerProfile, search, trace_module
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.costs.tie_prices import TiePrices
 from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import pace
 from reshard.scheduler.autoparallel.modules.apply import make_placements
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.testing import run_processes
 from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import all_plans, make_problem
@@ -50,7 +42,7 @@ def make_problem_of(hosts, ties=((0, 5), SHARED), **options):
     graph = replace(make_graph(), ties=(ties,))
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     cluster = Cluster(replace(Topology.uniform(hosts, NIC), latency_seconds=0.0, inside_latency_seconds=0.0), 1e9)
-    return SearchProblem(graph, cluster, profile, 8, microbatches=(4,), **options)
+    return SearchProblem(graph, cluster, profile, 8, microbatch_counts=(4,), **options)
 
 
 def plan(*stages):
@@ -83,7 +75,7 @@ def test_the_sum_over_stages_starts_when_the_last_stage_is_ready():
     problem = make_problem_of((0, 1))
     for stages in (TWO, plan((1, 1, Choice()), (6, 2, Choice())), plan((5, 1, Choice()), (6, 2, Choice()))):
         found = evaluate(problem, Candidate("by hand", stages, 4))
-        ends = [max(span.end for span in found.timeline.spans if span.row == row) for row in (0, 1)]
+        ends = [max(span.end for span in found.timeline.spans if span.pp_rank == pp_rank) for pp_rank in (0, 1)]
         (each,) = found.exchanges
         assert found.seconds == pytest.approx(max(ends) + each.seconds)
         busy, exposed, idle, sums = found.seconds_by_kind()
@@ -134,31 +126,31 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
     problem = make_problem_of((0, 1))
     rates = (CodecRate("int8x128", 1e12, 1e12),)
     cluster = replace(problem.cluster, topology=replace(problem.cluster.topology, codec_rates=rates))
-    coded = replace(problem, cluster=cluster, compression=Policy(dp="int8x128"), codes_all=True)
-    (each,), (raw,) = (found.ties.exchanges(TWO) for found in (coded, problem))
+    encoded = replace(problem, cluster=cluster, compression=Policy(dp="int8x128"), compress_all=True)
+    (each,), (raw,) = (match.ties.exchanges(TWO) for match in (encoded, problem))
     assert each.codec == "int8x128"
     assert each.seconds == pytest.approx(raw.seconds * 33 / 128, rel=0.01)  # 4 bytes become 1, and 4 of each 128
-    found = search(
-        problem.graph, cluster, problem.profile, rows=8, keep={"microbatches": 4}, compression=Policy(dp="int8x128"),
+    match = search(
+        problem.graph, cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4}, compression=Policy(dp="int8x128"),
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
-    assert found.compression == Policy(dp="int8x128")  # no stage has replicas
+    assert match.compression == Policy(dp="int8x128")  # no stage has replicas
 
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
     problem = make_problem(1000 + seed, ties=True, grids=seed % 2 == 1)
-    count = problem.microbatches[0]
+    count = problem.microbatch_counts[0]
     tables, shared = pace.make_tables(problem, count), 0
-    for each in list(all_plans(tables))[:: 1 + seed]:
-        stages = tuple(tables.stage(*stage) for stage in each)
+    for item in list(all_plans(tables))[:: 1 + seed]:
+        stages = tuple(tables.stage(*stage) for stage in item)
         if not all(problem.can_have(stage.choices[0], stage.first_layer, stage.end_layer) for stage in stages):
             continue
         costs, exchanges = problem.costs(stages, count)
         ties = [
             tied for tied, _ in problem.graph.ties if any(is_shared(tied, s.first_layer, s.end_layer) for s in stages)
         ]
-        assert [each.layers for each in exchanges] == ties
+        assert [exchange.layers for exchange in exchanges] == ties
         shared += len(ties)
         for stage, cost in zip(stages, costs, strict=True):
             least = problem.stage_cost(stage, count)
@@ -170,17 +162,17 @@ def test_no_sum_over_stages_is_below_the_bound_of_a_stage(seed):
 
 def test_explain_says_what_stages_share():
     problem = make_problem_of((0, 1))
-    found = search(
-        problem.graph, problem.cluster, problem.profile, rows=8, keep={"microbatches": 4},
+    match = search(
+        problem.graph, problem.cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4},
         method=lambda problem: (Candidate("two", TWO, 4),),
     )  # fmt: skip
-    text = found.explain()
+    text = match.explain()
     assert (
         "layers embed and norm share parameters: stages 0 and 1 add their gradients of 156.2 KiB once in a step" in text
     )
     assert "and 0.00016 s over stages" in text
-    assert type(found).from_json(found.to_json()) == found
-    assert found.wider_links_seconds < found.seconds
+    assert type(match).from_json(match.to_json()) == match
+    assert match.wider_links_seconds < match.seconds
 
 
 BATCH = {name: torch.zeros(8, 8, dtype=torch.long) for name in ("tokens", "targets")}
@@ -200,9 +192,9 @@ def pipe_of(stages):
 
 def find_movers(rank, stages):
     """What the engine on each rank has of the shared parameter, and the seconds of its Movers."""
-    engine = pipe_of(stages).compile(BATCH, microbatches=2)
+    engine = pipe_of(stages).compile(BATCH, num_microbatches=2)
     (tie,) = engine._engine._state.ties._ties
-    local = {stage: getattr(each, "_local_tensor", each).numel() for stage, each in tie.mine.items()}
+    local = {stage: getattr(item, "_local_tensor", item).numel() for stage, item in tie.mine.items()}
     topology = topology_of(stages)
     return local, [simulate(mover.plan, topology).makespan_seconds for mover in tie.raw.values()]
 

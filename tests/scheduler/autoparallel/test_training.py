@@ -12,21 +12,21 @@ import torch
 import reshard.scheduler as rs
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.scheduler import format_schedule
 from reshard.scheduler.autoparallel import (
-    Candidate,
     Choice,
     Cluster,
     LayerGraph,
     LayerProfile,
-    StagePlan,
     TrainingPlan,
     profile_layers,
     search,
     trace_module,
 )
+from reshard.scheduler.autoparallel.costs.problem import Candidate
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
+from reshard.scheduler.ir.text import format_schedule
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import GPTConfig
+from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import CodecRate, Topology
 from tests.support.whole_models import Case, check_equal
 
@@ -46,11 +46,11 @@ def make_case():
         return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
     return Case(
-        make_gpt, [batch() for _ in range(2)], batch(), lambda model, batch: (model(**batch), {}), microbatches=None
+        make_gpt, [batch() for _ in range(2)], batch(), lambda model, batch: (model(**batch), {}), num_microbatches=None
     )
 
 
-def find_training_plan(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options):
+def find_training_plan(hosts, keep=None, memory_limit_bytes=1e9, flops=1e9, **options):
     graph = LayerGraph.transformer(
         layers=CONFIG.num_layers,
         hidden=CONFIG.hidden,
@@ -61,9 +61,9 @@ def find_training_plan(hosts, keep=None, memory_bytes=1e9, flops=1e9, **options)
     )
     profile = LayerProfile.estimate(graph, flops_per_second=flops, efficiency=1.0)
     topology = hosts if isinstance(hosts, Topology) else Topology.uniform(hosts, 1e8)
-    cluster = Cluster(topology, memory_bytes)
+    cluster = Cluster(topology, memory_limit_bytes)
     keep = keep or {}
-    return search(graph, cluster, profile, rows=8, keep=keep if "grid" in keep else {"tp": 1, **keep}, **options)
+    return search(graph, cluster, profile, num_samples=8, keep=keep if "grid" in keep else {"tp": 1, **keep}, **options)
 
 
 def pipe_of_training_plan(case, text):
@@ -85,7 +85,7 @@ def test_a_training_plan_trains_as_one_process():
 
 @pytest.mark.integration
 def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
-    training_plan = find_training_plan((0,) * 5, {"grid": (2, 2, 1), "microbatches": 1}, flops=1e7)
+    training_plan = find_training_plan((0,) * 5, {"grid": (2, 2, 1), "num_microbatches": 1}, flops=1e7)
     assert sorted(str(stage.choices[0]) for stage in training_plan.stages) == ["grid=2x2x1", "tp=1"]
     check_trains(training_plan)
 
@@ -94,7 +94,7 @@ def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
 @pytest.mark.parametrize("grid", [(2, 2, 1), (2, 2, 2)], ids=str)
 def test_a_first_stage_on_a_grid_that_a_search_has_chosen_trains_as_one_process(grid):
     on_grid = math.prod(grid)
-    training_plan = find_training_plan((0,) * on_grid + (1,), {"grid": grid, "microbatches": 2}, flops=1e7)
+    training_plan = find_training_plan((0,) * on_grid + (1,), {"grid": grid, "num_microbatches": 2}, flops=1e7)
     assert [stage.num_ranks for stage in training_plan.stages] == [on_grid, 1]
     assert {choice.grid for choice in training_plan.stages[0].choices} == {grid}
     check_trains(training_plan)
@@ -104,7 +104,7 @@ def test_a_first_stage_on_a_grid_that_a_search_has_chosen_trains_as_one_process(
 def test_a_training_plan_trains_with_its_codecs():
     topology = replace(Topology.uniform((0, 1, 2), 1e6), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))
     policy = Policy(dp="int8x128", pp="int8x128")
-    training_plan = find_training_plan(topology, {"microbatches": 4}, compression=policy)
+    training_plan = find_training_plan(topology, {"num_microbatches": 4}, compression=policy)
     assert training_plan.compression is not None
     case = replace(make_case(), tolerance=0.02)
     make_pipe = functools.partial(pipe_of_training_plan, text=training_plan.to_json())
@@ -123,7 +123,7 @@ def test_codecs_of_zero_and_grids_train(dimension):
         return [Candidate("one stage", (StagePlan(0, 6, 0, 4, (choice,) * 6),), 2)]
 
     policy = Policy(**{dimension: "int8x128"})
-    training_plan = find_training_plan(topology, {"microbatches": 2}, method=one_stage, compression=policy)
+    training_plan = find_training_plan(topology, {"num_microbatches": 2}, method=one_stage, compression=policy)
     assert training_plan.compression.dimensions == (dimension,)
     case = replace(make_case(), tolerance=0.02)
     make_pipe = functools.partial(pipe_of_training_plan, text=training_plan.to_json())
@@ -134,14 +134,14 @@ def test_codecs_of_zero_and_grids_train(dimension):
 
 def made_by_hand(stages):
     """A training plan with these stages, the 1F1B schedule and four microbatches."""
-    plain = find_training_plan((0,) * stages[-1].end_rank, {"microbatches": 4})
+    plain = find_training_plan((0,) * stages[-1].end_rank, {"num_microbatches": 4})
     names = [name for stage in plain.layer_names for name in stage]
     num = len(stages)
     schedule = format_schedule(rs.one_f_one_b(rs.Pipeline.of_costs([1] * num, [1] * num, [0] * (num - 1)), 4))
     layer_names = tuple(tuple(names[stage.first_layer : stage.end_layer]) for stage in stages)
     reports = (plain.reports[-1],) * num  # the predictions are not those of these stages
     found = {"stages": stages, "layer_names": layer_names, "reports": reports, "edges": (), "schedule_text": schedule}
-    return replace(plain, microbatches=4, **found)
+    return replace(plain, num_microbatches=4, **found)
 
 
 PLAIN, RECOMPUTED = Choice(), Choice(recompute=True)
@@ -178,7 +178,7 @@ def test_every_choice_trains_as_one_process(stages):
 
 
 def test_pipe_refuses_what_it_cannot_run():
-    training_plan = find_training_plan((0, 0), {"microbatches": 2})
+    training_plan = find_training_plan((0, 0), {"num_microbatches": 2})
     with pytest.raises(ArgumentError, match="its own cuts and placements"):
         rs.Pipe(make_gpt(), ["blocks.1"], training_plan=training_plan)
     stage = StagePlan(0, 6, 0, 2, (Choice(zero=3), *(Choice(),) * 5))
@@ -213,10 +213,10 @@ def test_a_model_that_cannot_be_traced_is_one_layer_and_trains(choice):
     batch = {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(1)), "y": torch.ones(4, 4)}
     with pytest.warns(UserWarning, match="Untraceable is one layer, which no stage divides: .*torch.fx cannot trace"):
         traced = trace_module(make_untraceable(), batch, ["second"])
-    profile = profile_layers(traced, rows=(1, 2), repeats=1)
+    profile = profile_layers(traced, sample_counts=(1, 2), repeats=1)
     cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
-    keep = {"microbatches": 2, "zero": choice.zero, "recompute": choice.recompute}
-    training_plan = search(traced.graph, cluster, profile, rows=4, keep=keep)
+    keep = {"num_microbatches": 2, "zero": choice.zero, "recompute": choice.recompute}
+    training_plan = search(traced.graph, cluster, profile, num_samples=4, keep=keep)
     assert training_plan.layer_names == (("Untraceable",),)
     training_plan = replace(training_plan, stages=(StagePlan(0, 1, 0, 2, (choice,)),))
     if choice.recompute:
@@ -225,5 +225,7 @@ def test_a_model_that_cannot_be_traced_is_one_layer_and_trains(choice):
         module.first.register_forward_hook(lambda *_: runs.append(1))
         placement.prepare(module)(**batch).backward()
         assert len(runs) == 2  # forward, and again in the backward
-    case = Case(make_untraceable, [batch, batch], batch, lambda model, batch: (model(**batch), {}), microbatches=None)
+    case = Case(
+        make_untraceable, [batch, batch], batch, lambda model, batch: (model(**batch), {}), num_microbatches=None
+    )
     check_equal(case, functools.partial(pipe_of_training_plan, text=training_plan.to_json()), 2)

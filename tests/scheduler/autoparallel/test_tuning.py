@@ -6,22 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.scheduler import format_schedule, one_f_one_b, zb_h1
-from reshard.scheduler.autoparallel import (
-    ClassTimes,
-    Cluster,
-    Layer,
-    LayerGraph,
-    LayerProfile,
-    Measurement,
-    Sample,
-    SearchProblem,
-    choose_training_plan,
-    tune,
-)
+from reshard.scheduler import one_f_one_b, zb_h1
+from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, tune
 from reshard.scheduler.autoparallel.costs.iteration import evaluate_schedule
-from reshard.scheduler.autoparallel.costs.problem import Candidate
-from reshard.scheduler.autoparallel.tuning import correct_profile, is_same
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
+from reshard.scheduler.autoparallel.searching import choose_training_plan
+from reshard.scheduler.autoparallel.tuning import Measurement, correct_profile, is_same
+from reshard.scheduler.ir.text import format_schedule
 from reshard.topology import Topology
 
 
@@ -31,9 +23,9 @@ def make_graph(num=6):
 
 
 def make_profile(graph, seconds, message_seconds=0.0):
-    """Seconds of a forward of one row of each class; a backward takes twice that, half of it for the weights."""
+    """Seconds of a forward of one sample of each class; a backward takes twice that, half of it for the weights."""
     classes = {
-        key: {1: ClassTimes((Sample(1, s, s, s, 2 * s), Sample(2, 2 * s, 2 * s, 2 * s, 4 * s)))}
+        key: {1: ClassTimes((LayerTimes(1, s, s, s, 2 * s), LayerTimes(2, 2 * s, 2 * s, 2 * s, 4 * s)))}
         for key, s in seconds.items()
     }
     return LayerProfile(graph.key, "cpu", graph.dtype, classes, message_seconds=message_seconds)
@@ -42,16 +34,16 @@ def make_profile(graph, seconds, message_seconds=0.0):
 def make_problem(seconds, message_seconds=0.0, hosts=(0, 1)):
     graph = make_graph()
     cluster = Cluster(Topology.uniform(hosts, 1e9), 1e9)
-    return SearchProblem(graph, cluster, make_profile(graph, seconds, message_seconds), 16, microbatches=(4,))
+    return SearchProblem(graph, cluster, make_profile(graph, seconds, message_seconds), 16, microbatch_counts=(4,))
 
 
 def run_on(problem):
     """Measures a training plan where the times of a problem are true."""
 
     def measure(training_plan):
-        candidate = Candidate("", training_plan.stages, training_plan.microbatches)
-        costs = tuple(problem.stage_cost(stage, training_plan.microbatches) for stage in training_plan.stages)
-        pipeline = problem.pipeline(training_plan.stages, training_plan.microbatches)
+        candidate = Candidate("", training_plan.stages, training_plan.num_microbatches)
+        costs = tuple(problem.stage_cost(stage, training_plan.num_microbatches) for stage in training_plan.stages)
+        pipeline = problem.pipeline(training_plan.stages, training_plan.num_microbatches)
         found = evaluate_schedule(candidate, pipeline, costs, training_plan.schedule)
         return Measurement((found.seconds,), (found.timeline,))
 

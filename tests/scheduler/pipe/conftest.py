@@ -11,5 +11,5 @@ from tests.support.whole_models import find_shapes
 @pytest.fixture(scope="session", autouse=True)
 def cached():
     torch.overrides.get_overridable_functions()
-    for rows, length in ((8, 5), (7, 6), (3, 4)):
-        find_shapes(rs.Pipe(make_chain(), ["layers.2"], stages="1x1,1x1"), make_batch(0, rows, length))
+    for num_samples, length in ((8, 5), (7, 6), (3, 4)):
+        find_shapes(rs.Pipe(make_chain(), ["layers.2"], stages="1x1,1x1"), make_batch(0, num_samples, length))

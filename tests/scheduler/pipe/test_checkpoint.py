@@ -53,7 +53,7 @@ def train(rank, stages, folder, until, wrap):
     torch.set_num_threads(1)
     torch.manual_seed(5)
     number = stages.count(",") + 1
-    placements = [rs.Placement(dp=int(each[0]), wrap=wrap if int(each[0]) > 1 else None) for each in stages.split(",")]
+    placements = [rs.Placement(dp=int(part[0]), wrap=wrap if int(part[0]) > 1 else None) for part in stages.split(",")]
     engine = rs.Pipe(make_chain(), CUTS[number], stages=placements).compile(
         make_batch(0), 4, schedule=rs.one_f_one_b if wrap is rs.fsdp else rs.auto_schedule
     )
@@ -71,9 +71,9 @@ def train(rank, stages, folder, until, wrap):
 
 
 def run(stages, folder, until, wrap=None):
-    size = sum(int(each[0]) for each in stages.split(","))
+    size = sum(int(part[0]) for part in stages.split(","))
     results = run_processes(train, size, stages, str(folder), until, wrap)
-    assert all(each == results[0] for each in results)
+    assert all(result == results[0] for result in results)
     return results[0]
 
 
@@ -120,15 +120,15 @@ def follow(rank, stages, source, start, until, wrap):
     """Load a checkpoint and train on numbered batches. Returns the losses."""
     torch.set_num_threads(1)
     number = stages.count(",") + 1
-    placements = [rs.Placement(dp=int(each[0]), wrap=wrap) for each in stages.split(",")]
+    placements = [rs.Placement(dp=int(part[0]), wrap=wrap) for part in stages.split(",")]
     pipe = rs.Pipe(make_chain(), CUTS[number], stages=placements)
     with pipe.compile(make_batch(0), 4, schedule=rs.one_f_one_b) as engine:
         optimizer = torch.optim.AdamW(engine.parameters(), 1.0)
         engine.load(source, optimizer, trust_pickle=Path(source).name == "b")
         losses = []
-        for each in range(start, until):
+        for item in range(start, until):
             optimizer.zero_grad()
-            losses.append(engine.step(make_batch(each)).loss)
+            losses.append(engine.step(make_batch(item)).loss)
             optimizer.step()
     return losses
 
@@ -147,7 +147,7 @@ def test_checkpoint_loads_in_one_process_and_on_other_meshes(tmp_path, first, se
     train_alone(tmp_path / "a", 2, 5, tmp_path / "b")
     for source, start in (("a", 2), ("b", 5)):
         expected = train_alone(tmp_path / source, start, 7, tmp_path / f"after {source}")
-        size = sum(int(each[0]) for each in second.split(","))
+        size = sum(int(part[0]) for part in second.split(","))
         for losses in run_processes(follow, size, second, str(tmp_path / source), start, 7, wrap):
             assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -195,7 +195,7 @@ def save_again(rank, folder):
         assert engine.load(folder, optimizer, None, Loader()) == 1
         assert engine.evaluate(make_batch(0)).loss == expected
         engine.save(folder, optimizer, None, Loader(), 1)
-    return sorted(each.name for each in Path(folder).iterdir())
+    return sorted(path.name for path in Path(folder).iterdir())
 
 
 def test_failed_save_is_an_error_on_all_ranks_and_keeps_the_earlier_checkpoint_of_the_step(tmp_path):
@@ -300,7 +300,7 @@ def test_layer_that_stages_share_under_one_name_is_saved_once(tmp_path):
     )
     whole = run_processes(train_reused, 1, [rs.Placement(ranks=(0,))] * 3, str(tmp_path))
     for found in (first, second):
-        assert all(each == found[0] for each in found)
+        assert all(item == found[0] for item in found)
     assert second[0][0] == pytest.approx(first[0][2], rel=1e-6)
     assert whole[0][0] == pytest.approx(second[0][2], rel=1e-6)
 
@@ -348,9 +348,9 @@ def train_gpt2(rank, stages, source, start, until, target=None):
         optimizer = torch.optim.AdamW(engine.parameters(), 1e-2)
         assert engine.load(source, optimizer, missing_ok=True) == start
         losses = []
-        for each in range(start, until):
+        for number in range(start, until):
             optimizer.zero_grad()
-            losses.append(engine.step(make(each)).loss)
+            losses.append(engine.step(make(number)).loss)
             optimizer.step()
         if target is not None:
             engine.save(target, optimizer, step=until)
@@ -364,6 +364,6 @@ def test_checkpoints_of_fused_parameters_move_between_grids_and_plain_stages(tmp
     losses, folder = [], str(tmp_path)
     for step, (size, stages) in enumerate([(7, "1x3x1,2x1x2"), (1, "1x1"), (5, "2x2x1,1x1")]):
         found = run_processes(train_gpt2, size, stages, folder, 2 * step, 2 * step + 2, folder)
-        assert all(each == found[0] for each in found)
+        assert all(item == found[0] for item in found)
         losses += found[0]
     assert losses == pytest.approx(whole, rel=1e-5)

@@ -37,7 +37,7 @@ def pass_through(value):
 def types_of(value):
     """The types of a value and of all that is in it, in order."""
     inside = [*value.keys(), *value.values()] if isinstance(value, dict) else value
-    parts = [types_of(each) for each in inside] if isinstance(inside, (list, tuple)) else []
+    parts = [types_of(item) for item in inside] if isinstance(inside, (list, tuple)) else []
     return type(value), parts
 
 
@@ -50,7 +50,7 @@ def test_plain_values_come_back(value):
 
 
 def test_numbers_that_json_lacks_come_back():
-    assert [pass_through(each) for each in (math.inf, -math.inf)] == [math.inf, -math.inf]
+    assert [pass_through(item) for item in (math.inf, -math.inf)] == [math.inf, -math.inf]
     assert math.isnan(pass_through(math.nan))
     assert pass_through(-(2**4095)) == -(2**4095)
     assert repr(pass_through([-0.0, 5e-324, 0.1])) == "[-0.0, 5e-324, 0.1]"
@@ -73,11 +73,11 @@ def test_tensors_arrays_and_counters_come_back():
         assert type(back[key]) is type(state[key]) and back[key].dtype == state[key].dtype
         assert np.array_equal(back[key], state[key])
     assert torch.equal(back["order"], state["order"])
-    assert [(each.dtype, each.shape) for each in back["half"]] == [(torch.bfloat16, (2, 0)), (torch.float32, ())]
+    assert [(item.dtype, item.shape) for item in back["half"]] == [(torch.bfloat16, (2, 0)), (torch.float32, ())]
     assert type(back["milestones"]) is Counter
     assert (back["milestones"], back["python"], back["$tuple"]) == (state["milestones"], state["python"], 1)
     long = {"a" * 99 + "b": torch.zeros(1), "a" * 99 + "c": torch.ones(1)}  # errors shorten both keys alike
-    assert [float(each) for each in pass_through(long).values()] == [0.0, 1.0]
+    assert [float(item) for item in pass_through(long).values()] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_schedulers_of_torch_continue(make):
 
     optimizer, scheduler = make_both()
     run(4)
-    settings = {key: each for key, each in optimizer.param_groups[0].items() if key != "params"}
+    settings = {key: param_group for key, param_group in optimizer.param_groups[0].items() if key != "params"}
     state, settings = pass_through([scheduler.state_dict(), settings])
     whole = run(4)
     optimizer, scheduler = make_both()

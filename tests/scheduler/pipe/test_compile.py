@@ -142,7 +142,7 @@ class Scaled(nn.Module):
 
 def step_with_changing_scalars(rank):
     torch.set_num_threads(1)
-    batch, num = {"x": torch.ones(4, 4)}, planner.MOST_GRAPHS + 2
+    batch, num = {"x": torch.ones(4, 4)}, planner.MAX_GRAPHS + 2
     model, losses = Scaled(), []
     with rs.Pipe(model, ["second"], stages="1x1,1x1").compile(batch | {"scale": 0.5}, 2) as engine:
         made = mock.Mock(side_effect=engine._engine.make_program)
@@ -155,4 +155,4 @@ def step_with_changing_scalars(rank):
 def test_scalars_that_change_with_each_batch_share_one_program_and_few_graphs():
     for losses, made, graphs in run_processes(step_with_changing_scalars, 2):
         assert len(set(losses)) == len(losses)
-        assert (made, graphs) == (0, planner.MOST_GRAPHS)
+        assert (made, graphs) == (0, planner.MAX_GRAPHS)

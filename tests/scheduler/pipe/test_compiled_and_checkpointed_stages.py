@@ -54,7 +54,11 @@ def test_prepared_hugging_face_models_equal_one_process(model, prepare):
     )
 
     def wrap(module):
-        blocks = [each for each in module.modules() if type(each).__name__ in ("GPT2Block", "LlamaDecoderLayer")]
+        blocks = [
+            submodule
+            for submodule in module.modules()
+            if type(submodule).__name__ in ("GPT2Block", "LlamaDecoderLayer")
+        ]
         apply_activation_checkpointing(module, check_fn=lambda each: each in blocks)
         return module
 
@@ -70,9 +74,9 @@ def recompute(rank):
     counts = []
 
     def wrap(module):
-        layers = [each for each in module.modules() if type(each).__name__ == "LlamaDecoderLayer"]
-        for each in layers:
-            each.register_forward_pre_hook(lambda *_: counts.append(1))
+        layers = [submodule for submodule in module.modules() if type(submodule).__name__ == "LlamaDecoderLayer"]
+        for layer in layers:
+            layer.register_forward_pre_hook(lambda *_: counts.append(1))
         apply_activation_checkpointing(module, check_fn=lambda each: each in layers)
         return module
 
@@ -144,8 +148,8 @@ def overflow(rank):
             if number == 1 and rank == 2:  # only the last stage overflows
                 hook = parameter.register_hook(lambda gradient: gradient * float("inf"))
             scale = engine._loss_scale.value
-            for each in engine.parameters():
-                each.grad = None
+            for item in engine.parameters():
+                item.grad = None
             result = engine.step(batch)
             results.append((result.finite, engine._loss_scale.value / scale))
             if hook is not None:

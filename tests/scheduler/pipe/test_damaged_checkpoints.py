@@ -65,7 +65,7 @@ def save_and_damage(rank, folder):
             optimizer.step()
         expected = engine.evaluate(make_batch(0)).loss
         newest = find_checkpoints(folder)[-1][1]
-        tensors = {each.name: tensors_in(newest, each.name) for each in newest.iterdir()}
+        tensors = {path.name: tensors_in(newest, path.name) for path in newest.iterdir()}
         names = sorted(tensors)
         engine.evaluate(make_batch(0))  # all ranks have read the names
         if rank == 0:
@@ -173,7 +173,7 @@ def shard(index):
 
 
 def move(index):
-    shard(index)["bytes"] = [each + 4 for each in shard(index)["bytes"]]
+    shard(index)["bytes"] = [item + 4 for item in shard(index)["bytes"]]
 
 
 def rename(index):
@@ -182,8 +182,8 @@ def rename(index):
 
 def sign(folder):
     """Write the digests of the files that are there."""
-    files = [each for each in sorted(folder.iterdir()) if each.name != "SHA256SUMS"]
-    lines = [f"{hashlib.sha256(each.read_bytes()).hexdigest()}  {each.name}\n" for each in files]
+    files = [path for path in sorted(folder.iterdir()) if path.name != "SHA256SUMS"]
+    lines = [f"{hashlib.sha256(file.read_bytes()).hexdigest()}  {file.name}\n" for file in files]
     (folder / "SHA256SUMS").write_text("".join(lines))
 
 
@@ -200,8 +200,8 @@ def edit_and_load(rank, folder):
         for name, (edit, _) in EDITS.items():
             parsed = [json.loads(text) for text in texts]
             edit(*parsed)
-            for file, each in zip(files, parsed, strict=True):
-                file.write_text(json.dumps(each))
+            for file, item in zip(files, parsed, strict=True):
+                file.write_text(json.dumps(item))
             sign(newest)
             with pytest.raises(ArgumentError) as caught:
                 engine.load(folder, optimizer, loader=Loader())
@@ -230,7 +230,7 @@ def test_nonsense_under_right_digests_is_an_error_that_names_file_and_key(tmp_pa
 def save_pickled(folder):
     """Save a model in the format of earlier versions."""
     torch.manual_seed(0)
-    counters = {"step": 4, "loss_scale": None, "world_size": 2, "coded_steps": 0}
+    counters = {"step": 4, "loss_scale": None, "world_size": 2, "encoded_steps": 0}
     state = {"model": Chain().state_dict(), "engine": pickle.dumps(counters), "rng.0": pickle.dumps(rng_state())}
     state["loader.0"] = pickle.dumps({"position": 7})
     dcp.save(state, checkpoint_id=folder, no_dist=True)
@@ -336,9 +336,9 @@ def test_a_save_that_dies_at_any_time_leaves_the_old_or_the_new_checkpoint(tmp_p
         found.append(value - old)
         if number % 4 == 0:  # the next save cleans up
             run_processes(save_and_die, 1, str(folder), 1000)
-            assert sorted(each.name for each in folder.iterdir()) == ["step-00000001", "step-00000002"]
+            assert sorted(path.name for path in folder.iterdir()) == ["step-00000001", "step-00000002"]
     assert number > 10
-    changes = [round(each, 5) for each in found]
+    changes = [round(item, 5) for item in found]
     assert changes == sorted(changes)
     assert set(changes) == {0.0, 1.0}
 

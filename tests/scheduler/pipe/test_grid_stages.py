@@ -17,16 +17,16 @@ from tests.support.whole_models import Case, check_equal, pipe_of
 VOCABULARY = 53
 
 
-def make_batch(seed, rows=8):
+def make_batch(seed, num_samples=8):
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (rows, SEQUENCE + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, SEQUENCE + 1), generator=generator)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def make_case(make_model=make_gpt, **options):
-    batches = [make_batch(seed, rows) for seed, rows in enumerate((8, 7, 8))]
+    batches = [make_batch(seed, num_samples) for seed, num_samples in enumerate((8, 7, 8))]
     loss = lambda model, batch: (model(**batch), {})  # noqa: E731
-    return Case(make_model, batches, make_batch(100, 6), loss, microbatches=3, tolerance=1e-10, **options)
+    return Case(make_model, batches, make_batch(100, 6), loss, num_microbatches=3, tolerance=1e-10, **options)
 
 
 def on_grid(rows, cols, depth, **options):
@@ -34,7 +34,7 @@ def on_grid(rows, cols, depth, **options):
 
 
 def run(stages, cuts, case=None, **options):
-    check_equal(case or make_case(), pipe_of(cuts, stages, **options), sum(each.size for each in stages))
+    check_equal(case or make_case(), pipe_of(cuts, stages, **options), sum(stage.size for stage in stages))
 
 
 @pytest.mark.slow
@@ -178,5 +178,5 @@ def test_a_linear_layer_reads_all_features_of_the_batch():
         "x": torch.randn(6, 5, dtype=torch.float64, generator=generator),
         "targets": torch.tensor([0, 1, 2, 2, 1, 0]),
     }
-    case = Case(Regressor, [batch] * 2, batch, lambda model, b: (model(**b), {}), microbatches=2, tolerance=1e-10)
+    case = Case(Regressor, [batch] * 2, batch, lambda model, b: (model(**b), {}), num_microbatches=2, tolerance=1e-10)
     run([on_grid(2, 2, 1), rs.Placement()], ["second"], case)

@@ -44,10 +44,10 @@ def check_values(make_model, cuts, inputs, init, alone):
         for name, tensor in held:
             assert torch.equal(tensor, expected[name]), name
             found.add(name)
-        storages = {each.untyped_storage().data_ptr() for _, each in held}
+        storages = {item.untyped_storage().data_ptr() for _, item in held}
         for module in (model, *stages):
-            for each in (*module.parameters(), *module.buffers()):
-                assert each.is_meta or each.untyped_storage().data_ptr() in storages
+            for item in (*module.parameters(), *module.buffers()):
+                assert item.is_meta or item.untyped_storage().data_ptr() in storages
     assert found == set(expected)
 
 

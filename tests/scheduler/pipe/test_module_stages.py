@@ -67,13 +67,13 @@ def run_alone(stages, batch):
     return output.loss, {}
 
 
-def make_batch(seed, rows=8):
+def make_batch(seed, num_samples=8):
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (rows, 6), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, 6), generator=generator)
     return {
         "tokens": tokens[:, :-1].contiguous(),
         "targets": tokens[:, 1:].contiguous(),
-        "scale": torch.rand(rows, 1, 1),
+        "scale": torch.rand(num_samples, 1, 1),
     }
 
 
@@ -98,9 +98,9 @@ class Weighted(nn.Module):
 def check_weight(rank, factor):
     torch.manual_seed(0)
     first, last = First(), Weighted(factor)
-    batch = {name: each for name, each in make_batch(0).items() if name != "scale"}
+    batch = {name: item for name, item in make_batch(0).items() if name != "scale"}
     with pytest.raises(ArgumentError, match=r"gives the weight \S+; it must be 0, or from 1e-30 to 1e\+30"):
-        rs.Pipe([first, last], stages="1x1,1x1").compile(batch, microbatches=2)
+        rs.Pipe([first, last], stages="1x1,1x1").compile(batch, num_microbatches=2)
     return True
 
 
@@ -145,7 +145,7 @@ def make_masked_batch(seed, masked_rows):
 def test_microbatches_of_weight_0_change_no_gradient(last):
     case = Case(
         make_masked,
-        [make_masked_batch(seed, rows) for seed, rows in enumerate((0, 5, 7))],
+        [make_masked_batch(seed, num_samples) for seed, num_samples in enumerate((0, 5, 7))],
         make_masked_batch(9, 3),
         lambda stages, batch: (stages[1](stages[0](batch["tokens"])["x"], batch["targets"]).loss, {}),
     )
@@ -159,7 +159,7 @@ def step_without_weight(rank):
         results = [engine.step(make_masked_batch(1, 8))]
         norm = engine.clip_grad_norm_(1.0)
         results.append(engine.step(make_masked_batch(2, 1)))
-        return [(math.isnan(each.loss), each.finite) for each in results], norm, engine._loss_scale.value
+        return [(math.isnan(result.loss), result.finite) for result in results], norm, engine._loss_scale.value
 
 
 def test_a_batch_of_weight_0_has_no_gradient_and_keeps_the_loss_scale():

@@ -112,5 +112,6 @@ def test_engines_after_each_other_on_unlike_meshes_train_and_leak_nothing():
         assert losses == pytest.approx([losses[0]] * 8, rel=1e-6)
         for kind in (0, 1):
             assert (
-                max(each[kind] for each in resources[4:]) <= max(each[kind] for each in resources[:4]) + 10
+                max(resource[kind] for resource in resources[4:])
+                <= max(resource[kind] for resource in resources[:4]) + 10
             )  # 30 if groups leak

@@ -57,14 +57,14 @@ def make_mixer(vocabulary=VOCABULARY, tied=True):
     return Mixer(vocabulary, tied)
 
 
-def make_batch(seed, rows):
+def make_batch(seed, num_samples):
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (rows, 5), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, 5), generator=generator)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def make_case(make_model=make_mixer):
-    batches = [make_batch(seed, rows) for seed, rows in enumerate((8, 7, 1, 8))]
+    batches = [make_batch(seed, num_samples) for seed, num_samples in enumerate((8, 7, 1, 8))]
     return Case(make_model, batches, make_batch(100, 6), lambda model, batch: (model(**batch), {}))
 
 
@@ -77,7 +77,7 @@ def grid(dp, tp, **options):
 
 
 def run(stages, cuts, make_model=make_mixer, **options):
-    num_ranks = sum(each.dp * each.tp for each in stages)
+    num_ranks = sum(stage.dp * stage.tp for stage in stages)
     check_equal(make_case(make_model), pipe_of(cuts, stages, tp_plan=PLAN, **options), num_ranks)
 
 

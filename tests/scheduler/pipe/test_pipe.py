@@ -10,7 +10,7 @@ import reshard.scheduler as rs
 from reshard.testing import run_processes
 
 VOCABULARY, WIDTH = 11, 8
-#: Rows and sequence length of each batch: usual, odd, fewer rows than microbatches, other lengths.
+#: Samples and sequence length of each batch: usual, odd, fewer samples than microbatches, other lengths.
 BATCHES = [(8, 5), (8, 5), (7, 6), (5, 5), (3, 4), (1, 5), (8, 5)]
 
 
@@ -43,9 +43,9 @@ def make_chain():
     return Chain()
 
 
-def make_batch(seed, rows=8, length=5):
+def make_batch(seed, num_samples=8, length=5):
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (rows, length + 1), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, length + 1), generator=generator)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
@@ -60,7 +60,7 @@ def train_alone(model):
         optimizer.step()
         with torch.no_grad():
             held_out = model(**make_batch(100 + number, 6))[0]
-        results.append([each.detach().item() for each in (loss, metrics["accuracy"], norm, held_out)])
+        results.append([item.detach().item() for item in (loss, metrics["accuracy"], norm, held_out)])
     return results
 
 
@@ -74,9 +74,9 @@ def train_staged(rank, stages, cuts, accumulate, local):
             optimizer.zero_grad()
             batch, parts = make_batch(number, *sizes), min(accumulate, sizes[0])
             if local:
-                rows = engine.local_rows(sizes[0], parts)
-                none = not len(rows) and number % 2 == 0
-                batch = None if none else {name: each[rows] for name, each in batch.items()}
+                num_samples = engine.local_samples(sizes[0], parts)
+                none = not len(num_samples) and number % 2 == 0
+                batch = None if none else {name: item[num_samples] for name, item in batch.items()}
             result = engine.step(batch, accumulate=parts, local_batch=local)
             norm = engine.clip_grad_norm_(0.5)
             optimizer.step()

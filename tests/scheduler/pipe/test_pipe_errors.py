@@ -49,15 +49,15 @@ def test_errors_say_why_a_model_cannot_be_cut(model, cuts, message):
 
 
 class Experts(nn.Module):
-    """Sends the rows whose first element is positive through one layer, and adds up."""
+    """Sends the samples whose first element is positive through one layer, and adds up."""
 
     def __init__(self):
         super().__init__()
         self.expert, self.head = nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x):
-        rows = (x[:, 0] > 0).nonzero()[:, 0]
-        return self.head(torch.zeros_like(x).index_add(0, rows, self.expert(x[rows])))
+        num_samples = (x[:, 0] > 0).nonzero()[:, 0]
+        return self.head(torch.zeros_like(x).index_add(0, num_samples, self.expert(x[num_samples])))
 
 
 def compile_experts(rank):
@@ -132,10 +132,10 @@ def use_wrongly(rank):
                 "does not run on a batch of|'tokens' of the batch is float32, but int64 in the example of compile",
                 {**good, "tokens": tokens.float()},
             ),
-            (ArgumentError, "the batch has 0 rows", {name: each[:0] for name, each in good.items()}),
+            (ArgumentError, "the batch has 0 samples", {name: item[:0] for name, item in good.items()}),
             (
                 ArgumentError,
-                "'targets' of the batch has 7 rows, but the first tensor has 8",
+                "'targets' of the batch has 7 samples, but the first tensor has 8",
                 {**good, "targets": tokens[:7]},
             ),
             (ArgumentError, "it must be a tensor, a number, a string or None", {**good, "tokens": [1]}),
@@ -153,8 +153,8 @@ def use_wrongly(rank):
             ),
             (ArgumentError, "no rank passes a batch", None),
             (ArgumentError, "rank 1 passes no batch, but stage 1 reads targets", good if rank == 0 else None),
-            (ArgumentError, "the batch has no tensor with rows", {} if rank else good),
-            (DisagreementError, "ranks 0 and 1 pass batches of 8 and 6 rows", make_batch(0, 8 - 2 * rank)),
+            (ArgumentError, "the batch has no tensor with samples", {} if rank else good),
+            (DisagreementError, "ranks 0 and 1 pass batches of 8 and 6 samples", make_batch(0, 8 - 2 * rank)),
             (DisagreementError, "ranks 0 and 1 pass different batches", make_batch(0, 8, 5 + rank)),
             (
                 DisagreementError,
@@ -183,7 +183,7 @@ def test_wrong_use_leaves_the_engine_usable():
 
 
 class Flat(nn.Module):
-    """Its reshape does not accept 0 rows."""
+    """Its reshape does not accept 0 samples."""
 
     def __init__(self):
         super().__init__()
@@ -195,9 +195,9 @@ class Flat(nn.Module):
 
 
 def step_on_few_rows(rank):
-    """A step on 1 row with 2 replicas, under FSDP and under DDP, and a fixed schedule of 4 microbatches on 1 to 8 rows."""
+    """A step on 1 sample with 2 replicas, under FSDP and under DDP, and a fixed schedule of 4 microbatches on 1 to 8 samples."""
     torch.set_num_threads(1)
-    batches = {rows: {"x": torch.ones(rows, 4)} for rows in (1, 2, 3, 8)}
+    batches = {num_samples: {"x": torch.ones(num_samples, 4)} for num_samples in (1, 2, 3, 8)}
     losses = []
     for wrap in (rs.fsdp, rs.ddp):
         placements = [rs.Placement(), rs.Placement(dp=2, wrap=wrap)]
@@ -211,12 +211,12 @@ def step_on_few_rows(rank):
             fixed = engine.schedule
     torch.manual_seed(0)
     with rs.Pipe(Flat(), ["second"], stages="1x1,2x1").compile(batches[8], 4, schedule=fixed) as engine:
-        losses += [engine.step(batches[rows]).loss for rows in batches]
+        losses += [engine.step(batches[num_samples]).loss for num_samples in batches]
         losses.append(engine.step(batches[3], accumulate=2).loss)
     torch.manual_seed(0)
     pipe = rs.Pipe(Flat(), ["second"], stages="1x1,2x1")
     shared = rs.Pipe(Flat(), ["second"], stages=[rs.Placement(dp=3), rs.Placement(dp=3, ranks=(0, 1, 2))])
-    message = r"the schedule '1f1b' has stages on rows \[0, 1\], but by their ranks they are on rows \[0, 0\]"
+    message = r"the schedule '1f1b' has stages on pp ranks \[0, 1\], but by their ranks they are on samples \[0, 0\]"
     fails(ArgumentError, message, lambda: shared.compile(batches[8], 4, schedule=rs.one_f_one_b))
     message = "has 3 microbatches, but the step has 2"
     longer = lambda pipeline, num: rs.one_f_one_b(pipeline, num + 1)  # noqa: E731
@@ -237,7 +237,7 @@ def test_few_rows_run_or_are_refused_before_the_step():
 
 
 class Pairs(nn.Module):
-    """It does not run on one row."""
+    """It does not run on one sample."""
 
     def __init__(self):
         super().__init__()
@@ -252,7 +252,7 @@ def step_on_too_few_rows(rank):
     torch.set_num_threads(1)
     pipe = rs.Pipe(Pairs(), ["second"], stages=[rs.Placement(), rs.Placement(dp=2, wrap=rs.fsdp)])
     with pipe.compile({"x": torch.ones(8, 4)}, 2) as engine:
-        message = "stage 1 has 2 replicas under FSDP, which must all run, but a microbatch has 1 row, and the stage"
+        message = "stage 1 has 2 replicas under FSDP, which must all run, but a microbatch has 1 sample, and the stage"
         for call in (engine.step, engine.evaluate):
             fails(ArgumentError, message, lambda call=call: call({"x": torch.ones(1, 4)}))
         return engine.step({"x": torch.ones(8, 4)}).finite
@@ -276,7 +276,7 @@ SEQUENCE_PLAN = {
 def step_on_uneven_sequences(rank):
     torch.set_num_threads(1)
     pipe = rs.Pipe(make_mixer(tied=False), stages="1x2", tp_plan=SEQUENCE_PLAN)
-    batches = [{name: each[:, :length] for name, each in make_mixer_batch(0, 4).items()} for length in (2, 3, 4)]
+    batches = [{name: item[:, :length] for name, item in make_mixer_batch(0, 4).items()} for length in (2, 3, 4)]
     with pipe.compile(batches[2], 2) as engine:
         message = (
             "stage 0 divides the sequence over tp=2 ranks, and does not run on .* pad the sequence to a multiple of 2"
@@ -287,14 +287,14 @@ def step_on_uneven_sequences(rank):
 
 @pytest.mark.slow
 def test_sequences_that_ranks_cannot_divide_are_refused_before_the_step():
-    batch = {name: each[:, :2] for name, each in make_mixer_batch(0, 4).items()}
+    batch = {name: item[:, :2] for name, item in make_mixer_batch(0, 4).items()}
     expected = make_mixer(tied=False)(**batch).item()
     assert run_processes(step_on_uneven_sequences, 2) == [pytest.approx(expected, rel=1e-6)] * 2
 
 
 def freeze_one_copy(rank):
     pipe = rs.Pipe(make_chain(), ["layers.2"], stages="1x1,1x1")
-    with pipe.compile(make_batch(0), microbatches=2) as engine:
+    with pipe.compile(make_batch(0), num_microbatches=2) as engine:
         named = dict(engine.named_parameters())
         if rank == 0:
             named["embed.weight"].requires_grad_(False)
@@ -315,7 +315,7 @@ def test_a_shared_parameter_that_only_one_stage_froze():
 
 def freeze_on_one_replica(rank, wrap):
     pipe = rs.Pipe(make_chain(), ["layers.2"], stages=[rs.Placement(), rs.Placement(dp=2, wrap=wrap)])
-    with pipe.compile(make_batch(0), microbatches=2) as engine:
+    with pipe.compile(make_batch(0), num_microbatches=2) as engine:
         if rank == 2:
             engine.named_parameters()[0][1].requires_grad_(False)
         with pytest.raises(DisagreementError, match="ranks 1 and 2 of stage 1 froze different parameters"):
@@ -332,15 +332,15 @@ def test_a_parameter_that_only_one_replica_froze(wrap):
     [
         (None, "profile.json cannot be read: No such file"),
         ("{}", "profile.json is not a profile: KeyError"),
-        ('{"rows": 0, "stages": []}', "rows of the profile .* is 0; it must be a positive integer"),
-        ('{"rows": 1, "stages": [["x", 1, 1, 2]]}', "is not a profile: TypeError"),
+        ('{"num_samples": 0, "stages": []}', "num_samples of the profile .* is 0; it must be a positive integer"),
+        ('{"num_samples": 1, "stages": [["x", 1, 1, 2]]}', "is not a profile: TypeError"),
         (
-            '{"rows": 1, "stages": [{"forward_seconds": "1", "input_grad_seconds": 1, "weight_grad_seconds": 1, '
+            '{"num_samples": 1, "stages": [{"forward_seconds": "1", "input_grad_seconds": 1, "weight_grad_seconds": 1, '
             '"whole_backward_seconds": 2}]}',
             "forward_seconds of stage 0 of the profile .* is '1'; it must be a finite number of at least 0",
         ),
         (
-            '{"rows": 1, "stages": [{"forward_seconds": 1, "input_grad_seconds": NaN, "weight_grad_seconds": 1, '
+            '{"num_samples": 1, "stages": [{"forward_seconds": 1, "input_grad_seconds": NaN, "weight_grad_seconds": 1, '
             '"whole_backward_seconds": 2}]}',
             "input_grad_seconds of stage 0 of the profile .* is nan; it must be",
         ),

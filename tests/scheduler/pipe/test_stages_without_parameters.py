@@ -26,9 +26,9 @@ def make_model():
     return Scaled()
 
 
-def make_batch(seed, rows=8):
+def make_batch(seed, num_samples=8):
     generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(rows, 6, generator=generator) for name in "xy"}
+    return {name: torch.randn(num_samples, 6, generator=generator) for name in "xy"}
 
 
 def make_optimizer(parameters):

@@ -63,12 +63,12 @@ LIKE_LLAMA = {
 }
 
 
-def make_batch(seed, rows=8, length=6, mask=False, ignored=False):
-    """Tokens; with ``mask``, rows of unlike length; with ``ignored``, labels that do not count, unlike in each row."""
+def make_batch(seed, num_samples=8, length=6, mask=False, ignored=False):
+    """Tokens; with ``mask``, samples of unlike length; with ``ignored``, labels that do not count, unlike in each sample."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(0, VOCABULARY, (rows, length), generator=generator)
+    tokens = torch.randint(0, VOCABULARY, (num_samples, length), generator=generator)
     batch = {"input_ids": tokens, "labels": tokens.clone()}
-    lengths = torch.randint(2, length + 1, (rows, 1), generator=generator)
+    lengths = torch.randint(2, length + 1, (num_samples, 1), generator=generator)
     if mask:
         batch["attention_mask"] = (torch.arange(length)[None] < lengths).long()
     if ignored:
@@ -108,8 +108,8 @@ def test_llama_equals_one_process():
     ("name", "stages"),
     [
         ("Qwen2", "1x1,1x1"),
-        *(pytest.param(each, "1x1,1x1", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen3")),
-        *(pytest.param(each, "1x2,2x2", marks=pytest.mark.slow) for each in ("Gemma", "Mistral", "Qwen2", "Qwen3")),
+        *(pytest.param(item, "1x1,1x1", marks=pytest.mark.slow) for item in ("Gemma", "Mistral", "Qwen3")),
+        *(pytest.param(item, "1x2,2x2", marks=pytest.mark.slow) for item in ("Gemma", "Mistral", "Qwen2", "Qwen3")),
     ],
 )
 def test_models_with_the_chain_of_llama_equal_one_process(name, stages):
@@ -182,7 +182,7 @@ def test_fifty_steps_equal_one_process(model, num_stages, wrap):
     places = placements_of(model, wrap)
     places, cuts = (places, layers(1, 3)) if num_stages == 3 else (places[1:2], [])
     case = make_case(make, steps=50, mask=True, ignored=True)
-    check_equal(case, pipe_of(cuts, places), sum(each.size for each in places))
+    check_equal(case, pipe_of(cuts, places), sum(place.size for place in places))
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share_are_refused():

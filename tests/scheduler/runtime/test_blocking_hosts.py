@@ -14,21 +14,21 @@ import reshard
 from reshard import Layout, Mesh
 from reshard.scheduler import (
     Edge,
-    Engine,
     Pipeline,
     Stage,
     StageOutput,
-    TiedParameter,
     auto_schedule,
-    defer_recvs,
-    eager_1f1b,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     zb_h1,
 )
 from reshard.scheduler.passes import overlap
+from reshard.scheduler.passes.overlap import defer_recvs
 from reshard.scheduler.runtime import engine_arguments
+from reshard.scheduler.runtime.engine import Engine
+from reshard.scheduler.runtime.tied_params import TiedParameter
+from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 from tests.support.nccl.streams import BlockingStream, use_streams
@@ -86,7 +86,7 @@ def interleaved(pipeline, num):
 
 
 def in_v(pipeline, num):
-    return auto_schedule(pipeline, num, row_of_stage=[0, 1, 1, 0])
+    return auto_schedule(pipeline, num, pp_rank_of_stage=[0, 1, 1, 0])
 
 
 #: Name of a case -> (ranks of each stage, edges, builder).
@@ -137,7 +137,7 @@ def single_process(pipeline):
 def run_cases(rank, size):
     results = {}
     for name, (ranks, edges, build) in CASES.items():
-        pipeline = make_pipeline([Mesh(each) for each in ranks], edges, size)
+        pipeline = make_pipeline([Mesh(item) for item in ranks], edges, size)
         results[name] = step(pipeline, build(pipeline, NUM), rank)
     return results
 
@@ -147,7 +147,7 @@ def test_no_schedule_hangs_and_all_compute_the_same(monkeypatch, standin, size):
     use_streams(monkeypatch, standin, BlockingStream)
     results = run_processes(run_cases, 4, size)
     for name, (ranks, edges, _) in CASES.items():
-        losses, grads = single_process(make_pipeline([Mesh(each) for each in ranks], edges, SMALL))
+        losses, grads = single_process(make_pipeline([Mesh(item) for item in ranks], edges, SMALL))
         for rank, by_name in enumerate(results):
             found, by_stage = by_name[name]
             assert found == [pytest.approx(losses)] * 2 or rank not in ranks[3], name
@@ -157,8 +157,8 @@ def test_no_schedule_hangs_and_all_compute_the_same(monkeypatch, standin, size):
 def recvs_ahead(pipeline, num):
     """Receives two ahead of their consumers, wherever that is."""
     schedule = one_f_one_b(pipeline, num)
-    rows = tuple(tuple(overlap._move_recvs(row, pipeline, 2)) for row in schedule.rows)
-    return reshard.scheduler.Schedule("ahead", rows, schedule.row_of_stage, num)
+    rank_actions = tuple(tuple(overlap._move_recvs(actions, pipeline, 2)) for actions in schedule.rank_actions)
+    return reshard.scheduler.Schedule("ahead", rank_actions, schedule.pp_rank_of_stage, num)
 
 
 def at_consumer(pipeline, num):
@@ -166,7 +166,7 @@ def at_consumer(pipeline, num):
 
 
 def run_one(rank, build, size, is_checked, timeout_seconds):
-    pipeline = make_pipeline([Mesh([each]) for each in range(4)], CHAIN, size)
+    pipeline = make_pipeline([Mesh([number]) for number in range(4)], CHAIN, size)
     if not is_checked:
         engine_arguments.check_one_order = lambda schedule: None
     try:
@@ -199,11 +199,11 @@ class Noisy(torch.nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.layer, self.norm, self.is_last = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), is_last
-        self.rows, self.reached = [], []
+        self.sums, self.reached = [], []
         self.layer.weight.register_post_accumulate_grad_hook(lambda each: self.reached.append(each.grad.norm()))
 
     def forward(self, x):
-        self.rows.append(float(x.detach().abs().sum()))
+        self.sums.append(float(x.detach().abs().sum()))
         x = torch.nn.functional.dropout(self.norm(self.layer(x)), 0.5)
         return StageOutput(loss=(x**2).mean()) if self.is_last else {"x": x}
 
@@ -218,14 +218,14 @@ def run_noisy(rank):
     torch.manual_seed(5 + rank)
     with Engine(one_f_one_b(pipeline, 2), pipeline, {rank: module}, timeout_seconds=60) as engine:
         losses = [engine.step(feed).losses for _ in range(2)]
-    state = {name: each.tolist() for name, each in module.state_dict().items()}
-    return losses, state, module.layer.weight.grad.tolist(), module.rows, len(module.reached)
+    state = {name: item.tolist() for name, item in module.state_dict().items()}
+    return losses, state, module.layer.weight.grad.tolist(), module.sums, len(module.reached)
 
 
 def test_stages_run_once_before_their_first_transfers_without_effect(monkeypatch, standin):
     plain = run_processes(run_noisy, 2)
     use_streams(monkeypatch, standin, BlockingStream)
-    for rank, (*results, rows, num_reached) in enumerate(run_processes(run_noisy, 2)):
-        *wanted, plain_rows, plain_reached = plain[rank]
+    for rank, (*results, sums, num_reached) in enumerate(run_processes(run_noisy, 2)):
+        *wanted, plain_sums, plain_reached = plain[rank]
         assert results == wanted and num_reached == plain_reached == 4
-        assert rows[1:] == plain_rows and (rows[0] == 0.0) == (rank == 1)
+        assert sums[1:] == plain_sums and (sums[0] == 0.0) == (rank == 1)

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from reshard import ArgumentError, Layout, Mesh, ReshardError
+from reshard import Layout, Mesh, ReshardError
+from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, interleaved_1f1b, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.grad_sync import restore_gradients, stash_gradients
@@ -311,7 +312,7 @@ def run_plain(rank, wraps_a_layer):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         Engine(one_f_one_b(make_pipeline(), NUM), make_pipeline(), {int(rank > 0): module}).close()
-    return [f"{Path(one.filename).name}: {one.message}" for one in seen]
+    return [f"{Path(item.filename).name}: {item.message}" for item in seen]
 
 
 @pytest.mark.parametrize("wraps_a_layer", [False, True])

@@ -6,21 +6,11 @@ import pytest
 import torch
 
 from reshard import Layout, Mesh, Topology
-from reshard.scheduler import (
-    Edge,
-    Pipeline,
-    Stage,
-    StageOutput,
-    auto_schedule,
-    block_transfers,
-    defer_recvs,
-    eager_1f1b,
-    gpipe,
-    one_f_one_b,
-    zb_h1,
-)
+from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, gpipe, one_f_one_b, zb_h1
+from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.p2p import PendingTransfer, plan_channels
+from reshard.scheduler.schedules.classic import eager_1f1b
 from reshard.sharding.tensor_spec import TensorSpec
 from reshard.testing.processes import run_processes
 
@@ -119,8 +109,8 @@ def run_rank(rank, make, ranks, dtype, sizes, num_steps):
     return out, timeline
 
 
-def interleaved_rows(pipeline, num):
-    return auto_schedule(pipeline, num, row_of_stage=[0, 1, 0])
+def interleaved_pp_ranks(pipeline, num):
+    return auto_schedule(pipeline, num, pp_rank_of_stage=[0, 1, 0])
 
 
 BUILDERS = {
@@ -131,7 +121,7 @@ BUILDERS = {
     "auto_schedule": auto_schedule,
     "blocking": lambda p, m: block_transfers(one_f_one_b(p, m), p),
     "at_consumer": lambda p, m: defer_recvs(one_f_one_b(p, m), p),
-    "rows": interleaved_rows,
+    "interleaved": interleaved_pp_ranks,
 }
 
 
@@ -143,7 +133,7 @@ def run_cases(rank, cases):
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 1, 0]])
 def test_losses_and_gradients_equal_a_single_process(ranks):
     sizes = [BATCH] * (NUM - 1) + [2]
-    names = [name for name in BUILDERS if (name == "rows") == (ranks == [0, 1, 0])]
+    names = [name for name in BUILDERS if (name == "interleaved") == (ranks == [0, 1, 0])]
     kinds = [(name, "float64", 1e-10) for name in names]
     if "auto_schedule" in names:
         kinds.append(("auto_schedule", "float32", 1e-5))
@@ -161,7 +151,7 @@ def test_losses_and_gradients_equal_a_single_process(ranks):
                         torch.testing.assert_close(torch.from_numpy(grad), wanted, rtol=rtol, atol=rtol * 1e-2)
         timeline = by_rank[0][1]
         assert timeline.makespan_seconds > 0
-        assert {span.row for span in timeline.spans} == set(ranks), name
+        assert {span.pp_rank for span in timeline.spans} == set(ranks), name
 
 
 def test_channels_within_a_rank_need_no_plan():
@@ -172,12 +162,12 @@ def test_channels_within_a_rank_need_no_plan():
     edges = (Edge(0, 1, tensors=(stays,)), Edge(1, 2, tensors=(goes,), without_gradient={"y"}))
     pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 3, (*edges, Edge(0, 2, tensors=(stays, also))))
     mixed = Pipeline(pipeline.stages, (Edge(0, 1, tensors=(stays, goes)),))
-    for of, rows, without in (
+    for of, pp_ranks, without in (
         (pipeline, (0, 0, 0), {(0, 1), (1, 0), (2, 1), (0, 2), (2, 0)}),
         (pipeline, (0, 1, 0), {(2, 1), (0, 2), (2, 0)}),
         (mixed, (0, 0, 0), set()),
     ):
-        plans = plan_channels(of, rows, Topology((0, 0)), None)
-        assert {(each.channel.sender, each.channel.receiver) for each in plans if each.plan is None} == without
+        plans = plan_channels(of, pp_ranks, Topology((0, 0)), None)
+        assert {(plan.channel.sender, plan.channel.receiver) for plan in plans if plan.plan is None} == without
     local = PendingTransfer(None, {"x": torch.ones(4)})
     assert local.is_done() and list(local.wait()) == ["x"]

@@ -12,12 +12,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial
 
-from reshard import ArgumentError, Layout, Mesh, RegionLayout, ReshardError, Topology, join
-from reshard.errors import ScheduleError
+from reshard import Layout, Mesh, RegionLayout, ReshardError, Topology, join
+from reshard.errors import ArgumentError, ScheduleError
 from reshard.scheduler import (
-    Action,
     Edge,
-    Kind,
     Pipeline,
     Stage,
     StageOutput,
@@ -27,9 +25,10 @@ from reshard.scheduler import (
     simulate_schedule,
     to_svg,
 )
+from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.runtime import grad_sync
 from reshard.scheduler.runtime.engine import Engine
-from reshard.scheduler.runtime.engine_arguments import EngineOptions, find_rows, weigh_last
+from reshard.scheduler.runtime.engine_arguments import EngineOptions, find_ranks_of_pp_ranks, weigh_last
 from reshard.scheduler.runtime.local_tensors import localize
 from reshard.scheduler.runtime.p2p import find_device_type
 from reshard.scheduler.runtime.tied_params import TiedParameter
@@ -74,7 +73,7 @@ def test_losses_are_weighted(group, weights):
     model, alone = Model(), Model()
     with Engine(one_f_one_b(ONE, NUM), ONE, {0: model}, group=group) as engine:
         step = engine.step(_feed(), loss_weights=weights)
-    losses = [alone(**row).loss for row in _feed()[0]]
+    losses = [alone(**inputs).loss for inputs in _feed()[0]]
     total = sum(
         loss * weight for loss, weight in zip(losses, [0.25] * NUM if weights is None else weights, strict=True)
     )
@@ -88,10 +87,16 @@ STEPS = {
     "infinite": ({"loss_weights": [1, 1, 1, math.inf]}, "loss_weights must be 4 finite numbers, not [1, 1, 1, inf]"),
     "a number": ({"loss_weights": 5}, "loss_weights must be 4 numbers, not 5"),
     "feed": ({"feed": 5}, "feed must be {stage: [{name: tensor}, ...]}, not int"),
-    "rows of none": ({"feed": {0: 5}}, "stage 0 is fed int; it needs a list with one entry per microbatch"),
+    "microbatches of none": ({"feed": {0: 5}}, "stage 0 is fed int; it needs a list with one entry per microbatch"),
     "no such stage": ({"feed": {1: []}}, "feed names stage 1; there are stages 0 to 0"),
-    "rows of tensors": ({"feed": {0: [torch.ones(2, 3)] * NUM}}, "stage 0 is fed 4 microbatches; it needs 4, each"),
-    "too many rows": ({"feed": {0: [{}] * 5}}, "stage 0 is fed 5 microbatches; it needs 4, each {name: tensor}"),
+    "microbatches of tensors": (
+        {"feed": {0: [torch.ones(2, 3)] * NUM}},
+        "stage 0 is fed 4 microbatches; it needs 4, each",
+    ),
+    "too many microbatches": (
+        {"feed": {0: [{}] * 5}},
+        "stage 0 is fed 5 microbatches; it needs 4, each {name: tensor}",
+    ),
 }
 
 
@@ -151,19 +156,23 @@ def test_weight_of_the_last_microbatch_is_its_relative_size(shapes, weight):
         assert weigh_last(whole, last) == weight
 
 
-def test_each_rank_is_on_one_row():
+def test_each_rank_has_one_pp_rank():
     spec = TensorSpec((2, 3), "float32", Layout(Mesh([0])), Layout(Mesh([0])), "x")
     of_one = Pipeline((TWO.stages[0],) * 2, (Edge(0, 1, 0.5, 0.5, tensors=(spec,)),))
-    apart, together = gpipe(TWO, 2), replace(gpipe(TWO, 2), row_of_stage=(0, 0), rows=((),))
-    assert find_rows(apart, TWO) == [(0,), (1,)] and find_rows(together, of_one) == [(0,)]
+    apart, together = gpipe(TWO, 2), replace(gpipe(TWO, 2), pp_rank_of_stage=(0, 0), rank_actions=((),))
+    assert find_ranks_of_pp_ranks(apart, TWO) == [(0,), (1,)] and find_ranks_of_pp_ranks(together, of_one) == [(0,)]
     for schedule, pipeline, error in (
-        (apart, of_one, "rank 0 is on rows 0 and 1; it must be on one row"),
-        (together, TWO, "row 0 has stages on ranks 0 and on ranks 1; all stages of a row must be on the same ranks"),
-        (replace(together, rows=((), ())), of_one, "row 1 has no stage"),
+        (apart, of_one, "rank 0 is on pp ranks 0 and 1; it must be on one pp rank"),
+        (
+            together,
+            TWO,
+            "pp rank 0 has stages on ranks 0 and on ranks 1; all stages of a pp rank must be on the same ranks",
+        ),
+        (replace(together, rank_actions=((), ())), of_one, "pp rank 1 has no stage"),
         (apart, replace(TWO, edges=(Edge(0, 1, 0.5, 0.5),)), "edge 0 -> 1 has no tensors"),
     ):
         with pytest.raises(ArgumentError, match=error):
-            find_rows(schedule, pipeline)
+            find_ranks_of_pp_ranks(schedule, pipeline)
 
 
 def test_differences_between_engines_are_named():
@@ -190,7 +199,7 @@ def test_differences_between_engines_are_named():
 def test_actions_of_unknown_stages_and_microbatches_are_rejected():
     for action in (Action(Kind.F, 2, 0), Action(Kind.F, 0, 2), Action(Kind.F, 0, -1), Action(Kind.SEND_F, 0, 0, 2)):
         schedule = gpipe(TWO, 2)
-        wrong = replace(schedule, rows=((*schedule.rows[0], action), schedule.rows[1]))
+        wrong = replace(schedule, rank_actions=((*schedule.rank_actions[0], action), schedule.rank_actions[1]))
         with pytest.raises(ScheduleError, match="there are stages 0 to 1"):
             check_schedule(wrong, TWO)
         if action.microbatch == 0:
@@ -229,7 +238,7 @@ def test_gradients_are_reduced_in_buckets(monkeypatch):
     monkeypatch.setattr(grad_sync, "BUCKET_BYTES", 40)
     sizes = [16, 16, 12, 28, 4, 80, 8, 40, 0, 8]
     found = grad_sync._buckets(torch.zeros(size, dtype=torch.int8) for size in sizes)
-    assert [[each.nbytes for each in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]
+    assert [[item.nbytes for item in some] for some in found] == [[16, 16], [12, 28], [4], [80], [8], [40, 0], [8]]
 
 
 @pytest.fixture

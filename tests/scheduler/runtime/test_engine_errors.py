@@ -231,11 +231,11 @@ def test_pipelines_that_cannot_run_are_rejected():
     shared_rank = Pipeline(
         stages, (Edge(0, 1, 1, 1, tensors=(TensorSpec((2,), "int8", Layout(same), Layout(same), "x"),)),)
     )
-    short = replace(schedule, rows=(schedule.rows[0], schedule.rows[1][:-1]))
+    short = replace(schedule, rank_actions=(schedule.rank_actions[0], schedule.rank_actions[1][:-1]))
     cases = {
         "stage 1 has no mesh": (ArgumentError, no_mesh, schedule),
         "edge 0 -> 1 has no tensors": (ArgumentError, no_tensors, schedule),
-        "rank 0 is on rows 0 and 1": (ArgumentError, shared_rank, schedule),
+        "rank 0 is on pp ranks 0 and 1": (ArgumentError, shared_rank, schedule),
         "1SEND_B1>0 occurs 0 times, not 1": (ScheduleError, pipeline, short),
     }
     for found in run_processes(make_invalid_engines, 2, [case[1:] for case in cases.values()]):
@@ -269,7 +269,7 @@ def test_step_inside_a_step_is_rejected():
 def run_on_topologies(rank):
     pipeline, used = Pipeline((Stage(1, 1, 1, mesh=Mesh([0])),), ()), []
 
-    def record_topology(pipeline, rows, topology, strategy, **options):
+    def record_topology(pipeline, pp_ranks, topology, strategy, **options):
         used.append(topology)
         return []
 
@@ -306,7 +306,7 @@ def run_counter(rank, is_buffer, kind=None, signal_only=False):
     mesh = [Mesh([0]), Mesh([1])]
     x, count = (TensorSpec((2, 3), "float32", Layout(mesh[0]), Layout(mesh[1]), name) for name in ("x", "count"))
     edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
-    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=each) for each in mesh), (edge,))
+    pipeline = Pipeline(tuple(Stage(1, 1, 1, mesh=item) for item in mesh), (edge,))
     module = (kind or Counter)(rank, is_buffer)
     engine = Engine(gpipe(pipeline, 6), pipeline, {rank: module}, timeout_seconds=20, signal_only=signal_only)
     try:
@@ -315,21 +315,21 @@ def run_counter(rank, is_buffer, kind=None, signal_only=False):
         return str(error)
 
 
-def run_on_one_row(rank):
+def run_on_one_pp_rank(rank):
     mesh = Mesh([0])
     x, count = (TensorSpec((2, 3), "float32", Layout(mesh), Layout(mesh), name) for name in ("x", "count"))
     edge = Edge(0, 1, 1, 1, tensors=(x, count), without_gradient={"count"})
     pipeline = Pipeline((Stage(1, 1, 1, mesh=mesh),) * 2, (edge,))
     order = ["F0", "F1", "f0", "f1", "b0", "B0", "b1", "B1"]
-    row = tuple(Action(Kind(word[0].upper()), int(word[0].islower()), int(word[1])) for word in order)
-    engine = Engine(Schedule("one row", (row,), (0, 0), 2), pipeline, {s: Counter(s, False) for s in (0, 1)})
+    actions = tuple(Action(Kind(word[0].upper()), int(word[0].islower()), int(word[1])) for word in order)
+    engine = Engine(Schedule("one pp rank", (actions,), (0, 0), 2), pipeline, {s: Counter(s, False) for s in (0, 1)})
     with pytest.raises(ArgumentError, match="stage 0 changed 'count' in place after returning it, so stage 1"):
         engine.step({0: [{"x": torch.ones(2, 3)}] * 2})
     shared = torch.nn.Linear(3, 3)
     modules = {0: torch.nn.Sequential(shared), 1: torch.nn.Sequential(shared)}
     with pytest.raises(ArgumentError, match="is the same Parameter as that of stage 0"):
         Engine(
-            Schedule("one row", (row,), (0, 0), 2),
+            Schedule("one pp rank", (actions,), (0, 0), 2),
             pipeline,
             modules,
             ties=[TiedParameter({0: "0.weight", 1: "0.weight"}, (3, 3))],
@@ -337,7 +337,7 @@ def run_on_one_row(rank):
     modules[1] = torch.nn.Sequential(torch.nn.Linear(3, 3).requires_grad_(False))
     with pytest.raises(DisagreementError, match=r"'0.weight' of stage 0 is trained, but '0.weight' of stage 1, which"):
         Engine(
-            Schedule("one row", (row,), (0, 0), 2),
+            Schedule("one pp rank", (actions,), (0, 0), 2),
             pipeline,
             modules,
             ties=[TiedParameter({0: "0.weight", 1: "0.weight"}, (3, 3))],
@@ -346,7 +346,7 @@ def run_on_one_row(rank):
 
 
 def test_in_place_changes_are_found_between_stages_of_one_rank():
-    assert run_processes(run_on_one_row, 1) == [True]
+    assert run_processes(run_on_one_pp_rank, 1) == [True]
 
 
 class InputChanger(Counter):

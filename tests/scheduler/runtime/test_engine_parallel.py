@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from reshard import ArgumentError, Layout, Mesh, RemoteError
+from reshard import Layout, Mesh
+from reshard.errors import ArgumentError, RemoteError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, auto_schedule, one_f_one_b, zb_h1
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter
@@ -242,14 +243,15 @@ def run_wrapped(rank):
 
 def test_wrappers_that_would_give_wrong_gradients_are_rejected():
     first, second = run_processes(run_wrapped, 2, timeout_seconds=60)
-    for one in (first, second):
-        assert "the module of stage 0 has '0', which is wrapped by DistributedDataParallel; only the whole" in one[0]
-        assert "static_graph=True" in one[1]
+    for item in (first, second):
+        assert "the module of stage 0 has '0', which is wrapped by DistributedDataParallel; only the whole" in item[0]
+        assert "static_graph=True" in item[1]
         assert (
-            "stage 0 gives a loss on 2 replicas under DDP, which see different data, but num_loss_shards is 1" in one[2]
+            "stage 0 gives a loss on 2 replicas under DDP, which see different data, but num_loss_shards is 1"
+            in item[2]
         )
-        assert "num_loss_shards is 0; it must be an integer from 1 to 2" in one[3]
-        assert "num_loss_shards is 3" in one[4]
+        assert "num_loss_shards is 0; it must be an integer from 1 to 2" in item[3]
+        assert "num_loss_shards is 3" in item[4]
 
 
 def run_timeline(rank):
@@ -265,18 +267,18 @@ def run_timeline(rank):
     ) as engine:
         engine.step({0: [{"input": torch.ones(1, 3)}] * 2})
         timeline = engine.timeline()
-        rows = sorted({span.row for span in timeline.spans}), len(timeline.transfers)
-        with pytest.raises(ArgumentError, match="no row 7"):
+        pp_ranks = sorted({span.pp_rank for span in timeline.spans}), len(timeline.transfers)
+        with pytest.raises(ArgumentError, match="no pp rank 7"):
             timeline.exposed_seconds(7)
         if rank == 3:
-            return rows, None
+            return pp_ranks, None
         try:
             engine.timeline()
         except RemoteError as error:
-            return rows, str(error)
+            return pp_ranks, str(error)
 
 
 def test_timeline_needs_all_ranks_of_the_pipeline_and_no_others():
-    _, (rows, error), _, (others, _) = run_processes(run_timeline, 4, timeout_seconds=60)
-    assert rows == others == ([0, 1], 4)
+    _, (pp_ranks, error), _, (others, _) = run_processes(run_timeline, 4, timeout_seconds=60)
+    assert pp_ranks == others == ([0, 1], 4)
     assert "rank 3 is gone" in error

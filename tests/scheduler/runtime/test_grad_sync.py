@@ -13,7 +13,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import reshard
-from reshard import Mesh, RemoteError, ReshardError
+from reshard import Mesh, ReshardError
+from reshard.errors import RemoteError
 from reshard.scheduler import Pipeline, Stage, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.torch_compat import is_connection_error
@@ -95,7 +96,7 @@ def run_buffers(rank, kinds):
     """Run a step for each kind of buffer. Returns the outcome of the step and the buffer's content after it, by kind."""
     inner = Last() if rank else First()
     module = wrap(rank, 2, inner)
-    pipeline, found = make_pipeline(2), {}
+    pipeline, buffers = make_pipeline(2), {}
     for kind in kinds:
         whole = torch.arange(24.0).reshape(4, 6) + 100 * rank
         made = {
@@ -125,8 +126,8 @@ def run_buffers(rank, kinds):
         if kind == "sliced" and rank == 2:
             untouched = torch.arange(24.0).reshape(4, 6)[:, 1::2] + 200  # the columns that the buffer skips
             assert whole[:, 1::2].equal(untouched)
-        found[kind] = outcome, made.resolve_conj().tolist()
-    return found
+        buffers[kind] = outcome, made.resolve_conj().tolist()
+    return buffers
 
 
 def test_replicas_receive_the_buffers_of_the_first_replica():
@@ -151,16 +152,16 @@ def run_losses(rank, numbers):
     inner = First() if rank < 2 else Last()
     inner.gives_loss = True
     module = wrap(rank, 1, inner, first=2)
-    schedule, found = one_f_one_b(pipeline, NUM), []
+    schedule, losses = one_f_one_b(pipeline, NUM), []
     for shards in numbers:
         inner.zero_grad()
         try:
             with Engine(schedule, pipeline, {int(rank > 1): module}, num_loss_shards=shards) as engine:
                 step = engine.step(feed(rank, 1, first=2))
-            found.append(("done", gradients(inner), step.loss))
+            losses.append(("done", gradients(inner), step.loss))
         except ReshardError as error:
-            found.append((str(error), None, None))
-    return found
+            losses.append((str(error), None, None))
+    return losses
 
 
 def test_stages_with_a_loss_may_have_different_numbers_of_replicas():

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.heartbeat import Monitor
-from reshard.coordination.process_group import find_group
 from reshard.scheduler import StageOutput, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.grad_sync import ReplicaSync, _sparse
@@ -95,7 +95,7 @@ def run_flat(rank):
         parameter.grad = part.view(parameter.shape)
     with Engine(one_f_one_b(pipeline, NUM), pipeline, {int(rank > 0): module}, num_loss_shards=2) as engine:
         engine.step(feed(rank, 2))
-        watched = [each for each in Monitor.of(find_group(None))._watched if isinstance(each, ReplicaSync)]
+        watched = [item for item in Monitor.of(find_group(None))._watched if isinstance(item, ReplicaSync)]
     return gradients(module), flat.numpy().copy(), len(watched)
 
 

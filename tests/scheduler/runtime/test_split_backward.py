@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from reshard import ArgumentError, Layout, Mesh
+from reshard import Layout, Mesh
+from reshard.errors import ArgumentError
 from reshard.scheduler import Edge, Pipeline, Stage, StageOutput
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.schedule import Schedule
@@ -30,7 +31,7 @@ class Part(nn.Module):
         self.b.weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
 
     def forward(self, x):
-        first, once, pos = (each.view(1, WIDTH) if self.views else each for each in (self.first, self.once, self.pos))
+        first, once, pos = (item.view(1, WIDTH) if self.views else item for item in (self.first, self.once, self.pos))
         y = self.a(x.view(1, WIDTH) + first) + once + pos
         y = self.b(torch.tanh(self.b(torch.tanh(y) * self.frozen)))
         y = y + (self.pos[None] if self.views else self.pos)

@@ -32,11 +32,11 @@ def test_order_is_a_function_of_seed_and_step(kind):
 
     loader = make(1)
     batches = [batch for _, batch in zip(range(4), loader, strict=False)]
-    assert loader.state_dict() == {"step": 4, "seed": 1, "rows": 3}
+    assert loader.state_dict() == {"step": 4, "seed": 1, "num_samples": 3}
     assert same(make(1).batch(3), batches[3])
     assert not same(make(2).batch(3), batches[3])
     resumed = make(1)
-    resumed.load_state_dict({"step": 2, "seed": 1, "rows": 3})
+    resumed.load_state_dict({"step": 2, "seed": 1, "num_samples": 3})
     assert same(next(iter(resumed)), batches[2])
     with pytest.raises(ArgumentError, match="read with seed 1, but is now read with seed 2; pass --seed 1"):
         make(2).load_state_dict(loader.state_dict())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from reshard.scheduler.training.loop import (
-    MOST_NORM,
+    MAX_NORM,
     Job,
     make_loaders,
     make_optimizer,
@@ -17,12 +17,12 @@ from reshard.scheduler.training.loop import (
     train,
 )
 from reshard.scheduler.training.models import make_model
-from reshard.scheduler.training.presets import PRESETS, GPTConfig, Preset, UTransformerConfig
+from reshard.scheduler.training.models.presets import PRESETS, GPTConfig, Preset, UTransformerConfig
 from reshard.testing import run_processes
 from tests.support.whole_models import find_shapes
 
-GPT = Preset(GPTConfig(4, 4, 4, sequence=16, vocabulary=256), 8, 3e-3, microbatches=4)
-U_TRANSFORMER = Preset(UTransformerConfig(8, side=8, num_heads=2, groups=4), 8, 3e-3, microbatches=4)
+GPT = Preset(GPTConfig(4, 4, 4, sequence=16, vocabulary=256), 8, 3e-3, num_microbatches=4)
+U_TRANSFORMER = Preset(UTransformerConfig(8, side=8, num_heads=2, groups=4), 8, 3e-3, num_microbatches=4)
 
 
 def train_alone(job):
@@ -37,7 +37,7 @@ def train_alone(job):
         loss = model(**batch)
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), MOST_NORM)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         optimizer.step()
         rates.step()
         losses.append(float(loss.detach()))
@@ -143,7 +143,7 @@ DIVISORS = {
 def test_every_recipe_takes_200_finite_steps(name):
     preset = PRESETS[name].shrunk(DIVISORS[name], 2)
     assert preset.autocast == PRESETS[name].autocast == ("float16" if "gpt" in name else "")
-    preset = replace(preset, microbatches=4, rows=16)
+    preset = replace(preset, num_microbatches=4, num_samples=16)
     result = train_staged(Job(name, preset, 200, "1x1,1x1", warmup=20))
     assert len(result.losses) == 200
     assert result.skipped == ()

@@ -26,7 +26,7 @@ def problem():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("text", "microbatches"),
+    ("text", "num_microbatches"),
     [
         ("4:2 tp, 4:1 half", 4),
         ("3:1, 5:2", 4),
@@ -44,10 +44,10 @@ def problem():
         "zero 3 on a grid",
     ],
 )
-def test_predicted_memory_is_within_5_percent(problem, text, microbatches):
+def test_predicted_memory_is_within_5_percent(problem, text, num_microbatches):
     stages = parse_stages(text)
     cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
-    _, training_plan = make_by_hand(problem, cluster, stages, microbatches)
+    _, training_plan = make_by_hand(problem, cluster, stages, num_microbatches)
     counted = run_processes(
         count_peak_bytes, training_plan.num_ranks, replace(JOB, training_plan=training_plan), timeout_seconds=300
     )

@@ -21,8 +21,8 @@ from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
     ("preset", "devices", "keep"),
     [
         (GPT, 3, (("tp", 1),)),
-        pytest.param(U_TRANSFORMER, 2, (("microbatches", 4),), marks=pytest.mark.slow),
-        pytest.param(GPT, 4, (("tp", 2), ("microbatches", 4)), marks=pytest.mark.slow),
+        pytest.param(U_TRANSFORMER, 2, (("num_microbatches", 4),), marks=pytest.mark.slow),
+        pytest.param(GPT, 4, (("tp", 2), ("num_microbatches", 4)), marks=pytest.mark.slow),
         pytest.param(replace(GPT, autocast="bfloat16"), 2, (), marks=pytest.mark.slow),
     ],
     ids=["gpt", "u-transformer", "tensor parallel", "autocast"],
@@ -46,7 +46,7 @@ SMALL = ["train", "gpt3-125m", "--shrink", "24", "--batch", "4", "--steps", "1"]
 @pytest.mark.slow
 def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert main([*SMALL, "--devices", "2", "--memory", "1GB", "--plan", "auto", "--keep", "microbatches=2"]) == 0
+    assert main([*SMALL, "--devices", "2", "--memory", "1GB", "--plan", "auto", "--keep", "num_microbatches=2"]) == 0
     shown = capfd.readouterr()
     assert "2 microbatches" in shown.err
     assert "gpt3-125m/24 on a training plan, steps 0 to 1: loss 5." in shown.out
@@ -60,7 +60,7 @@ def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     graph = LayerGraph.transformer(layers=5, hidden=8, heads=2, sequence=8, vocabulary=32)
     profile = LayerProfile.estimate(graph, flops_per_second=1e9)
-    search(graph, Cluster(Topology.uniform((0, 0)), 1e9), profile, rows=4).save("plan.json")
+    search(graph, Cluster(Topology.uniform((0, 0)), 1e9), profile, num_samples=4).save("plan.json")
     for options, message in (
         (["--plan", "plan.json"], "has 7 layers (blocks.0, blocks.1, blocks.2, ...), but gpt3-125m/24 has "),
         (
@@ -111,15 +111,15 @@ def test_a_search_uses_codecs_where_links_are_slow(tmp_path):
 @pytest.mark.slow
 def test_the_loop_of_search_and_measurement_trains_as_one_process():
     job = Job("test", GPT, 3, "", warmup=2)
-    options = SearchOptions(2, None, "100MB", (("microbatches", 4),), measures=True)
+    options = SearchOptions(2, None, "100MB", (("num_microbatches", 4),), measures=True)
     found = run_processes(tune_training_plan, 2, job, options, timeout_seconds=300)
     assert found[0] == found[1]
     tuned = found[0]
     assert 1 <= len(tuned.rounds) <= 2
     assert tuned.gain >= 1.0
-    for each in tuned.rounds:
-        assert {span.action.stage for span in each.measurement.timelines[0].spans} == set(
-            range(len(each.training_plan.stages))
+    for item in tuned.rounds:
+        assert {span.action.stage for span in item.measurement.timelines[0].spans} == set(
+            range(len(item.training_plan.stages))
         )
     result = run_processes(train, 2, replace(job, training_plan=tuned.training_plan), False, timeout_seconds=300)[0]
     assert list(result.losses) == pytest.approx(train_alone(job)[0], abs=1e-5)
@@ -130,9 +130,11 @@ def test_an_error_of_the_search_reaches_all_ranks():
     job = Job("test", GPT, 3, "")
     with pytest.raises(LaunchError) as raised:
         run_processes(
-            tune_training_plan, 2, job, SearchOptions(2, None, "100MB", (("microbatches", 3),), measures=True)
+            tune_training_plan, 2, job, SearchOptions(2, None, "100MB", (("num_microbatches", 3),), measures=True)
         )
-    assert [str(each.error) for each in raised.value.failures] == ["3 microbatches do not divide 8 rows evenly"] * 2
+    assert [str(failure.error) for failure in raised.value.failures] == [
+        "3 microbatches do not divide 8 samples evenly"
+    ] * 2
 
 
 def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
@@ -141,7 +143,7 @@ def test_any_failure_of_the_search_on_rank_0_ends_all_ranks(monkeypatch):
         run_processes(
             tune_training_plan, 2, job, SearchOptions(2, "none.json", "100MB", measures=True), grace_seconds=20
         )
-    assert [type(each.error).__name__ for each in raised.value.failures] == ["TopologyError"] * 2
+    assert [type(failure.error).__name__ for failure in raised.value.failures] == ["TopologyError"] * 2
     monkeypatch.setattr(plan_search, "make_job_problem", lambda *_: int("x"))
     with pytest.raises(LaunchError) as raised:
         run_processes(tune_training_plan, 2, job, SearchOptions(2, None, "100MB", measures=True), grace_seconds=20)

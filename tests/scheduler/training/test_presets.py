@@ -10,7 +10,7 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.scheduler.training.counts import count_edges
 from reshard.scheduler.training.models import find_cuts, make_model
-from reshard.scheduler.training.presets import NUM_U_LAYERS, PRESETS, GPTConfig, UTransformerConfig, find_preset
+from reshard.scheduler.training.models.presets import NUM_U_LAYERS, PRESETS, GPTConfig, UTransformerConfig, find_preset
 
 MIB = 2**20
 MILLIONS = {name: float(name.split("-")[-1][:-1]) * (1e6 if name[-1] == "m" else 1e9) for name in PRESETS}
@@ -43,14 +43,14 @@ def test_u_transformer_has_more_parameters_than_its_name_says(name, more):
 def test_edges_have_the_bytes_of_the_study():
     gpt = PRESETS["study-gpt-2.6b"]
     (edge,) = count_edges(gpt, gpt.divide_layers(2))
-    assert edge.nbytes * gpt.rows / gpt.microbatches == 40 * MIB  # float16, 8 rows in a microbatch
+    assert edge.nbytes * gpt.num_samples / gpt.num_microbatches == 40 * MIB  # float16, 8 samples in a microbatch
     largest = PRESETS["u-transformer-2b"]
     (edge,) = count_edges(largest, largest.layers)
-    config, rows = largest.config, largest.rows // largest.microbatches
-    assert rows == 64
+    config, num_samples = largest.config, largest.num_samples // largest.num_microbatches
+    assert num_samples == 64
     down = [config.width(level) * (config.side >> level) ** 2 for level in range(4)]
     halved = [config.width(level) * (config.side >> (level + 1)) ** 2 for level in range(3)]
-    assert (down[0] + sum(down) + sum(halved)) * 4 * rows / MIB == 546  # all skips
+    assert (down[0] + sum(down) + sum(halved)) * 4 * num_samples / MIB == 546  # all skips
     # cut before the fifth up layer: the output of layer 8, and the skips of layers 9 to 12
     sizes_sent = [config.width(3) * 16**2, down[1], halved[0], down[0], down[0]]
     assert edge.nbytes == 4 * sum(sizes_sent)
@@ -73,7 +73,7 @@ def test_shrinking_multiplies_bytes_per_operation_of_all_edges_alike(name, divis
     small = whole.shrunk(divisor, num_stages)
     factor = whole.config.shrink_factor(divisor)
     assert factor == (divisor**2 if "gpt" in name else divisor)
-    pairs = list(zip(*(count_edges(each, each.divide_layers(num_stages)) for each in (whole, small)), strict=True))
+    pairs = list(zip(*(count_edges(item, item.divide_layers(num_stages)) for item in (whole, small)), strict=True))
     assert pairs
     for edge, shrunk in pairs:
         assert (edge.src, edge.dst) == (shrunk.src, shrunk.dst)
@@ -93,7 +93,7 @@ def test_every_preset_can_be_shrunk_to_any_size(name):
         if isinstance(config, GPTConfig):
             assert config.vocabulary >= 256
             assert config.num_heads == PRESETS[name].config.num_heads
-        assert small.rows >= small.microbatches
+        assert small.num_samples >= small.num_microbatches
     assert PRESETS[name].shrunk(1, 3) is PRESETS[name]
 
 

@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from reshard.coordination.descriptors import has_descriptors
-from reshard.coordination.messages import RankStatus
-from reshard.coordination.store import Store
+from reshard.coordination.groups.messages import RankStatus
+from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child, find_creator_pid, keep_in_child
 from reshard.formatting import count_of, describe_ranks
 from reshard.runtime.torch_compat import is_alive, store_of
+from reshard.runtime.transport.descriptors import has_descriptors
 
 #: How long closing a group waits for each of its threads to end.
 END_SECONDS = 2.0
@@ -70,7 +70,7 @@ class GroupResources:
 
     def users(self) -> list[ConnectionUser]:
         """The users that still exist."""
-        return [user for each in tuple(self._users) if (user := each()) is not None]
+        return [user for item in tuple(self._users) if (user := item()) is not None]
 
     def release(self) -> None:
         """Release everything, once. Does nothing in a forked child, because the parent still uses the connections.

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from reshard.coordination.calling_threads import Caller
+from reshard.coordination.groups.calling_threads import Caller
 from reshard.errors import BY_NAME, RemoteError, ReshardError
 
 

@@ -29,31 +29,16 @@ from typing import Any
 
 import torch.distributed as dist
 
+from reshard.timeouts import PendingCall
+
 #: Default timeout of a call.
 STORE_SECONDS = 1.5
 #: A store that has not answered a call for this long counts as lost.
 LOST_STORE_SECONDS = 30.0
-#: Interval of checks for reported errors while waiting.
-POLL_SECONDS = 0.2
 
 
 class StoreSilentError(RuntimeError):
     """The store has not answered in time, but may still be alive."""
-
-
-class _Call:
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self.done = threading.Event()
-        self.result: Any = None
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self.result = self._function()
-        except BaseException as error:
-            self.error = error
-        self.done.set()
 
 
 class _Worker:
@@ -64,8 +49,8 @@ class _Worker:
         self.thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
-        self._unanswered: _Call | None = None  # the last call that timed out
+        self._calls: queue.SimpleQueue[PendingCall | None] = queue.SimpleQueue()
+        self._unanswered: PendingCall | None = None  # the last call that timed out
         self._unanswered_since = 0.0
         self._lost: str | None = None  # why the connection to the store ended; torch never reconnects
 
@@ -86,7 +71,7 @@ class _Worker:
                 self.thread.start()
             if self._unanswered is not None and not self._unanswered.done.is_set():
                 self._raise_silent()
-            pending = _Call(functools.partial(function, raw))
+            pending = PendingCall(functools.partial(function, raw))
             self._calls.put(pending)
         if not pending.done.wait(max(begun + seconds - time.monotonic(), 0.0)):
             self._unanswered, self._unanswered_since = pending, begun
@@ -116,7 +101,7 @@ class _Worker:
         self._calls.put(None)
 
 
-def _run_calls(calls: queue.SimpleQueue[_Call | None]) -> None:
+def _run_calls(calls: queue.SimpleQueue[PendingCall | None]) -> None:
     while (pending := calls.get()) is not None:
         pending.run()
         del pending  # it refers to the store
@@ -177,18 +162,3 @@ class Store:
         """Wait at most ``seconds`` for the thread of a closed store to end."""
         if self._worker.thread is not None:
             self._worker.thread.join(seconds)
-
-
-def run_with_timeout(function: Callable[[], Any], seconds: float) -> Any:
-    """Call ``function`` on a new thread; returns its result or raises its exception.
-
-    Raises:
-        RuntimeError: it did not return in time. Its thread keeps running.
-    """
-    pending = _Call(function)
-    threading.Thread(target=pending.run, name="reshard-timeout", daemon=True).start()
-    if not pending.done.wait(seconds):
-        raise RuntimeError(f"timed out after {seconds:g} s")
-    if pending.error is not None:
-        raise pending.error
-    return pending.result

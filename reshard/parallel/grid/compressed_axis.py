@@ -1,8 +1,8 @@
-"""The collectives of matrix products, with messages coded by a block codec.
+"""The collectives of matrix products, with messages encoded by a block codec.
 
-A message is coded only if the code is shorter. Both ends compute its size from the number of values. In a gather, a
-rank codes and decodes its own part too, so that all ranks hold the same bits. Sums and exchanges do not code a rank's
-own part. If several ranks of an axis share a host, sums inside the host are not coded.
+A message is encoded only if the code is shorter. Both ends compute its size from the number of values. In a gather, a
+rank encodes and decodes its own part too, so that all ranks hold the same bits. Sums and exchanges do not compress a
+rank's own part. If several ranks of an axis share a host, sums inside the host are not encoded.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .collectives import Axis
 from .pending import Pending
 
 
-class CodedAxis:
-    """The ``gather``, ``reduce_scatter`` and ``exchange`` of an :class:`Axis`, with coded messages.
+class CompressedAxis:
+    """The ``gather``, ``reduce_scatter`` and ``exchange`` of an :class:`Axis`, with encoded messages.
 
     Args:
         axis: the ranks.
@@ -54,7 +54,7 @@ class CodedAxis:
         if axis.size == 1 or not array.numel() or dtype_name(array.dtype) not in CODED_DTYPES:
             return axis.reduce_scatter(array, sizes)
         if axis.levels is not None:
-            return axis.levels.reduce_scatter(array, sizes, CodedAxis(axis.levels.between, self._codec))
+            return axis.levels.reduce_scatter(array, sizes, CompressedAxis(axis.levels.between, self._codec))
         parts = array.split(list(sizes))
         own, numel = parts[axis.index], parts[axis.index].numel()
         received_bytes = [self._message_bytes(numel, array.itemsize)] * axis.size
@@ -106,7 +106,7 @@ class CodedAxis:
     def _message_bytes(self, numel: int, itemsize: int) -> int:
         return min(self._codec.nbytes((numel,), 0), numel * itemsize)
 
-    def _is_coded(self, numel: int, itemsize: int) -> bool:
+    def _is_encoded(self, numel: int, itemsize: int) -> bool:
         return self._codec.nbytes((numel,), 0) < numel * itemsize
 
     def _encode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -115,7 +115,7 @@ class CodedAxis:
         out = torch.empty(sum(sizes), dtype=torch.uint8, device="cpu")
         for part, start, size in zip(parts, accumulate(sizes, initial=0), sizes, strict=False):
             flat = part.contiguous().reshape(-1)
-            if self._is_coded(part.numel(), part.itemsize):
+            if self._is_encoded(part.numel(), part.itemsize):
                 self._codec.encode(flat, out[start : start + size], 0)
             else:
                 out[start : start + size] = flat.view(torch.uint8)
@@ -128,7 +128,7 @@ class CodedAxis:
         dtype = dtype or target.dtype
         if not target.numel():
             return
-        if self._is_coded(target.numel(), dtype.itemsize):
+        if self._is_encoded(target.numel(), dtype.itemsize):
             self._codec.decode(data, target, 0, accumulate=accumulate)
         elif accumulate:
             target += data.clone().view(dtype)  # clone() aligns the bytes, as view() requires

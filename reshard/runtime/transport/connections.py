@@ -15,16 +15,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.descriptors import check_descriptors
-from reshard.coordination.liveness.heartbeat import call_at_exit
-from reshard.coordination.store import POLL_SECONDS, run_with_timeout
-from reshard.forks import call_in_child, keep_in_child
+from reshard.forks import call_at_exit, call_in_child, keep_in_child
 from reshard.formatting import format_ranks
 from reshard.public_api import caller_level
 from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NCCL_DEVICES, NcclCollectives, NcclExchange, make_communicator
-from reshard.runtime.transport import BrokenConnectionError, Work
+from reshard.runtime.transport.descriptors import check_descriptors
+from reshard.runtime.transport.interface import BrokenConnectionError, Work
+from reshard.timeouts import run_with_timeout
 
+#: Interval of checks for reported errors while waiting.
+POLL_SECONDS = 0.2
 #: A tag that no transfer uses: transfer tags are round numbers.
 ABORT_TAG = 2**31 - 1
 #: How long to wait for the creation of a group after its own timeout has passed.
@@ -128,8 +129,8 @@ class Connections:
 
     def begin_close(self) -> None:
         """Begin to close communicators on a device, without waiting. Call it on all connections before closing one."""
-        for one in self._on_device():
-            one.begin_close()
+        for item in self._on_device():
+            item.begin_close()
 
     def close(self) -> None:
         """Drop all groups. A group without other references ends its threads and closes its connections."""
@@ -142,8 +143,8 @@ class Connections:
 
     def close_communicators(self) -> None:
         """Wait until communicators on a device have closed."""
-        for one in self._on_device():
-            one.close()
+        for item in self._on_device():
+            item.close()
 
     def abort(self) -> None:
         """End all waits on every transport, on this rank and soon on the other ranks."""
@@ -151,10 +152,10 @@ class Connections:
             abort_group(group)
         if isinstance(self._collectives, dist.ProcessGroupGloo):
             abort_group(self._collectives)
-        for one in self._on_device():  # an abort may wait for the kernels of the others
-            one.begin_abort()
-        for one in self._on_device():
-            one.abort()
+        for item in self._on_device():  # an abort may wait for the kernels of the others
+            item.begin_abort()
+        for item in self._on_device():
+            item.abort()
 
 
 #: Connections with communicators on devices.
@@ -164,10 +165,10 @@ call_in_child(_on_devices.clear)
 
 def _close_communicators() -> None:
     """At process exit, close all communicators. Otherwise NCCL tells ranks still at work that this one has died."""
-    for one in list(_on_devices):
-        one.begin_close()
-    for one in list(_on_devices):
-        one.close_communicators()
+    for on_device in list(_on_devices):
+        on_device.begin_close()
+    for on_device in list(_on_devices):
+        on_device.close_communicators()
 
 
 class _PolledStore(dist.Store):

@@ -38,7 +38,7 @@ class GPTConfig:
     """Sizes of a GPT: ``hidden = num_heads * head_size``.
 
     Attributes:
-        sequence: tokens of a row. vocabulary: number of different tokens.
+        sequence: tokens of a sample. vocabulary: number of different tokens.
         is_tied: whether the head shares the weight of the token embedding.
     """
 
@@ -149,21 +149,21 @@ class Preset:
     """A model and how it is trained.
 
     Attributes:
-        config: sizes. rows: of a global batch. learning_rate: at the end of the warm-up.
+        config: sizes. num_samples: of a global batch. learning_rate: at the end of the warm-up.
         autocast: dtype of the computations; empty: float32, the dtype of the parameters.
-        microbatches: of a step. stages: dp x tp of each stage. layers: of each stage; empty: equal shares.
+        num_microbatches: of a step. stages: dp x tp of each stage. layers: of each stage; empty: equal shares.
     """
 
     config: GPTConfig | UTransformerConfig
-    rows: int
+    num_samples: int
     learning_rate: float
     autocast: str = ""
-    microbatches: int = 8
+    num_microbatches: int = 8
     stages: str = "1x1,1x1"
     layers: tuple[int, ...] = ()
 
     def shrunk(self, divisor: int, num_stages: int) -> Preset:
-        """Shrink the model, raise the learning rate, and use at most four rows per microbatch.
+        """Shrink the model, raise the learning rate, and use at most four samples per microbatch.
 
         Raises:
             ArgumentError: the divisor is not positive, or the model has too few layers.
@@ -173,8 +173,10 @@ class Preset:
         if divisor < 1:
             raise ArgumentError(f"the divisor of a model is {divisor}; it must be positive")
         rate = min(_MAX_LEARNING_RATE, self.learning_rate * divisor)
-        rows = min(self.rows, 4 * self.microbatches)
-        return replace(self, config=self.config.shrunk(divisor, num_stages), rows=rows, learning_rate=rate)
+        num_samples = min(self.num_samples, 4 * self.num_microbatches)
+        return replace(
+            self, config=self.config.shrunk(divisor, num_stages), num_samples=num_samples, learning_rate=rate
+        )
 
     def divide_layers(self, num_stages: int) -> tuple[int, ...]:
         """Layers per stage: ``layers`` if it has ``num_stages`` entries, else equal shares, the first ones one larger.
@@ -192,20 +194,22 @@ class Preset:
         return tuple(share + (stage < extra) for stage in range(num_stages))
 
 
-def _gpt3(layers: int, heads: int, head_size: int, rows: int, rate: float) -> Preset:
-    return Preset(GPTConfig(layers, heads, head_size), rows, rate, "float16")
+def _gpt3(layers: int, heads: int, head_size: int, num_samples: int, rate: float) -> Preset:
+    return Preset(GPTConfig(layers, heads, head_size), num_samples, rate, "float16")
 
 
-def _study_gpt(layers: int, head_size: int, rows: int, stages: str) -> Preset:
+def _study_gpt(layers: int, head_size: int, num_samples: int, stages: str) -> Preset:
     config = GPTConfig(layers, 32, head_size, sequence=1024, vocabulary=51200)
-    return Preset(config, rows, 2e-4, "float16", 4, stages)
+    return Preset(config, num_samples, 2e-4, "float16", 4, stages)
 
 
-def _u_transformer(channels: int, rows: int, microbatches: int, stages: str, layers: tuple[int, ...]) -> Preset:
-    return Preset(UTransformerConfig(channels), rows, 1e-4, "", microbatches, stages, layers)
+def _u_transformer(
+    channels: int, num_samples: int, num_microbatches: int, stages: str, layers: tuple[int, ...]
+) -> Preset:
+    return Preset(UTransformerConfig(channels), num_samples, 1e-4, "", num_microbatches, stages, layers)
 
 
-#: Presets by name. For GPT-3: layers, heads, head size, rows of 2048 tokens per batch, and learning rate.
+#: Presets by name. For GPT-3: layers, heads, head size, samples of 2048 tokens per batch, and learning rate.
 PRESETS: Mapping[str, Preset] = {
     "gpt3-125m": _gpt3(12, 12, 64, 256, 6.0e-4),
     "gpt3-350m": _gpt3(24, 16, 64, 256, 3.0e-4),

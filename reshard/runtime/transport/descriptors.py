@@ -58,6 +58,6 @@ def _count_open() -> tuple[int, float]:
         return 0, math.inf
     try:
         # Descriptors at or above the limit were opened before it was lowered. One descriptor is that of this listing.
-        return sum(int(each.name) < limit for each in Path("/dev/fd").iterdir()) - 1, limit
+        return sum(int(path.name) < limit for path in Path("/dev/fd").iterdir()) - 1, limit
     except OSError as error:
         return limit if is_descriptor_shortage(error) else 0, limit

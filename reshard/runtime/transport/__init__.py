@@ -1,0 +1,8 @@
+"""How bytes move between ranks: the interface of a transport, and the connections of Gloo and NCCL.
+
+Imports :mod:`reshard.runtime.cuda` and the root.
+"""
+
+from .interface import ROUNDING_SECONDS, BrokenConnectionError, Transport, Work, wait_for
+
+__all__ = ["ROUNDING_SECONDS", "BrokenConnectionError", "Transport", "Work", "wait_for"]
