@@ -350,6 +350,27 @@ class Topology:
             hosts=self.hosts if len(self.hosts) == 1 else tuple(map(self.host, kept)),
         )
 
+    def select(self, ranks: Sequence[int]) -> Topology:
+        """The topology of some ranks, which become 0, 1, ... in the given order; hosts and pods are numbered anew.
+
+        Raises:
+            ArgumentError: a rank is not an integer. TopologyError: a rank has no host.
+        """
+        ranks = _check_ranks(ranks)
+        self.check_covers(ranks)
+        hosts = list(dict.fromkeys(self.host_of_rank[rank] for rank in ranks))
+        pods = list(dict.fromkeys(pod for host in hosts if (pod := self.host(host).pod) is not None))
+        moved = (
+            replace(host, pod=None if host.pod is None else pods.index(host.pod)) for host in map(self.host, hosts)
+        )
+        return replace(
+            self,
+            host_of_rank=tuple(hosts.index(self.host_of_rank[rank]) for rank in ranks),
+            nic_of_rank=tuple(self.nic_of_rank[rank] for rank in ranks),
+            hosts=tuple(moved),
+            pods=tuple(self.pods[pod] for pod in pods),
+        )
+
     def check_covers(self, ranks: Sequence[int]) -> None:
         """Raise TopologyError unless every rank has a host, and ArgumentError if a rank is not an integer."""
         ranks = _check_ranks(ranks)

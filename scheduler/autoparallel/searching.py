@@ -94,7 +94,46 @@ def search(
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = replace(problem, compression=compression)
+    if method == "auto":
+        return _choose_devices(problem)
     return choose_training_plan(problem, method)
+
+
+def _choose_devices(problem: SearchProblem) -> TrainingPlan:
+    """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them."""
+    best, refusal = None, None
+    try:
+        best = choose_training_plan(problem)
+    except ArgumentError as error:
+        refusal = error
+    on_all = math.inf if best is None else best.seconds
+    for ranks in problem.cluster.parts():
+        part = replace(problem, cluster=problem.cluster.select(ranks))
+        try:
+            if best is not None and part.bound_seconds >= best.seconds:
+                continue
+            found = choose_training_plan(part)
+        except ArgumentError:  # nothing fits there
+            continue
+        if best is None or found.seconds < best.seconds:
+            best = _on_ranks(found, problem.cluster, ranks, on_all)
+    if best is None:
+        assert refusal is not None
+        raise refusal
+    return best
+
+
+def _on_ranks(found: TrainingPlan, cluster: Cluster, ranks: tuple[int, ...], on_all: float) -> TrainingPlan:
+    """A training plan of a part of a cluster, or of its hosts in another order, as one of the whole cluster."""
+    names = list(dict.fromkeys(cluster.host_of(rank) for rank in ranks))
+    return replace(
+        found,
+        cluster_hash=cluster.hash,
+        hosts=tuple((names[host], first, end) for host, first, end in found.hosts),
+        ranks=ranks,
+        num_cluster_ranks=cluster.num_ranks,
+        on_all_seconds=on_all if math.isfinite(on_all) else 0.0,
+    )
 
 
 def warn_if_noisy(problem: SearchProblem) -> None:

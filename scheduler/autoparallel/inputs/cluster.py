@@ -78,6 +78,30 @@ class Cluster:
             at += size
         return tuple(found)
 
+    def select(self, ranks: Sequence[int]) -> Cluster:
+        """The cluster of some ranks, which become 0, 1, ... in the given order."""
+        limit = self.memory_limit_bytes
+        memory = tuple(limit[rank] for rank in ranks) if isinstance(limit, tuple) else limit
+        return Cluster(self.topology.select(ranks), memory)
+
+    def parts(self) -> list[tuple[int, ...]]:
+        """The ranks of parts of the cluster that may be faster than all of it, because their links are.
+
+        One device, some devices of a host, each host, and the first hosts in the order of their rates. Of equal parts
+        only the first is listed.
+        """
+        by_rate = sorted(self.hosts, key=lambda host: -self.nic_bytes_per_second(host[0]))
+        found = []
+        for _, first, end in self.hosts:
+            sizes = [1 << power for power in range((end - first).bit_length()) if 1 << power < end - first]
+            found += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
+        for count in range(2, len(by_rate) + 1):
+            if len(by_rate) <= 8 or count & (count - 1) == 0 or count == len(by_rate):
+                found.append(tuple(rank for _, first, end in by_rate[:count] for rank in range(first, end)))
+        every = tuple(range(self.num_ranks))
+        kinds = {self.select(ranks).hash: ranks for ranks in reversed(found) if ranks != every}
+        return sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks))
+
     @cached_property
     def hash(self) -> str:
         """Hash of the links and the memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard.formatting import count_of, format_bytes
+from reshard.formatting import count_of, describe_ranks, format_bytes, format_ranks
 
 from ..inputs.stages import StagePlan
 from .record import TrainingPlanRecord
@@ -38,6 +38,7 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
         f"{count_of(training_plan.num_microbatches, 'microbatch')}, found by {training_plan.method}, "
         f"schedule {training_plan.schedule.name}"
     ]
+    lines += _device_lines(training_plan)
     if training_plan.is_guess:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
     lines.append(
@@ -48,6 +49,21 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
     most = 1 - 1 / len(training_plan.stages)
     lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {most:.3f}")
     return lines
+
+
+def _device_lines(training_plan: TrainingPlanRecord) -> list[str]:
+    """Which devices work, and what a step on all of them takes."""
+    if not training_plan.ranks:
+        return []
+    idle, count, seconds = training_plan.idle_ranks, training_plan.num_cluster_ranks, training_plan.on_all_seconds
+    on_all = f"on all {count} ranks in their order, a step takes {seconds:.4g} s"
+    hosts = ", ".join(f"{end - first} of host {host}" for host, first, end in training_plan.hosts)
+    what = f"{describe_ranks(idle)} of the cluster {'stay' if len(idle) > 1 else 'stays'} idle"
+    return [
+        f"{what if idle else 'the hosts work in another order'}: ranks work as {hosts}; "
+        f"{on_all if seconds else 'nothing fits on all ranks in their order'}",
+        f"ranks of the cluster, in the order of the plan: {format_ranks(training_plan.ranks)}",
+    ]
 
 
 def _layer_lines(number: int, stage: StagePlan, names: Sequence[str]) -> list[str]:

@@ -49,6 +49,9 @@ class TrainingPlanRecord:
     grid_refusals: tuple[tuple[str, str], ...] = ()
     compression_text: str = ""
     ties: tuple[TieReport, ...] = ()
+    ranks: tuple[int, ...] = ()
+    num_cluster_ranks: int = 0
+    on_all_seconds: float = 0.0
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -76,6 +79,11 @@ class TrainingPlanRecord:
     def num_ranks(self) -> int:
         """Ranks of all stages."""
         return self.stages[-1].end_rank
+
+    @property
+    def idle_ranks(self) -> tuple[int, ...]:
+        """Ranks of the cluster that the training plan leaves idle."""
+        return tuple(rank for rank in range(self.num_cluster_ranks) if rank not in set(self.ranks))
 
     @property
     def memory_bytes(self) -> float:
@@ -120,6 +128,15 @@ class TrainingPlanRecord:
                 f"{self.num_microbatches} microbatches of the training plan do not divide {self.num_samples} samples"
             )
         check_stages(self.stages)
+        if self.ranks and (
+            len(self.ranks) != self.num_ranks
+            or len(set(self.ranks)) < len(self.ranks)
+            or not all(type(rank) is int and 0 <= rank < self.num_cluster_ranks for rank in self.ranks)
+        ):
+            raise ArgumentError(
+                f"ranks of the training plan must name {self.num_ranks} different ranks of the cluster, which has "
+                f"{self.num_cluster_ranks}, not {list(self.ranks)}"
+            )
         for what, found in (("layer_names", self.layer_names), ("reports", self.reports)):
             if len(found) != len(self.stages):
                 raise ArgumentError(
@@ -177,6 +194,7 @@ class TrainingPlanRecord:
                 name: tuple(kind(**item) for item in data.pop(name)) for name, kind in kinds.items()
             }
             pairs = {name: tuple(map(tuple, data[name])) for name in ("layer_names", "hosts", "grid_refusals")}
+            pairs["ranks"] = tuple(data.get("ranks", ()))
             made = cls(stages=stages, **lists, **{**data, **pairs})
             made._check()
             return made

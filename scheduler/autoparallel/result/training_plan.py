@@ -32,6 +32,10 @@ class TrainingPlan(TrainingPlanRecord):
         hosts: host, first rank and end of each host.
         grid_refusals: layers that cannot be on a grid of :mod:`reshard.parallel`, and why: the first of each class.
         ties: sums over stages of the gradients of parameters that they share.
+        ranks: the rank of the cluster that each rank of the plan is on; empty: all ranks in their order. Start the
+            training on these, or pass ``Pipe`` their process group.
+        num_cluster_ranks: ranks of the cluster, if ``ranks`` is not empty.
+        on_all_seconds: predicted seconds of the best plan on all ranks in their order; 0: none fits.
         compression_text: the codecs, as :func:`reshard.compression.parse_policy` reads them.
     """
 
