@@ -13,7 +13,7 @@ from reshard.scheduler import Edge, Pipe
 from reshard.scheduler.pipe.partition.batches import BatchOutline, outline_batch, split_samples, take_samples
 from reshard.scheduler.pipe.partition.stage_graph import FakeModel, StageGraph
 from reshard.scheduler.training.data import Loader, PictureLoader, TokenLoader, read_tokens
-from reshard.scheduler.training.models import find_cuts, make_model
+from reshard.scheduler.training.models.making import find_cuts, make_model
 from reshard.scheduler.training.models.presets import GPTConfig, UTransformerConfig
 
 

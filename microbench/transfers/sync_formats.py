@@ -31,7 +31,7 @@ from reshard.codecs.rates import time_formats
 from reshard.compression import WeightSync
 from reshard.compression.sync_formats import SyncFormats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
-from reshard.scheduler.training.models import make_model
+from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology, topology_from_json
 

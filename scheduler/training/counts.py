@@ -14,7 +14,7 @@ from reshard.sharding import Mesh
 from ..pipe.partition.batches import outline_batch
 from ..pipe.partition.stage_graph import FakeModel
 from ..pipe.partition.tracing import TracedCut
-from .models import find_cuts, make_model
+from .models.making import find_cuts, make_model
 from .models.presets import GPTConfig, Preset
 
 

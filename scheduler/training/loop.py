@@ -22,7 +22,7 @@ from ..schedules.auto import auto_schedule
 from ..schedules.classic import eager_1f1b, one_f_one_b, zb_h1
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
-from .models import find_cuts, layer_paths, make_model
+from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
 from .progress import Progress
 

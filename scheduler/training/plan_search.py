@@ -32,7 +32,7 @@ from ..autoparallel.modules.tracing import TracedModel
 from ..autoparallel.searching import choose_training_plan, make_problem, warn_if_noisy
 from ..autoparallel.tuning import Measurement, Tuned
 from .loop import Job, make_loaders, make_pipe
-from .models import layer_paths, make_model
+from .models.making import layer_paths, make_model
 from .models.presets import GPTConfig
 
 #: Numbers of samples for which a forward is measured. Numbers above the samples of a step are skipped.

@@ -19,9 +19,9 @@ from reshard.api import handle as handles
 from reshard.api.memory_in_use import check_unused
 from reshard.api.mover import fail_transfers
 from reshard.cli.demo import count_unlike, shard_of_positions
-from reshard.coordination import connections
 from reshard.plan.messages import expand_messages
 from reshard.planner import plan_tensors
+from reshard.runtime.transport import connections
 from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, one_f_one_b
 from reshard.scheduler.runtime.engine import Engine
 from reshard.scheduler.runtime.tied_params import TiedParameter, TiedParameters

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from reshard import ArgumentError
+from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from reshard.weights import transfer_state_dict
 from reshard.weights.families import find_rules

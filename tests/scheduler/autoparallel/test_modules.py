@@ -21,7 +21,7 @@ from reshard.scheduler.autoparallel import (
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.modules import profiling
-from reshard.scheduler.training.models import make_model
+from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
 

@@ -19,7 +19,7 @@ from reshard.scheduler.autoparallel.inputs.layer_graph import is_shared
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import pace
 from reshard.scheduler.autoparallel.modules.apply import make_placements
-from reshard.scheduler.training.models import make_model
+from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.testing import run_processes
 from reshard.topology import CodecRate, Topology

@@ -25,7 +25,7 @@ from reshard.scheduler.autoparallel import (
 from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.ir.text import format_schedule
-from reshard.scheduler.training.models import make_model
+from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import CodecRate, Topology
 from tests.support.whole_models import Case, check_equal

@@ -16,7 +16,7 @@ from reshard.scheduler.training.loop import (
     rate_factors,
     train,
 )
-from reshard.scheduler.training.models import make_model
+from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import PRESETS, GPTConfig, Preset, UTransformerConfig
 from reshard.testing import run_processes
 from tests.support.whole_models import find_shapes

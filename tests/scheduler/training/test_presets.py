@@ -9,7 +9,7 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.scheduler.training.counts import count_edges
-from reshard.scheduler.training.models import find_cuts, make_model
+from reshard.scheduler.training.models.making import find_cuts, make_model
 from reshard.scheduler.training.models.presets import NUM_U_LAYERS, PRESETS, GPTConfig, UTransformerConfig, find_preset
 
 MIB = 2**20
