@@ -6,7 +6,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from reshard.coordination import store as stores
+from reshard.coordination.groups import store as stores
 from reshard.coordination.groups.store import Store, StoreSilentError
 
 
