@@ -10,8 +10,6 @@ import shutil
 import socket
 from pathlib import Path
 
-#: What the table in docs/compatibility.md begins with.
-MIN_TORCH = (2, 9, 1)
 #: Most connections of a few ranks fit.
 FEW_FILES = 1024
 #: NCCL allocates about 10 MB for each connection between ranks of a host without a direct path between their GPUs.
@@ -21,23 +19,35 @@ SHM_BYTES = 1 << 30
 def examine_machine() -> tuple[list[str], list[str]]:
     """``(lines, problems)``: a description of this machine, and its problems, each with a remedy."""
     lines, problems = [], []
-    versions = {name: _version(name) for name in ("reshard", "torch", "numpy", "scipy", "networkx", "xxhash")}
+    needed = _find_needed()
+    versions = {name: _version(name) for name in ("reshard", *needed)}
     lines.append(f"python {platform.python_version()}, {', '.join(f'{n} {v}' for n, v in versions.items())}")
-    torch = versions["torch"]
     has_gpu = bool([*Path("/dev").glob("nvidia[0-9]*")])
-    if torch is None:
-        problems.append("torch is not installed, and transfers between processes need it: pip install 'reshard[torch]'")
-    elif tuple(map(int, re.findall(r"\d+", torch)[:3])) < MIN_TORCH:
-        least = ".".join(map(str, MIN_TORCH))
-        problems.append(f"torch {torch} is older than {least}, the oldest that was tried: pip install -U torch")
-    elif has_gpu:
+    for name, lowest in needed.items():
+        version, remedy = versions[name], f"pip install '{name}>={lowest}'"
+        if version is None:
+            problems.append(f"{name} is not installed, and reshard[torch] needs it: {remedy}")
+        elif _numbers(version) < _numbers(lowest):
+            problems.append(f"{name} {version} is older than {lowest}, the oldest that was tried: {remedy}")
+    if not has_gpu:
+        lines.append("no NVIDIA GPU")
+    elif (torch := versions.get("torch")) is not None:
         found, trouble = _examine_gpus(torch)
         lines += found
         problems += trouble
-    else:
-        lines.append("no NVIDIA GPU")
     problems += [*_examine_loopback(), *_examine_limits(has_gpu)]
     return lines, problems
+
+
+def _find_needed() -> dict[str, str]:
+    """The packages that transfers between processes need, with the lowest version that this package allows."""
+    requirements = importlib.metadata.requires("reshard") if _version("reshard") else None
+    found = (re.fullmatch(r"([\w.-]+)>=([\d.]+)(; extra == .torch.)?", each) for each in requirements or ())
+    return {each[1]: each[2] for each in found if each}
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", version)[:3]]
 
 
 def _version(package: str) -> str | None:

@@ -26,7 +26,8 @@ print(platform.python_version(), torch.__version__, *(
 
 def run_tests(folder: Path, python: str, torch: str, tests: list[str]) -> tuple[str, str]:
     """Install one version of torch and run tests. Returns the versions, and the last line of the tests."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("PIP_CONSTRAINT", "PYTHONPATH")}
+    dropped = ("PIP_CONSTRAINT", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE")  # the last as in the Makefile
+    environment = {name: value for name, value in os.environ.items() if name not in dropped}
     if not folder.exists():
         subprocess.run([python, "-m", "venv", str(folder)], check=True)
     own = str(folder / "bin" / "python")

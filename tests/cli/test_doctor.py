@@ -140,7 +140,8 @@ def test_a_machine_is_examined_without_torchrun():
 
 
 def test_problems_of_a_machine_have_remedies(monkeypatch):
-    versions = {"torch": None, "numpy": "2.0"}
+    versions = dict.fromkeys(("reshard", "networkx", "scipy", "xxhash", "cloudpickle", "safetensors", "tqdm"), "99")
+    versions |= {"torch": None, "numpy": "1.26.3"}
     monkeypatch.setattr(machine, "_version", versions.get)
     monkeypatch.setattr(machine.resource, "getrlimit", lambda _: (256, 1024))
     monkeypatch.setattr(machine.Path, "glob", lambda self, pattern: [self / "nvidia0"])
@@ -150,14 +151,15 @@ def test_problems_of_a_machine_have_remedies(monkeypatch):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(machine.socket, "create_server", refuse)
-    absent, loopback, files, shm = machine.examine_machine()[1]
-    assert absent.endswith("pip install 'reshard[torch]'")
+    old, absent, loopback, files, shm = machine.examine_machine()[1]
+    assert old.startswith("numpy 1.26.3 is older than 1.26.4") and old.endswith("pip install 'numpy>=1.26.4'")
+    assert absent.startswith("torch is not installed") and absent.endswith("pip install 'torch>=2.9.1'")
     assert "127.0.0.1: Network is unreachable; run `ip link set lo up`" in loopback
     assert "the limit of open files is 256" in files and "ulimit -n" in files
     assert "/dev/shm has 64 MiB" in shm and "--shm-size=1g" in shm
     versions["torch"] = "2.6.0+cu124"
-    assert "torch 2.6.0+cu124 is older than 2.9.1" in machine.examine_machine()[1][0]
-    versions["torch"] = torch.__version__
+    assert "torch 2.6.0+cu124 is older than 2.9.1" in machine.examine_machine()[1][1]
+    versions |= {"torch": torch.__version__, "numpy": "2.10"}
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "is a build for the CPU: install one for CUDA" in machine.examine_machine()[1][0]
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -83,7 +83,7 @@ def test_call_with_its_own_timeout_waits_for_the_calls_of_all_threads(raw):
     store.set("a", "1", seconds=10)
     assert store.get("a", seconds=10) == b"1"
     other.join()
-    assert done == ["a", "b"]
+    assert sorted(done) == ["a", "b"]  # a busy machine may wake them in the other order
     answered.release(9)
     store.close()
 

@@ -33,7 +33,12 @@ def run_interpreters(script, num_ranks, timeout_seconds=90):
         )
         for rank in range(num_ranks)
     ]
-    interpreters = [process.communicate(timeout=timeout_seconds) for process in ranks]
+    try:
+        interpreters = [process.communicate(timeout=timeout_seconds) for process in ranks]
+    finally:
+        for process in ranks:
+            with process:  # closes its pipes and waits for it
+                process.kill()
     failed = {rank: interpreters[rank][1][-1500:] for rank, process in enumerate(ranks) if process.returncode != 0}
     assert not failed, f"ranks {list(failed)} of {script.name} failed: {failed}"
     return interpreters

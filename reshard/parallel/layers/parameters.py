@@ -62,8 +62,14 @@ def local_of(parameter: Any) -> torch.Tensor:
     local: torch.Tensor = parameter.to_local()
     if local.requires_grad:
         # From a transposed gradient of an uneven shard, autograd of torch 2.11 makes one of the whole parameter.
-        local.register_hook(torch.Tensor.contiguous)
+        local.register_hook(_order_strides)
     return local
+
+
+def _order_strides(gradient: torch.Tensor) -> torch.Tensor:
+    if gradient.numel():
+        return gradient.contiguous()
+    return torch.empty_like(gradient, memory_format=torch.contiguous_format)  # contiguous() keeps the strides
 
 
 def gradient_axes(grid: Grid, *, is_vector: bool) -> tuple[Any, ...]:
