@@ -20,6 +20,7 @@ from reshard.api.tensor_checks import DEVICE_TYPES, has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
+from reshard.coordination import all_gather_json
 from reshard.coordination.device_mesh import end_with, new_group
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
@@ -103,8 +104,7 @@ class GradientSum:
 
     def _agree(self, arguments: list[Any], failure: str | None) -> list[Any]:
         """The host of each rank, after comparing the arguments of all ranks. Raises the error of any rank."""
-        every: list[Any] = [None] * self._size
-        dist.all_gather_object(every, (arguments, socket.gethostname(), failure), group=self._group)
+        every = all_gather_json([arguments, socket.gethostname(), failure], self._group)
         _raise_first([failed for _, _, failed in every])
         for rank, (other, _, _) in enumerate(every):
             if other != every[0][0]:
@@ -148,7 +148,7 @@ class GradientSum:
                 raise found
             gradients = {name: _local_of(name, each) for name, each in gradients.items()} if is_mapping else gradients
             self.check(gradients)
-            given = [(name, dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
+            given = [(str(name), dtype_name(one.dtype), list(one.shape)) for name, one in gradients.items()]
         except ArgumentError as error:
             failure = str(error)
         self._compare(given, failure)
@@ -230,11 +230,9 @@ class GradientSum:
         largest, smallest = int(extremes[0]), -int(extremes[1])
         if largest == smallest != 0:
             return
-        every: Any = [(self._rank, given, failure)]
+        every: Any = [[self._rank, given, failure]]
         for group in self._groups:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, every, group=group)
-            every = [entry for entries in found for entry in entries]
+            every = [entry for entries in all_gather_json(every, group) for entry in entries]
         every.sort(key=lambda entry: entry[0])
         _raise_first([failed for _, _, failed in every])
         first = every[0][1]

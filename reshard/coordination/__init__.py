@@ -7,6 +7,7 @@ from reshard.coordination.addresses import own_address
 from reshard.coordination.calling_threads import Owner
 from reshard.coordination.communicator import MAX_CACHED, NCCL_ROOT_CAUSE_SECONDS, Channel, find_channel
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
+from reshard.coordination.json_collectives import all_gather_json
 from reshard.coordination.liveness.call_sequence import (
     calling,
     leave_call,
@@ -35,6 +36,7 @@ __all__ = [
     "Owner",
     "Request",
     "TensorRequest",
+    "all_gather_json",
     "call_at_exit",
     "calling",
     "check_inside",
