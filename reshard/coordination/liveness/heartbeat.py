@@ -24,8 +24,8 @@ from reshard.coordination.liveness.status import (
     publish_status,
 )
 from reshard.coordination.process_group import Group
-from reshard.coordination.store import StoreSilentError
-from reshard.errors import RemoteError, ReshardError
+from reshard.coordination.store import ForeignValueError, StoreSilentError
+from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.runtime.cuda.stream import allow_queries_during_capture
 
 POLL_SECONDS = 0.2
@@ -140,7 +140,11 @@ class Monitor:
         except Exception as error:
             if group.resources.is_released:
                 return 0.0
-            explained = explain_lost_store(group, error) if self._list_watched() else None
+            explained: ReshardError | None = None
+            if isinstance(error, ForeignValueError):
+                explained = ArgumentError(f"rank {self._rank}: {error}")
+            elif self._list_watched():
+                explained = explain_lost_store(group, error)
             for transfer in self._list_watched():
                 if explained is not None:
                     transfer.stop(explained)

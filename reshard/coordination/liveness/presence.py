@@ -8,6 +8,7 @@ import socket
 
 from reshard.coordination.addresses import is_loopback, own_address
 from reshard.coordination.descriptors import has_descriptors
+from reshard.coordination.messages import read_json
 from reshard.coordination.process_group import Group
 from reshard.coordination.store import Store
 from reshard.forks import close_in_child
@@ -61,7 +62,7 @@ def has_ended(store: Store, rank: int) -> bool:
     """
     if not store.check([_key(rank)]):
         return False
-    hostname, address, port = json.loads(store.get(_key(rank)))
+    hostname, address, port = store.read(_key(rank), lambda text: read_json(text, (str, str, int)))
     if is_loopback(address) and hostname != socket.gethostname():
         return False
     try:
