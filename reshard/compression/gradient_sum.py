@@ -24,6 +24,7 @@ from reshard.coordination import all_gather_json
 from reshard.coordination.device_mesh import end_with, new_group
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import brief
 from reshard.public_api import not_compiled
 
 #: Dtypes of gradients. Sums are computed in fp32.
@@ -82,7 +83,7 @@ class GradientSum:
             given = _read_hosts(host_of_rank)
             for name, flag in (("average", average), ("feedback", feedback)):
                 if not isinstance(flag, bool):
-                    raise ArgumentError(f"{name} is {flag!r}; it must be True or False")
+                    raise ArgumentError(f"{name} is {brief(flag)}; it must be True or False")
             if module is not None and not isinstance(module, torch.nn.Module):
                 raise ArgumentError(f"module must be a torch module, not {type(module).__name__}")
         except ArgumentError as error:
@@ -285,8 +286,10 @@ def _local_of(name: str, gradient: Any) -> Any:
 def _read_hosts(host_of_rank: Any) -> list[int] | None:
     try:
         return None if host_of_rank is None else [operator.index(host) for host in host_of_rank]
-    except TypeError:
-        raise ArgumentError(f"host_of_rank is {host_of_rank!r}; it must have the host number of each rank") from None
+    except Exception:  # such as a tensor's
+        raise ArgumentError(
+            f"host_of_rank is {brief(host_of_rank)}; it must have the host number of each rank"
+        ) from None
 
 
 def _raise_first(failures: Sequence[str | None]) -> None:
