@@ -39,6 +39,8 @@ from reshard.testing.processes import LaunchError, run_processes
 PACKAGES = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("reshard", "scheduler"))
 ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
 SHAPE = (4, 6)
+#: Outcome of a call before which a signal came. Nobody can tell that from a call that the program skips.
+NOT_BEGUN = "not begun"
 PROFILE = StageProfile(1, (StageTimes(1.0, 1.0, 1.0, 1.0, 1),) * 2)
 #: ``timeout_seconds`` of each call; a longer call is reported; after the third, an alarm ends the call.
 TIMEOUT_SECONDS, SLOW_SECONDS, HANG_SECONDS = 8.0, 4.0, 15
@@ -166,7 +168,7 @@ class Saves(Calls):
     def __init__(self, group, folder):
         self.rank, self.folder = dist.get_rank(), folder
         example = {"x": torch.ones(2, 4, 3)}
-        pipe = Pipe(_Model(), ["layers.1"], stages="1x1,1x1")
+        pipe = Pipe(TwoStages(), ["layers.1"], stages="1x1,1x1")
         self.engine = pipe.compile(
             example, 2, schedule=one_f_one_b, group=group, profile=PROFILE, timeout_seconds=TIMEOUT_SECONDS
         )
@@ -212,7 +214,7 @@ class Loads(Saves):
         return self.weight.detach() + (loaded != step)
 
 
-class _Model(torch.nn.Module):
+class TwoStages(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = torch.nn.ModuleList(_Scale() for _ in range(2))
@@ -263,10 +265,10 @@ def _step_of(source, rank):
     return round((float(source[0, 0]) - 12 * rank) / 100)
 
 
-def _call(calls, rank, step, after=None):
+def _call(calls, rank, step, interruption=None):
     """The outcome of a call: ``"right"``, ``"wrong"``, or the class and text of its error; and its seconds.
 
-    ``after`` is called after the call, and may raise the exception that the call did not raise.
+    ``interruption`` is a :class:`Signal` that starts with the call.
     """
     source, wanted = _values(step)[2 * rank : 2 * rank + 2], _values(step)[:, 3 * rank : 3 * rank + 3]
     begun = time.monotonic()
@@ -274,11 +276,15 @@ def _call(calls, rank, step, after=None):
     signal.alarm(HANG_SECONDS)
     outcome = ""
     try:
+        if interruption is not None:
+            interruption.start()
         outcome = "right" if torch.equal(calls.run(source), wanted) else "wrong"
-        if after is not None:
-            after()
+        if interruption is not None:
+            interruption.wait()
     except BaseException as error:
-        outcome = outcome or f"{type(error).__module__}.{type(error).__name__}: {error}"
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        has_begun = any(f.f_code.co_filename.startswith(PACKAGES) for f, _ in traceback.walk_tb(error.__traceback__))
+        outcome = outcome or (f"{type(error).__module__}.{type(error).__name__}: {error}" if has_begun else NOT_BEGUN)
     finally:
         signal.alarm(0)
     return outcome, time.monotonic() - begun
@@ -298,13 +304,10 @@ class Signal:
         self.where = f"after {1000 * seconds:.2f} ms"
         self._thread = threading.Thread(target=self._send, args=(seconds,))
 
-    def __enter__(self):
+    def start(self):
+        """Begin the time."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         self._thread.start()
-        return self
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def _send(self, seconds):
         time.sleep(seconds)
@@ -344,8 +347,8 @@ def run_trial(rank, kind, victim, at, folder):
     if all_gather_json(first) != ["right", "right"]:
         return None
     if isinstance(at, float) and rank == victim:
-        with Signal(at) as interruption:
-            outcomes = [_call(calls, rank, 1, interruption.wait)]
+        interruption = Signal(at)
+        outcomes = [_call(calls, rank, 1, interruption)]
     else:
         with Tracer(at if rank == victim else -1) as interruption:
             outcomes = [_call(calls, rank, 1)]
@@ -390,6 +393,8 @@ def _left_since(before):
 
 def judge(trial, victim):
     """What is wrong in a trial, as one text; "" if nothing is. ``trial`` has the entries of both ranks."""
+    if trial[victim][1][0][0] == NOT_BEGUN:
+        return ""
     for rank, (_, outcomes, _, _) in enumerate(trial):
         for number, (outcome, seconds) in enumerate(outcomes):
             is_own = rank == victim and "Interrupt:" in outcome and not number
@@ -454,7 +459,7 @@ def _statement(place):
 def main():
     """Print what is wrong, with its places. Returns 0 if nothing is."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.interrupts", description=__doc__)
-    parser.add_argument("kind", nargs="*", default=list(KINDS), choices=[*KINDS, []], help="calls; default: all")
+    parser.add_argument("kind", nargs="*", default=[], choices=[*KINDS, []], help="calls; default: all")
     parser.add_argument("--every", type=int, default=1, help="try every so many lines; default: all")
     parser.add_argument("--first", type=int, default=0, help="number of the first line, or the seed")
     parser.add_argument("--once", action="store_true", help="try each line of the source once")
@@ -462,7 +467,7 @@ def main():
     parser.add_argument("--signals", type=int, default=0, help="number of signals to send instead")
     options = parser.parse_args()
     failed = False
-    for kind in options.kind:
+    for kind in options.kind or KINDS:
         begun = time.monotonic()
         if options.signals:
             num, wrong = run_signals(kind, options.signals, options.first, options.rank)
