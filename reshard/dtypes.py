@@ -33,14 +33,19 @@ def dtype_name(dtype: Any) -> str:
     Raises:
         ArgumentError: the dtype is unknown, or its elements are not whole bytes.
     """
+    name: Any
     if isinstance(dtype, str):
         name = dtype
     elif isinstance(dtype, type) and hasattr(dtype, "__name__"):  # np.float32, float
         name = {"float": "float64", "int": "int64", "complex": "complex128"}.get(dtype.__name__, dtype.__name__)
     else:
-        name = getattr(dtype, "name", None) or str(dtype)
-    name = name.removeprefix("torch.")
-    name = _ALIASES.get(name, name)
-    if name not in ITEMSIZE:
+        try:
+            name = getattr(dtype, "name", None) or str(dtype)
+        except Exception:  # the object is the caller's
+            name = dtype
+    if isinstance(name, str):
+        name = name.removeprefix("torch.")
+        name = _ALIASES.get(name, name)
+    if not isinstance(name, str) or name not in ITEMSIZE:
         raise ArgumentError(f"dtype {brief(name)} is not supported; supported dtypes are {', '.join(sorted(ITEMSIZE))}")
     return name

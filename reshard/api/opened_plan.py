@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.lossless.transfer import check_lossless_codec
-from reshard.api.option_checks import check_coding, check_device_type, check_verify, encodes_on_cpu
+from reshard.api.option_checks import check_coding, check_device_type, check_flag, encodes_on_cpu
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.streamed_transfers import StreamedTransfers
 from reshard.coordination import (
@@ -102,7 +102,7 @@ def open_plan(
     channel = find_channel(group, plan.ranks)
     program = runner = failure = None
     needs_cpu, used = False, device  # type of the device that the transfers run on
-    options = {"both_ways": bool(both_ways), "device": device, "verify": bool(verify)}
+    options = {"both_ways": both_ways, "device": device, "verify": verify}
     options |= {"connection": connection, "compression": compression}
     arguments: list[tuple[str, str]] = []
     try:
@@ -110,7 +110,8 @@ def open_plan(
         check_device_type(device)
         if is_capturing():
             raise ArgumentError("a Mover cannot be made during the capture of a CUDA graph: make it before")
-        check_verify(verify)
+        for value, name in ((verify, "verify"), (both_ways, "both_ways"), (fault_tolerant, "fault_tolerant")):
+            check_flag(value, name)
         if compression is not None:
             check_lossless_codec(compression, plan)
         needs_cpu = verify or compression is not None or any(encodes_on_cpu(spec.codec) for spec in plan.tensors)
@@ -122,7 +123,7 @@ def open_plan(
         runner = make_runner(plan, program, used)
     except Exception as raised:  # the plan is wrong, or this rank cannot execute it
         failure = describe_error(raised) if isinstance(raised, ReshardError) else ("PlanError", str(raised))
-        timeout_seconds = DEFAULT_TIMEOUT_SECONDS
+        timeout_seconds, fault_tolerant = DEFAULT_TIMEOUT_SECONDS, False
     request = Request(group.rank, arguments, hostname=group.hostname, error=failure)
     with publish_interruption(group, lambda: plan.ranks), calling(group):
         decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)

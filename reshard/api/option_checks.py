@@ -12,6 +12,7 @@ from reshard.api.options import TransferOptions
 from reshard.api.tensor_checks import DEVICE_TYPES
 from reshard.codecs import CustomCodec, find_codec, is_lossless
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
 from reshard.runtime.cuda.coding import check_device_codec
@@ -42,12 +43,14 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
             or not isinstance(max_error, (int, float, np.integer, np.floating))
             or not 0 < max_error < math.inf
         ):
-            raise ArgumentError(f"max_error is {max_error!r}; it must be a positive number (L2 error over L2 norm)")
+            raise ArgumentError(
+                f"max_error is {brief(max_error)}; it must be a positive number (L2 error over L2 norm)"
+            )
         if compression is None or is_lossless(compression):
             reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"
             raise ArgumentError(f"max_error is {max_error!r}, but {reason}")
     if not isinstance(on_error, str) or on_error not in ON_ERROR:
-        raise ArgumentError(f"on_error is {on_error!r}; it must be one of {', '.join(map(repr, ON_ERROR))}")
+        raise ArgumentError(f"on_error is {brief(on_error)}; it must be one of {', '.join(map(repr, ON_ERROR))}")
 
 
 def check_coding(plan: Plan, device: str) -> None:
@@ -59,16 +62,21 @@ def check_coding(plan: Plan, device: str) -> None:
             check_device_codec(spec.codec, device)
 
 
+def check_flag(value: Any, name: str) -> None:
+    """Raise ArgumentError unless a value is a bool."""
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{name} is {brief(value)}; it must be True or False")
+
+
 def check_verify(verify: Any) -> None:
     """Raise ArgumentError unless ``verify`` is a bool."""
-    if not isinstance(verify, bool):
-        raise ArgumentError(f"verify is {verify!r}; it must be True or False")
+    check_flag(verify, "verify")
 
 
 def check_on_loss(on_loss: Any) -> None:
     """Raise ArgumentError unless ``on_loss`` is one of :data:`ON_LOSS`."""
     if not isinstance(on_loss, str) or on_loss not in ON_LOSS:
-        raise ArgumentError(f"on_loss is {on_loss!r}; it must be one of {', '.join(map(repr, ON_LOSS))}")
+        raise ArgumentError(f"on_loss is {brief(on_loss)}; it must be one of {', '.join(map(repr, ON_LOSS))}")
 
 
 def needs_cpu(options: TransferOptions) -> bool:

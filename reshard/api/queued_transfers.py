@@ -74,11 +74,12 @@ class QueuedTransfers:
         if self.transport is not None:
             Monitor.of(self._group).watch(watch)
         if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._jobs.put, None).atexit = False  # ends the thread if nobody calls close
+            # Ends the thread if nobody calls close. It comes first, because an interrupt may end start() of the thread.
+            weakref.finalize(self, self._jobs.put, None).atexit = False
             _running.add(self)
             call_at_exit(_finish_all, priority=20)
+            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
+            self._thread.start()
         note_use(self._jobs, watch.done.is_set, src, dst)
         self._jobs.put((self, watch, src, dst))
         return handle

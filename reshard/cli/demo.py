@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from reshard.api.call import reshard_async
 from reshard.cli.demo_cases import GPU_RANKS, Case, gpu_cases, hard_cases, study_cases
 from reshard.cli.progress import print_line, track
+from reshard.coordination import all_gather_json
 from reshard.cost import NOTABLE_LATENCY, CostReport
 from reshard.planner import AUTO, make_plan
 from reshard.sharding import AnyLayout, cut_shards
@@ -81,8 +81,7 @@ def _run_rank(rank: int, cases: Sequence[Case], choose: Callable[[int, int], Non
     runs = [(case, strategy) for case in cases for strategy in STRATEGIES]
     for case, strategy in track(runs, "runs", show=rank == 0):
         seconds, checked, wrong = _run_case(rank, case, strategy, device)
-        results: list[Any] = [None] * dist.get_world_size() if rank == 0 else []
-        dist.gather_object((seconds, checked, wrong), results if rank == 0 else None)
+        results = all_gather_json([seconds, checked, wrong])
         if rank == 0:
             ok = not any(result[2] for result in results)
             failed += not ok

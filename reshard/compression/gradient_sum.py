@@ -20,9 +20,11 @@ from reshard.api.tensor_checks import DEVICE_TYPES, has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
+from reshard.coordination import all_gather_json
 from reshard.coordination.device_mesh import end_with, new_group
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import brief
 from reshard.public_api import not_compiled
 
 #: Dtypes of gradients. Sums are computed in fp32.
@@ -82,7 +84,7 @@ class GradientSum:
             given = _read_hosts(host_of_rank)
             for name, flag in (("average", average), ("feedback", feedback)):
                 if not isinstance(flag, bool):
-                    raise ArgumentError(f"{name} is {flag!r}; it must be True or False")
+                    raise ArgumentError(f"{name} is {brief(flag)}; it must be True or False")
             if module is not None and not isinstance(module, torch.nn.Module):
                 raise ArgumentError(f"module must be a torch module, not {type(module).__name__}")
         except ArgumentError as error:
@@ -104,8 +106,7 @@ class GradientSum:
 
     def _agree(self, arguments: list[Any], failure: str | None) -> list[Any]:
         """The host of each rank, after comparing the arguments of all ranks. Raises the error of any rank."""
-        every: list[Any] = [None] * self._size
-        dist.all_gather_object(every, (arguments, socket.gethostname(), failure), group=self._group)
+        every = all_gather_json([arguments, socket.gethostname(), failure], self._group)
         _raise_first([failed for _, _, failed in every])
         for rank, (other, _, _) in enumerate(every):
             if other != every[0][0]:
@@ -149,7 +150,7 @@ class GradientSum:
                 raise found
             gradients = {name: _local_of(name, item) for name, item in gradients.items()} if is_mapping else gradients
             self.check(gradients)
-            given = [(name, dtype_name(element.dtype), list(element.shape)) for name, element in gradients.items()]
+            given = [(str(name), dtype_name(value.dtype), list(value.shape)) for name, value in gradients.items()]
         except ArgumentError as error:
             failure = str(error)
         self._compare(given, failure)
@@ -231,11 +232,9 @@ class GradientSum:
         largest, smallest = int(extremes[0]), -int(extremes[1])
         if largest == smallest != 0:
             return
-        every: Any = [(self._rank, given, failure)]
+        every: Any = [[self._rank, given, failure]]
         for group in self._groups:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, every, group=group)
-            every = [entry for entries in found for entry in entries]
+            every = [entry for entries in all_gather_json(every, group) for entry in entries]
         every.sort(key=lambda entry: entry[0])
         _raise_first([failed for _, _, failed in every])
         first = every[0][1]
@@ -288,8 +287,10 @@ def _local_of(name: str, gradient: Any) -> Any:
 def _read_hosts(host_of_rank: Any) -> list[int] | None:
     try:
         return None if host_of_rank is None else [operator.index(host) for host in host_of_rank]
-    except TypeError:
-        raise ArgumentError(f"host_of_rank is {host_of_rank!r}; it must have the host number of each rank") from None
+    except Exception:  # such as a tensor's
+        raise ArgumentError(
+            f"host_of_rank is {brief(host_of_rank)}; it must have the host number of each rank"
+        ) from None
 
 
 def _raise_first(failures: Sequence[str | None]) -> None:

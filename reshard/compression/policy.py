@@ -7,6 +7,7 @@ from typing import Any
 
 from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 #: A codec, or one for each direction: of activations and their gradients, or of gathers and reduce-scatters.
 Codecs = str | tuple[str | None, str | None] | None
@@ -56,24 +57,27 @@ class Policy:
             value = getattr(self, dimension)
             if dimension in _PAIRS and isinstance(value, (tuple, list)):
                 if len(value) != 2 or all(codec is None for codec in value):
-                    raise ArgumentError(f"{dimension}= of a policy must be one codec or two, not {value!r}")
+                    raise ArgumentError(f"{dimension}= of a policy must be one codec or two, not {brief(value)}")
                 object.__setattr__(self, dimension, tuple(value))
                 value = [codec for codec in value if codec is not None]
             for codec in value if isinstance(value, list) else [value]:
                 if dimension != "optimizer" or codec != "bf16-lossless":
                     parse_codec(codec)
         if not isinstance(self.force_pp, bool) or (self.force_pp and self.pp is None):
-            raise ArgumentError(f"force_pp is {self.force_pp!r}; it must be a bool, and needs pp=")
+            raise ArgumentError(f"force_pp is {brief(self.force_pp)}; it must be a bool, and needs pp=")
         self._check_sums()
 
     def _check_sums(self) -> None:
         if not isinstance(self.feedback, (tuple, list)):
-            raise ArgumentError(f"feedback is {self.feedback!r}; it must be a tuple of {', '.join(map(repr, _SUMMED))}")
+            raise ArgumentError(
+                f"feedback is {brief(self.feedback)}; it must be a tuple of {', '.join(map(repr, _SUMMED))}"
+            )
         for name in self.feedback:
             if name not in _SUMMED:
+                known = " and ".join(map(repr, _SUMMED))
                 raise ArgumentError(
-                    f"feedback has {name!r}; it may have {' and '.join(map(repr, _SUMMED))} only: an error is added to "
-                    "the next value of the same gradient, and only sums of gradients send one in each step"
+                    f"feedback has {brief(name)}; it may have {known} only: an error is added to the next value of the "
+                    "same gradient, and only sums of gradients send one in each step"
                 )
         if len(set(self.feedback)) < len(self.feedback):
             raise ArgumentError(f"feedback is {self.feedback!r}; it may name each dimension once")
@@ -83,7 +87,7 @@ class Policy:
                 f"feedback={self.feedback} needs a codec for the reduce-scatters of zero=, which is {self.zero!r}"
             )
         if isinstance(self.raw_steps, bool) or not isinstance(self.raw_steps, int) or self.raw_steps < 0:
-            raise ArgumentError(f"raw_steps is {self.raw_steps!r}; it must be a number of steps, at least 0")
+            raise ArgumentError(f"raw_steps is {brief(self.raw_steps)}; it must be a number of steps, at least 0")
         if self.dp is None and ("dp" in self.feedback or self.raw_steps):
             raise ArgumentError(
                 f"feedback={self.feedback} and raw_steps={self.raw_steps} apply to sums of gradients, which need dp="

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -28,14 +29,15 @@ from reshard.coordination import (
     leave_interrupted,
     publish_exceptions,
     publish_interruption,
+    report_error,
 )
 from reshard.dtypes import dtype_name
-from reshard.errors import ArgumentError, DisagreementError, VerificationError
-from reshard.formatting import describe_ranks
+from reshard.errors import ArgumentError, DisagreementError, ReshardError, VerificationError
+from reshard.formatting import brief, describe_ranks
 from reshard.planner import plan_tensors, predict
 from reshard.runtime.autograd import mark_written
 from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec, check_shape
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
 
@@ -102,25 +104,17 @@ class WeightSync:
         compression: str = AUTO,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     ) -> None:
-        def of(value: Any, name: str, what: str) -> Any:
-            if isinstance(value, Mapping) and name not in value:
-                raise ArgumentError(f"{what} has no entry for {name!r}, which shape has")
-            return value[name] if isinstance(value, Mapping) else value
-
-        if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
-            raise ArgumentError(f"shape must be {{name: global shape}}, not {shape!r:.60}")
-        self._specs = [
-            TensorSpec(
-                check_shape(shape[name]),
-                dtype_name(of(dtype, name, "dtype")),
-                of(src, name, "src"),
-                of(dst, name, "dst"),
-                name,
-            )
-            for name in sorted(shape)
-        ]
-        check_compression(compression, {spec.name or "": spec.dtype for spec in self._specs})
-        self._group, self._topology, self._timeout_seconds = find_group(group), topology, timeout_seconds
+        try:
+            self._specs = _read_specs(src, dst, shape, dtype)
+            check_compression(compression, {spec.name or "": spec.dtype for spec in self._specs})
+            if topology is not None and not isinstance(topology, Topology):
+                raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
+            self._timeout_seconds = check_timeout(timeout_seconds)
+        except ReshardError as error:
+            with contextlib.suppress(ReshardError):
+                report_error(find_group(group), error)  # the other ranks raise it in their first call
+            raise
+        self._group, self._topology = find_group(group), topology
         ranks = {rank for spec in self._specs for side in (spec.src, spec.dst) for rank in side.ranks}
         self._channel = find_channel(self._group, tuple(sorted(ranks)))
         self._buckets = find_buckets(self._specs, self._group.rank)
@@ -425,3 +419,25 @@ def _agree_on_buckets(reports: Mapping[int, Any], buckets: Mapping[str, Bucket])
                 )
         entries[name] = _Entry(*found[0])
     return entries
+
+
+def _read_specs(src: Any, dst: Any, shape: Any, dtype: Any) -> list[TensorSpec]:
+    """The tensors of a WeightSync, whose arguments these are."""
+
+    def of(value: Any, name: str, what: str) -> Any:
+        if isinstance(value, Mapping) and name not in value:
+            raise ArgumentError(f"{what} has no entry for {name!r}, which shape has")
+        return value[name] if isinstance(value, Mapping) else value
+
+    if not isinstance(shape, Mapping) or not all(isinstance(name, str) for name in shape):
+        raise ArgumentError(f"shape must be {{name: global shape}}, not {brief(shape)}")
+    return [
+        TensorSpec(
+            check_shape(shape[name]),
+            dtype_name(of(dtype, name, "dtype")),
+            of(src, name, "src"),
+            of(dst, name, "dst"),
+            name,
+        )
+        for name in sorted(shape)
+    ]

@@ -9,6 +9,7 @@ from reshard.coordination.groups.addresses import own_address
 from reshard.coordination.groups.calling_threads import Owner
 from reshard.coordination.groups.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
 from reshard.coordination.groups.process_group import Group, check_inside, find_group, known_groups, serve_store
+from reshard.coordination.json_collectives import all_gather_json
 from reshard.coordination.liveness.call_sequence import (
     calling,
     leave_call,
@@ -35,6 +36,7 @@ __all__ = [
     "Owner",
     "Request",
     "TensorRequest",
+    "all_gather_json",
     "calling",
     "check_inside",
     "count_call",

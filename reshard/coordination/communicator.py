@@ -22,8 +22,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.coordination.groups.messages import Decision, Request, describe_error, name_rank, rebuild_error
+from reshard.coordination.groups.messages import Decision, Request, describe_error, name_rank, parse_error
 from reshard.coordination.groups.process_group import Group, check_inside
+from reshard.coordination.groups.store import ForeignValueError
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.liveness.status import find_late
@@ -175,10 +176,17 @@ class Channel:
     def fail(self, generation: int, error: BaseException) -> ReshardError:
         """Publish that a transfer failed; returns the first published error, which all members raise."""
         name, text = describe_error(error)
-        first: str | bytes = json.dumps([name, name_rank(self.group.rank, text)])
+        first = json.dumps([name, name_rank(self.group.rank, text)]).encode()
+        key = f"error/{generation}"
         with contextlib.suppress(RuntimeError):  # the store may be lost
-            first = self._store.compare_set(f"error/{generation}", "", str(first), REPORT_SECONDS)
-        return self.record_error(generation, rebuild_error(*json.loads(first)))
+            first = self._store.compare_set(key, "", first.decode(), REPORT_SECONDS)
+        return self.record_error(generation, self._parse_error(key, first))
+
+    def _parse_error(self, key: str, text: bytes) -> ReshardError:
+        try:
+            return self._store.parse(key, text, parse_error)
+        except ForeignValueError as error:
+            return ArgumentError(f"rank {self.group.rank}: {error}")
 
     def find_root_cause(
         self, generation: int, error: BrokenConnectionError, wait: Callable[[float], bool]
@@ -200,7 +208,7 @@ class Channel:
         with contextlib.suppress(RuntimeError):
             while lost not in losers and self._store.check([f"broken/{generation}/{lost}"]):
                 losers.add(lost)
-                loser, lost = lost, int(self._store.get(f"broken/{generation}/{lost}"))
+                loser, lost = lost, self._store.read(f"broken/{generation}/{lost}", int)
         if self.rendezvous.links.find_lost() == lost:
             return RemoteError(f"rank {lost} is gone: it closed its connection during a transfer")
         if lost in losers:
@@ -218,7 +226,7 @@ class Channel:
             return self.fail(
                 generation, RemoteError(f"rank {lost} is gone: it closed its connection during a transfer")
             )
-        return self.record_error(generation, rebuild_error(*json.loads(self._store.get(key))))
+        return self.record_error(generation, self._parse_error(key, self._store.get(key)))
 
     def explain_timeout(self, number: int) -> str:
         """Which members have not started the transfer on a GPU that is the ``number``-th of this rank, as text."""

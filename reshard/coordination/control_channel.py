@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from reshard.coordination.groups.addresses import is_loopback, own_address
+from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError, RemoteError
 from reshard.forks import close_in_child
@@ -45,6 +46,14 @@ def _prove(nonce: str, purpose: str) -> str:
     """The HMAC of a nonce with the secret of the job; "" without a secret."""
     secret = os.environ.get(SECRET_VARIABLE, "")
     return hmac.new(secret.encode(), f"{purpose} {nonce}".encode(), "sha256").hexdigest() if secret else ""
+
+
+def _parse_entry(text: bytes) -> list[Any]:
+    """Address, port, nonce and proof of a hub. Raises ValueError if the text is something else."""
+    entry: list[Any] = read_json(text, (str, int, str, str))
+    if not 0 < entry[1] < 2**16 or not all(each.isascii() for each in entry if isinstance(each, str)):
+        raise ValueError(f"{entry} is no entry of a hub")
+    return entry
 
 
 class DeadlineError(Exception):
@@ -340,7 +349,7 @@ class Spoke:
             ResourceError: no file descriptor is free.
             ArgumentError: this rank and the hub have different secrets of the job.
         """
-        address, port, nonce, proof_of_hub = json.loads(store.get("hub", seconds))
+        address, port, nonce, proof_of_hub = store.read("hub", _parse_entry, seconds)
         if not hmac.compare_digest(proof_of_hub.encode(), _prove(nonce, "listen").encode()):
             raise ArgumentError(
                 f"{SECRET_VARIABLE} of rank {rank} differs from that of rank {hub}: set it to one value on all ranks, "

@@ -10,7 +10,6 @@ first member, and leaves only if it then gets no answer. A rank that leaves alon
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 import weakref
 from collections.abc import Callable
@@ -19,9 +18,9 @@ from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.decide import missing_error
-from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, rebuild_error
+from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
-from reshard.coordination.groups.store import LOST_STORE_SECONDS, Store, StoreSilentError
+from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
 from reshard.coordination.links import Links
 from reshard.coordination.liveness.call_sequence import (
     CallLeftError,
@@ -177,6 +176,10 @@ class Rendezvous:
             if args.fault_tolerant and (lost := self._read_lost(args)):
                 return Decision(lost=lost, generation=args.request.generation)
             return self._run_as_hub(args) if self.group.rank == self.members[0] else self._run_as_spoke(args)
+        except ForeignValueError as error:
+            text = f"rank {self.group.rank}: {error}"
+            self._abandon(args.request, text)
+            raise ArgumentError(text) from error
         except StoreSilentError as error:
             text = f"rank {self.group.rank}: {error}, and the call ends after {args.timeout_seconds:g} s"
             mark_out_of_sync(self.group, self.members, text)
@@ -430,7 +433,7 @@ class Rendezvous:
             self._check_lost(args)
         key = f"error/{self.group.rank}/{args.request.attempt}"
         if self.group.store.check([key]):
-            raise rebuild_error(*json.loads(self.group.store.get(key)))
+            raise self.group.store.read(key, parse_error)
         if self.links.hub is not None and self.links.hub.gone and not args.fault_tolerant:
             rank, why = next(iter(self.links.hub.gone.items()))
             self._check_absent(rank, fault_tolerant=False)  # the rank may have published why it left
@@ -439,7 +442,7 @@ class Rendezvous:
     def _check_absent(self, rank: int, fault_tolerant: bool) -> None:
         """Raise if ``rank`` waits for this rank in another call or has left this one; record it if it is dead."""
         key = f"status/{rank}"
-        status = RankStatus.from_json(self.group.store.get(key)) if self.group.store.check([key]) else None
+        status = self.group.store.read(key, RankStatus.from_json) if self.group.store.check([key]) else None
         if status is not None and not (fault_tolerant and is_reported_dead(status)):
             check_rank_status(self.group, self.members, rank, status, fault_tolerant)
         has_started, seconds = self._heartbeats.read(rank)

@@ -64,6 +64,15 @@ def gloo_devices(process_group: dist.ProcessGroup) -> list[Any]:
     return list(backend.options._devices) if isinstance(backend, c10d.ProcessGroupGloo) else []
 
 
+def collective_device(process_group: dist.ProcessGroup | None) -> torch.device:
+    """A device whose tensors a process group (None: the world) can send: the CPU if it can, else this rank's GPU."""
+    try:
+        (process_group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    except RuntimeError:  # no backend for CPU tensors
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 def held_modules(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
     """The children of a module, as the dict that it keeps them in."""
     return module._modules

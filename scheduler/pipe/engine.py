@@ -236,8 +236,8 @@ class PipelineEngine:
             DisagreementError: ranks pass different steps.
         """
         state = self._training_state(optimizer, lr_scheduler, loader, step)
-        self._run_and_agree(lambda: checkpoint.check_saved(state, keep))
-        checkpoint.save(Path(path), state, self._exchange_files, keep)
+        folder = self._run_and_agree(lambda: checkpoint.check_saved(path, state, keep))
+        checkpoint.save(folder, state, self._exchange_files, keep)
 
     @ending_calls
     def load(

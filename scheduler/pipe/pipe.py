@@ -13,6 +13,7 @@ import torch
 from reshard.compression import Policy
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
@@ -218,10 +219,18 @@ class Pipe:
             num_microbatches = self._training_plan.num_microbatches if num_microbatches is None else num_microbatches
             schedule = schedule or _schedule_of(self._training_plan)
             compression = compression or self._training_plan.compression
-        num_microbatches = _check_compile(schedule, num_microbatches)
-        check_world(self.meshes, torch.distributed.get_world_size(group))
-        device, agreement = torch.device(device), Agreement(group, check_timeout(timeout_seconds))
+        seconds, failure = DEFAULT_TIMEOUT_SECONDS, None
+        try:
+            seconds = check_timeout(timeout_seconds)
+        except ArgumentError as error:
+            failure = error
+        agreement = Agreement(group, seconds)
         with agreement.share_error():
+            if failure is not None:
+                raise failure
+            num_microbatches = _check_compile(schedule, num_microbatches)
+            check_world(self.meshes, torch.distributed.get_world_size(group))
+            device = _read_device(device)
             batch = name_batch(example, self.input_names)
             outline = outline_batch(batch)
             cut = self.cut(outline.names)
@@ -317,15 +326,22 @@ class Pipe:
         )
 
 
+def _read_device(device: Any) -> torch.device:
+    try:
+        return torch.device(device)
+    except Exception as error:
+        raise ArgumentError(f"device is {brief(device)}; torch has no such device: {error}") from None
+
+
 def _check_compile(schedule: Any, num_microbatches: Any) -> int:
     """Raise ArgumentError unless these arguments of ``compile`` have the right types. Returns the microbatches."""
     if schedule is not None and not isinstance(schedule, Schedule) and not callable(schedule):
         raise ArgumentError(
-            f"schedule is {schedule!r}; it must be a Schedule, or a function that makes one, such as "
+            f"schedule is {brief(schedule)}; it must be a Schedule, or a function that makes one, such as "
             "reshard.scheduler.one_f_one_b"
         )
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ArgumentError(f"microbatches is {num_microbatches!r}; it must be a positive integer")
+        raise ArgumentError(f"num_microbatches is {brief(num_microbatches)}; it must be a positive integer")
     return num_microbatches
 
 

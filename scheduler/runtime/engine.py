@@ -264,8 +264,9 @@ class Engine:
 
     def _read_inputs(self, feed: Feed | None, loss_weights: Sequence[float] | None, train: bool) -> StepInputs:
         num = self.schedule.num_microbatches
-        check_feed(feed or {}, num, len(self.pipeline.stages))
-        fed = {stage: (feed or {}).get(stage, ({},) * num) for stage in self._stages}
+        feed = {} if feed is None else feed
+        check_feed(feed, num, len(self.pipeline.stages))
+        fed = {stage: feed.get(stage, ({},) * num) for stage in self._stages}
         return StepInputs(fed, read_loss_weights(loss_weights, num, self._last_weight), train=train)
 
     def run(self, program: Program, inputs: StepInputs | Callable[[], StepInputs]) -> Step:

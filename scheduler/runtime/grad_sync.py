@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.tensor_checks import has_overlapping_elements
-from reshard.coordination import Group, Monitor, Request, find_channel, resolve
+from reshard.coordination import Group, Monitor, Request, all_gather_json, find_channel, resolve
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks
 from reshard.sharding import Mesh
@@ -54,9 +54,7 @@ def find_replicas(group: Group, stage: int, module: Any, mesh: Mesh) -> tuple[in
         return ()
     world = dist.get_process_group_ranks(module.process_group)
     if group.process_group is None:  # a group of reshard.join numbers its ranks itself
-        gathered: list[Any] = [None] * len(world)
-        dist.all_gather_object(gathered, group.rank, group=module.process_group)
-        return tuple(sorted(gathered))
+        return tuple(sorted(all_gather_json(group.rank, module.process_group)))
     ranks = tuple(sorted(group.translate(rank) for rank in world))
     _check_inside(stage, "DDP", ranks, mesh)
     return ranks

@@ -24,7 +24,7 @@ from reshard.testing.sharing import check_num_gpus, choose_gpu, count_gpus
 from ..autoparallel import TrainingPlan
 from ..autoparallel.tuning import Tuned
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
-from .plan_search import SearchOptions, find_training_plan, tune_training_plan
+from .plan_search import SearchOptions, find_training_plan, share_training_plan, tune_training_plan
 
 if TYPE_CHECKING:
     from reshard.ray import ActorMesh
@@ -183,20 +183,16 @@ def _skip_last_collection() -> None:
 
 
 def _find_on_all_ranks(job: Job, options: SearchOptions) -> TrainingPlan | Tuned:
-    """The training plan that rank 0 finds, or its error, on all ranks alike."""
+    """The training plan that rank 0 finds, or its error, on all ranks alike; on rank 0 what was tried, too."""
     if options.measures:
         return tune_training_plan(dist.get_rank(), job, options)
-    found: list[Any] = [None, None]
+    found: TrainingPlan | ReshardError | None = None
     if dist.get_rank() == 0:
         try:
-            found[0] = find_training_plan(job, options, dist.get_world_size())
+            found = find_training_plan(job, options, dist.get_world_size())
         except ArgumentError as error:
-            found[1] = str(error)
-    dist.broadcast_object_list(found, src=0)
-    if found[1] is not None:
-        raise ArgumentError(found[1])
-    training_plan: TrainingPlan = found[0]
-    return training_plan
+            found = error
+    return share_training_plan(found)[0]
 
 
 def _on_gpu(rank: int, port: int, num_ranks: int, shares_gpus: bool, function: Callable[..., Any], *args: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from reshard.cli.progress import show_elapsed
 from reshard.codecs import measure_rates, parse_codec
 from reshard.compression import Policy, parse_policy
+from reshard.coordination import all_gather_json, describe_error, rebuild_error
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.topology import MACHINES, CodecRate, Topology
 
@@ -199,44 +201,62 @@ def find_training_plan(job: Job, options: SearchOptions, num_ranks: int | None =
         return choose_training_plan(make_job_problem(job, options, num_ranks))
 
 
-def tune_training_plan(rank: int, job: Job, options: SearchOptions) -> Tuned:
+def tune_training_plan(rank: int, job: Job, options: SearchOptions) -> Tuned | TrainingPlan:
     """Search, run steps of the choice on all ranks, correct the layer times, and search again. Every rank calls this.
 
     Rank 0 measures the layers and searches. All ranks run the training plans that it chooses.
 
+    Returns:
+        What was tried, on rank 0; the training plan, on other ranks.
+
     Raises:
         ArgumentError: rank 0 finds no training plan that fits. Every rank raises the same error.
     """
-    world = dist.get_world_size()
     if rank:
         while True:
-            message = _broadcast(None)
-            if not isinstance(message, TrainingPlan):
-                break
-            measure_steps(rank, replace(job, training_plan=message))
-    else:
+            training_plan, is_last = share_training_plan(None)
+            if is_last:
+                return training_plan
+            measure_steps(rank, replace(job, training_plan=training_plan))
+    is_measuring = False
+
+    def measure(training_plan: TrainingPlan) -> Measurement:
+        nonlocal is_measuring
+        is_measuring = True  # an error in here ends all ranks, so none waits for a training plan
+        share_training_plan(training_plan, is_last=False)
+        measured = measure_steps(rank, replace(job, training_plan=training_plan))
         is_measuring = False
+        return measured
 
-        def measure(training_plan: TrainingPlan) -> Measurement:
-            nonlocal is_measuring
-            is_measuring = True  # an error in here ends all ranks, so none waits for a broadcast
-            measured = measure_steps(rank, replace(job, training_plan=_broadcast(training_plan)))
-            is_measuring = False
-            return measured
-
-        try:
-            with show_elapsed("measuring layers and steps, and searching"):
-                message = tune(make_job_problem(job, options, world), choose_training_plan, measure)
-        except Exception as error:
-            if not is_measuring:
-                own = f"rank 0 cannot search: {type(error).__name__}: {error}"
-                _broadcast(error if isinstance(error, ReshardError) else RemoteError(own))
-            raise
-        _broadcast(message)
-    if isinstance(message, ReshardError):
-        raise message
-    tuned: Tuned = message
+    try:
+        with show_elapsed("measuring layers and steps, and searching"):
+            tuned = tune(make_job_problem(job, options, dist.get_world_size()), choose_training_plan, measure)
+    except Exception as error:
+        if not is_measuring:
+            own = RemoteError(f"rank 0 cannot search: {type(error).__name__}: {error}")
+            with contextlib.suppress(ReshardError):
+                share_training_plan(error if isinstance(error, ReshardError) else own)
+        raise
+    share_training_plan(tuned.training_plan)
     return tuned
+
+
+def share_training_plan(found: TrainingPlan | ReshardError | None, is_last: bool = True) -> tuple[TrainingPlan, bool]:
+    """The training plan of rank 0, and its ``is_last``, on all ranks. Every rank calls this.
+
+    Args:
+        found: the training plan, or why there is none; ignored on other ranks than 0.
+        is_last: whether no more follow.
+
+    Raises:
+        ReshardError: rank 0 passes an error.
+    """
+    is_error = isinstance(found, ReshardError)
+    text = describe_error(found) if isinstance(found, ReshardError) else None if found is None else found.to_json()
+    value, is_last, is_error = all_gather_json([text, is_last, is_error])[0]
+    if is_error:
+        raise rebuild_error(*value)
+    return TrainingPlan.from_json(value), is_last
 
 
 def measure_steps(rank: int, job: Job) -> Measurement:
@@ -261,10 +281,3 @@ def measure_steps(rank: int, job: Job) -> Measurement:
                 seconds.append(float(slowest))
                 timelines.append(result.timeline)
     return Measurement(tuple(seconds), tuple(timelines))
-
-
-def _broadcast(value: Any) -> Any:
-    """The value of rank 0."""
-    message = [value]
-    dist.broadcast_object_list(message, src=0)
-    return message[0]

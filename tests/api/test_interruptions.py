@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import signal
+import threading
 import time
 
 import pytest
@@ -184,3 +186,29 @@ def test_call_that_one_rank_leaves_early_ends_no_later_call_of_more_ranks(how, m
     assert first[-4:] == [True] * 4 and second[:2] == [True] * 2
     assert "rank 0" in second[2] and second[3:] == [True] * 4
     assert third == [True] * 3
+
+
+def _interrupt_the_start_of_a_thread(rank):
+    """Names of the threads that are left after an interrupt in ``start()`` of the thread that moves tensors."""
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread):
+        start(thread)
+        if thread.name == "reshard-progress":
+            raise KeyboardInterrupt
+
+    rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
+    threading.Thread.start = start_and_interrupt if rank == 0 else start
+    with pytest.raises((KeyboardInterrupt, reshard.RemoteError)):
+        reshard.reshard(torch.ones(2, 4), rows, columns, timeout_seconds=20)
+    threading.Thread.start = start
+    reshard.close_group()
+    deadline = time.monotonic() + 10
+    while any(thread.name.startswith("reshard") for thread in threading.enumerate()) and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.05)
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("reshard")]
+
+
+def test_an_interrupt_while_a_thread_starts_leaves_no_thread():
+    assert run_processes(_interrupt_the_start_of_a_thread, 2) == [[], []]

@@ -1,9 +1,12 @@
 """Interrupt a call on one rank at every line that it runs, and check what all ranks do then.
 
 ``python -m tests.campaigns.interrupts mover --every 10``. A trial makes a group of two ranks, calls once, calls again
-with an exception at one line on rank 1, and calls a third time. The second and third calls must return the data of their
-step, or raise an error of this package; the second may raise the exception itself on rank 1, and must name rank 1 on
-rank 0 if it raises. Then everything is closed, and no thread or descriptor may be left.
+with an exception at one line on one rank, and calls a third time. The second and third calls must return the data of
+their step, or raise an error of this package; the second may raise the exception itself on the interrupted rank, and must
+name that rank on the other one if it raises. Then everything is closed, and no thread or descriptor may be left.
+
+``--signals 300`` sends SIGINT to the process of the rank at random times in the second call instead. ``--once`` tries each
+line of the source once, though a call may run it many times.
 """
 
 from __future__ import annotations
@@ -11,8 +14,10 @@ from __future__ import annotations
 import argparse
 import gc
 import os
+import random
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -21,19 +26,27 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 import reshard
 from reshard import Layout, Mesh
 from reshard.compression import WeightSync
-from reshard.scheduler import Edge, Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.coordination import all_gather_json
+from reshard.scheduler import Edge, Pipe, Pipeline, Stage, StageOutput, one_f_one_b
+from reshard.scheduler.pipe.profile import StageProfile, StageTimes
 from reshard.scheduler.runtime.engine import Engine
 from reshard.testing.processes import LaunchError, run_processes
 
 PACKAGES = tuple(str(Path(__file__).parents[2] / name) + os.sep for name in ("reshard", "scheduler"))
 ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
 SHAPE = (4, 6)
+#: Outcome of a call before which a signal came. Nobody can tell that from a call that the program skips.
+NOT_BEGUN = "not begun"
+PROFILE = StageProfile(1, (StageTimes(1.0, 1.0, 1.0, 1.0, 1),) * 2)
 #: ``timeout_seconds`` of each call; a longer call is reported; after the third, an alarm ends the call.
 TIMEOUT_SECONDS, SLOW_SECONDS, HANG_SECONDS = 8.0, 4.0, 15
+#: A trial whose first call fails is repeated.
+NUM_TRIES = 3
 #: How long threads and descriptors may take to go after everything is closed.
 RELEASE_SECONDS = 5.0
 
@@ -55,6 +68,7 @@ class Tracer:
 
     def __init__(self, at=None):
         self.at, self.num_lines, self.where = at, 0, ""
+        self.first_visits = {}  # place -> number of the line when it ran first
 
     def __enter__(self):
         sys.settrace(self._enter_frame)
@@ -68,6 +82,8 @@ class Tracer:
 
     def _trace(self, frame, event, argument):
         if event == "line":
+            if self.at is None:
+                self.first_visits.setdefault((frame.f_code.co_filename, frame.f_lineno), self.num_lines)
             self.num_lines += 1
             if self.num_lines - 1 == self.at:
                 sys.settrace(None)
@@ -80,7 +96,7 @@ class Tracer:
 class Calls:
     """Calls of :func:`reshard.reshard`."""
 
-    def __init__(self, group):
+    def __init__(self, group, folder):
         self.group = group
 
     def run(self, source):
@@ -94,7 +110,7 @@ class Calls:
 class Movers(Calls):
     """Transfers of one Mover."""
 
-    def __init__(self, group):
+    def __init__(self, group, folder):
         plan = reshard.make_plan(ROWS, COLUMNS, SHAPE, "float32")
         self.mover = reshard.Mover(plan, group, timeout_seconds=TIMEOUT_SECONDS)
 
@@ -110,7 +126,7 @@ class Movers(Calls):
 class Syncs(Calls):
     """Versions of a WeightSync."""
 
-    def __init__(self, group):
+    def __init__(self, group, folder):
         self.sync = WeightSync(ROWS, COLUMNS, {"w": SHAPE}, "float32", group=group, timeout_seconds=TIMEOUT_SECONDS)
         self.out, self.version = torch.zeros(SHAPE[0], SHAPE[1] // 2), 0
 
@@ -124,7 +140,7 @@ class Syncs(Calls):
 class Steps(Calls):
     """Steps of an engine with one stage on each rank. The data of a step is the gradient of the other stage's input."""
 
-    def __init__(self, group):
+    def __init__(self, group, folder):
         meshes = [Mesh([stage]) for stage in range(2)]
         x = reshard.TensorSpec((2, 6), "float32", *map(Layout, meshes), "x")
         pipeline = Pipeline(tuple(Stage(1.0, 1.0, 1.0, mesh=mesh) for mesh in meshes), (Edge(0, 1, tensors=(x,)),))
@@ -135,7 +151,7 @@ class Steps(Calls):
 
     def run(self, source):
         """Run a step on two halves of the values of both ranks. Returns this rank's columns of the values."""
-        step = round(float(source[0, 0]) / 100) if self.rank == 0 else round((float(source[0, 0]) - 12) / 100)
+        step = _step_of(source, self.rank)
         values, self.stage.weight.grad = _values(step), None
         self.engine.step({0: [{"x": values[:2]}, {"x": values[2:]}]})
         # The loss of a half is the sum of its values times both weights, which are 1.
@@ -145,6 +161,78 @@ class Steps(Calls):
     def close(self):
         """Close the engine."""
         self.engine.close()
+
+
+class Saves(Calls):
+    """Saves of a model of two stages. Each stage has one parameter: the columns of its rank."""
+
+    def __init__(self, group, folder):
+        self.rank, self.folder = dist.get_rank(), folder
+        example = {"x": torch.ones(2, 4, 3)}
+        pipe = Pipe(TwoStages(), ["layers.1"], stages="1x1,1x1")
+        self.engine = pipe.compile(
+            example, 2, schedule=one_f_one_b, group=group, profile=PROFILE, timeout_seconds=TIMEOUT_SECONDS
+        )
+        ((self.name, self.weight),) = self.engine.named_parameters()
+        self.optimizer = torch.optim.SGD([self.weight], 0.1, momentum=0.9)
+
+    def save(self, step):
+        """Save the values of a step."""
+        self._fill(_values(step))
+        self.engine.save(self.folder, self.optimizer, step=step, keep=9)
+
+    def _fill(self, values):
+        with torch.no_grad():
+            self.weight.copy_(values[:, 3 * self.rank : 3 * self.rank + 3])
+
+    def run(self, source):
+        """Save the values of the step. Returns what the files then hold."""
+        step = _step_of(source, self.rank)
+        self.save(step)
+        saved = {}
+        for file in Path(self.folder, f"step-{step:08d}").glob("*.safetensors"):
+            saved.update(load_file(file))
+        return saved[f"model.{self.name}"]
+
+    def close(self):
+        """Close the engine."""
+        self.engine.close()
+
+
+class Loads(Saves):
+    """Loads of the same model."""
+
+    def __init__(self, group, folder):
+        super().__init__(group, folder)
+        for step in range(3):
+            self.save(step)
+
+    def run(self, source):
+        """Load the values of the step."""
+        step = _step_of(source, self.rank)
+        self._fill(torch.zeros(SHAPE))
+        loaded = self.engine.load(self.folder, self.optimizer, step=step)
+        return self.weight.detach() + (loaded != step)
+
+
+class TwoStages(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(_Scale() for _ in range(2))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+class _Scale(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(4, 3))
+
+    def forward(self, x):
+        return x * self.weight
 
 
 class _Times(torch.nn.Module):
@@ -157,7 +245,14 @@ class _Times(torch.nn.Module):
         return StageOutput(loss=x.sum()) if self.is_last else {"x": x}
 
 
-KINDS = {"reshard": Calls, "mover": Movers, "weight_sync": Syncs, "engine": Steps}
+KINDS = {
+    "reshard": Calls,
+    "mover": Movers,
+    "weight_sync": Syncs,
+    "engine": Steps,
+    "save": Saves,
+    "load": Loads,
+}
 #: Statements where only a tracer can raise: Python looks for signals after calls and at jumps, but a lock has been
 #: released after the call that ends its ``with`` block, and nothing is called before the ``try`` of a wrapper.
 OUT_OF_REACH = ("with self._lock:", "with _lock:", "with group.lock:", "try:")
@@ -167,16 +262,30 @@ def _values(step):
     return torch.arange(24.0).view(SHAPE) + 100 * step
 
 
-def _call(calls, rank, step):
-    """The outcome of a call: ``"right"``, ``"wrong"``, or the class and text of its error; and its seconds."""
+def _step_of(source, rank):
+    return round((float(source[0, 0]) - 12 * rank) / 100)
+
+
+def _call(calls, rank, step, interruption=None):
+    """The outcome of a call: ``"right"``, ``"wrong"``, or the class and text of its error; and its seconds.
+
+    ``interruption`` is a :class:`Signal` that starts with the call.
+    """
     source, wanted = _values(step)[2 * rank : 2 * rank + 2], _values(step)[:, 3 * rank : 3 * rank + 3]
     begun = time.monotonic()
     signal.signal(signal.SIGALRM, _ring)
     signal.alarm(HANG_SECONDS)
+    outcome = ""
     try:
+        if interruption is not None:
+            interruption.start()
         outcome = "right" if torch.equal(calls.run(source), wanted) else "wrong"
+        if interruption is not None:
+            interruption.wait()
     except BaseException as error:
-        outcome = f"{type(error).__module__}.{type(error).__name__}: {error}"
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        has_begun = any(f.f_code.co_filename.startswith(PACKAGES) for f, _ in traceback.walk_tb(error.__traceback__))
+        outcome = outcome or (f"{type(error).__module__}.{type(error).__name__}: {error}" if has_begun else NOT_BEGUN)
     finally:
         signal.alarm(0)
     return outcome, time.monotonic() - begun
@@ -189,24 +298,61 @@ def _ring(*_):
     raise HangError("nowhere" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}")
 
 
-def count_lines(rank, kind):
-    """Number of lines of a call on this rank."""
-    calls = KINDS[kind](dist.new_group([0, 1]))
+class Signal:
+    """Sends SIGINT to this process after some time, from another thread."""
+
+    def __init__(self, seconds):
+        self.where = f"after {1000 * seconds:.2f} ms"
+        self._thread = threading.Thread(target=self._send, args=(seconds,))
+
+    def start(self):
+        """Begin the time."""
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        self._thread.start()
+
+    def _send(self, seconds):
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def wait(self):
+        """Wait until the signal was sent. Raises KeyboardInterrupt if it was not handled before."""
+        self._thread.join()
+
+
+def count_lines(rank, kind, victim, once, folder):
+    """Numbers of the lines of a call on this rank, and its seconds."""
+    calls = KINDS[kind](dist.new_group([0, 1]), folder)
     _call(calls, rank, 0)
     with Tracer() as tracer:
         _call(calls, rank, 1)
     dist.barrier()
-    return tracer.num_lines
-
-
-def run_trial(rank, kind, line):
-    """Where a line is, the outcomes of the second and third call on this rank, and what closing leaves."""
-    before = _resources()
-    calls = KINDS[kind](group := dist.new_group([0, 1]))
-    assert _call(calls, rank, 0)[0] == "right"
+    _, seconds = _call(calls, rank, 2)
     dist.barrier()
-    with Tracer(line if rank == 1 else -1) as tracer:
-        outcomes = [_call(calls, rank, 1)]
+    return sorted(tracer.first_visits.values()) if once else list(range(tracer.num_lines)), seconds
+
+
+def run_trial(rank, kind, victim, at, folder):
+    """Where a call is interrupted, the outcomes of the second and third call on this rank, and what closing leaves.
+
+    None if the first call fails on a rank, as on an overloaded machine.
+
+    Args:
+        at: the number of the line, an int; or the seconds until a signal, a float.
+    """
+    before = _resources()
+    try:
+        calls = KINDS[kind](group := dist.new_group([0, 1]), folder)
+        first = _call(calls, rank, 0)[0]
+    except reshard.ReshardError as error:
+        first = str(error)
+    if all_gather_json(first) != ["right", "right"]:
+        return None
+    if isinstance(at, float) and rank == victim:
+        interruption = Signal(at)
+        outcomes = [_call(calls, rank, 1, interruption)]
+    else:
+        with Tracer(at if rank == victim else -1) as interruption:
+            outcomes = [_call(calls, rank, 1)]
     outcomes += [_call(calls, rank, 2)]
     try:
         calls.close()
@@ -217,7 +363,7 @@ def run_trial(rank, kind, line):
     del group, calls
     left = _left_since(before)
     dist.barrier()
-    return tracer.where, outcomes, closed, left
+    return interruption.where, outcomes, closed, left
 
 
 def _resources():
@@ -246,43 +392,62 @@ def _left_since(before):
         time.sleep(0.1)
 
 
-def judge(trial):
+def judge(trial, victim):
     """What is wrong in a trial, as one text; "" if nothing is. ``trial`` has the entries of both ranks."""
-    (_, other, closed_other, left_other), (_, own, closed, left) = trial
-    for rank, outcomes in ((0, other), (1, own)):
+    if trial[victim][1][0][0] == NOT_BEGUN:
+        return ""
+    for rank, (_, outcomes, _, _) in enumerate(trial):
         for number, (outcome, seconds) in enumerate(outcomes):
-            is_ours = outcome.startswith("reshard.errors.") or (rank == 1 and "Interrupt:" in outcome and not number)
+            is_own = rank == victim and "Interrupt:" in outcome and not number
             if outcome == "wrong":
                 return f"wrong data on rank {rank} in call {number + 2}"
-            if outcome != "right" and not is_ours:
+            if outcome != "right" and not outcome.startswith("reshard.errors.") and not is_own:
                 return f"rank {rank}, call {number + 2}: raw error {outcome[:150]}"
             if seconds > SLOW_SECONDS:
                 return f"rank {rank}, call {number + 2}: {seconds:.1f} s until {outcome[:150]}"
-    first = other[0][0]
-    if first != "right" and "rank 1" not in first:
-        return f"rank 0 does not name rank 1: {first[:150]}"
-    return next((text for text in (closed_other, closed, left_other, left) if text), "")
+    first = trial[1 - victim][1][0][0]
+    if first != "right" and f"rank {victim}" not in first:
+        return f"rank {1 - victim} does not name rank {victim}: {first[:150]}"
+    return next((text for _, _, *texts in trial for text in texts if text), "")
 
 
-def run_campaign(kind, every, first=0):
+def run_campaign(kind, every=1, first=0, victim=1, once=False):
     """Run trials at every so many lines. Returns the number of trials, and ``{what is wrong: places}``."""
-    num_lines = run_processes(count_lines, 2, kind)[1]
-    lines = range(first % every, num_lines, every)
+    with tempfile.TemporaryDirectory() as folder:
+        lines, _ = run_processes(count_lines, 2, kind, victim, once, folder)[victim]
+    chosen = lines[first % every :: every]
     wrong = {}
-    for line in lines:
-        text, place = _try_line(kind, line)
+    for line in chosen:
+        text, place = _try(kind, victim, line)
         if text and _statement(place) not in OUT_OF_REACH:
             wrong.setdefault(text, []).append(place)
-    return len(lines), wrong
+    return len(chosen), wrong
 
 
-def _try_line(kind, line):
-    """What is wrong after an interrupt at a line, and where it is."""
+def run_signals(kind, num, seed=0, victim=1):
+    """The same with SIGINT at ``num`` random times, up to one and a half times that of a call."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, seconds = run_processes(count_lines, 2, kind, victim, False, folder)[victim]
+    chance = random.Random(seed)
+    wrong = {}
+    for _ in range(num):
+        text, place = _try(kind, victim, chance.uniform(0.0, 1.5 * seconds))
+        if text:
+            wrong.setdefault(text, []).append(place)
+    return num, wrong
+
+
+def _try(kind, victim, at):
+    """What is wrong after an interrupt, and where it is."""
     try:
-        trial = run_processes(run_trial, 2, kind, line, timeout_seconds=90.0, grace_seconds=20.0)
+        for _ in range(NUM_TRIES):
+            with tempfile.TemporaryDirectory() as folder:
+                trial = run_processes(run_trial, 2, kind, victim, at, folder, timeout_seconds=90.0, grace_seconds=20.0)
+            if None not in trial:
+                return judge(trial, victim), trial[victim][0]
     except LaunchError as error:
-        return f"a rank hangs or fails: {str(error).splitlines()[-1][:150]}", f"line {line}"
-    return judge(trial), trial[1][0]
+        return f"a rank hangs or fails: {str(error).splitlines()[-1][:150]}", str(at)
+    return "the first call fails", str(at)
 
 
 def _statement(place):
@@ -295,15 +460,22 @@ def _statement(place):
 def main():
     """Print what is wrong, with its places. Returns 0 if nothing is."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns.interrupts", description=__doc__)
-    parser.add_argument("kind", nargs="*", default=list(KINDS), choices=[*KINDS, []], help="calls; default: all")
+    parser.add_argument("kind", nargs="*", default=[], choices=[*KINDS, []], help="calls; default: all")
     parser.add_argument("--every", type=int, default=1, help="try every so many lines; default: all")
-    parser.add_argument("--first", type=int, default=0, help="number of the first line")
+    parser.add_argument("--first", type=int, default=0, help="number of the first line, or the seed")
+    parser.add_argument("--once", action="store_true", help="try each line of the source once")
+    parser.add_argument("--rank", type=int, default=1, choices=(0, 1), help="the rank to interrupt (1)")
+    parser.add_argument("--signals", type=int, default=0, help="number of signals to send instead")
     options = parser.parse_args()
     failed = False
-    for kind in options.kind:
+    for kind in options.kind or KINDS:
         begun = time.monotonic()
-        num, wrong = run_campaign(kind, options.every, options.first)
-        print(f"{kind}: {num} trials in {time.monotonic() - begun:.0f} s, {sum(map(len, wrong.values()))} wrong")
+        if options.signals:
+            num, wrong = run_signals(kind, options.signals, options.first, options.rank)
+        else:
+            num, wrong = run_campaign(kind, options.every, options.first, options.rank, options.once)
+        count = sum(map(len, wrong.values()))
+        print(f"{kind}: {num} trials in {time.monotonic() - begun:.0f} s, {count} wrong", flush=True)
         for text, places in sorted(wrong.items(), key=lambda one: -len(one[1])):
             print(f"  {len(places):4} {text}: {', '.join(f'{a} x{n}' for a, n in Counter(places).most_common(6))}")
         failed = failed or bool(wrong)

@@ -89,6 +89,32 @@ def _sync(rank):
     assert send(6).base is None and holds(6)
 
 
+def _make_one_wrongly(rank):
+    """One rank passes another kind of topology. The other one hears of it in its first call, at once."""
+    topology = 5 if rank else None
+    shards = {"w": torch.ones(2, 4)}, {"w": torch.zeros(4, 2)}
+    text = ""
+    try:
+        sync = WeightSync(
+            Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0"), {"w": (4, 4)}, "float32", topology=topology
+        )
+        sync(*shards, version=1)
+    except ArgumentError as error:
+        text = str(error)
+    sync = WeightSync(Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2"), "R S0"), {"w": (4, 4)}, "float32")
+    sync(*shards, version=1)
+    return text, bool((shards[1]["w"] == 1).all())
+
+
+def test_a_weight_sync_that_one_rank_fails_to_make_fails_on_the_others():
+    found = run_processes(_make_one_wrongly, 2)
+    assert [text for text, _ in found] == [
+        "rank 1: topology must be a Topology, not int",
+        "topology must be a Topology, not int",
+    ]
+    assert all(is_right for _, is_right in found)
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -12,6 +12,36 @@ from reshard.coordination.groups.calling_threads import Caller
 from reshard.errors import BY_NAME, RemoteError, ReshardError
 
 
+def read_json(text: str | bytes, pattern: Any) -> Any:
+    """The value of a JSON text that matches a pattern.
+
+    Args:
+        pattern: a type; a list with the pattern of all elements; a tuple with that of each; a dict with that of each
+            key, or ``{str: pattern}`` for any keys.
+
+    Raises:
+        ValueError: the text is not JSON, or does not match.
+    """
+    value = json.loads(text)
+    if not _matches(value, pattern):
+        raise ValueError(f"not of the form {pattern}")
+    return value
+
+
+def _matches(value: Any, pattern: Any) -> bool:
+    if isinstance(pattern, type):
+        return isinstance(value, pattern) and not (pattern is int and isinstance(value, bool))
+    if isinstance(pattern, list):
+        return isinstance(value, list) and all(_matches(each, pattern[0]) for each in value)
+    if isinstance(pattern, tuple):
+        return isinstance(value, list) and len(value) == len(pattern) and all(map(_matches, value, pattern))
+    if not isinstance(value, dict):
+        return False
+    if str in pattern:
+        return all(_matches(each, pattern[str]) for each in value.values())
+    return value.keys() == pattern.keys() and all(_matches(value[key], each) for key, each in pattern.items())
+
+
 @dataclass(frozen=True)
 class TensorRequest:
     """What one rank passes for one tensor.
@@ -132,6 +162,15 @@ def rebuild_error(name: str, text: str) -> ReshardError:
     return BY_NAME.get(name, RemoteError)(text)
 
 
+def parse_error(text: str | bytes) -> ReshardError:
+    """The error that a rank has written to the store as :func:`describe_error` gives it.
+
+    Raises:
+        ValueError: the text is something else.
+    """
+    return rebuild_error(*read_json(text, (str, str)))
+
+
 def name_rank(rank: int, text: str) -> str:
     """Prefix an error text with the rank that raised it, unless the text names this rank or starts with a rank."""
     return text if re.search(rf"\brank {rank}\b|^rank \d+\b", text) else f"rank {rank}: {text}"
@@ -175,6 +214,24 @@ class RankStatus:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RankStatus:
-        """The inverse of :meth:`to_json`."""
-        values = json.loads(text)
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            ValueError: the text is something else.
+        """
+        values = read_json(text, dict)
+        pattern = _STATUS | {name: type(None) for name in ("waiting", "error") if values.get(name) is None}
+        if not _matches(values, pattern):
+            raise ValueError(f"not of the form {pattern}")
         return cls(**{**values, "error": values["error"] and tuple(values["error"])})
+
+
+_STATUS = {
+    "waiting": {"members": [int], "attempt": int},
+    "skipped": {str: (int, [int])},
+    "errors": int,
+    "given": {str: int},
+    "error": (str, str),
+    "are_members_unknown": bool,
+    "out_of_sync": {str: str},
+}

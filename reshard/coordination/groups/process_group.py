@@ -19,7 +19,7 @@ from reshard.coordination.groups.messages import RankStatus
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child, find_creator_pid, keep_in_child
-from reshard.formatting import count_of, describe_ranks
+from reshard.formatting import brief, count_of, describe_ranks
 from reshard.runtime.torch_compat import is_alive, store_of
 from reshard.runtime.transport.descriptors import has_descriptors
 
@@ -109,7 +109,7 @@ class Group:
 
     def __init__(self, store: dist.Store, rank: int, size: int, process_group: Any = None) -> None:
         if not 0 <= rank < size:
-            raise ArgumentError(f"rank {rank} is outside a group of {count_of(size, 'rank')}")
+            raise ArgumentError(f"rank {brief(rank)} is outside a group of {count_of(size, 'rank')}")
         self.rank, self.size = rank, size
         self._process_group = None if process_group is None else weakref.ref(process_group)
         self.pid = os.getpid()

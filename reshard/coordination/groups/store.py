@@ -25,12 +25,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from reshard.formatting import brief
 from reshard.timeouts import PendingCall
 
+T = TypeVar("T")
 #: Default timeout of a call.
 STORE_SECONDS = 1.5
 #: A store that has not answered a call for this long counts as lost.
@@ -39,6 +41,10 @@ LOST_STORE_SECONDS = 30.0
 
 class StoreSilentError(RuntimeError):
     """The store has not answered in time, but may still be alive."""
+
+
+class ForeignValueError(RuntimeError):
+    """The store has a value that no rank of the group writes."""
 
 
 class _Worker:
@@ -136,6 +142,24 @@ class Store:
         """The value of a key that exists (see :meth:`check`); torch would wait for a missing key."""
         found: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
         return found
+
+    def read(self, key: str, make: Callable[[bytes], T], seconds: float = STORE_SECONDS) -> T:
+        """What ``make`` makes of the value of a key that exists; see :meth:`parse`."""
+        return self.parse(key, self.get(key, seconds), make)
+
+    def parse(self, key: str, value: bytes, make: Callable[[bytes], T]) -> T:
+        """What ``make`` makes of a value that the store has under a key.
+
+        Raises:
+            ForeignValueError: ``make`` raises an error.
+        """
+        try:
+            return make(value)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            raise ForeignValueError(
+                f"the store has {brief(value)} under the key {self._prefix + key!r}, which no rank of this group "
+                "writes: another program uses the same keys"
+            ) from error
 
     def check(self, keys: Sequence[str], seconds: float | None = None) -> bool:
         """Whether all keys exist."""

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-from typing import Any, SupportsIndex
+import operator
+from typing import Any
 
 import torch.distributed as dist
 
+from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.process_group import Group, own_client
-from reshard.coordination.groups.store import StoreSilentError
+from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
+from reshard.sharding import MAX_RANK, check_integer
 
 _DUPLICATE = "duplicate"
 
@@ -42,10 +46,14 @@ def join(store: Any, rank: int, world_size: int) -> Group:
     """
     if not isinstance(store, dist.Store):
         raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
-    if not (isinstance(rank, SupportsIndex) and isinstance(world_size, SupportsIndex)):
-        raise ArgumentError(f"rank {rank!r} and world_size {world_size!r} must be integers")
-    group = Group(dist.PrefixStore("reshard/join", own_client(store)), int(rank), int(world_size))
-    with contextlib.suppress(StoreSilentError, ArgumentError):  # the first call tries again, or raises the error
+    try:
+        rank, world_size = operator.index(rank), operator.index(world_size)
+    except Exception:  # such as a tensor's
+        raise ArgumentError(f"rank {brief(rank)} and world_size {brief(world_size)} must be integers") from None
+    check_integer(world_size, "world_size", 0, MAX_RANK + 1)
+    group = Group(dist.PrefixStore("reshard/join", own_client(store)), rank, world_size)
+    # The first call tries again, or raises the error.
+    with contextlib.suppress(StoreSilentError, ForeignValueError, ArgumentError):
         check_claims(group)
     return group
 
@@ -61,22 +69,30 @@ def check_claims(group: Group) -> None:
         return
     if not group.is_claimed:
         claim = json.dumps([group.hostname, group.pid, group.claim_token])  # the same if an answer is late
-        holder = group.store.compare_set(f"claim/{group.rank}", "", claim).decode()
-        if holder != claim:
-            hostname, pid, _ = json.loads(holder)
-            group.store.set(
-                _DUPLICATE,
-                f"two processes joined the {group} as rank {group.rank}: process {pid} on host {hostname}, then "
-                f"process {group.pid} on host {group.hostname}; each process needs its own rank, from 0 to "
-                f"{group.size - 1}, and a group that is joined again needs a PrefixStore with another prefix",
-            )
+        key = f"claim/{group.rank}"
+        holder = group.store.compare_set(key, "", claim)
+        if holder != claim.encode():
+            group.store.set(_DUPLICATE, _describe_holder(group, key, holder))
         group.is_claimed = True
     read_claim_error(group)
     if group.claim_error:
         raise ArgumentError(group.claim_error)
 
 
+def _describe_holder(group: Group, key: str, holder: bytes) -> str:
+    """The error after another process has claimed the rank of this one."""
+    try:
+        hostname, pid, _ = group.store.parse(key, holder, lambda text: read_json(text, (str, int, str)))
+    except ForeignValueError as error:
+        return str(error)
+    return (
+        f"two processes joined the {group} as rank {group.rank}: process {pid} on host {hostname}, then "
+        f"process {group.pid} on host {group.hostname}; each process needs its own rank, from 0 to "
+        f"{group.size - 1}, and a group that is joined again needs a PrefixStore with another prefix"
+    )
+
+
 def read_claim_error(group: Group) -> None:
     """Set ``group.claim_error`` if two processes have claimed one rank."""
     if group.is_claimed and not group.claim_error and group.store.check([_DUPLICATE]):
-        group.claim_error = group.store.get(_DUPLICATE).decode()
+        group.claim_error = group.store.read(_DUPLICATE, bytes.decode)

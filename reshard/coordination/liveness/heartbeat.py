@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from reshard.coordination.groups.process_group import Group
-from reshard.coordination.groups.store import StoreSilentError
+from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.claims import read_claim_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.presence import Presence
@@ -23,7 +23,7 @@ from reshard.coordination.liveness.status import (
     format_beat,
     publish_status,
 )
-from reshard.errors import RemoteError, ReshardError
+from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.forks import call_at_exit
 from reshard.runtime.cuda.stream import allow_queries_during_capture
 
@@ -129,7 +129,11 @@ class Monitor:
         except Exception as error:
             if group.resources.is_released:
                 return 0.0
-            explained = explain_lost_store(group, error) if self._list_watched() else None
+            explained: ReshardError | None = None
+            if isinstance(error, ForeignValueError):
+                explained = ArgumentError(f"rank {self._rank}: {error}")
+            elif self._list_watched():
+                explained = explain_lost_store(group, error)
             for transfer in self._list_watched():
                 if explained is not None:
                     transfer.stop(explained)

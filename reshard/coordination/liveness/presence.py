@@ -7,6 +7,7 @@ import json
 import socket
 
 from reshard.coordination.groups.addresses import is_loopback, own_address
+from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import Store
 from reshard.forks import close_in_child
@@ -61,7 +62,7 @@ def has_ended(store: Store, rank: int) -> bool:
     """
     if not store.check([_key(rank)]):
         return False
-    hostname, address, port = json.loads(store.get(_key(rank)))
+    hostname, address, port = store.read(_key(rank), lambda text: read_json(text, (str, str, int)))
     if is_loopback(address) and hostname != socket.gethostname():
         return False
     try:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch.distributed as dist
 
-from reshard.coordination.groups.messages import RankStatus
+from reshard.coordination.groups.messages import RankStatus, read_json
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import Store
 from reshard.errors import RemoteError
@@ -41,7 +41,9 @@ def find_late(store: Store, ranks: Iterable[int], key: str, number: int) -> list
     """The ranks whose last heartbeat says that they have started fewer than ``number`` transfers of a set of ranks."""
     late = []
     for rank in ranks:
-        _, started = json.loads(store.get(beat_key(rank))) if store.check([beat_key(rank)]) else (0, {})
+        key_of_beat = beat_key(rank)
+        has_beat = store.check([key_of_beat])
+        _, started = store.read(key_of_beat, lambda text: read_json(text, (int, {str: int}))) if has_beat else (0, {})
         if started.get(key, 0) < number:
             late.append(rank)
     return late

@@ -11,11 +11,12 @@ from there if they get no answer.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Collection
 from typing import Any
 
-from reshard.coordination.groups.messages import Decision
+from reshard.coordination.groups.messages import Decision, read_json
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, STORE_SECONDS
 
@@ -61,12 +62,18 @@ def _key(group: Group) -> str:
 
 
 def _adopt(group: Group, text: bytes, attempt: int) -> Decision | None:
-    exclusion: dict[str, Any] = json.loads(text)
+    exclusion, decision = group.store.parse(_key(group), text, functools.partial(_parse_exclusion, group.size))
     group.num_exclusions += 1
     if group.rank in exclusion["lost"] and group.rank not in group.lost:
         group.excluded_by = int(exclusion["by"])
     group.lost.update(exclusion["lost"])
-    if exclusion["decision"] is None:
-        return None
-    decision = Decision.from_json(exclusion["decision"])
-    return decision if decision.attempts.get(group.rank) == attempt else None
+    return decision if decision is not None and decision.attempts.get(group.rank) == attempt else None
+
+
+def _parse_exclusion(size: int, text: bytes) -> tuple[dict[str, Any], Decision | None]:
+    """An exclusion and the decision that it carries. Raises an error if the text is something else."""
+    exclusion = read_json(text, {"lost": [int], "by": int, "attempt": int, "decision": object})
+    carried = exclusion["decision"]
+    if not all(0 <= rank < size for rank in (*exclusion["lost"], exclusion["by"])):
+        raise ValueError(f"a rank is not in the group of {size}")
+    return exclusion, None if carried is None else Decision.from_json(carried)

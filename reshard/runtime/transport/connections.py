@@ -21,6 +21,7 @@ from reshard.public_api import caller_level
 from reshard.runtime.cuda.nccl import Communicator
 from reshard.runtime.cuda.nccl_exchange import NCCL_DEVICES, NcclCollectives, NcclExchange, make_communicator
 from reshard.runtime.transport.descriptors import check_descriptors
+from reshard.runtime.transport.gloo_listeners import close_listeners
 from reshard.runtime.transport.interface import BrokenConnectionError, Work
 from reshard.timeouts import run_with_timeout
 
@@ -99,7 +100,7 @@ class Connections:
         group = keep_in_child(dist.ProcessGroupGloo(store, self._own, len(ranks), limit))
         # Without a barrier an idle rank could exit while others still connect to it, and they would fail.
         group.barrier().wait(limit)
-        store.settle()
+        close_listeners(store.settle())
         return group
 
     def exchange(
@@ -177,13 +178,20 @@ class _PolledStore(dist.Store):
     def __init__(self, raw: dist.Store, check_error: Callable[[], None]) -> None:
         super().__init__()
         self._raw, self._check_error = raw, check_error
+        self._written: list[bytes] = []
 
-    def settle(self) -> None:
-        """Stop calling ``check_error``, after all connections are made, and drop the reference to it."""
+    def settle(self) -> list[bytes]:
+        """Stop calling ``check_error``, after all connections are made, and drop the reference to it.
+
+        Returns:
+            The values that this rank has written.
+        """
         self._check_error = _ignore_errors
+        return self._written
 
     def set(self, key: str, value: Any) -> None:
         """Write a value."""
+        self._written.append(value.encode() if isinstance(value, str) else bytes(value))
         self._raw.set(key, value)
 
     def get(self, key: str) -> bytes:

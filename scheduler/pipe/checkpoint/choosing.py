@@ -9,7 +9,7 @@ from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import brief
 
 from .digests import DIGESTS_FILE, read_digests
-from .folders import PICKLED_INDEX_FILE, find_checkpoints
+from .folders import PICKLED_INDEX_FILE, find_checkpoints, read_path
 from .index import INDEX_FILE
 from .pickled import PickledCheckpoint
 from .state import Exchange
@@ -36,10 +36,11 @@ def choose_checkpoint(
     failure: Exception | None = None
     try:
         if step is not None and (isinstance(step, bool) or not isinstance(step, int)):
-            raise ArgumentError(f"step is {step!r}; it must be an integer, or None for the newest checkpoint")
+            raise ArgumentError(f"step is {brief(step)}; it must be an integer, or None for the newest checkpoint")
         if not isinstance(trust_pickle, bool):
             raise ArgumentError(f"trust_pickle is {brief(trust_pickle)}; it must be True or False")
-        found = [[item, str(folder)] for item, folder in find_checkpoints(path)] if is_first else []
+        known = read_path(path)
+        found = [[item, str(folder)] for item, folder in find_checkpoints(known)] if is_first else []
         value = [step, trust_pickle, found]
     except (ArgumentError, OSError) as error:
         failure = error

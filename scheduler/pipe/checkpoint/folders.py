@@ -5,6 +5,10 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
+
+from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 from .digests import DIGESTS_FILE
 from .index import INDEX_FILE
@@ -13,6 +17,14 @@ from .index import INDEX_FILE
 PICKLED_INDEX_FILE = ".metadata"
 _UNFINISHED, _DELETED = ".unfinished", ".deleted"
 _FOLDER = re.compile(r"step-(\d{8,})(\.unfinished)?")
+
+
+def read_path(path: Any) -> Path:
+    """A path. Raises ArgumentError if the argument is none."""
+    try:
+        return Path(path)
+    except Exception:
+        raise ArgumentError(f"the path of checkpoints is {brief(path)}; it must be a string or a Path") from None
 
 
 def find_checkpoints(path: str | Path) -> list[tuple[int, Path]]:

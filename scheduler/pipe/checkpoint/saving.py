@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError, DisagreementError
 from reshard.formatting import brief
 
 from .digests import digest_parts, write_digests, write_synced
-from .folders import begin, finish, folder_of, prune, unfinished_folder
+from .folders import begin, finish, folder_of, prune, read_path, unfinished_folder
 from .index import INDEX_FILE
 from .state import Exchange, TrainingState, check_objects, rng_state
 from .writing import Entries, plan_writes, write_entries
@@ -27,14 +27,17 @@ CHECKPOINT_TIMEOUT_SECONDS = 3600.0
 FOLDER_TIMEOUT_SECONDS = 5.0
 
 
-def check_saved(state: TrainingState, keep: Any) -> None:
-    """Raise ArgumentError unless this rank can save these objects, and the step and ``keep`` are valid."""
+def check_saved(path: Any, state: TrainingState, keep: Any) -> Path:
+    """The path. Raises ArgumentError unless it is one, this rank can save these objects, and the others are valid."""
     step = state.counters["step"]
     if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**62:
-        raise ArgumentError(f"step is {step!r}; it must be the number of steps taken, an integer from 0 to 2**62 - 1")
+        raise ArgumentError(
+            f"step is {brief(step)}; it must be the number of steps taken, an integer from 0 to 2**62 - 1"
+        )
     if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
-        raise ArgumentError(f"keep is {keep!r}; it must be a positive integer")
+        raise ArgumentError(f"keep is {brief(keep)}; it must be a positive integer")
     check_objects(state, "state_dict")
+    return read_path(path)
 
 
 def save(path: Path, state: TrainingState, exchange: Exchange, keep: int) -> None:

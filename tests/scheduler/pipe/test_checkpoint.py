@@ -218,6 +218,8 @@ def use_wrongly(rank, folder):
             (DisagreementError, "rank 0 saves an optimizer and rank 1", lambda: engine.save(folder, [sgd, None][rank])),
             (ArgumentError, "rank 1: .*made, is not there", lambda: engine.save(elsewhere, sgd, step=5)),
             (ArgumentError, "step is -1", lambda: engine.save(folder, sgd, step=-1)),
+            (ArgumentError, "rank 1: the path .* is 5", lambda: engine.save([folder, 5][rank], sgd)),
+            (ArgumentError, "rank 1: the path .* is 5", lambda: engine.load([folder, 5][rank], sgd)),
             (
                 ArgumentError,
                 r"rank 1: loader is list, .* no state_dict\(\)",

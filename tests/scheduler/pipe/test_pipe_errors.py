@@ -90,8 +90,6 @@ def test_wrong_cuts_and_placements_are_refused():
         ArgumentError, match=r"training_plan is a str, not a TrainingPlan; .* TrainingPlan.read\(path\)"
     ):
         rs.Pipe(make_chain(), training_plan="plan.json")
-    with pytest.raises(ArgumentError, match="schedule is '1f1b'; it must be a Schedule, or a function"):
-        rs.Pipe(make_chain(), stages="1x1").compile(make_batch(0), 2, schedule="1f1b")
 
 
 def fails(kind, message, call):
