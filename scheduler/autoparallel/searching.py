@@ -38,7 +38,7 @@ MIN_GAIN = 0.01
 #: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
 MAX_SPREAD = 0.25
 #: Parts of a training plan that ``keep=`` fixes.
-KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid")
+KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid", "idle")
 
 
 def search(
@@ -59,9 +59,11 @@ def search(
         graph, cluster, profile: the model, its devices and the times of its layers.
         num_samples: samples of a step.
         keep: parts that are fixed by hand: ``num_microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
-            ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids.
-        method: ``auto``, ``joint``, ``bmw``, ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to
-            candidates. All but ``auto`` are taken as they are, without moves.
+            ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids. ``idle=False``:
+            use all devices, with the hosts in their order.
+        method: ``auto``, which also tries parts of the cluster and other orders of its hosts; ``joint``, ``bmw``,
+            ``alpa``, ``pure``, or a function from a :class:`SearchProblem` to candidates. All but ``auto`` are taken as
+            they are, without moves.
         states: bytes of states of a parameter; default: float32 with Adam.
         rules: choices that are allowed; default: all that ``Pipe`` runs.
         compression: codecs that edges (``pp``), sums of gradients over replicas under DDP (``dp``), collectives of
@@ -94,7 +96,7 @@ def search(
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = replace(problem, compression=compression)
-    if method == "auto":
+    if method == "auto" and keep.get("idle", True):
         return _choose_devices(problem)
     return choose_training_plan(problem, method)
 
@@ -224,6 +226,8 @@ def make_problem(
         if keep["recompute"] not in (False, True):
             raise ArgumentError(f"keep fixes recompute at {keep['recompute']!r}; it must be True or False")
         rules = replace(rules, recompute=(bool(keep["recompute"]),))
+    if keep.get("idle", True) not in (False, True):
+        raise ArgumentError(f"keep fixes idle at {keep['idle']!r}; it must be True or False")
     if "tp" in keep:
         tp = keep["tp"]
         if type(tp) is not int or tp < 1 or tp & (tp - 1):

@@ -181,7 +181,7 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
     policy = Policy(dp="int8x128", pp="int8x128")
     slow = Topology.uniform((0, 1, 2), 1e7)
-    kept = {"num_microbatches": 4, "tp": 1}
+    kept = {"num_microbatches": 4, "tp": 1, "idle": False}
 
     def find(rate):
         cluster = Cluster(replace(slow, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
@@ -383,3 +383,46 @@ def test_stages_sum_the_gradients_of_a_tied_head_and_one_stage_keeps_one_table(c
         assert main(["search", f"{sizes},tied={tied}", *rest, "--devices", "2", "--method", "pure"]) == 0
         assert ("s over stages" in capsys.readouterr().out) == bool(tied)
     assert states[0] - states[1] == pytest.approx(5000 * 64 * 16 / 2**20, rel=0.01)
+
+
+def _hosts(*rates, devices=2):
+    host_of_rank = tuple(host for host in range(len(rates)) for _ in range(devices))
+    return Topology(host_of_rank, tuple(Host((Port.of(rate),)) for rate in rates), inside_bytes_per_second=3e11)
+
+
+def test_devices_behind_slow_links_stay_idle_and_are_named():
+    slow = Cluster(_hosts(1e6, 1e10), 1e9)
+    found = search(GRAPH, slow, PROFILE, num_samples=8)
+    alone = search(GRAPH, Cluster(_hosts(1e10), 1e9), PROFILE, num_samples=8)
+    assert found.seconds == alone.seconds < found.on_all_seconds
+    assert found.ranks == (0, 1) and found.idle_ranks == (2, 3)  # links inside both hosts are alike
+    assert "ranks 2-3 of the cluster stay idle: ranks work as 2 of host 0; on all 4 ranks" in found.explain()
+    assert TrainingPlan.from_json(found.to_json()) == found
+    with pytest.raises(ArgumentError, match="must name 2 different ranks of the cluster"):
+        TrainingPlan.from_json(found.to_json().replace('"num_cluster_ranks": 4', '"num_cluster_ranks": 1'))
+
+
+def test_hosts_work_in_the_order_of_their_rates():
+    deep = make_graph(layers=6, hidden=512, sequence=256)
+    profile = LayerProfile.estimate(deep, flops_per_second=1e11)
+    cluster = Cluster(_hosts(2e9, 1e4, 1e10), 1e9)
+    found = search(deep, cluster, profile, num_samples=8)
+    assert found.ranks == (4, 5, 0, 1)
+    assert [host for host, _, _ in found.hosts] == [2, 0]
+    in_order = search(deep, cluster, profile, num_samples=8, keep={"idle": False})
+    assert in_order.ranks == () and in_order.num_ranks == 6 and in_order.seconds == found.on_all_seconds
+    fast = search(deep, Cluster(_hosts(1e10, 2e9), 1e9), profile, num_samples=8)
+    assert found.seconds == fast.seconds
+
+
+def test_a_part_of_a_cluster_has_the_links_and_memory_of_its_ranks():
+    topology = Topology(
+        (0, 0, 1, 1, 2, 2),
+        (Host((Port.of(1e9), Port.of(2e9)), 0), Host((Port.of(3e9),), 1), Host((Port.of(4e9),), 1)),
+        pods=(Port.of(5e9), Port.of(6e9)),
+    )
+    part = Cluster(topology, (1e9, 2e9, 3e9, 4e9, 5e9, 6e9)).select((4, 5, 1))
+    assert part.topology.host_of_rank == (0, 0, 1) and part.topology.nic_of_rank == (0, 0, 1)
+    assert [host.pod for host in part.topology.hosts] == [0, 1]
+    assert [port.egress_bytes_per_second for port in part.topology.pods] == [6e9, 5e9]
+    assert part.memory_limit_bytes == (5e9, 6e9, 2e9)

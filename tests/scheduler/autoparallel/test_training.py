@@ -215,7 +215,7 @@ def test_a_model_that_cannot_be_traced_is_one_layer_and_trains(choice):
         traced = trace_module(make_untraceable(), batch, ["second"])
     profile = profile_layers(traced, sample_counts=(1, 2), repeats=1)
     cluster = Cluster(Topology.uniform((0, 0), 1e9), 1e9)
-    keep = {"num_microbatches": 2, "zero": choice.zero, "recompute": choice.recompute}
+    keep = {"num_microbatches": 2, "zero": choice.zero, "recompute": choice.recompute, "idle": False}
     training_plan = search(traced.graph, cluster, profile, num_samples=4, keep=keep)
     assert training_plan.layer_names == (("Untraceable",),)
     training_plan = replace(training_plan, stages=(StagePlan(0, 1, 0, 2, (choice,)),))
