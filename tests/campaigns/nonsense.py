@@ -179,9 +179,9 @@ def _sum(group, change):
 
 
 def _train(group, change):
-    arguments = {"example": {"x": torch.ones(2, 4, 3)}, "microbatches": 2, "schedule": one_f_one_b}
+    arguments = {"example": {"x": torch.ones(2, 4, 3)}, "num_microbatches": 2, "schedule": one_f_one_b}
     arguments |= {"profile": interrupts.PROFILE, **_options(group)}
-    known = "example microbatches schedule profile device topology compression timeout_seconds"
+    known = "example num_microbatches schedule profile device topology compression timeout_seconds"
     pipe = Pipe(interrupts.TwoStages(), ["layers.1"], stages="1x1,1x1")
     with pipe.compile(**change("compile", arguments, known)) as engine:
         optimizer = torch.optim.SGD(engine.parameters(), 0.1)

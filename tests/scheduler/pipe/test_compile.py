@@ -83,8 +83,8 @@ def compile_with_an_error_on_one_rank(rank):
         with pytest.raises((ReshardError, ValueError)) as caught:
             pipe.compile(example, 4, schedule=rs.one_f_one_b)
         found.append(str(caught.value))
-    for name, value in (("device", 0.5), ("microbatches", 0), ("timeout_seconds", "x"), ("schedule", "1f1b")):
-        options = {"microbatches": 4, "schedule": rs.one_f_one_b, **({name: value} if rank == 1 else {})}
+    for name, value in (("device", 0.5), ("num_microbatches", 0), ("timeout_seconds", "x"), ("schedule", "1f1b")):
+        options = {"num_microbatches": 4, "schedule": rs.one_f_one_b, **({name: value} if rank == 1 else {})}
         with pytest.raises(ReshardError, match=f"rank 1: {name} is|^{name} is") as caught:
             pipes[2].compile(make_batch(0), **options)
     with pipes[2].compile(make_batch(0), 4, schedule=rs.one_f_one_b) as engine:  # the process group is still usable
