@@ -7,6 +7,7 @@ marks those that it has read.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import secrets
@@ -69,16 +70,19 @@ class Mailbox:
         self._store, self.address, self._number = own_client(store), address, 0
 
     def read(self) -> Message:
-        """The next message; waits until there is one.
+        """The next message; waits until there is one. Skips what is no message.
 
         Raises:
             RuntimeError: the store is lost.
         """
-        key = f"{self.address}/{self._number}"
-        self._store.wait([key], _WAIT)
-        text = self._store.get(key)
-        self._store.set(key, _READ)
-        self._number += 1
-        self._store.set(f"{self.address}/read", str(self._number))
-        message: Message = json.loads(text)
-        return message
+        while True:
+            key = f"{self.address}/{self._number}"
+            self._store.wait([key], _WAIT)
+            text = self._store.get(key)
+            self._store.set(key, _READ)
+            self._number += 1
+            self._store.set(f"{self.address}/read", str(self._number))
+            with contextlib.suppress(ValueError):  # another program has written to the mailbox
+                message = json.loads(text)
+                if isinstance(message, dict) and isinstance(message.get("kind"), str):
+                    return message

@@ -17,9 +17,10 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.holdings import Shard, Value, read_state
+from reshard.weights.holdings import Shard, read_state
 from reshard.weights.manifest import merge_states, state_of_rank
 from reshard.weights.sender import Sender
+from reshard.weights.snapshot import Snapshot
 from reshard.weights.team import AGREE_SECONDS, Team, check_options, lost_store_error, run_collectively
 
 
@@ -113,18 +114,16 @@ class Publisher:
         topology: Topology | None = None,
     ) -> None:
         self._team = Team(store, name, "trainer", group, AGREE_SECONDS)
-        self._model, self._shards, self._timeout_seconds = model, shards, timeout_seconds
-        self._dtype: torch.dtype | None = None
-        self._snapshot: dict[str, torch.Tensor] = {}
-        self._values: dict[str, Value] = {}
+        self._model, self._timeout_seconds = model, timeout_seconds
         self._handle: PublishHandle | None = None
         self._failure: ReshardError | None = None
         self._last: int | None = None
 
         def describe() -> dict[str, Any]:
             check_options(join_seconds, timeout_seconds, memory_bytes)
-            self._dtype = None if dtype is None else getattr(torch, dtype_name(dtype))
-            return {"state": state_of_rank(read_state(model, shards), self._dtype)}
+            kept = None if dtype is None else getattr(torch, dtype_name(dtype))
+            self._snapshot = Snapshot(kept, shards)
+            return {"state": state_of_rank(read_state(model, shards), kept)}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
@@ -135,7 +134,6 @@ class Publisher:
                 self._team,
                 self._manifest,
                 self._snapshot,
-                self._values,
                 self._end,
                 join_seconds=float(join_seconds),
                 timeout_seconds=float(timeout_seconds),
@@ -172,11 +170,12 @@ class Publisher:
                 raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
             if self._last is not None and version <= self._last:
                 raise ArgumentError(f"version {version} is not larger than {self._last}, the last of this name")
-            self._take_snapshot()
+            self._snapshot.take(self._model, self._manifest, version, self._timeout_seconds)
             return {"version": version}
 
         kept = "" if self._last is None else f"engines keep version {self._last}"
-        reports = run_collectively(self._team.group, copy, "publishes a version", AGREE_SECONDS, kept)
+        seconds = self._timeout_seconds + AGREE_SECONDS  # others may still send the version before
+        reports = run_collectively(self._team.group, copy, "publishes a version", seconds, kept)
         versions = {report["version"] for report in reports.values()}
         if len(versions) > 1:
             raise ArgumentError(f"ranks of the trainer publish different versions: {sorted(versions)}")
@@ -214,24 +213,6 @@ class Publisher:
             return {}
         self._team.roster.write_manifest("trainer", self._team.id, self._manifest)
         return {"last": self._team.roster.claim(self._team.id, socket.gethostname(), os.getpid())}
-
-    def _take_snapshot(self) -> None:
-        state = read_state(self._model, self._shards)
-        self._values.clear()
-        self._values.update(state.values)
-        for name, holding in state.holdings.items():
-            array = holding.array
-            kept = self._dtype if self._dtype is not None and array.is_floating_point() else array.dtype
-            known = self._snapshot.get(name)
-            entry = self._manifest.entries.get(name)
-            if entry is None or entry.shape != holding.shape or entry.dtype != dtype_name(kept):
-                raise ArgumentError(f"{name!r} has changed its shape or dtype, or is new; make a new Publisher")
-            if known is None or known.shape != array.shape:
-                known = self._snapshot[name] = torch.empty(array.shape, dtype=kept, device=array.device)
-            known.copy_(array)
-        missing = self._snapshot.keys() - state.holdings.keys()
-        if missing:
-            raise ArgumentError(f"{min(missing)!r} is gone from the model; make a new Publisher")
 
     def _end(self, outcome: Mapping[str, Any]) -> None:
         """End the handle of a version, as the leader says."""

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
@@ -17,6 +16,7 @@ from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
 from reshard.weights.route import Route
+from reshard.weights.snapshot import Snapshot
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.verify import Checker, Digests, add_all
 
@@ -27,8 +27,7 @@ class Sender:
     Args:
         team: the trainer.
         manifest: its model.
-        snapshot: the local shards to send, by name. They are there before the dispatcher hears of a version.
-        values: numbers and strings of the state, likewise.
+        snapshot: what to send. It is there before the dispatcher hears of a version.
         end: is called with the outcome of each version.
         join_seconds, timeout_seconds, staging_bytes, topology: see :class:`reshard.weights.Publisher`.
     """
@@ -37,8 +36,7 @@ class Sender:
         self,
         team: Team,
         manifest: Manifest,
-        snapshot: Mapping[str, torch.Tensor],
-        values: Mapping[str, Value],
+        snapshot: Snapshot,
         end: Callable[[Mapping[str, Any]], None],
         *,
         join_seconds: float,
@@ -46,7 +44,7 @@ class Sender:
         staging_bytes: int,
         topology: Topology | None,
     ) -> None:
-        self._team, self._manifest, self._snapshot, self._values, self._end = team, manifest, snapshot, values, end
+        self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
         self._options: dict[str, Any] = {
             "join_seconds": join_seconds,
             "timeout_seconds": timeout_seconds,
@@ -78,19 +76,23 @@ class Sender:
     def _send(self, message: Message) -> None:
         """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
         times: dict[str, float] = {}
+        values: dict[str, Value] = {}
+        seconds = self._options["timeout_seconds"] + AGREE_SECONDS  # others may still be sending
 
         def send() -> dict[str, Any]:
             engines = self._team.roster.targets(self._manifest, message["engines"])
             route = self._find_route(message["route"], engines)
             begun = time.monotonic()
-            handle = route.start_sending(self._snapshot)
-            digests = self._digest()
-            handle.wait(self._options["timeout_seconds"])
+            with self._snapshot.sending(message["version"]):
+                values.update(self._snapshot.values)
+                handle = route.start_sending(self._snapshot.arrays)
+                digests = self._digest()
+                handle.wait(self._options["timeout_seconds"])
             times.update(seconds=time.monotonic() - begun, **route.predict())
             return {"digests": digests}
 
         try:
-            reports = run_collectively(self._team.inner_group(), send, "sends a version", AGREE_SECONDS)
+            reports = run_collectively(self._team.inner_group(), send, "sends a version", seconds)
         except ReshardError as error:
             self.close()
             outcome = Outcome(error=error)
@@ -104,7 +106,7 @@ class Sender:
                 digests=digests,
                 totals=checker.add_tensors(digests[engine]),
                 times=times,
-                values=self._values,
+                values=values,
             )
         if self._dispatcher is not None:
             self._dispatcher.end_sending(message, outcome)
@@ -129,5 +131,5 @@ class Sender:
         found: dict[int, Digests] = {}
         for checker in self._checkers.values():
             if id(checker) not in found:
-                found[id(checker)] = checker.digest_source(self._snapshot, self._team.rank)
+                found[id(checker)] = checker.digest_source(self._snapshot.arrays, self._team.rank)
         return {engine: found[id(checker)] for engine, checker in self._checkers.items()}

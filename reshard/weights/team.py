@@ -59,6 +59,8 @@ def lost_store_error(error: BaseException) -> ReshardError:
     """The error of ours for one that ended the thread of a team."""
     if isinstance(error, ReshardError):
         return error
+    if not isinstance(error, RuntimeError):  # a message without what it must have
+        return RemoteError(f"another program has written to the store: {type(error).__name__}: {error}")
     return RemoteError(f"the store that trainer and engines share is lost: {str(error).splitlines()[0]}")
 
 

@@ -199,7 +199,7 @@ def _interrupt_the_start_of_a_thread(rank):
 
     rows, columns = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
     threading.Thread.start = start_and_interrupt if rank == 0 else start
-    with pytest.raises((KeyboardInterrupt, reshard.RemoteError)):
+    with pytest.raises((KeyboardInterrupt, reshard.ReshardError)):
         reshard.reshard(torch.ones(2, 4), rows, columns, timeout_seconds=20)
     threading.Thread.start = start
     reshard.close_group()
