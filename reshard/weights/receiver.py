@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -66,6 +68,7 @@ class Receiver:
         self._is_receiving = False  # into the model
         self._swapped = -1  # number of the last attempt that has ended in a swap
         self._changed = threading.Condition()
+        self._errand: tuple[Callable[[], None], Future[None]] | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._pieces: list[Piece] = []
         self._checker: Checker | None = None
@@ -87,18 +90,34 @@ class Receiver:
             raise rebuild_error(*describe_error(self._failure))
 
     def wait_for_swap(self, attempt: int, seconds: float) -> bool:
-        """Wait until an attempt has ended in a swap; returns whether it has.
+        """Wait until an attempt has ended in a swap; returns whether it has. Meanwhile do what the swap asks for.
 
         A version that is arriving in the model is waited for.
         """
+        deadline = time.monotonic() + seconds
+        interrupt: BaseException | None = None
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._swapped >= attempt or self._failure is not None, seconds)
+                while True:
+                    self._changed.wait_for(
+                        lambda: self._swapped >= attempt or self._failure is not None or self._errand is not None,
+                        max(0.0, deadline - time.monotonic()),
+                    )
+                    errand, self._errand = self._errand, None
+                    if errand is None:
+                        break
+                    self._changed.release()
+                    try:
+                        interrupt = _run(*errand) or interrupt
+                    finally:
+                        self._changed.acquire()
                 self._changed.wait_for(lambda: not self._is_receiving or self._failure is not None)
             finally:
                 self._num_waiting -= 1
+            if interrupt is not None:
+                raise interrupt
             if self._swapped < attempt:
                 self.check_usable()
             return self._swapped >= attempt
@@ -265,7 +284,7 @@ class Receiver:
             self._problem = str(error)
 
     def _swap(self, message: Message) -> None:
-        """Install the last version on all ranks, or on none. The user's thread waits in ``update``."""
+        """Install the last version on all ranks, or on none. The thread that waits in ``update`` does it."""
         error: ReshardError | None = None
         last, self.live = self.live, None
         version = self._complete_arrays, self._values, self._digests
@@ -294,10 +313,41 @@ class Receiver:
         def install() -> dict[str, Any]:
             assert self._checker is not None
             rank, checker = self._team.rank, self._checker
-            self._installer.install(arrays, values, lambda found: checker.digest_target(found, rank) == digests)
+            self._run_in_update(
+                lambda: self._installer.install(
+                    arrays, values, lambda found: checker.digest_target(found, rank) == digests
+                )
+            )
             return {}
 
         run_collectively(self._team.inner_group(), install, "installs a version", self._options["timeout_seconds"])
+
+    def _run_in_update(self, function: Callable[[], None]) -> None:
+        """Run a function in the user's thread that waits in ``update``: loaders may depend on the state of a thread."""
+        future: Future[None] = Future()
+        with self._changed:
+            self._errand = function, future
+            self._changed.notify_all()
+        try:
+            future.result(AGREE_SECONDS)
+        except TimeoutError:
+            if future.cancel():
+                raise RemoteError("no thread waits in update any more") from None
+            future.result()
+
+
+def _run(function: Callable[[], None], future: Future[None]) -> BaseException | None:
+    """Run a function for another thread. Returns what interrupted it."""
+    if not future.set_running_or_notify_cancel():
+        return None
+    try:
+        future.set_result(function())
+    except Exception as error:
+        future.set_exception(error)
+    except BaseException as error:  # the other ranks hear of it before this one leaves
+        future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))
+        return error
+    return None
 
 
 def _shares(first: Arrays, second: Arrays) -> bool:

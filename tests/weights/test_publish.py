@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -328,6 +329,7 @@ def _loader(rank, _, store):
     loaded = {}
 
     def load_weights(pairs):
+        assert threading.current_thread() is threading.main_thread()  # which calls update
         for name, tensor in pairs:
             loaded[name] = tensor.chunk(2)[rank - 1].clone()
             if rank == 2 and float(tensor.flatten()[0]) == float(_expected(2)["0.weight"][0, 0]):
