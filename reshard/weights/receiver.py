@@ -172,7 +172,7 @@ class Receiver:
             if _shares(self._shadow, self._complete_arrays):
                 self._complete = None
             route.receive(self._shadow)
-            self._arrived, self._problem = message["version"], ""
+            self._arrived = message["version"]
         except Exception as error:
             self._problem = str(error)
             self.close()
@@ -257,7 +257,7 @@ class Receiver:
                 values = message["values"]
                 self._checker.compare(message["digests"], landed)
             self._complete, self._complete_arrays = version, self._shadow
-            self._digests, self._values = own, values
+            self._digests, self._values, self._problem = own, values, ""
         except ReshardError as error:
             self._problem, failed = str(error), describe_error(error)
         self._end_receiving()

@@ -1,0 +1,1 @@
+from reshard.vllm.trainer import TrainerInitInfo as TrainerInitInfo
