@@ -1,1 +1,1 @@
-from reshard.vllm.trainer import TrainerInitInfo as TrainerInitInfo
+from .trainer import TrainerEngine as TrainerEngine, TrainerInitInfo as TrainerInitInfo

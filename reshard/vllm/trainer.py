@@ -9,14 +9,14 @@ from typing import Any, ClassVar
 import torch.distributed as dist
 from vllm.distributed.weight_transfer import base
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, RemoteError
 from reshard.vllm.plugin import BACKEND
 from reshard.weights.publisher import Publisher
 
 
 @dataclass
 class TrainerInitInfo(base.TrainerInitInfo):
-    """What a rank of the trainer gives to ``WeightTransferTrainerFactory.trainer_init``.
+    """What a rank of the trainer gives to :meth:`TrainerEngine.trainer_init`.
 
     Attributes:
         model: as for :class:`reshard.weights.Publisher`, with the names of a Hugging Face checkpoint.
@@ -76,22 +76,26 @@ class TrainerEngine(base.TrainerWeightTransferEngine[TrainerInitInfo]):
     def send_weights(self) -> None:
         """Publish the weights as they are now, and let the engines install them. Every rank of the trainer calls it.
 
+        Engines serve their old version until they hold the new one.
+
         Raises:
-            ReshardError: the version was not published or not sent; engines keep their version.
+            ReshardError: the version was not published, or no engine holds it; engines keep their version.
             Exception: of the client, on the sender: an engine has not installed the version.
         """
         version = (self._publisher.version or 0) + 1
-        handle = self._publisher.publish(version)
-        if self.is_sender:
-            self.client.start_weight_update()
-            try:
-                self.client.update_weights({"version": version, "timeout_seconds": self._timeout_seconds})
-            except BaseException:
-                with contextlib.suppress(Exception):  # it ends the update on all workers, whichever have failed
-                    self.client.finish_weight_update()
-                raise
-            self.client.finish_weight_update(str(version))
-        handle.wait(self._timeout_seconds)
+        engines = self._publisher.publish(version).wait(self._timeout_seconds).engines
+        if engines and all(engines.values()):
+            raise RemoteError(f"no engine holds version {version}: {'; '.join(sorted(set(engines.values())))}")
+        if not self.is_sender:
+            return
+        self.client.start_weight_update()
+        try:
+            self.client.update_weights({"version": version, "timeout_seconds": self._timeout_seconds})
+        except BaseException:
+            with contextlib.suppress(Exception):  # it ends the update on all workers, whichever have failed
+                self.client.finish_weight_update()
+            raise
+        self.client.finish_weight_update(str(version))
 
     def shutdown(self) -> None:
         """Stop publishing. Engines keep their versions."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from vllm.distributed.parallel_state import get_inner_dp_world_group
+from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -68,7 +68,7 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         self._subscriber: Subscriber | None = None
         self._is_touched = False  # whether the loader has run since the last update began
         self._refusal: Any = None
-        self._group = get_inner_dp_world_group()
+        self._group = get_world_group()
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Subscribe to the trainer, in place of an earlier subscription."""
@@ -163,5 +163,6 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             yield
         except ReshardError:
-            if self._group.rank_in_group == self._group.world_size - 1:
+            size = self.parallel_config.world_size  # of one replica, if experts are spread over several
+            if self._group.rank_in_group % size == size - 1:
                 raise

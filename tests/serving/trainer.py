@@ -58,20 +58,17 @@ def train(rank, port, folder, timeout_seconds):
     """Publish a version for each order."""
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import distribute_tensor
-    from vllm.distributed.weight_transfer import WeightTransferTrainerFactory
 
-    from reshard.vllm import TrainerInitInfo
-    from reshard.vllm.plugin import register
+    from reshard.vllm import TrainerEngine, TrainerInitInfo
     from reshard.weights.route import Route
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("trainer", store.clone()), rank=rank, world_size=SIZE)
-    register()
     model = make_model(folder, 0)
     fully_shard(model)
     init_info = TrainerInitInfo(rank=rank, model=model, store=store, host="127.0.0.1", timeout_seconds=timeout_seconds)
-    engine = WeightTransferTrainerFactory.trainer_init(init_info, client=StoreClient(store.clone()))
+    engine = TrainerEngine.trainer_init(init_info, client=StoreClient(store.clone()))
     number = 0
     while True:
         if rank == 0:
