@@ -71,6 +71,7 @@ class Receiver:
         self._errand: tuple[Callable[[], None], Future[None]] | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._pieces: list[Piece] = []
+        self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
         self._shadow: Arrays = {}
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
@@ -211,7 +212,7 @@ class Receiver:
             trainer = roster.member("trainer", message["trainer"]).manifest
             target = self._manifest.resolve(trainer)
             self._pieces = match(trainer, target, "the engine")
-            self._checker = Checker(trainer, target, self._pieces)
+            self._checker, self._tied = Checker(trainer, target, self._pieces), target.tied
             targets = roster.targets(trainer, message["engines"])
             pieces = [match(trainer, each, key) for key, each in targets.items()]
             source = trainer
@@ -312,10 +313,12 @@ class Receiver:
 
         def install() -> dict[str, Any]:
             assert self._checker is not None
-            rank, checker = self._team.rank, self._checker
+            rank, checker, given = self._team.rank, self._checker, arrays
+            if self._installer.keeps_last:  # a loader takes tied tensors under each name
+                given = arrays | {name: arrays[first] for name, first in self._tied.items() if first in arrays}
             self._run_in_update(
                 lambda: self._installer.install(
-                    arrays, values, lambda found: checker.digest_target(found, rank) == digests
+                    given, values, lambda found: checker.digest_target(found, rank) == digests
                 )
             )
             return {}
@@ -341,7 +344,8 @@ def _run(function: Callable[[], None], future: Future[None]) -> BaseException | 
     if not future.set_running_or_notify_cancel():
         return None
     try:
-        future.set_result(function())
+        function()
+        future.set_result(None)
     except Exception as error:
         future.set_exception(error)
     except BaseException as error:  # the other ranks hear of it before this one leaves

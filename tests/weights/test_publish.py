@@ -316,6 +316,7 @@ def _loader(rank, _, store):
     if rank == 0:
         raw = _connect(store, (), rank, 1)
         state = {"step": 0, "model": _model(1).state_dict()}
+        state["tied"] = state["model"]["0.weight"]
         with Publisher(state, raw) as publisher:
             _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
             for version in (1, 2, 3):
@@ -336,6 +337,7 @@ def _loader(rank, _, store):
                 raise ValueError("out of memory")
 
     def holds(version):
+        assert torch.equal(loaded["tied"], loaded["model.0.weight"])
         return all(
             torch.equal(loaded[f"model.{name}"], value.chunk(2)[rank - 1]) for name, value in _expected(version).items()
         )
