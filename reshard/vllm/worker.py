@@ -141,10 +141,16 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _load(self, pairs: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load whole tensors as from a checkpoint: vLLM cuts and fuses them, and packs them for its kernels."""
         self._is_touched = True
+        given = dict(pairs)
+        first_name: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            first = first_name.setdefault(id(parameter), name)
+            if first in given:  # tied weights under each name, because each layer packs its own copy
+                given.setdefault(name, given[first])
         with torch.no_grad():
             initialize_layerwise_reload(self.model)
             try:
-                self.model.load_weights(pairs)
+                self.model.load_weights(iter(given.items()))
             finally:  # also gives each layer that has not loaded all a state from which it can load again
                 finalize_layerwise_reload(self.model, self.model_config)
 
@@ -159,10 +165,10 @@ class WorkerEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     @contextmanager
     def _raised_once(self) -> Iterator[None]:
-        """Raise an error, which all workers have, on the last one only."""
+        """Raise an error of ours, or of vLLM for arguments, which all workers have, on the last one only."""
         try:
             yield
-        except ReshardError:
+        except (ReshardError, ValueError):
             size = self.parallel_config.world_size  # of one replica, if experts are spread over several
             if self._group.rank_in_group % size == size - 1:
                 raise

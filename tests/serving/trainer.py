@@ -67,7 +67,9 @@ def train(rank, port, folder, timeout_seconds):
     dist.init_process_group("gloo", store=dist.PrefixStore("trainer", store.clone()), rank=rank, world_size=SIZE)
     model = make_model(folder, 0)
     fully_shard(model)
-    init_info = TrainerInitInfo(rank=rank, model=model, store=store, host="127.0.0.1", timeout_seconds=timeout_seconds)
+    init_info = TrainerInitInfo(
+        rank=rank, model=dict(model.named_parameters()), store=store, host="127.0.0.1", timeout_seconds=timeout_seconds
+    )
     engine = TrainerEngine.trainer_init(init_info, client=StoreClient(store.clone()))
     number = 0
     while True:
