@@ -1,4 +1,4 @@
-.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-cluster test-faults test-fuzz gpu-check compatibility check bench clean
+.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-cluster test-vllm test-faults test-fuzz gpu-check compatibility check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -46,6 +46,10 @@ test-integration: install
 
 test-cluster: install
 	$(BIN)/python -m pytest -m 'cluster and not slow'
+
+# In an environment with vLLM and reshard: make test-vllm VLLM=environment
+test-vllm: install
+	$(or $(VLLM),$(VENV))/bin/python -m pytest -m vllm tests/serving
 
 test-faults: install
 	$(BIN)/python -m tests.campaigns.faults --runs 24 --timeout 5 --slack 10

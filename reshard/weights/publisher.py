@@ -145,6 +145,11 @@ class Publisher:
             self._team.close()
             raise
 
+    @property
+    def version(self) -> int | None:
+        """The last version that was published under the name, also by an earlier trainer; None if none was."""
+        return self._last
+
     def publish(self, version: int) -> PublishHandle:
         """Publish the weights as they are now. Every rank of the trainer calls it; it returns before they are sent.
 

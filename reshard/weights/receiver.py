@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import secrets
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any
 
 import torch.distributed as dist
@@ -66,8 +68,10 @@ class Receiver:
         self._is_receiving = False  # into the model
         self._swapped = -1  # number of the last attempt that has ended in a swap
         self._changed = threading.Condition()
+        self._errand: tuple[Callable[[], None], Future[None]] | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._pieces: list[Piece] = []
+        self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
         self._shadow: Arrays = {}
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
@@ -87,18 +91,34 @@ class Receiver:
             raise rebuild_error(*describe_error(self._failure))
 
     def wait_for_swap(self, attempt: int, seconds: float) -> bool:
-        """Wait until an attempt has ended in a swap; returns whether it has.
+        """Wait until an attempt has ended in a swap; returns whether it has. Meanwhile do what the swap asks for.
 
         A version that is arriving in the model is waited for.
         """
+        deadline = time.monotonic() + seconds
+        interrupt: BaseException | None = None
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
             try:
-                self._changed.wait_for(lambda: self._swapped >= attempt or self._failure is not None, seconds)
+                while True:
+                    self._changed.wait_for(
+                        lambda: self._swapped >= attempt or self._failure is not None or self._errand is not None,
+                        max(0.0, deadline - time.monotonic()),
+                    )
+                    errand, self._errand = self._errand, None
+                    if errand is None:
+                        break
+                    self._changed.release()
+                    try:
+                        interrupt = _run(*errand) or interrupt
+                    finally:
+                        self._changed.acquire()
                 self._changed.wait_for(lambda: not self._is_receiving or self._failure is not None)
             finally:
                 self._num_waiting -= 1
+            if interrupt is not None:
+                raise interrupt
             if self._swapped < attempt:
                 self.check_usable()
             return self._swapped >= attempt
@@ -153,7 +173,7 @@ class Receiver:
             if _shares(self._shadow, self._complete_arrays):
                 self._complete = None
             route.receive(self._shadow)
-            self._arrived, self._problem = message["version"], ""
+            self._arrived = message["version"]
         except Exception as error:
             self._problem = str(error)
             self.close()
@@ -192,7 +212,7 @@ class Receiver:
             trainer = roster.member("trainer", message["trainer"]).manifest
             target = self._manifest.resolve(trainer)
             self._pieces = match(trainer, target, "the engine")
-            self._checker = Checker(trainer, target, self._pieces)
+            self._checker, self._tied = Checker(trainer, target, self._pieces), target.tied
             targets = roster.targets(trainer, message["engines"])
             pieces = [match(trainer, each, key) for key, each in targets.items()]
             source = trainer
@@ -238,7 +258,7 @@ class Receiver:
                 values = message["values"]
                 self._checker.compare(message["digests"], landed)
             self._complete, self._complete_arrays = version, self._shadow
-            self._digests, self._values = own, values
+            self._digests, self._values, self._problem = own, values, ""
         except ReshardError as error:
             self._problem, failed = str(error), describe_error(error)
         self._end_receiving()
@@ -265,7 +285,7 @@ class Receiver:
             self._problem = str(error)
 
     def _swap(self, message: Message) -> None:
-        """Install the last version on all ranks, or on none. The user's thread waits in ``update``."""
+        """Install the last version on all ranks, or on none. The thread that waits in ``update`` does it."""
         error: ReshardError | None = None
         last, self.live = self.live, None
         version = self._complete_arrays, self._values, self._digests
@@ -293,11 +313,45 @@ class Receiver:
 
         def install() -> dict[str, Any]:
             assert self._checker is not None
-            rank, checker = self._team.rank, self._checker
-            self._installer.install(arrays, values, lambda found: checker.digest_target(found, rank) == digests)
+            rank, checker, given = self._team.rank, self._checker, arrays
+            if self._installer.keeps_last:  # a loader takes tied tensors under each name
+                given = arrays | {name: arrays[first] for name, first in self._tied.items() if first in arrays}
+            self._run_in_update(
+                lambda: self._installer.install(
+                    given, values, lambda found: checker.digest_target(found, rank) == digests
+                )
+            )
             return {}
 
         run_collectively(self._team.inner_group(), install, "installs a version", self._options["timeout_seconds"])
+
+    def _run_in_update(self, function: Callable[[], None]) -> None:
+        """Run a function in the user's thread that waits in ``update``: loaders may depend on the state of a thread."""
+        future: Future[None] = Future()
+        with self._changed:
+            self._errand = function, future
+            self._changed.notify_all()
+        try:
+            future.result(AGREE_SECONDS)
+        except TimeoutError:
+            if future.cancel():
+                raise RemoteError("no thread waits in update any more") from None
+            future.result()
+
+
+def _run(function: Callable[[], None], future: Future[None]) -> BaseException | None:
+    """Run a function for another thread. Returns what interrupted it."""
+    if not future.set_running_or_notify_cancel():
+        return None
+    try:
+        function()
+        future.set_result(None)
+    except Exception as error:
+        future.set_exception(error)
+    except BaseException as error:  # the other ranks hear of it before this one leaves
+        future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))
+        return error
+    return None
 
 
 def _shares(first: Arrays, second: Arrays) -> bool:

@@ -39,8 +39,9 @@ class Subscriber:
         rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.rules`. Default: those of the
             families of models that fit.
         load_weights: the loader of an engine that cuts, fuses or packs its weights by itself, with ``model=None``. It
-            is called with ``(name, whole tensor)`` pairs. Each rank then receives every tensor whole, in host memory,
-            and keeps the version before, which it loads again if loading fails on some rank.
+            is called with ``(name, whole tensor)`` pairs, tied tensors under each name, in the thread that calls
+            ``update``. Each rank then receives every tensor whole, in host memory, and keeps the version before, which
+            it loads again if loading fails on some rank.
         join_seconds: how long others may take to connect.
         timeout_seconds: limit of each transfer.
         topology: as for :class:`reshard.weights.Publisher`.

@@ -62,3 +62,15 @@ def test_probes_of_all_ports_cost_no_descriptors_and_no_gloo_port_stays_open():
         assert num_ports == 2 - rank  # presence of each process, and the control connections of rank 0
         assert cost < 8
         assert left <= 0
+
+
+def _move_beside_a_unix_socket(rank, port, folder):
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    with socket.socket(socket.AF_UNIX) as other, reshard.join(store, rank, 2) as group:
+        other.bind(f"{folder}/{rank}")
+        other.listen()
+        return _move(rank, group, 0)
+
+
+def test_ranks_connect_while_their_process_listens_at_a_unix_socket(tmp_path):
+    assert run_processes(_move_beside_a_unix_socket, 2, tmp_path, init_group=False) == [True, True]

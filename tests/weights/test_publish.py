@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import threading
 import time
 
 import pytest
@@ -315,6 +316,7 @@ def _loader(rank, _, store):
     if rank == 0:
         raw = _connect(store, (), rank, 1)
         state = {"step": 0, "model": _model(1).state_dict()}
+        state["tied"] = state["model"]["0.weight"]
         with Publisher(state, raw) as publisher:
             _wait_for(raw, "ready1"), _wait_for(raw, "ready2")
             for version in (1, 2, 3):
@@ -328,12 +330,14 @@ def _loader(rank, _, store):
     loaded = {}
 
     def load_weights(pairs):
+        assert threading.current_thread() is threading.main_thread()  # which calls update
         for name, tensor in pairs:
             loaded[name] = tensor.chunk(2)[rank - 1].clone()
             if rank == 2 and float(tensor.flatten()[0]) == float(_expected(2)["0.weight"][0, 0]):
                 raise ValueError("out of memory")
 
     def holds(version):
+        assert torch.equal(loaded["tied"], loaded["model.0.weight"])
         return all(
             torch.equal(loaded[f"model.{name}"], value.chunk(2)[rank - 1]) for name, value in _expected(version).items()
         )

@@ -56,10 +56,12 @@ def _listening_address(descriptor: int) -> bytes | None:
     """The address of a listening socket as in memory, which Gloo publishes; None for another descriptor."""
     try:
         with socket.socket(fileno=os.dup(descriptor)) as one:
+            if one.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
             if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                 return None
             host, port, *flow = one.getsockname()
-    except (OSError, ValueError):  # closed meanwhile, or of another family
+    except (OSError, ValueError):  # closed meanwhile
         return None
     family = socket.AF_INET6 if flow else socket.AF_INET
     return struct.pack("=H", family) + struct.pack("!H", port) + bytes(4 * bool(flow)) + socket.inet_pton(family, host)

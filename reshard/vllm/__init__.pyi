@@ -1,0 +1,1 @@
+from .trainer import TrainerEngine as TrainerEngine, TrainerInitInfo as TrainerInitInfo
