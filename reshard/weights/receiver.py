@@ -245,7 +245,8 @@ class Receiver:
         own: Digests = []
         failed = None
         try:
-            reports = run_collectively(self._team.inner_group(), digest, "verifies a version", AGREE_SECONDS)
+            seconds = self._options["timeout_seconds"] + AGREE_SECONDS  # other ranks may still receive
+            reports = run_collectively(self._team.inner_group(), digest, "verifies a version", seconds)
             landed = {rank: report["digests"] for rank, report in reports.items()}
             assert self._checker is not None
             if "holder" in message:
