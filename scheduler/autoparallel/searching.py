@@ -15,7 +15,7 @@ from reshard.formatting import count_of
 
 from ..ir.text import format_schedule
 from .costs.codec_costs import parts_of_policy, with_codecs
-from .costs.iteration import Evaluation, evaluate, evaluate_schedule, wider_links
+from .costs.iteration import Evaluation, evaluate, evaluate_schedule
 from .costs.layer_costs import StateBytes
 from .costs.problem import SearchProblem
 from .inputs.choices import Choice, ChoiceRules, GridShape
@@ -306,8 +306,11 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
         found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
         edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
-    faster = tuple(replace(exchange, seconds=exchange.seconds / 1.1) for exchange in best.exchanges)
-    wider = evaluate_schedule(candidate, wider_links(best.pipeline, 1.1), best.costs, best.schedule, faster)
+    wider = replace(problem, cluster=problem.cluster.with_faster_links(1.1))
+    costs, exchanges = wider.costs(candidate.stages, count)
+    wider_seconds = evaluate_schedule(
+        candidate, wider.pipeline(candidate.stages, count), costs, best.schedule, exchanges
+    ).seconds
     layers = problem.graph.layers
     # several methods may find the same plan
     different = [other for other in others if (other.candidate.text, other.seconds) != (candidate.text, best.seconds)]
@@ -337,7 +340,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         reports,
         tuple(edges),
         tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
-        wider.seconds,
+        wider_seconds,
         problem.cluster.hosts,
         _grid_refusals(layers) if problem.rules.grids else (),
         _used_policy(problem, candidate.stages, edges),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from reshard.errors import ScheduleError
 
@@ -156,25 +156,6 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
         best = max(best, before + candidate.num_microbatches * cost.seconds + cost.ending_seconds)
         before += cost.forward_seconds
     return best
-
-
-def wider_links(pipeline: Pipeline, factor: float) -> Pipeline:
-    """The same pipeline with transfers ``factor`` times as fast."""
-
-    def shorten(loads: Iterable[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-        return tuple((port, seconds / factor) for port, seconds in loads)
-
-    edges = [
-        replace(
-            edge,
-            forward_seconds=edge.forward_seconds / factor,
-            backward_seconds=edge.backward_seconds / factor,
-            forward_loads=shorten(edge.forward_loads),
-            backward_loads=shorten(edge.backward_loads),
-        )
-        for edge in pipeline.edges
-    ]
-    return replace(pipeline, edges=tuple(edges))
 
 
 def _preference(found: Evaluation) -> tuple[float, float, int]:

@@ -6,7 +6,7 @@ import bisect
 import hashlib
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reshard.errors import ArgumentError, TopologyError
@@ -83,6 +83,10 @@ class Cluster:
         limit = self.memory_limit_bytes
         memory = tuple(limit[rank] for rank in ranks) if isinstance(limit, tuple) else limit
         return Cluster(self.topology.select(ranks), memory)
+
+    def with_faster_links(self, factor: float) -> Cluster:
+        """The same cluster with links ``factor`` times as fast."""
+        return replace(self, topology=self.topology.with_faster_links(factor))
 
     def parts(self) -> list[tuple[int, ...]]:
         """The ranks of parts of the cluster that may be faster than all of it, because their links are.

@@ -426,3 +426,13 @@ def test_a_part_of_a_cluster_has_the_links_and_memory_of_its_ranks():
     assert [host.pod for host in part.topology.hosts] == [0, 1]
     assert [port.egress_bytes_per_second for port in part.topology.pods] == [6e9, 5e9]
     assert part.memory_limit_bytes == (5e9, 6e9, 2e9)
+
+
+def test_faster_links_shorten_sums_of_gradients_too():
+    def one_stage(problem):
+        return [Candidate("one stage", (StagePlan(0, len(GRAPH.layers), 0, 4, (Choice(),) * len(GRAPH.layers)),), 1)]
+
+    found = search(GRAPH, Cluster(_hosts(1e7, 1e7), 1e9), PROFILE, num_samples=4, method=one_stage)
+    sums = found.reports[0].gradient_sync_seconds
+    assert sums > 0.9 * found.seconds
+    assert found.seconds - found.wider_links_seconds == pytest.approx(sums * (1 - 1 / 1.1), rel=0.02)
