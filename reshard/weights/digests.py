@@ -2,7 +2,7 @@
 
 The digest of an element is a 64-bit mix of its bits and of its flat index in the whole tensor. The digest of a region
 is the sum over its elements, where both 32-bit halves add up modulo 2**32. So the digests of disjoint regions add up to
-that of the tensor, whoever holds them.
+that of the tensor, on whatever ranks they are.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from reshard.weights.verify import Digests
 
 #: How often a version is sent anew after a failure.
 MAX_ATTEMPTS = 3
-#: How often the dispatcher looks whether those that it waits for are alive.
+#: How often the dispatcher looks whether the ranks that it waits for are alive.
 CHECK_SECONDS = 0.5
 
 
@@ -221,7 +221,7 @@ class Dispatcher:
         self._begin_attempt(job)
 
     def _check(self, job: _Job) -> None:
-        """Look whether those that a phase waits for are alive."""
+        """Look whether the ranks that a phase waits for are alive."""
         if job.phase == "ping":
             self._check_pings(job)
         elif job.phase == "confirm":

@@ -1,8 +1,8 @@
 """Messages between processes that share nothing but a store.
 
 Each rank of a trainer or of an engine has a mailbox: numbered keys in the store. Anyone appends a message by writing
-the first number that is free, so no message is lost and none waits for another. The owner reads them in order, and
-marks those that it has read.
+the first number that is free, so no message is lost and none waits for another. The owner reads messages in order, and
+marks each as read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from reshard.coordination.groups.store import LOST_STORE_SECONDS, Store
 
 #: A message that its owner has read. Its key stays, so that nobody writes the number again.
 _READ = "-"
-#: How long the owner waits for a message at a time. A message of its own process ends the wait.
+#: How long the owner waits for a message at a time. A message from the same process ends the wait.
 _WAIT = datetime.timedelta(days=1)
 
 Message = dict[str, Any]
@@ -64,7 +64,7 @@ class Mailbox:
 
     def __init__(self, store: dist.Store, address: str) -> None:
         """Args:
-        store: a ``torch.distributed`` store; the mailbox has a connection of its own.
+        store: a ``torch.distributed`` store; the mailbox opens another connection to it.
         address: prefix of its keys.
         """
         self._store, self.address, self._number = own_client(store), address, 0

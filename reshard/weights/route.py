@@ -33,7 +33,7 @@ class Route:
     """Connects the ranks of a source model with those of destination models. Used by one thread.
 
     Args:
-        store: a store that all ranks share; the route has a prefix of its own in it.
+        store: a store that all ranks share, under a prefix that only this route uses.
         source: the source model. Its ranks come first.
         targets: the destination models.
         pieces: what goes to each of them.

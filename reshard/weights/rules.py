@@ -107,7 +107,7 @@ class Rename:
         return Rename(self.target, self.source)
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
-        """Replace tensors by those that the rule makes of them; ``wanted`` has the shapes of the destination."""
+        """Replace tensors by what the rule makes of them; ``wanted`` has the shapes of the destination."""
         for name, filled in _matches(self.source, made):
             made[_fill(self.target, filled)] = made.pop(name)
 

@@ -76,7 +76,7 @@ def transfer_state_dict(
     sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
     live = {} if states["dst"] is None else {name: each.array for name, each in states["dst"].holdings.items()}
     dtypes = {piece.target.name: piece.dtype for piece in pieces}
-    landed = {name: _landing(array, dtypes[name]) for name, array in live.items() if name in dtypes}
+    landed = {name: _receive_buffer(array, dtypes[name]) for name, array in live.items() if name in dtypes}
     if found.rank in plan.ranks:
         device = "cuda" if source.device == target.device == "cuda" else "cpu"
         with Mover(plan, found, timeout_seconds=seconds, device=device) as mover:
@@ -113,7 +113,7 @@ def _merge(reports: Mapping[int, Mapping[str, Any]], side: str, size: int) -> Ma
     return replace(merge_states(states, f"{side}="), size=size)
 
 
-def _landing(array: torch.Tensor, dtype: str) -> torch.Tensor:
+def _receive_buffer(array: torch.Tensor, dtype: str) -> torch.Tensor:
     """Where the values of a tensor arrive: the tensor itself, or memory in the dtype of the source."""
     wanted = getattr(torch, dtype)
     return array if array.dtype == wanted else torch.empty_like(array, dtype=wanted)

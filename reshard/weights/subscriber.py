@@ -20,7 +20,7 @@ from reshard.weights.team import AGREE_SECONDS, Team, check_options, lost_store_
 
 
 class Subscriber:
-    """Receives versions of a model into memory of its own, and swaps them into the engine's model on request.
+    """Receives versions of a model into separate memory, and swaps them into the engine's model on request.
 
     Every rank of the engine makes one, with the same arguments. A thread receives while the engine serves.
 
@@ -30,7 +30,7 @@ class Subscriber:
         store: a ``torch.distributed`` store that the trainer and all engines reach.
         name: what the trainer publishes.
         group: the process group of the engine. Default: the world, or this process alone if there is none.
-        mode: ``"shadow"``: a version arrives in memory of its own, and ``update`` copies it. ``"in_place"``, for
+        mode: ``"shadow"``: a version arrives in separate memory, and ``update`` copies it. ``"in_place"``, for
             engines without that memory: it arrives in the model while ``update`` waits, and a failure leaves the model
             without a version until a later update succeeds.
         shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
