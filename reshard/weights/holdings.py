@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,9 +127,7 @@ def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holdin
         shape, boxes = _read_shard(name, array, shard)
     elif is_dtensor(tensor):
         array = tensor.to_local().detach()  # type: ignore[attr-defined]
-        layout = Layout(Mesh.from_device_mesh(tensor.device_mesh), list(tensor.placements))  # type: ignore[attr-defined]
-        rank = dist.get_rank()
-        boxes = tuple(layout.regions(shape, rank)) if rank in layout.ranks else ()
+        boxes = _find_regions(tensor.device_mesh, tuple(tensor.placements), shape, dist.get_rank())  # type: ignore[attr-defined]
     else:
         array = tensor.detach()
         boxes = (tuple((0, size) for size in shape),) if tensor.numel() else ()
@@ -139,20 +138,33 @@ def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holdin
     return Holding(array, shape, boxes)
 
 
+@functools.lru_cache(maxsize=4096)
+def _find_regions(device_mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], rank: int) -> tuple[Box, ...]:
+    """The regions of a DTensor that a rank of the world holds."""
+    layout = Layout(Mesh.from_device_mesh(device_mesh), list(placements))
+    return tuple(layout.regions(shape, rank)) if rank in layout.ranks else ()
+
+
 def _read_shard(name: str, array: torch.Tensor, shard: Shard) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """The global shape and the regions of a plain tensor, from what the user states."""
     if is_dtensor(array) or not isinstance(shard, Sequence) or len(shard) != 2:
         raise ArgumentError(f"shards[{name!r}] must be (global shape, [region, ...]) of a plain tensor")
     shape, boxes = check_shape(shard[0]), tuple(tuple((int(lo), int(hi)) for lo, hi in box) for box in shard[1])
+    _check_shard(name, tuple(array.shape), shape, boxes)
+    return shape, boxes
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_shard(name: str, local_shape: tuple[int, ...], shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
+    """Raise ArgumentError unless a local array holds these regions of a tensor."""
     layouts = [RegionLayout({0: boxes}, join_dim=dim, ndim=len(shape)) for dim in _join_dims(boxes)]
     for layout in layouts:
         layout.check_fits(shape)
-    if tuple(array.shape) not in [layout.joined_shape(0) for layout in layouts]:
+    if local_shape not in [layout.joined_shape(0) for layout in layouts]:
         raise ArgumentError(
             f"shards[{name!r}] has regions of shape {list(layouts[0].joined_shape(0))}, but the tensor has shape "
-            f"{list(array.shape)}"
+            f"{list(local_shape)}"
         )
-    return shape, boxes
 
 
 def _join_dims(boxes: Sequence[Box]) -> list[int]:
