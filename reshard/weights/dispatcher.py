@@ -214,8 +214,9 @@ class Dispatcher:
 
     def _end_attempt(self, job: _Job) -> None:
         if job.pending and job.attempts >= MAX_ATTEMPTS:
-            for engine in list(job.pending.values()):
-                self._drop(job, engine, f"it failed {MAX_ATTEMPTS} times: {job.failed.get(engine.id, '')}")
+            for engine in job.pending:  # they stay, and get the next version
+                job.results[engine] = f"failed {MAX_ATTEMPTS} times: {job.failed.get(engine, '')}"
+            job.pending = {}
         if job.pending:
             self._route = None
         self._begin_attempt(job)
@@ -239,6 +240,7 @@ class Dispatcher:
             self._tick(job)
 
     def _drop(self, job: _Job, engine: Member, why: str) -> None:
+        """Go on without an engine. If it lives, it joins again, and fetches the version."""
         job.results[engine.id] = f"dropped: {why}"
         job.pending.pop(engine.id, None)
         self._team.roster.drop(engine.id)

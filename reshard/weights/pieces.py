@@ -6,10 +6,12 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from reshard.api.casts import check_cast
+from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
@@ -19,6 +21,9 @@ from reshard.weights.rules import Part, apply_rules
 
 #: Number of names that an error lists.
 MAX_NAMES = 10
+
+#: Pieces up to this size travel together.
+MAX_BUNDLED_BYTES = 1 << 16
 
 Held = tuple[tuple[int, tuple[Box, ...]], ...]
 
@@ -210,22 +215,50 @@ class Specs:
         self._source, self._targets = source, targets
         self._layout = functools.cache(_layout_of)
 
-    def spec(self, pieces: Mapping[int, Piece], name: str) -> TensorSpec:
-        """The tensor of a plan.
+    def bundle(self, gathered: Sequence[Mapping[int, Piece]]) -> list[list[Mapping[int, Piece]]]:
+        """Pieces that travel as one tensor: small ones of equal shape, dtype and sharding.
 
         Args:
-            pieces: of one region of the source, by the first rank of each destination model.
+            gathered: pieces of one region of the source each, by the first rank of each destination model.
+        """
+        bundles: dict[Any, list[Mapping[int, Piece]]] = {}
+        for number, pieces in enumerate(gathered):
+            first = next(iter(pieces.values()))
+            nbytes = math.prod(first.shape) * ITEMSIZE[first.dtype]
+            key: Any = number
+            if nbytes <= MAX_BUNDLED_BYTES:
+                key = first.shape, first.dtype, *self._held(pieces)
+            bundles.setdefault(key, []).append(pieces)
+        return list(bundles.values())
+
+    def spec(self, bundle: Sequence[Mapping[int, Piece]], name: str) -> TensorSpec:
+        """The tensor of a plan for a bundle; several pieces are stacked along a new first dim.
+
+        Args:
             name: of the tensor in the plan.
         """
+        first = next(iter(bundle[0].values()))
+        held, wanted = self._held(bundle[0])
+        shape, count = first.shape, len(bundle)
+        if count > 1:
+            shape = (count, *shape)
+            held, *others = (_stacked(part, count) for part in (held, *(part for _, part in wanted)))
+            wanted = tuple((rank, part) for (rank, _), part in zip(wanted, others, strict=True))
+        ndim = len(shape)
+        return TensorSpec(shape, first.dtype, self._layout(((0, held),), ndim), self._layout(wanted, ndim), name)
+
+    def _held(self, pieces: Mapping[int, Piece]) -> tuple[Held, tuple[tuple[int, Held], ...]]:
+        """What each rank of the source has of a piece, and what those of each destination need."""
         first = next(iter(pieces.values()))
-        entries = self._source.entries
         wanted = tuple(
             (rank, piece.target.held(self._targets[rank].entries[piece.target.name]))
             for rank, piece in sorted(pieces.items())
         )
-        ndim = len(first.shape)
-        held = first.source.held(entries[first.source.name])
-        return TensorSpec(first.shape, first.dtype, self._layout(((0, held),), ndim), self._layout(wanted, ndim), name)
+        return first.source.held(self._source.entries[first.source.name]), wanted
+
+
+def _stacked(held: Held, count: int) -> Held:
+    return tuple((rank, tuple(((0, count), *box) for box in boxes)) for rank, boxes in held)
 
 
 def gather_pieces(pieces: Mapping[int, Sequence[Piece]]) -> list[dict[int, Piece]]:

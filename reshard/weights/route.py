@@ -67,15 +67,10 @@ class Route:
         self._rank_in_route, self._timeout_seconds = firsts[place] + rank, timeout_seconds
         gathered = gather_pieces(dict(zip(firsts[1:], pieces, strict=True)))
         specs = Specs(source, dict(zip(firsts[1:], targets, strict=True)))
-        tensors = [specs.spec(found, f"{number} {next(iter(found.values()))}") for number, found in enumerate(gathered)]
-        self._sides: list[Side | None] = [
-            next(iter(found.values())).source
-            if place == 0
-            else found[firsts[place]].target
-            if firsts[place] in found
-            else None
-            for found in gathered
-        ]
+        bundles = specs.bundle(gathered)
+        names = (f"{number} {next(iter(bundle[0].values()))}" for number, bundle in enumerate(bundles))
+        tensors = [specs.spec(bundle, name) for bundle, name in zip(bundles, names, strict=True)]
+        self._sides = [[_side_of(pieces, firsts[place], place == 0) for pieces in bundle] for bundle in bundles]
         self._model, self._rank = models[place], rank
         self._group = join(store, self._rank_in_route, sum(model.size for model in models))
         try:
@@ -105,29 +100,49 @@ class Route:
             arrays: the local shards of the source model by name.
         """
         sent: dict[str | None, Any] = {}
-        for spec, side in zip(self.plan.tensors, self._sides, strict=True):
-            array = None if side is None else view_of(side, self._model, arrays, self._rank)
-            sent[spec.name] = None if array is None else array.to(self.device)
+        for spec, sides in zip(self.plan.tensors, self._sides, strict=True):
+            views = self._views(sides, arrays)
+            sent[spec.name] = None if not views else _one(views).to(self.device)
         return self._mover.start(sent)
 
     def receive(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Receive into the local shards of the destination model of this rank, given by name."""
         out: dict[str | None, Any] = {}
         landed = []
-        for spec, side in zip(self.plan.tensors, self._sides, strict=True):
-            array = None if side is None else view_of(side, self._model, arrays, self._rank)
-            if array is None:
+        for spec, sides in zip(self.plan.tensors, self._sides, strict=True):
+            views = self._views(sides, arrays)
+            if not views:
                 out[spec.name] = None
-                continue
-            buffer = array if array.device.type == self.device else torch.empty_like(array, device=self.device)
-            landed.append((array, buffer))
-            out[spec.name] = buffer
+            elif len(views) == 1 and views[0].device.type == self.device:
+                out[spec.name] = views[0]
+            else:
+                like = views[0]
+                shape = (len(views), *like.shape) if len(views) > 1 else like.shape
+                buffer = out[spec.name] = torch.empty(shape, dtype=like.dtype, device=self.device)
+                landed.append((views, buffer))
         self._mover.start(dict.fromkeys(out), out=out).wait(self._timeout_seconds)
-        for array, buffer in landed:
-            if buffer is not array:
-                array.copy_(buffer)
+        for views, buffer in landed:
+            for view, part in zip(views, buffer.unbind() if len(views) > 1 else [buffer], strict=True):
+                view.copy_(part)
+
+    def _views(self, sides: Sequence[Side | None], arrays: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """What this rank holds of the pieces of a bundle: all of them or none."""
+        views = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
+        return [view for view in views if view is not None]
 
     def close(self) -> None:
         """Close the connections."""
         with contextlib.suppress(Exception):  # the group may have failed
             self._group.close()
+
+
+def _side_of(pieces: Mapping[int, Piece], first: int, is_source: bool) -> Side | None:
+    """The side of a piece in the model that begins at a rank; None if it needs nothing of it."""
+    if is_source:
+        return next(iter(pieces.values())).source
+    return pieces[first].target if first in pieces else None
+
+
+def _one(views: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor of a plan from the views of a bundle."""
+    return torch.stack(list(views)) if len(views) > 1 else views[0]

@@ -69,7 +69,7 @@ def transfer_state_dict(
     target = replace(target, rules=None if rules is None else tuple(rules))
     pieces = match(source, target, "the destination")
     specs = Specs(source, {0: target})
-    tensors = [specs.spec({0: piece}, f"{number} {piece}") for number, piece in enumerate(pieces)]
+    tensors = [specs.spec([{0: piece}], f"{number} {piece}") for number, piece in enumerate(pieces)]
     if topology is None:
         topology = find_topology(found, timeout_seconds=seconds)
     plan = plan_tensors(tensors, topology=topology, staging_bytes=memory_bytes)
