@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,6 +118,12 @@ def write_values(model: Any, values: Mapping[str, Value]) -> None:
             write_values(value, inner)
         elif str(key) in values:
             model[key] = values[str(key)]
+
+
+def synchronize(arrays: Iterable[torch.Tensor]) -> None:
+    """Wait for the work on the GPUs of some arrays, because another thread uses them next, on another stream."""
+    for device in {array.device for array in arrays if array.device.type == "cuda"}:
+        torch.cuda.synchronize(device)
 
 
 def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holding:

@@ -10,7 +10,7 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, VerificationError
 from reshard.runtime.autograd import mark_written
-from reshard.weights.holdings import Shard, Value, read_state, write_values
+from reshard.weights.holdings import Shard, Value, read_state, synchronize, write_values
 from reshard.weights.pieces import Piece
 
 #: A loader of an engine: it takes ``(name, whole tensor)`` pairs.
@@ -68,6 +68,7 @@ class CopyIntoModel:
         with torch.no_grad():
             for name, array in live.items():
                 array.copy_(arrays[name])
+        synchronize(live.values())
         mark_written(live.values())
         write_values(self._model, values)
         if not is_right({name: _undo_cast(array, arrays[name]) for name, array in live.items()}):

@@ -16,6 +16,7 @@ from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.planner import plan_tensors, predict
 from reshard.topology import Topology
+from reshard.weights.holdings import synchronize
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, Side, Specs, gather_pieces
 from reshard.weights.verify import view_of
@@ -124,6 +125,7 @@ class Route:
         for views, buffer in landed:
             for view, part in zip(views, buffer.unbind() if len(views) > 1 else [buffer], strict=True):
                 view.copy_(part)
+        synchronize(arrays.values())
 
     def _views(self, sides: Sequence[Side | None], arrays: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """What this rank holds of the pieces of a bundle: all of them or none."""

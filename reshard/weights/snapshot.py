@@ -11,7 +11,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, TransferTimeoutError
-from reshard.weights.holdings import Shard, Value, read_state
+from reshard.weights.holdings import Shard, Value, read_state, synchronize
 from reshard.weights.manifest import Manifest
 
 
@@ -62,6 +62,7 @@ class Snapshot:
                 if known is None or known.shape != array.shape:
                     known = self.arrays[name] = torch.empty(array.shape, dtype=self._kept(array), device=array.device)
                 known.copy_(array)
+            synchronize(self.arrays.values())
             self.values.clear()
             self.values.update(state.values)
             self._version = version
