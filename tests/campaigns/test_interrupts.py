@@ -21,7 +21,9 @@ def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("kind", ["reshard", "mover", "engine", "save", "load"])
+@pytest.mark.parametrize(
+    "kind", ["reshard", "mover", "engine", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("save", "load"))]
+)
 def test_signals_never_mix_data_and_release_everything(kind):
     _, wrong = interrupts.run_signals(kind, 3, seed=1, victim=0)
     assert not wrong
