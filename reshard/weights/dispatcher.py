@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import threading
 import time
@@ -282,7 +283,8 @@ class Dispatcher:
 
     def _post_tick(self, message: Message) -> None:
         if not self._team.is_closed:
-            self._team.post.post(self._team.address(0), message)
+            with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
+                self._team.post.post(self._team.address(0), message)
 
     def _post(self, member: Member, message: Message) -> None:
         self._team.post.post(member.address(), message)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from typing import Any
 
 import torch
@@ -153,9 +154,13 @@ def _find_regions(device_mesh: Any, placements: tuple[Any, ...], shape: tuple[in
 
 def _read_shard(name: str, array: torch.Tensor, shard: Shard) -> tuple[tuple[int, ...], tuple[Box, ...]]:
     """The global shape and the regions of a plain tensor, from what the user states."""
-    if is_dtensor(array) or not isinstance(shard, Sequence) or len(shard) != 2:
-        raise ArgumentError(f"shards[{name!r}] must be (global shape, [region, ...]) of a plain tensor")
-    shape, boxes = check_shape(shard[0]), tuple(tuple((int(lo), int(hi)) for lo, hi in box) for box in shard[1])
+    try:
+        given, regions = shard
+        shape, boxes = check_shape(given), tuple(tuple((index(lo), index(hi)) for lo, hi in box) for box in regions)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"shards[{name!r}] must be (global shape, [region, ...]): {error}") from None
+    if is_dtensor(array):
+        raise ArgumentError(f"shards names {name!r}, a DTensor, which has its own layout")
     _check_shard(name, tuple(array.shape), shape, boxes)
     return shape, boxes
 
@@ -163,16 +168,20 @@ def _read_shard(name: str, array: torch.Tensor, shard: Shard) -> tuple[tuple[int
 @functools.lru_cache(maxsize=4096)
 def _check_shard(name: str, local_shape: tuple[int, ...], shape: tuple[int, ...], boxes: tuple[Box, ...]) -> None:
     """Raise ArgumentError unless a local array holds these regions of a tensor."""
-    layouts = [RegionLayout({0: boxes}, join_dim=dim, ndim=len(shape)) for dim in _join_dims(boxes)]
-    for layout in layouts:
-        layout.check_fits(shape)
-    if local_shape not in [layout.joined_shape(0) for layout in layouts]:
+    if not boxes and 0 in local_shape:
+        return
+    layout = RegionLayout({0: boxes}, join_dim=join_dim(boxes), ndim=len(shape))
+    layout.check_fits(shape)
+    if local_shape != layout.joined_shape(0):
         raise ArgumentError(
-            f"shards[{name!r}] has regions of shape {list(layouts[0].joined_shape(0))}, but the tensor has shape "
+            f"shards[{name!r}] has regions of shape {list(layout.joined_shape(0))}, but the tensor has shape "
             f"{list(local_shape)}"
         )
 
 
-def _join_dims(boxes: Sequence[Box]) -> list[int]:
-    """The dims along which regions differ, along one of which they are joined."""
-    return [dim for dim in range(len(boxes[0])) if any(box[dim] != boxes[0][dim] for box in boxes)][:1] or [0]
+def join_dim(boxes: Sequence[Box]) -> int:
+    """The dim along which the regions of a rank are joined in its local array: the first in which they differ."""
+    for dim in range(len(boxes[0]) if boxes else 0):
+        if any(box[dim] != boxes[0][dim] for box in boxes):
+            return dim
+    return 0

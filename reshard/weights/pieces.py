@@ -16,6 +16,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
 from reshard.weights.families import find_rules
+from reshard.weights.holdings import join_dim
 from reshard.weights.manifest import Entry, Manifest
 from reshard.weights.rules import Part, apply_rules
 
@@ -287,11 +288,3 @@ def cut_held(held: Held, shape: tuple[int, ...]) -> Shards:
 def _layout_of(held: tuple[tuple[int, Held], ...], ndim: int) -> RegionLayout:
     rows = {first + rank: boxes for first, ranks in held for rank, boxes in ranks}
     return RegionLayout(rows, join_dim=max(map(join_dim, rows.values())), ndim=ndim)
-
-
-def join_dim(boxes: Sequence[Box]) -> int:
-    """The dim along which the regions of a rank are joined in its local array."""
-    for dim in range(len(boxes[0])):
-        if any(box[dim] != boxes[0][dim] for box in boxes):
-            return dim
-    return 0

@@ -101,10 +101,12 @@ class Sender:
                 engine: add_all([report["digests"][engine] for report in reports.values()])
                 for engine in message["engines"]
             }
-            engine, checker = next(iter(self._checkers.items()))
+            totals: dict[str, int] = {}  # an engine that trims a tensor has none of it
+            for engine, checker in self._checkers.items():
+                totals |= checker.add_tensors(digests[engine])
             outcome = Outcome(
                 digests=digests,
-                totals=checker.add_tensors(digests[engine]),
+                totals=totals,
                 times=times,
                 values=values,
             )

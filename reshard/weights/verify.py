@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.errors import VerificationError
+from reshard.errors import RemoteError, VerificationError
 from reshard.sharding import Shards, find_overlaps, format_box
 from reshard.weights.digests import Located, add_digests, flat_strides, locate
 from reshard.weights.manifest import Manifest
@@ -19,7 +19,6 @@ from reshard.weights.pieces import Piece, Side, cut_held
 
 #: Digests of regions of each tensor, in the order of the pieces: ``[(number of the region, digest), ...]``.
 Digests = list[list[tuple[int, int]]]
-
 
 #: Number of sets of arrays whose regions a :class:`Checker` keeps.
 MAX_LOCATED = 4
@@ -162,6 +161,9 @@ class Checker:
 
         Args:
             sent: by the trainer's names; see :meth:`add_tensors`.
+
+        Raises:
+            VerificationError: a tensor differs. RemoteError: a tensor has no digest, or does not travel whole.
         """
         rows: list[dict[int, int]] = [{} for _ in self._pieces]
         for rank, digests_of_rank in sorted(landed.items()):
@@ -170,7 +172,10 @@ class Checker:
                     if row.setdefault(part, digest) != digest:
                         raise VerificationError(f"{piece.target.name!r}: the replica of rank {rank} differs")
         found = self.add_tensors([list(row.items()) for row in rows])
-        wrong = [repr(name) for name, digest in found.items() if digest != sent.get(name, digest)]
+        unknown = [piece.source.name for piece in self._pieces if piece.source.name not in found.keys() & sent.keys()]
+        if unknown:
+            raise RemoteError(f"the digest of {unknown[0]!r} is not known, so only the trainer can prove it")
+        wrong = [repr(name) for name, digest in found.items() if digest != sent[name]]
         if wrong:
             raise VerificationError(f"{', '.join(wrong[:5])}: the digest differs from that of what the trainer holds")
 

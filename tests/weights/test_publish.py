@@ -388,6 +388,9 @@ def _fused_shards(rank, _, store):
         Subscriber(model, raw, shards={name: ((16, 6), regions[:2])})
     with pytest.raises(ArgumentError, match="shards names 'qkv', which the model does not have"):
         Subscriber(model, raw, shards={"qkv": ((16, 6), regions)})
+    for bad in (((16, 6), [((0, "x"), (0, 6))]), ((16, 6), 3), 7, ((16, 6), [])):
+        with pytest.raises(ArgumentError, match="shards"):
+            Subscriber(model, raw, shards={name: bad})
     with Subscriber(model, raw, shards={name: ((16, 6), regions)}) as subscriber:
         assert subscriber.update(60) == 1
         assert torch.equal(model[name], torch.cat([value.chunk(2)[at] for value in state.values()]))

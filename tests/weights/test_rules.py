@@ -9,9 +9,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, RemoteError, VerificationError
 from reshard.testing.processes import run_processes
-from reshard.weights import transfer_state_dict
+from reshard.weights import transfer_state_dict, verify
 from reshard.weights.families import find_rules
 from reshard.weights.holdings import read_state
 from reshard.weights.manifest import merge_states, state_of_rank
@@ -211,3 +211,16 @@ def test_rules_that_do_not_fit_are_named(rules, text):
 def test_no_rule_applies_where_names_and_shapes_are_equal():
     shapes = {name: tuple(value.shape) for name, value in _llama(experts=2).items()}
     assert find_rules(None, shapes, shapes) == ()
+
+
+def test_a_version_without_a_digest_of_the_trainer_is_not_taken_for_proved():
+    state = {"a": _random(3, 2), "b": _random(2)}
+    source = _manifest(state)
+    checker = verify.Checker(source, source, match(source, source, "it"))
+    landed = {0: checker.digest_target(state, 0)}
+    totals = checker.add_tensors(landed[0])
+    checker.compare_whole(totals, landed)
+    with pytest.raises(RemoteError, match="the digest of 'b' is not known"):
+        checker.compare_whole({"a": totals["a"]}, landed)
+    with pytest.raises(VerificationError, match="'b': the digest differs"):
+        checker.compare_whole({**totals, "b": totals["b"] ^ 1}, landed)
