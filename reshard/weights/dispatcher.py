@@ -18,6 +18,7 @@ from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
 from reshard.weights.roster import Latest, Member
+from reshard.weights.route import RouteOptions
 from reshard.weights.team import Team
 from reshard.weights.verify import Digests
 
@@ -81,13 +82,12 @@ class Dispatcher:
     Args:
         team: the trainer.
         manifest: its model.
-        join_seconds: how long engines may take to answer.
-        timeout_seconds: how long they may take to confirm a version.
+        options: how long engines may take to answer, and to confirm a version.
     """
 
-    def __init__(self, team: Team, manifest: Manifest, join_seconds: float, timeout_seconds: float) -> None:
+    def __init__(self, team: Team, manifest: Manifest, options: RouteOptions) -> None:
         self._team, self._manifest = team, manifest
-        self._join_seconds, self._timeout_seconds = join_seconds, timeout_seconds
+        self._join_seconds, self._timeout_seconds = options.join_seconds, options.timeout_seconds
         self._job: _Job | None = None
         self._version: int | None = None
         self._route: tuple[str, list[str]] | None = None  # key and engines of the open connections

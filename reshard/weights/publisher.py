@@ -19,9 +19,10 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.holdings import Shard, read_state
 from reshard.weights.manifest import merge_states, state_of_rank
+from reshard.weights.route import RouteOptions
 from reshard.weights.sender import Sender
 from reshard.weights.snapshot import Snapshot
-from reshard.weights.team import AGREE_SECONDS, Team, check_options, lost_store_error, run_collectively
+from reshard.weights.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ class Publisher:
         self._last: int | None = None
 
         def describe() -> dict[str, Any]:
-            check_options(join_seconds, timeout_seconds, memory_bytes)
+            self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
             kept = None if dtype is None else getattr(torch, dtype_name(dtype))
             self._snapshot = Snapshot(kept, shards)
             return {"state": state_of_rank(read_state(model, shards), kept)}
@@ -135,10 +136,7 @@ class Publisher:
                 self._manifest,
                 self._snapshot,
                 self._end,
-                join_seconds=float(join_seconds),
-                timeout_seconds=float(timeout_seconds),
-                staging_bytes=memory_bytes,
-                topology=topology,
+                self._options,
             )
             self._team.start(self._sender.act, self._fail, self._sender.close)
         except BaseException:

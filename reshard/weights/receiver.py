@@ -14,13 +14,12 @@ import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
-from reshard.topology import Topology
 from reshard.weights.holdings import Value
 from reshard.weights.install import Arrays, Installer, ReceiveInPlace
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, compose, match
-from reshard.weights.route import Route
+from reshard.weights.route import Route, RouteOptions
 from reshard.weights.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
 from reshard.weights.verify import Checker, Digests
 
@@ -35,7 +34,7 @@ class Receiver:
         team: the engine.
         manifest: its model.
         installer: puts versions into it.
-        join_seconds, timeout_seconds, staging_bytes, topology: see :class:`reshard.weights.Subscriber`.
+        options: of its routes.
 
     Attributes:
         live: the version in the model.
@@ -47,19 +46,10 @@ class Receiver:
         team: Team,
         manifest: Manifest,
         installer: Installer,
-        *,
-        join_seconds: float,
-        timeout_seconds: float,
-        staging_bytes: int,
-        topology: Topology | None,
+        options: RouteOptions,
     ) -> None:
         self._team, self._manifest, self._installer = team, manifest, installer
-        self._options: dict[str, Any] = {
-            "join_seconds": join_seconds,
-            "timeout_seconds": timeout_seconds,
-            "staging_bytes": staging_bytes,
-            "topology": topology,
-        }
+        self._options = options
         self.live: int | None = None
         self.swap_error: BaseException | None = None
         self._failure: ReshardError | None = None
@@ -182,7 +172,7 @@ class Receiver:
 
     def _stop_serving(self) -> None:
         """Wait until all ranks are in ``update``; their models hold no version from then on."""
-        seconds = self._options["join_seconds"]
+        seconds = self._options.join_seconds
 
         def wait() -> dict[str, Any]:
             with self._changed:
@@ -222,7 +212,7 @@ class Receiver:
                 pieces = [compose(held, wanted) for wanted in pieces]
             place = 1 + message["engines"].index(self._team.id)
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            route = Route(store, source, list(targets.values()), pieces, place, self._team.rank, **self._options)
+            route = Route(store, source, list(targets.values()), pieces, place, self._team.rank, self._options)
             self._route = message["route"], route
         is_installed = self._installer.keeps_last and _shares(self._shadow, self._kept[0])
         if is_installed:
@@ -245,7 +235,7 @@ class Receiver:
         own: Digests = []
         failed = None
         try:
-            seconds = self._options["timeout_seconds"] + AGREE_SECONDS  # other ranks may still receive
+            seconds = self._options.timeout_seconds + AGREE_SECONDS  # other ranks may still receive
             reports = run_collectively(self._team.inner_group(), digest, "verifies a version", seconds)
             landed = {rank: report["digests"] for rank, report in reports.items()}
             assert self._checker is not None
@@ -277,9 +267,9 @@ class Receiver:
             held = match(trainer, source, "the engine")
             pieces = [compose(held, match(trainer, each, key)) for key, each in targets.items()]
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            route = Route(store, source, list(targets.values()), pieces, 0, self._team.rank, **self._options)
+            route = Route(store, source, list(targets.values()), pieces, 0, self._team.rank, self._options)
             try:
-                route.start_sending(self._complete_arrays).wait(self._options["timeout_seconds"])
+                route.start_sending(self._complete_arrays).wait(self._options.timeout_seconds)
             finally:
                 route.close()
         except Exception as error:
@@ -324,7 +314,7 @@ class Receiver:
             )
             return {}
 
-        run_collectively(self._team.inner_group(), install, "installs a version", self._options["timeout_seconds"])
+        run_collectively(self._team.inner_group(), install, "installs a version", self._options.timeout_seconds)
 
     def _run_in_update(self, function: Callable[[], None]) -> None:
         """Run a function in the user's thread that waits in ``update``: loaders may depend on the state of a thread."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,10 @@ from reshard.api.mover import Mover
 from reshard.coordination import join
 from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
+from reshard.errors import ArgumentError
 from reshard.planner import plan_tensors, predict
+from reshard.sharding import check_integer
+from reshard.timeouts import check_timeout
 from reshard.topology import Topology
 from reshard.weights.holdings import synchronize
 from reshard.weights.manifest import Manifest
@@ -30,6 +34,33 @@ def find_ranks(sizes: Sequence[int]) -> list[int]:
     return firsts
 
 
+@dataclass(frozen=True)
+class RouteOptions:
+    """What a Publisher or a Subscriber says of its routes.
+
+    Attributes:
+        join_seconds: how long to wait for the other ranks.
+        timeout_seconds: limit of one transfer.
+        memory_bytes: memory for data in transit.
+        topology: hosts and links of the ranks; None: by host names.
+
+    Raises:
+        ArgumentError: an option is not valid.
+    """
+
+    join_seconds: float
+    timeout_seconds: float
+    memory_bytes: int
+    topology: Topology | None
+
+    def __post_init__(self) -> None:
+        check_timeout(self.join_seconds)
+        check_timeout(self.timeout_seconds)
+        check_integer(self.memory_bytes, "memory_bytes", 0, 2**62)
+        if self.topology is not None and not isinstance(self.topology, Topology):
+            raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
+
+
 class Route:
     """Connects the ranks of a source model with those of destination models. Used by one thread.
 
@@ -40,10 +71,7 @@ class Route:
         pieces: what goes to each of them.
         place: number of this rank's model; 0 is the source.
         rank: this rank in its model.
-        join_seconds: how long to wait for the other ranks.
-        timeout_seconds: limit of one transfer.
-        staging_bytes: memory for data in transit.
-        topology: hosts and links of the ranks; None: by host names.
+        options: limits, and the network.
 
     Raises:
         ReshardError: a rank did not come in time; the same on all ranks.
@@ -57,15 +85,11 @@ class Route:
         pieces: Sequence[Sequence[Piece]],
         place: int,
         rank: int,
-        *,
-        join_seconds: float,
-        timeout_seconds: float,
-        staging_bytes: int,
-        topology: Topology | None = None,
+        options: RouteOptions,
     ) -> None:
         models = [source, *targets]
         firsts = find_ranks([model.size for model in models])
-        self._rank_in_route, self._timeout_seconds = firsts[place] + rank, timeout_seconds
+        self._rank_in_route, self._timeout_seconds = firsts[place] + rank, options.timeout_seconds
         gathered = gather_pieces(dict(zip(firsts[1:], pieces, strict=True)))
         specs = Specs(source, dict(zip(firsts[1:], targets, strict=True)))
         bundles = specs.bundle(gathered)
@@ -75,10 +99,10 @@ class Route:
         self._model, self._rank = models[place], rank
         self._group = join(store, self._rank_in_route, sum(model.size for model in models))
         try:
-            found = find_topology(self._group, timeout_seconds=join_seconds)
-            plan = plan_tensors(tensors, topology=topology or found, staging_bytes=staging_bytes)
+            found = find_topology(self._group, timeout_seconds=options.join_seconds)
+            plan = plan_tensors(tensors, topology=options.topology or found, staging_bytes=options.memory_bytes)
             self.device = "cpu" if any(model.device != "cuda" for model in models) else "cuda"
-            self._mover = Mover(plan, self._group, timeout_seconds=timeout_seconds, device=self.device)
+            self._mover = Mover(plan, self._group, timeout_seconds=options.timeout_seconds, device=self.device)
         except BaseException:
             self.close()
             raise

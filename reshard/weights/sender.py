@@ -9,13 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
-from reshard.topology import Topology
 from reshard.weights.dispatcher import Dispatcher, Outcome
 from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
-from reshard.weights.route import Route
+from reshard.weights.route import Route, RouteOptions
 from reshard.weights.snapshot import Snapshot
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.verify import Checker, Digests, add_all
@@ -29,7 +28,7 @@ class Sender:
         manifest: its model.
         snapshot: what to send. It is there before the dispatcher hears of a version.
         end: is called with the outcome of each version.
-        join_seconds, timeout_seconds, staging_bytes, topology: see :class:`reshard.weights.Publisher`.
+        options: of its routes.
     """
 
     def __init__(
@@ -38,22 +37,13 @@ class Sender:
         manifest: Manifest,
         snapshot: Snapshot,
         end: Callable[[Mapping[str, Any]], None],
-        *,
-        join_seconds: float,
-        timeout_seconds: float,
-        staging_bytes: int,
-        topology: Topology | None,
+        options: RouteOptions,
     ) -> None:
         self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
-        self._options: dict[str, Any] = {
-            "join_seconds": join_seconds,
-            "timeout_seconds": timeout_seconds,
-            "staging_bytes": staging_bytes,
-            "topology": topology,
-        }
+        self._options = options
         self._route: tuple[str, Route] | None = None
         self._checkers: dict[str, Checker] = {}
-        self._dispatcher = Dispatcher(team, manifest, join_seconds, timeout_seconds) if team.is_leader else None
+        self._dispatcher = Dispatcher(team, manifest, options) if team.is_leader else None
 
     def act(self, message: Message) -> None:
         """Act on a message."""
@@ -77,7 +67,7 @@ class Sender:
         """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
         times: dict[str, float] = {}
         values: dict[str, Value] = {}
-        seconds = self._options["timeout_seconds"] + AGREE_SECONDS  # others may still be sending
+        seconds = self._options.timeout_seconds + AGREE_SECONDS  # others may still be sending
 
         def send() -> dict[str, Any]:
             engines = self._team.roster.targets(self._manifest, message["engines"])
@@ -87,7 +77,7 @@ class Sender:
                 values.update(self._snapshot.values)
                 handle = route.start_sending(self._snapshot.arrays)
                 digests = self._digest()
-                handle.wait(self._options["timeout_seconds"])
+                handle.wait(self._options.timeout_seconds)
             times.update(seconds=time.monotonic() - begun, **route.predict())
             return {"digests": digests}
 
@@ -124,7 +114,7 @@ class Sender:
                 twin = next((other for other in self._checkers if engines[other] == target), None)
                 checker = Checker(self._manifest, target, pieces[name]) if twin is None else self._checkers[twin]
                 self._checkers[name] = checker
-            route = Route(store, self._manifest, targets, list(pieces.values()), 0, self._team.rank, **self._options)
+            route = Route(store, self._manifest, targets, list(pieces.values()), 0, self._team.rank, self._options)
             self._route = key, route
         return self._route[1]
 

@@ -15,8 +15,9 @@ from reshard.weights.holdings import Shard, read_state
 from reshard.weights.install import CopyIntoModel, Installer, LoadThroughEngine, LoadWeights, ReceiveInPlace
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
+from reshard.weights.route import RouteOptions
 from reshard.weights.rules import Rule
-from reshard.weights.team import AGREE_SECONDS, Team, check_options, lost_store_error, run_collectively
+from reshard.weights.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 
 
 class Subscriber:
@@ -70,7 +71,7 @@ class Subscriber:
         self._attempt = 0
 
         def describe() -> dict[str, Any]:
-            check_options(join_seconds, timeout_seconds, memory_bytes)
+            self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
             if (model is None) == (load_weights is None):
                 raise ArgumentError("a Subscriber takes a model, or load_weights in its place")
             if mode not in ("shadow", "in_place") or (mode == "in_place" and load_weights is not None):
@@ -88,10 +89,7 @@ class Subscriber:
                 self._team,
                 manifest,
                 _make_installer(model, shards, mode, load_weights),
-                join_seconds=float(join_seconds),
-                timeout_seconds=float(timeout_seconds),
-                staging_bytes=memory_bytes,
-                topology=topology,
+                self._options,
             )
             self._team.start(self._receiver.act, self._receiver.fail, self._receiver.close)
             if self._team.is_leader:

@@ -16,8 +16,6 @@ from reshard.coordination import Group, Monitor, calling, describe_error, find_c
 from reshard.coordination.groups.process_group import own_client
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError, RemoteError, ReshardError
-from reshard.sharding import check_integer
-from reshard.timeouts import check_timeout
 from reshard.weights.mailbox import Mailbox, Message, Postman
 from reshard.weights.roster import Roster, ranks_store
 
@@ -62,13 +60,6 @@ def lost_store_error(error: BaseException) -> ReshardError:
     if not isinstance(error, RuntimeError):  # a message without what it must have
         return RemoteError(f"another program has written to the store: {type(error).__name__}: {error}")
     return RemoteError(f"the store that trainer and engines share is lost: {str(error).splitlines()[0]}")
-
-
-def check_options(join_seconds: Any, timeout_seconds: Any, memory_bytes: Any) -> None:
-    """Raise ArgumentError unless the options of a Publisher or a Subscriber are valid."""
-    check_timeout(join_seconds)
-    check_timeout(timeout_seconds)
-    check_integer(memory_bytes, "memory_bytes", 0, 2**62)
 
 
 class Team:

@@ -17,7 +17,7 @@ from ..ir.text import format_schedule
 from .costs.codec_costs import parts_of_policy, with_codecs
 from .costs.iteration import Evaluation, evaluate, evaluate_schedule
 from .costs.layer_costs import StateBytes
-from .costs.problem import SearchProblem
+from .costs.problem import Candidate, SearchProblem
 from .inputs.choices import Choice, ChoiceRules, GridShape
 from .inputs.cluster import Cluster
 from .inputs.layer_graph import Layer, LayerGraph
@@ -279,33 +279,7 @@ def _find(method: str | Method) -> Method:
 def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
     """The training plan of an evaluation, with what it is compared to."""
     candidate, count = best.candidate, best.candidate.num_microbatches
-    busy = [best.timeline.busy_seconds(number) for number in range(len(best.costs))]
-    exposed = [best.timeline.exposed_seconds(number) for number in range(len(best.costs))]
-    reports = tuple(
-        StageReport(
-            cost.compute_seconds,
-            cost.sum_seconds,
-            cost.gather_seconds,
-            cost.sync_seconds,
-            busy[number],
-            exposed[number],
-            depth,
-            states,
-            depth * cost.activation_bytes,
-            cost.working_bytes,
-            buffers,
-            cost.limit_bytes,
-            cost.ending_bytes if cost.tie_bytes else 0.0,
-        )
-        for number, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
-        for states, buffers in [cost.peak_parts(depth)]
-    )
-    edges = []
-    for edge in problem.edges(candidate.stages, count):
-        port, seconds = max(edge.forward_loads, key=lambda load: (load[1], load[0]), default=("", 0.0))
-        nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
-        found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
-        edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
+    edges = _edge_reports(problem, candidate)
     wider = replace(problem, cluster=problem.cluster.with_faster_links(1.1))
     costs, exchanges = wider.costs(candidate.stages, count)
     wider_seconds = evaluate_schedule(
@@ -337,8 +311,8 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         problem.graph.hash,
         problem.profile.hash,
         problem.cluster.hash,
-        reports,
-        tuple(edges),
+        _stage_reports(best),
+        edges,
         tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
         wider_seconds,
         problem.cluster.hosts,
@@ -346,6 +320,42 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         _used_policy(problem, candidate.stages, edges),
         ties,
     )
+
+
+def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
+    """Where the time and the memory of each stage go."""
+    busy = [best.timeline.busy_seconds(number) for number in range(len(best.costs))]
+    exposed = [best.timeline.exposed_seconds(number) for number in range(len(best.costs))]
+    return tuple(
+        StageReport(
+            cost.compute_seconds,
+            cost.sum_seconds,
+            cost.gather_seconds,
+            cost.sync_seconds,
+            busy[number],
+            exposed[number],
+            depth,
+            states,
+            depth * cost.activation_bytes,
+            cost.working_bytes,
+            buffers,
+            cost.limit_bytes,
+            cost.ending_bytes if cost.tie_bytes else 0.0,
+        )
+        for number, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
+        for states, buffers in [cost.peak_parts(depth)]
+    )
+
+
+def _edge_reports(problem: SearchProblem, candidate: Candidate) -> tuple[EdgeReport, ...]:
+    """The bytes and the seconds of each edge between stages."""
+    edges = []
+    for edge in problem.edges(candidate.stages, candidate.num_microbatches):
+        port, seconds = max(edge.forward_loads, key=lambda load: (load[1], load[0]), default=("", 0.0))
+        nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
+        found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
+        edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
+    return tuple(edges)
 
 
 def _grid_refusals(layers: Sequence[Layer]) -> tuple[tuple[str, str], ...]:

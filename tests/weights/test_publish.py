@@ -406,8 +406,9 @@ def _too_little_memory(rank, _, store):
     raw = _connect(store, (), rank, 1)
     model = _model(1 + rank)
     if rank == 0:
-        with pytest.raises(ArgumentError, match="memory_bytes"):
-            Publisher(model, raw, memory_bytes=-1)
+        for name, value in (("memory_bytes", -1), ("topology", "dgx_h100"), ("timeout_seconds", 0)):
+            with pytest.raises(ArgumentError, match=name):
+                Publisher(model, raw, **{name: value})
         with Publisher(model, raw, memory_bytes=0) as publisher:
             _wait_for(raw, "ready")
             try:
