@@ -95,6 +95,7 @@ CHECKS = [
     Check("graphs: capture, replay, refusals", tests("gpu/test_transfers.py", "captured"), tests("runtime/test_stream.py", "captures"), 60),
     Check("layouts, DTensors, named tensors, codecs", tests("gpu/test_tensors.py"), (*tests("codecs/test_codec_kernels.py", "interpreted"), "-m", "not slow"), 120),
     Check("casts", tests("gpu/test_transfers.py", "cast"), tests("runtime/test_stream.py", "cast"), 60),
+    Check("whole models: FSDP trainer to engines", tests("gpu/test_weights.py"), tests("weights/test_state_dict.py"), 90),
     Check("CuPy arrays", tests("gpu/test_transfers.py", "cupy"), tests("cupy/test_cupy.py"), 60),
     Check(
         "the packing kernel against its Python reference, every unit", tests("gpu/test_transfers.py", "kernel_matches"),

@@ -136,6 +136,8 @@ class Receiver:
         kind = message["kind"]
         if kind in _RELAYED:
             if not message.get("relayed"):
+                if kind == "receive" and self._leader is not None:
+                    self._leader.begin_receiving()
                 self._team.post_to_all({**message, "relayed": True})
             else:
                 getattr(self, f"_{kind}")(message)
@@ -375,6 +377,10 @@ class _Leader:
         self._asked = [self._team.id]
         self._fetch()
 
+    def begin_receiving(self) -> None:
+        """Swap nothing in from now on: a version arrives in the memory of the last one."""
+        self._complete = None
+
     def end_receiving(self, message: Message, failed: Any, complete: int | None) -> None:
         """Note that all ranks hold a version, or why they do not."""
         self._complete = complete
@@ -417,6 +423,7 @@ class _Leader:
             message = {"version": latest.version, "trainer": latest.trainer, "holder": engine.id}
             message |= {"route": route, "engines": [self._team.id]}
             self._team.post.post(engine.address(), {"kind": "serve", **message})
+            self.begin_receiving()
             self._team.post_to_all({"kind": "receive", "relayed": True, **message})
             return
         trainer = roster.publisher()

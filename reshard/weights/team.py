@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from reshard.api.lossless.transfer import exchange_reports
@@ -134,8 +135,12 @@ class Team:
         mailbox = Mailbox(self.raw, self.address(self.rank))
         Monitor.of(self.inner_group())  # shows others that this process lives
 
+        gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
         def run() -> None:
             try:
+                if gpu is not None:  # each thread has its own current device
+                    torch.cuda.set_device(gpu)
                 while (message := mailbox.read())["kind"] != "close":
                     act(message)
             except BaseException as error:

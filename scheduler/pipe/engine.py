@@ -17,6 +17,7 @@ from ..runtime.data_parallel import is_fsdp, plain_parameters
 from ..runtime.engine import Engine, ending_calls
 from ..runtime.executor import StageTotals, Step, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
+from ..runtime.local_tensors import is_dtensor
 from ..schedules.classic import zb_h1
 from . import checkpoint
 from .dry_run import DryRun, Shard
@@ -98,12 +99,21 @@ class PipelineEngine:
     # Parameters
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        """The parameters of this rank's stages, each once, for an optimizer.
+        """The parameters of this rank's stages, each once, for an optimizer. With tensor parallelism: param_groups().
 
         If none is trainable, there is one more, which has no elements: torch makes no optimizer without parameters.
         """
         own = [parameter for _, parameter in self.named_parameters()]
         return own if any(item.requires_grad for item in own) else [*own, self._without_elements]
+
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The parameters as two groups for an optimizer, on every rank: plain tensors, and DTensors.
+
+        An optimizer of torch updates the tensors of a group at once on a GPU, and raises an error if only some of them
+        are DTensors, as in a stage with ``parallelize_module``. A group may be empty.
+        """
+        own = self.parameters()
+        return [{"params": [item for item in own if is_dtensor(item) is sharded]} for sharded in (False, True)]
 
     def named_parameters(self) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters of this rank's stages under the names of the whole model, each once."""

@@ -113,7 +113,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
         options["compression"] = parse_policy(job.compression)
     with show_elapsed("measuring the stages", show=shows and rank == 0):
         engine = make_pipe(job).compile(_move(loader.batch(0), device), device=device, **options)
-    optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
+    optimizer = make_optimizer(engine.param_groups(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
     folder = job.checkpoint or ""
     dump = None if job.dump is None else TensorDump(job.dump, rank, engine, optimizer)
@@ -205,14 +205,13 @@ def make_loaders(job: Job) -> tuple[Loader, Loader]:
     )
 
 
-def make_optimizer(parameters: Sequence[torch.nn.Parameter], learning_rate: float) -> torch.optim.AdamW:
+def make_optimizer(param_groups: Sequence[Mapping[str, Any]], learning_rate: float) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices and convolutions only, not on biases and normalizations."""
-    matrices = [parameter for parameter in parameters if parameter.dim() >= 2]
-    vectors = [parameter for parameter in parameters if parameter.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": WEIGHT_DECAY},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = []
+    for group in param_groups:
+        for is_matrix, weight_decay in ((True, WEIGHT_DECAY), (False, 0.0)):
+            params = [parameter for parameter in group["params"] if (parameter.dim() >= 2) is is_matrix]
+            groups.append({"params": params, "weight_decay": weight_decay})
     return torch.optim.AdamW(groups, lr=learning_rate, betas=BETAS)
 
 

@@ -85,7 +85,7 @@ def count_peak_bytes(rank: int, job: Job, steps: int = 2) -> int:
     batch = make_loaders(job)[0].batch(0)
     counter = StorageCounter(batch)
     with counter, _sampled_products(counter), make_pipe(job).compile(batch) as engine:
-        optimizer = make_optimizer(engine.parameters(), job.preset.learning_rate)
+        optimizer = make_optimizer(engine.param_groups(), job.preset.learning_rate)
         for module in engine.modules.values():
             module.register_forward_hook(counter.sample)
             for inner in module.modules():

@@ -11,6 +11,8 @@ from reshard.testing import run_processes, share_gpus
 from tests.support.devices import HAS_GPU
 
 DEVICE = os.environ.get("RESHARD_GPU_TESTS_ON", "cuda")
+#: Collectives of CUDA tensors run on NCCL, as in users' programs. In torch 2.11, those on Gloo can crash the process.
+BACKEND = "gloo" if DEVICE == "cpu" else "cpu:gloo,cuda:nccl"
 RANKS = 4
 #: For the ``pytestmark`` of each file.
 MARKS = [pytest.mark.gpu, pytest.mark.skipif(DEVICE == "cuda" and not HAS_GPU, reason="this machine has no NVIDIA GPU")]
@@ -23,8 +25,10 @@ def set_up(rank):
         share_gpus(rank)
 
 
-def on_ranks(rank, function, *args):
+def on_ranks(rank, port, num_ranks, function, *args):
     set_up(rank)
+    store = torch.distributed.TCPStore("127.0.0.1", port, is_master=False)
+    torch.distributed.init_process_group(BACKEND, store=store, rank=rank, world_size=num_ranks)
     result = function(rank, *args)
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -33,7 +37,8 @@ def on_ranks(rank, function, *args):
 
 def run(function, *args, ranks=RANKS, **options):
     """The results of ``function(rank, ...)`` on all ranks."""
-    return run_processes(on_ranks, ranks, function, *args, **{"timeout_seconds": 120.0, **options})
+    options = {"timeout_seconds": 120.0, **options}
+    return run_processes(on_ranks, ranks, ranks, function, *args, init_group=False, **options)
 
 
 def to_device(values):

@@ -96,7 +96,7 @@ def train_pipe(rank, cuts, stages, autocast, folder):
     def compile_pipe(seed):
         pipe = Pipe(make_model(seed), cut_before=cuts, stages=stages, autocast=autocast)
         engine = pipe.compile(make_batch(0), num_microbatches=4, device=DEVICE)
-        return engine, torch.optim.AdamW(engine.parameters(), 1e-3)
+        return engine, torch.optim.AdamW(engine.param_groups(), 1e-3)
 
     def train(engine, optimizer, first):
         for step in range(first, STEPS):

@@ -264,6 +264,7 @@ def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
     """The seconds to end two communicators for each of three sets of ranks while a captured graph keeps them alive."""
     for name, seconds in (("CLOSE_SECONDS", 0.5), ("ABORT_SECONDS", 0.5), ("MIN_ABORT_WAIT_SECONDS", 0.01)):
         monkeypatch.setattr(nccl, name, seconds)
+    monkeypatch.setitem(STREAMS, "cpu", Mock())
     library, group = Library(path), GroupResources(Mock())
     for number in range(3):
         channel = group.channels[number] = Channel(Mock(), (0,))
@@ -286,7 +287,6 @@ def _end_many_under_a_graph(rank, port, path, monkeypatch, end):
 
 @pytest.mark.parametrize(("end", "least"), [("abort", 0.5), ("close", 1.0)])
 def test_communicators_that_cannot_end_share_one_deadline(standin, monkeypatch, end, least):
-    monkeypatch.setitem(STREAMS, "cpu", Mock())
     (seconds,) = run_processes(_end_many_under_a_graph, 1, standin, monkeypatch, end, init_group=False)
     assert least <= seconds < least + 0.4
 

@@ -69,7 +69,7 @@ def train_staged(rank, case, make_pipe, accumulate=1):
     pipe = make_pipe(case)
     example = case.batches[0] if case.example is None else case.example
     engine = pipe.compile(example, case.num_microbatches, **case.options)
-    optimizer = torch.optim.SGD(engine.parameters(), case.rate, momentum=0.9)
+    optimizer = torch.optim.SGD(engine.param_groups(), case.rate, momentum=0.9, foreach=True)  # the default on GPUs
     results = []
     with engine:
         for batch in case.batches:

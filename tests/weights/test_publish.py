@@ -19,6 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
 from reshard.weights import Publisher, Subscriber, verify
+from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore
 
 pytestmark = pytest.mark.integration
@@ -316,6 +317,41 @@ def test_damaged_version_is_sent_again_and_never_swapped_in():
         results = run_processes(_damaged, 2, store, init_group=False)[0]
     assert results[:2] == [[""], [""]]
     assert "failed 3 times: '0.weight' [0:7, 0:13] on rank 0" in results[2][0]
+
+
+def _asks_while_a_version_arrives(rank, _, store):
+    """Rank 0 publishes two versions. Rank 1, an engine, asks for one when the second has overwritten the first."""
+    raw = _connect(store, (), rank, 1)
+    if rank == 0:
+        model = _trainer(raw, 0, 1)
+        with Publisher(model, raw) as publisher:
+            _wait_for(raw, "ready")
+            for version in (1, 2):
+                _set_version(model, version)
+                publisher.publish(version).wait(60)
+        return None
+    model, landed, go_on = _model(2), threading.Event(), threading.Event()
+    receive, number = Route.receive, iter((1, 2))
+
+    def receive_slowly(self, arrays):
+        receive(self, arrays)
+        if next(number) == 2:
+            landed.set()
+            go_on.wait(10)
+
+    Route.receive = receive_slowly
+    threading.Thread(target=lambda: (landed.wait(60), time.sleep(1), go_on.set()), daemon=True).start()
+    with Subscriber(model, raw) as subscriber:
+        raw.set("ready", "")
+        assert landed.wait(60)
+        version = subscriber.update(60)
+        return version, _is_version(model, version)
+
+
+def test_version_that_is_being_overwritten_is_not_swapped_in():
+    with PausableStore(2) as store:
+        _, result = run_processes(_asks_while_a_version_arrives, 2, store, init_group=False)
+    assert result == (2, True)
 
 
 def _loader(rank, _, store):

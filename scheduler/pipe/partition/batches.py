@@ -51,12 +51,14 @@ class BatchOutline:
         """Names of the entries."""
         return [entry.name for entry in self.entries]
 
-    def empty(self, num_samples: int) -> dict[str, Any]:
+    def empty(self, num_samples: int, device: str = "cpu") -> dict[str, Any]:
         """A batch of this outline with another number of samples and uninitialized values."""
         made: dict[str, Any] = {}
         for entry in self.entries:
             shape = (num_samples, *entry.shape) if entry.is_divided else entry.shape
-            made[entry.name] = torch.empty(shape, dtype=getattr(torch, entry.dtype)) if entry.dtype else entry.value
+            made[entry.name] = entry.value
+            if entry.dtype:
+                made[entry.name] = torch.empty(shape, dtype=getattr(torch, entry.dtype), device=device)
         return made
 
     def to_json(self) -> list[Any]:

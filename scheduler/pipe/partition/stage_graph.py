@@ -146,8 +146,10 @@ class FakeModel:
         self._mode = torch_compat.fake_mode()
         self._autocast = autocast
         self._device_type = device_type
+        #: Autocast depends on the device of the tensors. Nothing else does.
+        self._device = "cpu" if autocast is None else device_type
         with self._mode:
-            memo = _without_data(model)
+            memo = _without_data(model, self._device)
         self._stages = cut.build(copy.deepcopy(model, memo))
         self._inputs = cut.inputs
 
@@ -201,14 +203,15 @@ class FakeModel:
             shard: shards a copy of the stage in place, as on this rank; None: the stage is not sharded.
         """
         with self._without_computing():
-            given = outline.empty(num_samples)
+            given = outline.empty(num_samples, self._device)
             for value in graph.values:
                 if stage in value.readers:
-                    given[value.name] = torch.empty(value.shape_for(num_samples), dtype=getattr(torch, value.dtype))
+                    shape, dtype = value.shape_for(num_samples), getattr(torch, value.dtype)
+                    given[value.name] = torch.empty(shape, dtype=dtype, device=self._device)
             module = self._stages[stage]
             try:
                 if shard is not None:
-                    module = copy_stage(module, _without_data(module))
+                    module = copy_stage(module, _without_data(module, self._device))
                     shard(module)
                 written, _ = _run_stage(module, given, given)
             except Exception as error:
@@ -228,7 +231,7 @@ class FakeModel:
     def _run(self, outline: BatchOutline, num_samples: int) -> _Run:
         result = _Run({}, [])
         with self._without_computing():
-            batch = outline.empty(num_samples)
+            batch = outline.empty(num_samples, self._device)
             latest: dict[str, tuple[Any, int]] = {}  # value and the stage that wrote it
             for stage, module in enumerate(self._stages):
                 given = {**batch, **{name: value for name, (value, _) in latest.items()}}
@@ -309,11 +312,11 @@ def _sample_dim(name: str, few: tuple[int, ...], many: tuple[int, ...]) -> int |
     return changed[0] if changed else None
 
 
-def _without_data(module: torch.nn.Module) -> dict[int, Any]:
+def _without_data(module: torch.nn.Module, device: str) -> dict[int, Any]:
     """Replacements for the parameters and buffers of a module in a copy without data, by id, for ``copy_stage``."""
     made: dict[int, Any] = {}
     for tensor in (*module.parameters(), *module.buffers()):
-        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        empty = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         made[id(tensor)] = torch.nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return made

@@ -57,7 +57,7 @@ def train(rank, stages, folder, until, wrap):
     engine = rs.Pipe(make_chain(), CUTS[number], stages=placements).compile(
         make_batch(0), 4, schedule=rs.one_f_one_b if wrap is rs.fsdp else rs.auto_schedule
     )
-    optimizer, lr_scheduler, loader = parts_of(engine.parameters())
+    optimizer, lr_scheduler, loader = parts_of(engine.param_groups())
     start = engine.load(folder, optimizer, lr_scheduler, loader, missing_ok=True)
     losses = []
     for _ in range(start, until):

@@ -30,7 +30,7 @@ def train_alone(job):
     torch.manual_seed(job.seed)
     model = make_model(job.preset.config, "cpu")
     loader, held_out = make_loaders(job)
-    optimizer = make_optimizer(list(model.parameters()), job.preset.learning_rate)
+    optimizer = make_optimizer([{"params": list(model.parameters())}], job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
     losses = []
     for _, batch in zip(range(job.steps), loader, strict=False):
@@ -113,7 +113,7 @@ def test_learning_rate_warms_up_and_falls_to_a_tenth():
 
 def test_weight_decay_applies_to_matrices_only():
     model = make_model(GPT.config, "cpu")
-    decayed, others = make_optimizer(list(model.parameters()), 1e-3).param_groups
+    decayed, others = make_optimizer([{"params": list(model.parameters())}], 1e-3).param_groups
     assert {parameter.dim() for parameter in decayed["params"]} == {2}
     assert {parameter.dim() for parameter in others["params"]} == {1}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
