@@ -184,13 +184,17 @@ class Place:
     """The memory of an array, without a reference to it. NumPy reads the address and strides, never the elements."""
 
     def __init__(self, array: torch.Tensor) -> None:
-        size = array.element_size()
         self.start, self.stop = _address_range(array)
-        self.__array_interface__ = {
-            "data": (array.data_ptr(), False),
-            "shape": tuple(array.shape),
-            "strides": tuple(stride * size for stride in array.stride()),
-            "typestr": f"|V{size}",
+        self._address, self._shape, self._strides = array.data_ptr(), array.shape, array.stride()
+        self._itemsize = array.element_size()
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        return {
+            "data": (self._address, False),
+            "shape": tuple(self._shape),
+            "strides": tuple(stride * self._itemsize for stride in self._strides),
+            "typestr": f"|V{self._itemsize}",
             "version": 3,
         }
 
@@ -206,12 +210,16 @@ class Place:
 
 def _address_range(array: torch.Tensor) -> tuple[int, int]:
     """Address of the first byte of an array, and the address after its last byte."""
+    if array.is_contiguous():
+        return array.data_ptr(), array.data_ptr() + array.nbytes
     last = sum((size - 1) * stride for size, stride in zip(array.shape, array.stride(), strict=True))
     return array.data_ptr(), array.data_ptr() + (last + 1) * array.element_size()
 
 
 def has_overlapping_elements(array: torch.Tensor) -> bool:
     """Whether two elements may share memory: some stride does not exceed the span of all dims with smaller strides."""
+    if array.is_contiguous():
+        return False
     span = 0
     for stride, size in sorted(zip(array.stride(), array.shape, strict=True)):
         if size > 1:

@@ -56,6 +56,7 @@ class ArrayReader:
 
     def __init__(self, plan: Plan, program: RankProgram, group: Group, device_type: str) -> None:
         self._plan, self._program, self._group, self.device_type = plan, program, group, device_type
+        self._shapes = {side: shard_shapes(plan, program.rank, side) for side in ("src", "dst")}
 
     def sources(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
         """The source shard of each tensor; None outside the source.
@@ -67,7 +68,7 @@ class ArrayReader:
         role = "the source"
         return [
             self._check(wait_for_collective(self._local_of(array, spec, spec.plain.src, role)), shape, spec, role)
-            for array, shape, spec in zip(given, self._shapes("src"), self._plan.tensors, strict=True)
+            for array, shape, spec in zip(given, self._shapes["src"], self._plan.tensors, strict=True)
         ]
 
     def targets(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
@@ -79,12 +80,12 @@ class ArrayReader:
                 spec,
                 "the destination",
             )
-            for array, shape, spec in zip(given, self._shapes("dst"), self._plan.tensors, strict=True)
+            for array, shape, spec in zip(given, self._shapes["dst"], self._plan.tensors, strict=True)
         ]
 
     def empty_targets(self) -> list[torch.Tensor | None]:
         """A new array for each destination shard; None outside the destination."""
-        return [self.empty(spec, shape) for spec, shape in zip(self._plan.tensors, self._shapes("dst"), strict=True)]
+        return [self.empty(spec, shape) for spec, shape in zip(self._plan.tensors, self._shapes["dst"], strict=True)]
 
     def empty(self, spec: TensorSpec, shape: Sequence[int] | None) -> torch.Tensor | None:
         """A new array for a destination shard; None if ``shape`` is None."""
@@ -96,10 +97,6 @@ class ArrayReader:
             )
         dtype = getattr(torch, spec.plain.dtype)
         return torch.empty(tuple(shape), dtype=dtype, device=current_device(self.device_type))
-
-    def _shapes(self, side: str) -> list[tuple[int, ...] | None]:
-        """The shape of each shard of this rank, of the plain values of encoded tensors; None where it has none."""
-        return shard_shapes(self._plan, self._program.rank, side)
 
     def _check(self, array: Any, shape: tuple[int, ...] | None, spec: TensorSpec, role: str) -> torch.Tensor | None:
         return check_array(array, shape, spec.plain.dtype, role, spec.name, self._program.rank, self.device_type)

@@ -18,8 +18,16 @@ from reshard.planner.registry import STRATEGIES
 from reshard.planner.strategies.problem import MIN_STAGING_BYTES
 from reshard.runtime.cpu.staging import TorchMemory, carrier
 from reshard.runtime.program import build_program
+from reshard.runtime.rounds import large, schedule
 from reshard.runtime.rounds.executor import ALIGN, RoundRunner
-from reshard.runtime.rounds.schedule import ROUND_SECONDS, calls_of, check_calls, find_rounds, rounds_of
+from reshard.runtime.rounds.schedule import (
+    ROUND_SECONDS,
+    calls_of,
+    check_calls,
+    find_large_rounds,
+    find_rounds,
+    rounds_of,
+)
 from reshard.testing.processes import run_processes
 from reshard.topology.files import topology_from_json
 from tests.support.memory_transport import run_in_threads
@@ -61,6 +69,75 @@ def test_rounds_of_any_plan_finish_and_move_every_element(case, strategy):
     assert max(staged.values()) <= plan.staging_bytes
     for rank in dst.ranks:
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
+
+
+def _spread(array):
+    """An equal array that is not contiguous, unless it has no dims."""
+    if array is None or not array.dim():
+        return array
+    return torch.stack([array, array], dim=-1)[..., 0]
+
+
+def _run_large_rounds(plan, src, dst, whole, in_rounds):
+    """Every second rank has arrays that are not contiguous."""
+    rounds = find_large_rounds(plan)
+    sources, outs = ({r: take_shard(layout, r, whole) for r in plan.ranks} for layout in (src, dst))
+    outs = {r: None if out is None else torch.full_like(out, -1) for r, out in outs.items()}
+    sides = [{r: [_spread(a) if r % 2 else a] for r, a in side.items()} for side in (sources, outs)]
+    run_in_threads(plan, *sides, seconds=30.0, in_rounds=in_rounds, round_of=rounds)
+    for rank in dst.ranks:
+        assert same_bytes(sides[1][rank][0].contiguous(), take_shard(dst, rank, whole))
+    return rounds
+
+
+@pytest.mark.parametrize("limit", [600, 2**20])
+@pytest.mark.parametrize("seed", range(12))
+def test_large_rounds_move_every_element(monkeypatch, seed, limit):
+    monkeypatch.setattr(schedule, "DIRECT_ROUND_BYTES", limit)
+    src, dst, shape, topology = random_problem(seed)
+    if seed % 2:
+        src, dst = Layout(src.mesh, "S0 R"), Layout(dst.mesh, "S0 R")
+    strategy = ["send_recv", "multicast", "send_recv", "auto"][seed % 4]
+    plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
+    rounds = _run_large_rounds(plan, src, dst, whole_tensor(shape, torch.float32), "streams" if seed % 3 else True)
+    if seed % 2 and strategy == "send_recv":
+        small = find_rounds(plan)
+        assert max(rounds.round_of.values()) <= max(small.values()) and len(rounds.direct) == len(small)
+
+
+@pytest.mark.parametrize("limit", [6000, 2**20])
+@pytest.mark.parametrize(
+    ("src", "dst"),
+    [("R R", "R R"), ("S0 R", "R R"), ("R S0", "R R")],
+    ids=lambda spec: spec.replace(" ", ""),
+)
+@pytest.mark.parametrize("in_rounds", [True, "streams"])
+def test_data_for_all_other_ranks_is_broadcast(monkeypatch, src, dst, in_rounds, limit):
+    monkeypatch.setattr(large, "DIRECT_ROUND_BYTES", limit)
+    first = Mesh.of("1") if src == "R R" else Mesh.of("4")
+    is_turned = src == "R S0"
+    src, dst = Layout(first, src), Layout(Mesh.of("4"), dst)
+    plan = make_plan(src, dst, (96, 40), "float32", strategy="multicast", staging_bytes=2**16)
+    rounds = _run_large_rounds(plan, src, dst, whole_tensor((96, 40), torch.float32), in_rounds)
+    sizes = {message.id: message_nbytes(plan, message) for message in expand_messages(plan)}
+    of_number = {}
+    for ident, key in rounds.broadcast_of.items():
+        of_number.setdefault(key[0], {})[key] = sizes[ident]
+    assert sum(sum(parts.values()) for parts in of_number.values()) == 96 * 40 * 4
+    if limit > 96 * 40 * 4 and not is_turned:
+        assert len(of_number) == first.size and max(rounds.round_of.values()) == 0
+    for rank in plan.ranks:  # one call for all receivers
+        for item in rounds_of(build_program(plan, rank), rounds):
+            assert item.broadcasts and not item.recvs and not item.sends
+
+
+def test_plans_that_are_sent_directly_or_only_to_some_ranks_are_not_broadcast():
+    src = Layout(Mesh.of("1"))
+    for dst, strategy in (("3", "send_recv"), ("1", "multicast")):
+        plan = make_plan(src, Layout(Mesh.of(dst, first_rank=1)), (64,), "float32", strategy=strategy)
+        assert not find_large_rounds(plan).broadcast_of
+    two = make_plan(Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2)), (64,), "float32")
+    assert not find_large_rounds(two).broadcast_of
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -312,12 +389,14 @@ class _CountingStreams:
         self.calls.append("wait")
 
 
-@pytest.mark.parametrize(("mib", "num_groups"), [(1, 1), (64, 8)])
-def test_a_single_round_needs_no_events(mib, num_groups):
-    src, dst = Layout(Mesh([0])), Layout(Mesh([1]))
-    plan = make_plan(src, dst, (mib * 2**18,), "float32", strategy="send_recv")
-    array, groups, streams = torch.zeros(mib * 2**18), [], _CountingStreams()
+@pytest.mark.parametrize(
+    ("rows", "turned", "num_groups"), [(256, False, 1), (2**14, False, 8), (256, True, 1), (2**14, True, 6)]
+)
+def test_rounds_need_events_only_to_pack_several_of_them(rows, turned, num_groups):
+    dst = Layout(Mesh.of("2", first_rank=1), "R S0") if turned else Layout(Mesh([1]))
+    plan = make_plan(Layout(Mesh([0])), dst, (rows, 1024), "float32", strategy="send_recv")
+    array, groups, streams = torch.zeros(rows, 1024), [], _CountingStreams()
     runner = runner_of(plan, 0, plan.staging_bytes)
     runner.run([array], [None], lambda recvs, sends: groups.append((len(recvs), len(sends))), streams)
-    assert groups == [(0, 1)] * num_groups
-    assert bool(streams.calls) == (num_groups > 1)
+    assert len(groups) == num_groups
+    assert bool(streams.calls) == (turned and num_groups > 1)

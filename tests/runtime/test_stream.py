@@ -56,6 +56,36 @@ def test_calls_move_every_element(device):
     run_processes(_call, RANKS)
 
 
+def _broadcast(rank):
+    """Data for all other ranks: from one rank, and from each; in place, packed, and cast."""
+    group = dist.new_group([0, 1, 2, 3])
+    if rank > 3:
+        return
+    whole, all_ranks = whole_tensor(SHAPE, torch.float32), Layout(Mesh.of("4"), "R R")
+    for src, dst in (
+        (Layout(Mesh.of("1"), "R R"), Layout(Mesh.of("3", first_rank=1), "R R")),
+        (Layout(Mesh.of("4"), "S0 R"), all_ranks),
+        (Layout(Mesh.of("4"), "R S0"), all_ranks),
+    ):
+        plan = reshard.make_plan(src, dst, SHAPE, "float32", strategy="multicast")
+        source, wanted = take_shard(src, rank, whole), take_shard(dst, rank, whole)
+        with reshard.Mover(plan, group=group) as mover:
+            for turn in range(3):
+                out = None if wanted is None else torch.zeros(SHAPE[::-1]).t() if turn else torch.zeros(SHAPE)
+                moved = mover.start(source, out=out).synchronize(60.0)
+                assert wanted is None or (moved is out and torch.equal(out, wanted))
+            assert mover._transfers.on_stream._runner.rounds[0].broadcasts
+        out = reshard.reshard(source, src, dst, dst_dtype="bfloat16", strategy="multicast", group=group)
+        assert wanted is None or torch.equal(out, wanted.bfloat16())
+        dist.barrier(group)
+
+
+@STREAM_KINDS
+def test_data_for_all_ranks_is_broadcast(monkeypatch, standin, stream):
+    use_streams(monkeypatch, standin, stream)
+    run_processes(_broadcast, RANKS)
+
+
 def _cast(rank):
     for src, dst in CASTS:
         whole = whole_tensor(SHAPE, getattr(torch, src))

@@ -68,11 +68,17 @@ class MemoryTransport:
 class MemoryExchange:
     """Exchanges a group of messages, matched by order only; complete on return."""
 
-    def __init__(self, hub, rank, seconds):
+    def __init__(self, hub, rank, seconds, ranks=()):
         self.transport, self.limit = MemoryTransport(hub, rank), timedelta(seconds=seconds)
+        self.rank, self.others = rank, [other for other in ranks if other != rank]
 
-    def __call__(self, recvs, sends):
+    def __call__(self, recvs, sends, broadcasts=()):
         works = [self.transport.recv(buffer, rank, 0) for buffer, rank in recvs]
+        for buffer, root in broadcasts:
+            if root == self.rank:
+                sends = [*sends, *((buffer, other) for other in self.others)]
+            else:
+                works.append(self.transport.recv(buffer, root, 0))
         works += [self.transport.send(buffer, rank, 0) for buffer, rank in sends]
         for work in works:
             work.wait(self.limit)
@@ -186,33 +192,34 @@ def run_on_streams(plan, rank, arrays, exchange, round_of, seed, seconds, times=
         plan.staging_bytes,
     )
     for _ in range(times):
-        runner.run(*arrays, lambda recvs, sends: streams.put(lambda: exchange(recvs, sends)), streams)
+        runner.run(*arrays, lambda *posted: streams.put(lambda: exchange(*posted)), streams)
     streams.synchronize(seconds)
     return runner
 
 
-def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=None):
+def run_in_threads(plan, sources, outs, seconds=5.0, in_rounds=False, digests=None, round_of=None):
     """Run every rank's program in a thread; returns ``{rank: staging bytes}`` or raises the error of the lowest rank.
 
     Args:
         sources, outs: ``{rank: [tensor or None, ...]}``. digests: ``{rank: Digests}``.
         in_rounds: False for the CPU executor, True for the group executor, "streams" for it on asynchronous streams.
+        round_of: of the group executor. Default: the rounds for a transport without broadcasts.
     """
     hub, errors, staged = MemoryHub(), {}, {}
-    round_of = find_rounds(plan) if in_rounds else {}
+    round_of = find_rounds(plan) if in_rounds and round_of is None else round_of
 
     def one(rank):
         try:
             program = build_program(plan, rank)
             arrays = [[None if x is None else carrier(x) for x in side[rank]] for side in (sources, outs)]
             if in_rounds == "streams":
-                exchange = MemoryExchange(hub, rank, seconds)
+                exchange = MemoryExchange(hub, rank, seconds, plan.ranks)
                 staging = run_on_streams(plan, rank, arrays, exchange, round_of, rank, seconds)
             elif in_rounds:
                 copier = PythonCopier() if rank % 2 else None
                 memory, itemsizes = TorchMemory(torch.device("cpu")), [spec.itemsize for spec in plan.tensors]
                 staging = RoundRunner(program, round_of, memory, itemsizes, copier, plan.staging_bytes)
-                staging.run(*arrays, MemoryExchange(hub, rank, seconds))
+                staging.run(*arrays, MemoryExchange(hub, rank, seconds, plan.ranks))
             else:
                 staging = Staging(program, plan.staging_bytes)
                 run_program(

@@ -148,10 +148,13 @@ class Communicator:
         if self._aborted or self._closed:
             raise NcclError(f"the communicator {'was aborted' if self._aborted else 'is closed'}")
 
-    def exchange(self, recvs: Sequence[Message], sends: Sequence[Message], stream: int) -> None:
-        """Enqueue receives and sends on a stream as one group. Messages between two ranks match by order.
+    def exchange(
+        self, recvs: Sequence[Message], sends: Sequence[Message], stream: int, broadcasts: Sequence[Message] = ()
+    ) -> None:
+        """Enqueue receives, sends and broadcasts on a stream as one group. Messages between two ranks match by order.
 
         Args:
+            broadcasts: each with its root; the same on all ranks of the communicator.
             stream: the handle of a CUDA stream (``torch.cuda.Stream.cuda_stream``).
 
         Raises:
@@ -162,6 +165,8 @@ class Communicator:
             for name, messages in (("ncclRecv", recvs), ("ncclSend", sends)):
                 for address, nbytes, rank in messages:
                     self._check(name, address, nbytes, DATA_TYPES["uint8"], rank, stream=stream)
+            for address, nbytes, root in broadcasts:
+                self._check("ncclBroadcast", address, address, nbytes, DATA_TYPES["uint8"], root, stream=stream)
 
     def all_reduce(self, address: int, count: int, dtype: str, reduction: str, stream: int) -> None:
         """Reduce an array over all ranks, in place.

@@ -71,7 +71,7 @@ def _in_thread(index: int) -> Iterator[None]:
 
 
 class NcclExchange:
-    """Posts the receives and sends of a round as one NCCL group on the current stream.
+    """Posts the messages and broadcasts of a round as one NCCL group on the current stream.
 
     Args:
         communicator: connects the ranks of a plan.
@@ -82,12 +82,13 @@ class NcclExchange:
     def __init__(self, communicator: Communicator, position: Mapping[int, int], device: torch.device) -> None:
         self._communicator, self._position, self._device = communicator, position, device
         self._connected: set[tuple[int, int]] = set()  # (sender, receiver)
+        self._has_broadcast = False
         self.streams = STREAMS[device.type](device)
 
-    def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
+    def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted], broadcasts: Sequence[Posted] = ()) -> None:
         """Enqueue one round; later work on the current stream runs after it."""
-        handle = current_stream_handle(self._device)
-        self._communicator.exchange(self._messages(recvs), self._messages(sends), handle)
+        lists = (self._messages(posted) for posted in (recvs, sends, broadcasts))
+        self._communicator.exchange(next(lists), next(lists), current_stream_handle(self._device), next(lists))
 
     def _messages(self, posted: Sequence[Posted]) -> list[Message]:
         return [
@@ -97,14 +98,20 @@ class NcclExchange:
     def connect(self, rank: int, rounds: Sequence[Round], timeout_seconds: float, poll: Poll) -> None:
         """Connect this rank to its peers, and wait until the device has done so.
 
-        Each pair of ranks exchanges one byte, in the order of ``rounds``. NCCL connects two ranks when both post a
-        group with messages between them. If they first did so during a training step, they could post different groups
-        and deadlock. Therefore all ranks of a plan call this method right after they agree on the plan.
+        Each pair of ranks exchanges one byte, in the order of ``rounds``. If they broadcast, rank 0 broadcasts one byte
+        first. NCCL connects two ranks when both post a group with messages between them. If they first did so during a
+        training step, they could post different groups and deadlock. Therefore all ranks of a plan call this method
+        right after they agree on the plan.
 
         Raises:
             RuntimeError, TimeoutError: not all ranks connected in time, or NCCL failed. Or what ``poll`` raises.
         """
         marks = []
+        if any(messages.broadcasts for messages in rounds) and not self._has_broadcast:
+            self._has_broadcast = True
+            scratch = torch.zeros(1, dtype=torch.uint8, device=self._device)
+            root = min(self._position)
+            marks.append(self.streams.enqueue(functools.partial(self, [], [], [(scratch, root)]), [scratch]))
         for messages in rounds:
             senders = {recv.sender for recv in messages.recvs if (recv.sender, rank) not in self._connected}
             receivers = {send.receiver for send in messages.sends if (rank, send.receiver) not in self._connected}

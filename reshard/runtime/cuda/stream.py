@@ -25,7 +25,7 @@ from reshard.runtime.cpu.staging import TorchMemory
 from reshard.runtime.program import RankProgram
 from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.memory import PACK, UNPACK, Copier, Exchange, RoundStreams
-from reshard.runtime.rounds.schedule import find_rounds
+from reshard.runtime.rounds.schedule import find_large_rounds
 
 
 class Mark(Protocol):
@@ -240,7 +240,7 @@ def make_runner(plan: Plan, program: RankProgram, device_type: str) -> RoundRunn
     device = current_device(device_type)
     runner = RoundRunner(
         program,
-        find_rounds(plan),
+        find_large_rounds(plan),
         TorchMemory(device),
         [1 if spec.codec is not None else spec.itemsize for spec in plan.tensors],
         find_copier(device),

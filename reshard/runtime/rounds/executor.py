@@ -8,6 +8,7 @@ host before it posts the operation that the receive waits for.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from reshard.errors import PlanError
 from reshard.runtime.byte_runs import box_span
 from reshard.runtime.program import RankProgram, Recv, Send, Slices
+from reshard.runtime.rounds.large import LargeRounds
 from reshard.runtime.rounds.memory import (
     ONE_STREAM,
     PACK,
@@ -26,8 +28,8 @@ from reshard.runtime.rounds.memory import (
     Posted,
     RoundStreams,
 )
-from reshard.runtime.rounds.schedule import Round, rounds_of
-from reshard.runtime.rounds.steps import ArrayKind, Packed, Part, Step
+from reshard.runtime.rounds.schedule import Broadcast, Round, rounds_of
+from reshard.runtime.rounds.steps import EXTRA, ArrayKind, Packed, Part, Step
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
 #: Alignment of messages in the buffer, in bytes.
@@ -40,6 +42,26 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGN) * ALIGN
 
 
+class _Slots:
+    """Parts of the buffers for the messages of a round.
+
+    Args:
+        start: where the round may begin in the first buffer.
+    """
+
+    def __init__(self, start: int) -> None:
+        self._next, self.extra_bytes = start, 0
+
+    def take(self, nbytes: int, in_extra: bool, is_direct: bool) -> tuple[int | None, int, int]:
+        """``(None or EXTRA, start, stop)`` of a part. A message that is direct needs none in the second buffer."""
+        if in_extra:
+            start = self.extra_bytes
+            self.extra_bytes += 0 if is_direct else _aligned(nbytes)
+            return EXTRA, start, start + nbytes
+        start, self._next = self._next, self._next + _aligned(nbytes)
+        return None, start, start + nbytes
+
+
 class RoundRunner:
     """Runs a program in rounds, with one buffer that is allocated on first use and kept.
 
@@ -48,7 +70,9 @@ class RoundRunner:
     box, and so is what does not fit: all of it, or the tables for arrays of another alignment than before.
 
     Args:
-        round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`.
+        round_of: the round of each message, from :func:`~reshard.runtime.rounds.schedule.find_rounds`; or large rounds.
+            Their messages that need no buffer get one beyond ``staging_bytes`` for arrays that are not contiguous or
+            cast, of at most twice :data:`~reshard.runtime.rounds.large.DIRECT_ROUND_BYTES`, while a transfer runs.
         itemsizes: bytes per element of each tensor.
         staging_bytes: limit for buffer and tables together; None for no limit.
 
@@ -59,7 +83,7 @@ class RoundRunner:
     def __init__(
         self,
         program: RankProgram,
-        round_of: Mapping[int, int],
+        round_of: Mapping[int, int] | LargeRounds,
         memory: Memory,
         itemsizes: Sequence[int],
         copier: Copier | None = None,
@@ -68,9 +92,10 @@ class RoundRunner:
         self.program, self.memory = program, memory
         self._copier: Copier | None = None
         self.rounds = rounds_of(program, round_of)
+        self._bypass = round_of.direct if isinstance(round_of, LargeRounds) else frozenset()  # need no buffer
         self._relays = {index for index, recv in enumerate(program.recvs) if recv.is_relay}
         self._index = {recv.id: index for index, recv in enumerate(program.recvs)}
-        self._half_bytes = max((_scratch_bytes(item) for item in self.rounds), default=0)
+        self._half_bytes = max(map(self._scratch_bytes, self.rounds), default=0)
         self._relay_offsets, self._relay_bytes = self._allocate_relays()
         self._steps: dict[tuple[ArrayKind | None, ...], tuple[Step, ...]] = {}
         self._storage: Array | None = None
@@ -151,8 +176,11 @@ class RoundRunner:
             assert self._copier is not None
             addresses = self._copier.find_addresses(tuple(map(self._address_of, arrays)))
         flats = [self._flat_of(array) for array in arrays]
-        if len(steps) < 2 and not self.program.copies:
+        if (len(steps) < 2 or all(step.copies_nothing for step in steps)) and not self.program.copies:
             streams = ONE_STREAM  # nothing can overlap, so events would only cost time
+        extra = (
+            self.memory.empty(max(step.extra_bytes for step in steps)) if any(s.extra_bytes for s in steps) else None
+        )
         begun = streams.mark()
         exchanged: list[Any] = []
         unpacked: list[Any] = []
@@ -162,21 +190,23 @@ class RoundRunner:
                 box = copy.box
                 self.memory.copy(self._view(dst, box.tensor, box.dst), self._view(src, box.tensor, box.src))
         for number, step in enumerate(steps):
-            previous = number - self.num_halves  # the previous step with this half of the buffer
+            # the previous step with this half of the buffer, or with the second buffer
+            previous = number - (1 if step.extra_bytes else self.num_halves)
             after = max(previous, step.after_unpack)
             with streams.on(PACK):
                 streams.wait(begun if number == 0 else None)
                 streams.wait(exchanged[previous] if previous >= 0 else None)
                 streams.wait(unpacked[after] if after >= 0 else None)
-                self._copy(step.pack_tables, step.pack_views, src, dst, addresses, True)
+                self._copy(step.pack_tables, step.pack_views, src, dst, addresses, True, extra)
                 packed = streams.mark()
             streams.wait(packed)
             streams.wait(unpacked[after] if after >= 0 else None)
-            exchange(*([self._bytes_of(part, flats, buffer) for part in parts] for parts in (step.recvs, step.sends)))
+            lists = (step.recvs, step.sends, step.broadcasts) if step.broadcasts else (step.recvs, step.sends)
+            exchange(*([self._bytes_of(part, flats, buffer, extra) for part in parts] for parts in lists))
             exchanged.append(streams.mark())
             with streams.on(UNPACK):
                 streams.wait(exchanged[-1])
-                self._copy(step.unpack_tables, step.unpack_views, src, dst, addresses, False)
+                self._copy(step.unpack_tables, step.unpack_views, src, dst, addresses, False, extra)
                 unpacked.append(streams.mark())
         with streams.on(UNPACK):
             end = streams.mark()
@@ -197,8 +227,8 @@ class RoundRunner:
     def _flat_of(self, array: Array | None) -> Array | None:
         return None if array is None or not self.memory.is_contiguous(array) else self.memory.flat(array)
 
-    def _bytes_of(self, part: Part, flats: Sequence[Array | None], buffer: Array) -> Posted:
-        whole = buffer if part.array is None else flats[part.array]
+    def _bytes_of(self, part: Part, flats: Sequence[Array | None], buffer: Array, extra: Array | None) -> Posted:
+        whole = buffer if part.array is None else extra if part.array == EXTRA else flats[part.array]
         assert whole is not None
         return whole[part.start : part.stop], part.rank
 
@@ -214,6 +244,7 @@ class RoundRunner:
         dst: Sequence[Array | None],
         addresses: Any,
         to_buffer: bool,
+        extra: Array | None,
     ) -> None:
         buffer = self.buffer()
         for table in tables:
@@ -222,7 +253,7 @@ class RoundRunner:
         for view in views:
             arrays, side = (src, "src") if view.in_source else (dst, "dst")
             boxes = [self._view(arrays, box.tensor, getattr(box, side)) for box in view.op.boxes]
-            slot = buffer[view.start : view.start + view.op.nbytes]
+            slot = (extra if view.in_extra else buffer)[view.start : view.start + view.op.nbytes]  # type: ignore[index]
             self.memory.pack(boxes, slot) if to_buffer else self.memory.unpack(slot, boxes)
 
     # Steps
@@ -269,7 +300,7 @@ class RoundRunner:
         steps: list[Step] = []
         unpacked_in: dict[int, int] = {}  # index of a receive -> the step that unpacks it
         for number, item in enumerate(self.rounds):
-            at = number % self.num_halves * self._half_bytes
+            slots = _Slots(number % self.num_halves * self._half_bytes)
             recvs: list[Part] = []
             sends: list[Part] = []
             to_pack: list[Packed] = []
@@ -280,12 +311,12 @@ class RoundRunner:
                 part = (
                     self._relay(index, recv.sender) if recv.is_relay else self._direct(recv, kinds, "dst", recv.sender)
                 )
+                slot = slots.take(recv.nbytes, recv.id in self._bypass, part is not None)
                 if part is None:
-                    part = Part(None, at, at + recv.nbytes, recv.sender)
-                    to_unpack.append(Packed(recv, at, False))
+                    part = Part(*slot, recv.sender)
+                    to_unpack.append(Packed(recv, part.start, False, part.array == EXTRA))
                     unpacked_in[index] = number
                 recvs.append(part)
-                at += _aligned(recv.nbytes)
             for send in item.sends:
                 if send.forwards in self._relays:
                     part = self._relay(send.forwards, send.receiver)  # type: ignore[arg-type]
@@ -293,14 +324,45 @@ class RoundRunner:
                     part = self._direct(send, kinds, "src" if send.forwards is None else "dst", send.receiver)
                     if send.forwards is not None:
                         after_unpack = max(after_unpack, unpacked_in.get(send.forwards, -1))
+                slot = slots.take(send.nbytes, send.id in self._bypass, part is not None)
                 if part is None:
-                    part = Part(None, at, at + send.nbytes, send.receiver)
-                    to_pack.append(Packed(send, at, send.forwards is None))
+                    part = Part(*slot, send.receiver)
+                    to_pack.append(Packed(send, part.start, send.forwards is None, part.array == EXTRA))
                 sends.append(part)
-                at += _aligned(send.nbytes)
+            broadcasts = [self._broadcast(one, kinds, slots, to_pack, to_unpack) for one in item.broadcasts]
             sides = [self._split(packed, kinds) for packed in (to_pack, to_unpack)]
-            steps.append(Step(tuple(recvs), tuple(sends), *sides[0], *sides[1], after_unpack))
+            steps.append(
+                Step(
+                    tuple(recvs), tuple(sends), tuple(broadcasts), *sides[0], *sides[1], after_unpack, slots.extra_bytes
+                )
+            )
         return tuple(steps)
+
+    def _broadcast(
+        self, one: Broadcast, kinds: Sequence[ArrayKind | None], slots: _Slots, to_pack: list[Packed],
+        to_unpack: list[Packed],
+    ) -> Part:  # fmt: skip
+        """The bytes of a broadcast, in the array of this rank if all its parts are adjacent there, else in a buffer."""
+        is_root = one.root == self.program.rank
+        found = [self._direct(op, kinds, "src" if is_root else "dst", one.root) for op in one.parts]
+        known = [part for part in found if part is not None]
+        is_direct = len(known) == len(found) and all(
+            earlier.stop == later.start for earlier, later in itertools.pairwise(known)
+        )
+        nbytes = sum(op.nbytes for op in one.parts)
+        array, start, stop = slots.take(nbytes, one.parts[0].id in self._bypass, is_direct)
+        if is_direct:
+            return Part(known[0].array, known[0].start, known[-1].stop, one.root)
+        at = start
+        for op in one.parts:
+            (to_pack if is_root else to_unpack).append(Packed(op, at, is_root, array == EXTRA))
+            at += op.nbytes
+        return Part(array, start, stop, one.root)
+
+    def _scratch_bytes(self, one: Round) -> int:
+        """The bytes of the buffer that a round uses at most."""
+        ops = [*one.recvs, *one.sends, *(op for broadcast in one.broadcasts for op in broadcast.parts)]
+        return sum(_aligned(op.nbytes) for op in ops if op.id not in self._bypass)
 
     def _relay(self, index: int, rank: int) -> Part:
         start = self.num_halves * self._half_bytes + self._relay_offsets[index]
@@ -326,7 +388,7 @@ class RoundRunner:
         regions: list[tuple[int, ...]] = []
         views: list[Packed] = []
         for item in packed:
-            found = None if self._copier is None else self._regions_of(item, kinds)
+            found = None if self._copier is None or item.in_extra else self._regions_of(item, kinds)
             if found is None:
                 views.append(item)
             else:
@@ -354,7 +416,3 @@ class RoundRunner:
             regions += box_regions(number, kind.shape, kind.itemsize, slices, at)
             at += math.prod(cut.stop - cut.start for cut in slices) * kind.itemsize
         return regions
-
-
-def _scratch_bytes(one: Round) -> int:
-    return sum(_aligned(op.nbytes) for ops in (one.recvs, one.sends) for op in ops)

@@ -14,8 +14,8 @@ Array = Any
 #: A flat uint8 buffer and the rank at the other end.
 Posted = tuple[Array, int]
 #: ``exchange(recvs, sends)`` posts receives and sends as one group. Work that is enqueued on the current stream later
-#: runs after them.
-Exchange = Callable[[Sequence[Posted], Sequence[Posted]], None]
+#: runs after them. Only a transport of :class:`~.large.LargeRounds` gets a third list: broadcasts, each with its root.
+Exchange = Callable[..., None]
 #: Names of the streams.
 EXCHANGE, PACK, UNPACK = "exchange", "pack", "unpack"
 

@@ -20,6 +20,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.plan import MessageTable, Plan, tabulate_messages
 from reshard.runtime.program import RankProgram, Recv, Send
+from reshard.runtime.rounds.large import DIRECT_ROUND_BYTES, LargeRounds, find_broadcasts, find_direct
 from reshard.sharding import find_overlaps
 
 #: Size limit of a round per rank and direction, in multiples of the largest message: between hosts, and inside a host,
@@ -30,11 +31,25 @@ ROUND_SECONDS = 2e-4
 
 
 @dataclass(frozen=True)
+class Broadcast:
+    """Data of one rank for all others.
+
+    Attributes:
+        root: the rank that holds it.
+        parts: one of this rank's sends of each part, or its receive of it; adjacent in memory.
+    """
+
+    root: int
+    parts: tuple[Recv | Send, ...]
+
+
+@dataclass(frozen=True)
 class Round:
-    """The messages that one rank posts as a group; both lists in the plan's order."""
+    """What one rank posts as a group; messages in the plan's order, broadcasts in the same order on all ranks."""
 
     recvs: tuple[Recv, ...]
     sends: tuple[Send, ...]
+    broadcasts: tuple[Broadcast, ...] = ()
 
 
 def find_rounds(plan: Plan) -> dict[int, int]:
@@ -47,24 +62,55 @@ def find_rounds(plan: Plan) -> dict[int, int]:
     - has room for it at both its ranks, and
     - if its receiver is a relay, leaves the relay room to store it.
     """
-    messages = tabulate_messages(plan)
-    host = plan.topology.host_by_rank
-    inside = host[messages.sender] == host[messages.receiver]
-    moves = messages.sender != messages.receiver
-    largest = {kind: int(messages.nbytes[moves & (inside == kind)].max(initial=0)) for kind in (False, True)}
-    topology = plan.topology
-    nic = min(
-        min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
-        for host in topology.hosts
-        for port in host.nics
-    )
-    by_time = {False: int(nic * ROUND_SECONDS), True: int((topology.inside_bytes_per_second or nic) * ROUND_SECONDS)}
-    room = {False: max(ACROSS * largest[False], min(by_time[False], plan.staging_bytes // 8))}
-    # Sends and receives, across and inside hosts, get at most half of the staging bytes; relays get the rest.
-    inside_room = max(INSIDE * largest[True], by_time[True])
-    room[True] = max(largest[True], min(inside_room, plan.staging_bytes // 4 - room[False]))
-    relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
-    return _assign_rounds(messages, inside.tolist(), moves.tolist(), room, relays)
+    return _Rounds(plan).assign(frozenset())
+
+
+def find_large_rounds(plan: Plan) -> LargeRounds:
+    """The rounds for a transport that broadcasts, and moves messages that need no buffer in large groups.
+
+    A round holds such messages of at most :data:`~.large.DIRECT_ROUND_BYTES` in each direction of a rank, beside what
+    :func:`find_rounds` allows.
+    """
+    rounds = _Rounds(plan)
+    if not any(rounds.relays.is_relay):
+        room = min(rounds.room[False], rounds.room[True])
+        found = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
+        if found is not None:
+            return found
+    direct = frozenset(np.flatnonzero(find_direct(plan, rounds.messages)).tolist())
+    return LargeRounds(rounds.assign(direct), frozenset(rounds.messages.id[sorted(direct)].tolist()))
+
+
+class _Rounds:
+    """What the rounds of a plan depend on."""
+
+    def __init__(self, plan: Plan) -> None:
+        messages = tabulate_messages(plan)
+        host = plan.topology.host_by_rank
+        inside = host[messages.sender] == host[messages.receiver]
+        moves = messages.sender != messages.receiver
+        largest = {kind: int(messages.nbytes[moves & (inside == kind)].max(initial=0)) for kind in (False, True)}
+        topology = plan.topology
+        nic = min(
+            min(port.egress_bytes_per_second, port.ingress_bytes_per_second)
+            for host in topology.hosts
+            for port in host.nics
+        )
+        by_time = {
+            False: int(nic * ROUND_SECONDS),
+            True: int((topology.inside_bytes_per_second or nic) * ROUND_SECONDS),
+        }
+        room = {False: max(ACROSS * largest[False], min(by_time[False], plan.staging_bytes // 8))}
+        # Sends and receives, across and inside hosts, get at most half of the staging bytes; relays get the rest.
+        inside_room = max(INSIDE * largest[True], by_time[True])
+        room[True] = max(largest[True], min(inside_room, plan.staging_bytes // 4 - room[False]))
+        self.messages, self.room = messages, room
+        self._inside, self.moves = inside.tolist(), moves.tolist()
+        self.relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
+
+    def assign(self, direct: frozenset[int]) -> dict[int, int]:
+        """The round of each message; ``direct`` are the rows of those that need no buffer."""
+        return _assign_rounds(self.messages, self._inside, self.moves, self.room, self.relays, direct)
 
 
 def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
@@ -126,12 +172,13 @@ class _Relays:
 
 
 def _assign_rounds(
-    messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int], relays: _Relays
-) -> dict[int, int]:
+    messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int], relays: _Relays,
+    direct: frozenset[int],
+) -> dict[int, int]:  # fmt: skip
     found: dict[int, int] = {}
     rounds = [-1] * len(messages)
-    used: dict[tuple[int, bool, bool], list[int]] = {}  # (rank, inside, is_send) -> bytes of each round
-    first_free: dict[tuple[int, bool, bool], int] = {}  # the first round that is not full
+    used: dict[tuple[int, bool | None, bool], list[int]] = {}  # (rank, inside or None, is_send) -> bytes of each round
+    first_free: dict[tuple[int, bool | None, bool], int] = {}  # the first round that is not full
     columns = (messages.id, messages.sender, messages.receiver, messages.nbytes, messages.source)
     after_at, after = messages.after_at.tolist(), messages.after.tolist()
     for row, (ident, sender, receiver, nbytes, source) in enumerate(
@@ -144,8 +191,11 @@ def _assign_rounds(
             earliest = max(earliest, rounds[before])
         if relays.is_relay[row]:
             earliest = max(earliest, relays.first_round(row, receiver, nbytes))
+        kind: bool | None = inside[row]
         limit = room[inside[row]]
-        ends = [(sender, inside[row], True), (receiver, inside[row], False)]
+        if row in direct:
+            kind, limit = None, max(DIRECT_ROUND_BYTES, nbytes)
+        ends = [(sender, kind, True), (receiver, kind, False)]
         at = max(earliest, *(first_free.get(end, 0) for end in ends))
         while any(_used(used, end, at) + nbytes > limit for end in ends):
             at += 1
@@ -165,23 +215,41 @@ def _assign_rounds(
     return found
 
 
-def _used(used: Mapping[tuple[int, bool, bool], list[int]], end: tuple[int, bool, bool], at: int) -> int:
+def _used(used: Mapping[tuple[int, bool | None, bool], list[int]], end: tuple[int, bool | None, bool], at: int) -> int:
     loads = used.get(end, ())
     return loads[at] if at < len(loads) else 0
 
 
-def rounds_of(program: RankProgram, round_of: Mapping[int, int]) -> tuple[Round, ...]:
+def rounds_of(program: RankProgram, rounds: Mapping[int, int] | LargeRounds) -> tuple[Round, ...]:
     """The rounds of one rank, in order. Rounds in which it has no message are omitted."""
-    recvs: dict[int, list[Recv]] = {}
-    sends: dict[int, list[Send]] = {}
+    large = rounds if isinstance(rounds, LargeRounds) else LargeRounds(rounds, frozenset())
+    sends = sorted((*program.sends_across, *program.sends_inside), key=lambda send: send.id)
+    if large.broadcast_of:
+        return _rounds_of_broadcasts(program, sends, large)
+    recvs_in: dict[int, list[Recv]] = {}
+    sends_in: dict[int, list[Send]] = {}
     for recv in program.recvs:
-        recvs.setdefault(round_of[recv.id], []).append(recv)
-    for send in (*program.sends_across, *program.sends_inside):
-        sends.setdefault(round_of[send.id], []).append(send)
+        recvs_in.setdefault(large.round_of[recv.id], []).append(recv)
+    for send in sends:
+        sends_in.setdefault(large.round_of[send.id], []).append(send)
     return tuple(
-        Round(tuple(recvs.get(index, ())), tuple(sorted(sends.get(index, ()), key=lambda send: send.id)))
-        for index in sorted({*recvs, *sends})
+        Round(tuple(recvs_in.get(index, ())), tuple(sends_in.get(index, ())))
+        for index in sorted({*recvs_in, *sends_in})
     )
+
+
+def _rounds_of_broadcasts(program: RankProgram, sends: Sequence[Send], large: LargeRounds) -> tuple[Round, ...]:
+    parts: dict[int, dict[tuple[int, int], Recv | Send]] = {}  # round -> (number, part) of a broadcast -> operation
+    ops_of_rank: list[Recv | Send] = [*program.recvs, *(send for send in sends if send.forwards is None)]
+    for op in ops_of_rank:
+        parts.setdefault(large.round_of[op.id], {}).setdefault(large.broadcast_of[op.id], op)
+    rounds = []
+    for index in sorted(parts):
+        ops: dict[int, list[Recv | Send]] = {}
+        for number, part in sorted(parts[index]):
+            ops.setdefault(number, []).append(parts[index][number, part])
+        rounds.append(Round((), (), tuple(Broadcast(large.roots[number], tuple(ops[number])) for number in ops)))
+    return tuple(rounds)
 
 
 #: A call of the transport: ``(is_send, peer, bytes)``.

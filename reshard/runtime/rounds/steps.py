@@ -21,8 +21,15 @@ class ArrayKind(NamedTuple):
     alignment: int
 
 
+#: Number of the second buffer, in place of that of an array.
+EXTRA = -1
+
+
 class Part(NamedTuple):
-    """The bytes of one message, in an array (by number) or in the buffer (None), and the rank at the other end."""
+    """The bytes of one message, in an array (by number) or in a buffer (None or EXTRA), and the rank at the other end.
+
+    For a broadcast, the rank is its root.
+    """
 
     array: int | None
     start: int
@@ -32,11 +39,16 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Packed:
-    """A message that is packed or unpacked: its offset in the buffer, and whether its array is a source."""
+    """A message that is packed or unpacked: its offset in the buffer, and whether its array is a source.
+
+    Attributes:
+        in_extra: whether the buffer is the second one.
+    """
 
     op: Recv | Send
     start: int
     in_source: bool
+    in_extra: bool = False
 
 
 @dataclass(frozen=True)
@@ -44,18 +56,27 @@ class Step:
     """One round. Tables are copied in one launch each, views box by box.
 
     Attributes:
-        recvs, sends: the messages to post. pack_tables, pack_views: copied into the buffer before the exchange.
+        recvs, sends: the messages to post. broadcasts: posted beside them.
+        pack_tables, pack_views: copied into the buffer before the exchange.
         unpack_tables, unpack_views: copied out of the buffer after the exchange.
         after_unpack: the last step whose unpacked data the sends of this one read; -1 if none.
+        extra_bytes: of the second buffer that it uses.
     """
 
     recvs: tuple[Part, ...]
     sends: tuple[Part, ...]
+    broadcasts: tuple[Part, ...]
     pack_tables: tuple[Any, ...]
     pack_views: tuple[Packed, ...]
     unpack_tables: tuple[Any, ...]
     unpack_views: tuple[Packed, ...]
     after_unpack: int
+    extra_bytes: int
+
+    @property
+    def copies_nothing(self) -> bool:
+        """Whether all its messages are sent from the arrays, and received into them."""
+        return not (self.pack_tables or self.pack_views or self.unpack_tables or self.unpack_views)
 
     @property
     def has_tables(self) -> bool:
