@@ -340,6 +340,7 @@ class Iteration:
             given = self.inputs.weights[microbatch]
         weight = self.weights[stage, microbatch] = given
         self.outputs.append((stage, weight, loss, metrics))
+        is_first = stage not in self.has_loss
         if self.has_loss.setdefault(stage, loss is not None) != (loss is not None):
             raise ArgumentError(
                 f"stage {stage} gives a loss for some microbatches and none for others, see microbatch {microbatch}"
@@ -347,7 +348,7 @@ class Iteration:
         if loss is not None:
             mesh = self.pipeline.stages[stage].mesh
             assert mesh is not None
-            if self.inputs.scale is None:
+            if self.inputs.scale is None and is_first:
                 check_loss_replicas(stage, run.module, self.state.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
 

@@ -21,7 +21,7 @@ from reshard.sharding import TensorSpec
 
 from ..graph import Pipeline
 from . import torch_compat
-from .data_parallel import check_module, mark_failed, no_grad_sync, prepare_backward, without_ddp
+from .data_parallel import check_module, is_fsdp, mark_failed, no_grad_sync, prepare_backward, without_ddp
 from .local_tensors import cut_to_no_samples, full, is_dtensor, localize, sample_of_ones, starts_backward
 
 Tensors = dict[str, torch.Tensor]
@@ -101,6 +101,7 @@ class StageRun:
         self._in_flight: dict[int, _Microbatch] = {}
         self._checked_names: set[str] | None = None
         self._num_sums = 0
+        self._is_fsdp = is_fsdp(module)
 
     def forward(
         self,
@@ -179,6 +180,8 @@ class StageRun:
 
     def _to_send(self, outputs: Mapping[int, Tensors]) -> dict[int, Tensors]:
         """The outputs without their graph. A buffer is copied, because the next forward may change it."""
+        if not outputs:
+            return {}
         buffers = [array for array in self.module.buffers() if not is_dtensor(array)]
         storages = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
 
@@ -297,7 +300,8 @@ class StageRun:
         if live.loss is not None and live.loss.requires_grad and starts_backward(live.loss, loss_weight, roots):
             roots.append(live.loss)
             root_gradients.append(torch.full_like(live.loss, loss_weight))
-        prepare_backward(self.module, is_last=is_last)
+        if self._is_fsdp:
+            prepare_backward(self.module, is_last=is_last)
         if roots:
             with no_grad_sync(self.module):
                 torch.autograd.backward(roots, root_gradients)
