@@ -9,6 +9,7 @@ import sys
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 
+from tests.support.devices import HAS_GPU
 from tests.support.nccl.build import build_standin
 
 settings.register_profile(
@@ -32,11 +33,11 @@ def pytest_configure():
 def pytest_collection_finish():
     """Hide the objects of this process from the garbage collector: in a forked rank, it would copy all their pages.
 
-    Autograd starts its threads for devices at the first backward. Let it do so before a test traces a model, because
-    builds of torch for CUDA then add devices without a GPU, and autograd does not run in forks of a process with such
-    threads.
+    Autograd starts its threads for devices at the first backward. Without a GPU, let it do so before a test traces a
+    model, because builds of torch for CUDA then add devices, and autograd does not run in forks of a process with such
+    threads. With a GPU, the first backward would start one.
     """
-    if torch := sys.modules.get("torch"):
+    if (torch := sys.modules.get("torch")) and not HAS_GPU:
         torch.ones(1, requires_grad=True).sum().backward()
     gc.collect()
     gc.freeze()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -40,7 +40,12 @@ class _WithLoss(torch.nn.Module):
         return StageOutput(loss=self.model(tokens, targets))
 
 
-def measure(rank: int, device: str, model_name: str, precision: str) -> tuple[list[float], list[float]]:
+def measure_all(rank: int, device: str, cases: Sequence[tuple[str, str]]) -> list[tuple[list[float], list[float]]]:
+    """:func:`measure` of each case, in one process."""
+    return [measure(device, *case) for case in cases]
+
+
+def measure(device: str, model_name: str, precision: str) -> tuple[list[float], list[float]]:
     """Seconds of steps of the engine and of the loop, after two of each."""
     layers, heads, head_size, tokens, rows, num = MODELS[model_name]
     dtype, autocast = PRECISIONS[precision]
@@ -92,9 +97,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a row per model and precision."""
+    cases = [(model, precision) for model in options.model for precision in PRECISIONS]
+    (results,) = run_processes(measure_all, 1, options.device, cases, timeout_seconds=600.0)
     table = Table({"model": "<12", "precision": "<16", "engine ms": ">.2f", "loop ms": ">9.2f", "ratio": ">6.3f"})
-    for model in options.model:
-        for precision in PRECISIONS:
-            ((engine, loop),) = run_processes(measure, 1, options.device, model, precision, timeout_seconds=300.0)
-            ratio = statistics.median(a / b for a, b in zip(engine, loop, strict=True))
-            table.add(model, precision, *(1e3 * statistics.median(seconds) for seconds in (engine, loop)), ratio)
+    for (model, precision), (engine, loop) in zip(cases, results, strict=True):
+        ratio = statistics.median(a / b for a, b in zip(engine, loop, strict=True))
+        table.add(model, precision, *(1e3 * statistics.median(seconds) for seconds in (engine, loop)), ratio)

@@ -10,12 +10,11 @@ import argparse
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 
-from microbench.harness.machine import stderr
 from microbench.harness.table import Table
 from reshard import Layout, Mesh, Mover, make_plan
 from reshard.testing import run_processes, share_gpus
@@ -27,11 +26,26 @@ MAX_RECEIVERS = 3
 Times = dict[str, tuple[list[float], list[float]]]
 
 
-def measure(rank: int, device: str, num_receivers: int, mib: int) -> Times:
-    """Seconds of both methods on this rank. The first turn warms up and does not count."""
+def measure_all(rank: int, device: str, cases: Sequence[tuple[int, int]]) -> list[Times]:
+    """:func:`measure` of each case; empty where the rank takes no part. Its processes are the same."""
     if device == "cuda":
         share_gpus(rank)
-    group = dist.new_group(backend="nccl" if device == "cuda" else "gloo")
+    groups = {num: _new_groups(device, num + 1) for num in sorted({num for num, _ in cases})}
+    return [measure(rank, device, groups[num], num, mib) if rank <= num else {} for num, mib in cases]
+
+
+def _new_groups(device: str, num_ranks: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """A group for torch's transfers, and one for Movers and barriers."""
+    ranks = list(range(num_ranks))
+    backends = ("nccl" if device == "cuda" else "gloo", "gloo")
+    return dist.new_group(ranks, backend=backends[0]), dist.new_group(ranks, backend=backends[1])
+
+
+def measure(
+    rank: int, device: str, groups: tuple[dist.ProcessGroup, dist.ProcessGroup], num_receivers: int, mib: int
+) -> Times:
+    """Seconds of both methods on this rank. The first turn warms up and does not count."""
+    group, own = groups
     receivers = Mesh.of(num_receivers, first_rank=1)
     shape = (mib * 2**18,)
     array = torch.full(shape, float(rank), device=device)
@@ -45,7 +59,7 @@ def measure(rank: int, device: str, num_receivers: int, mib: int) -> Times:
         else:
             dist.recv(array, 0, group=group)
 
-    with Mover(plan, device=device) as mover:
+    with Mover(plan, group=own, device=device) as mover:
 
         def send_with_mover() -> None:
             mover.start(array if rank == 0 else None, out=array if rank else None).wait()
@@ -56,12 +70,12 @@ def measure(rank: int, device: str, num_receivers: int, mib: int) -> Times:
         for turn in range(TURNS + 1):
             for method, send in methods.items():
                 _synchronize(device)
-                dist.barrier()
+                dist.barrier(own)
                 begun, host = time.perf_counter(), time.thread_time()
                 send()
                 host = time.thread_time() - host
                 _synchronize(device)
-                dist.barrier()
+                dist.barrier(own)
                 if turn:
                     times[method][0].append(time.perf_counter() - begun)
                     times[method][1].append(host)
@@ -83,12 +97,13 @@ def run(options: argparse.Namespace) -> None:
     """Print a row per number of receivers, size and method."""
     columns = {"receivers": ">", "MiB": ">4", "method": "<16", "median ms": ">.2f", "ratio": ">6.2f"}
     table = Table(columns | {"host us": ">.0f", "of torch": ">.2f"})
-    for num_receivers, mib in itertools.product((1, MAX_RECEIVERS), options.mib):
-        stderr(f"{num_receivers} receivers, {mib} MiB")
-        by_rank = run_processes(measure, num_receivers + 1, options.device, num_receivers, mib, timeout_seconds=120.0)
+    cases = list(itertools.product((1, MAX_RECEIVERS), options.mib))
+    by_rank = run_processes(measure_all, MAX_RECEIVERS + 1, options.device, cases, timeout_seconds=600.0)
+    for number, (num_receivers, mib) in enumerate(cases):
+        found = [results[number] for results in by_rank if results[number]]
         medians = {
-            method: [max(statistics.median(times[method][part]) for times in by_rank) for part in (0, 1)]
-            for method in by_rank[0]
+            method: [max(statistics.median(times[method][part]) for times in found) for part in (0, 1)]
+            for method in found[0]
         }
         base = list(medians.values())[1]
         for method, (seconds, host) in medians.items():

@@ -18,7 +18,7 @@ COLUMNS = 10
 #: Largest unit and largest word of a table, in bytes. With a unit of 16, words of 8 are loaded in pairs.
 MAX_UNIT, MAX_WORD = 16, 8
 #: Tile shapes ``(rows, words of each row)`` that one program of a launch copies. A table uses one of them.
-TILES = ((64, 16), (16, 64), (4, 256), (1, 1024))
+TILES = ((128, 8), (64, 16), (16, 64), (4, 256), (1, 1024))
 
 
 @dataclass(frozen=True, eq=False)

@@ -46,7 +46,7 @@ for kernel in (kernels._encode_blocks, kernels._decode_blocks):
             values = dict(FORMAT=form, IS_FP8=name == "fp8", BLOCKS=4, COUNT=kernels.BLOCKS_PER_PROGRAM,
                           SCALE_BYTES=kind.scale_bytes, CODE_BYTES=kind.code_bytes)
             encodes = kernel is kernels._encode_blocks
-            values |= dict(LARGEST_EXPONENT=kind.largest_exponent, CARRY=kind.carry) if encodes else dict(MOST=65504.0)
+            values |= dict(LARGEST_EXPONENT=kind.largest_exponent, CARRY=kind.carry) if encodes else dict(MAX=65504.0)
             names = [one for one in kernel.arg_names if one not in values]
             types = [word, "*u8"] if encodes else ["*u8", word]
             signature = dict(zip(names, [*types, "i32", "i32", "i32"])) | {one: "constexpr" for one in values}

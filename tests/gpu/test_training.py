@@ -121,10 +121,10 @@ def train_pipe(rank, cuts, stages, autocast, folder):
 
 CUTS = [f"blocks.{number}" for number in range(4)]
 PIPES = {
-    "2 stages": (2, CUTS[2:3], "1x1,1x1", None, 1e-4),
-    "4 stages": (4, CUTS[1:], "1x1,1x1,1x1,1x1", None, 1e-4),
+    "two_stages": (2, CUTS[2:3], "1x1,1x1", None, 1e-4),
+    "four_stages": (4, CUTS[1:], "1x1,1x1,1x1,1x1", None, 1e-4),
     "DDP": (4, CUTS[1:3], "1x1,1x1,2x1", None, 1e-4),
-    "tensor parallelism": (3, CUTS[2:3], "1x2,1x1", None, 1e-4),
+    "tensor_parallelism": (3, CUTS[2:3], "1x2,1x1", None, 1e-4),
     "grids": (4, CUTS[2:3], "1x2x1,2x1x1", None, 1e-4),
     "bf16": (3, CUTS[2:3], "1x1,2x1", torch.bfloat16, 0.05),
 }
@@ -133,7 +133,7 @@ PIPES = {
 @pytest.mark.parametrize("name", PIPES)
 def test_pipe_trains_as_one_process(name, tmp_path):
     ranks, cuts, stages, autocast, tolerance = PIPES[name]
-    folder = str(tmp_path) if name in ("2 stages", "DDP") else None
+    folder = str(tmp_path) if name in ("two_stages", "DDP") else None
     (wanted,) = run(train_alone, ranks=1)
     for losses, resumed in run(train_pipe, cuts, stages, autocast, folder, ranks=ranks):
         assert losses == pytest.approx(wanted, abs=tolerance)

@@ -82,7 +82,7 @@ def test_odd_addresses_and_short_rows_get_their_own_tables():
     tables = make_tables(regions, [16, 2, 2])
     assert [(table.unit, table.tile, len(table.programs)) for table in tables] == [
         (16, (1, 1024), 2 * 64),
-        (2, (64, 16), 1),
+        (2, (128, 8), 1),
         (2, (1, 1024), 8),  # one row of 16 KiB, at an address aligned to two bytes
     ]
 

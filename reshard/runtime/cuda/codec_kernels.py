@@ -17,8 +17,9 @@ from reshard.codecs.raw_bytes import FORMATS, format_of, num_columns
 from reshard.errors import ArgumentError
 from reshard.runtime.array_bytes import flat_bytes
 
-#: Blocks of 32 values that a program of a kernel codes.
-BLOCKS_PER_PROGRAM = 32
+#: Blocks of 32 values that a program of a kernel codes, and its warps: each thread codes 32 values, because fewer would
+#: spend more instructions on indices than on values.
+BLOCKS_PER_PROGRAM, NUM_WARPS = 64, 2
 
 
 class _Kind(NamedTuple):
@@ -87,15 +88,16 @@ def _find_blocks(  # type: ignore[no-untyped-def]
     CODE_BYTES: tl.constexpr,
 ):  # fmt: skip
     """Where the blocks of this program are: which exist, their values, which of those exist, scales, and codes."""
-    block = tl.program_id(0).to(tl.int64) * COUNT + tl.arange(0, COUNT)
-    row, at = block // per_row, block % per_row
+    block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)  # in 32 bits: a division in 64 bits takes longer than a code
+    row = block // per_row
+    at = block - row * per_row
     column = at[:, None] * 32 + tl.arange(0, 32)[None, :]
     is_block = block < num_blocks
     is_value = is_block[:, None] & (column < columns)
     element, inner = block // BLOCKS, block % BLOCKS  # a row has whole elements
-    start = element * (BLOCKS * (SCALE_BYTES + CODE_BYTES))
+    start = element.to(tl.int64) * (BLOCKS * (SCALE_BYTES + CODE_BYTES))
     codes = start + BLOCKS * SCALE_BYTES + inner * CODE_BYTES
-    return is_block, row[:, None] * columns + column, is_value, start + inner * SCALE_BYTES, codes
+    return is_block, row.to(tl.int64)[:, None] * columns + column, is_value, start + inner * SCALE_BYTES, codes
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -149,13 +151,13 @@ def _encode_blocks(  # type: ignore[no-untyped-def]
     else:  # byte j of word i holds the low bits of values i + 8 j and i + 8 j + 4
         shifts = (tl.arange(0, 2) * 4)[None, None, :, None]
         pairs = tl.sum((tl.reshape(codes, (COUNT, 4, 2, 4)) & 15) << shifts, axis=2)
-        inside = (tl.arange(0, 4)[None, None, :] * 4 + tl.arange(0, 4)[None, :, None]).to(tl.int64)
-        tl.store(out + encodes_at[:, None, None] + inside, pairs.to(tl.uint8), mask=is_block[:, None, None])
+        bytes_of_words = tl.reshape(tl.permute(pairs.to(tl.uint8), (0, 2, 1)), (COUNT, 16))
+        tl.store(out + encodes_at[:, None] + tl.arange(0, 16)[None, :], bytes_of_words, mask=is_block[:, None])
     if CODE_BYTES == 24:  # byte j of half word i holds the high bits of values i + 16 j, + 4, + 8 and + 12
         shifts = (tl.arange(0, 4) * 2)[None, None, :, None]
         fours = tl.sum(((tl.reshape(codes, (COUNT, 2, 4, 4)) >> 4) & 3) << shifts, axis=2)
-        inside = (16 + tl.arange(0, 4)[None, None, :] * 2 + tl.arange(0, 2)[None, :, None]).to(tl.int64)
-        tl.store(out + encodes_at[:, None, None] + inside, fours.to(tl.uint8), mask=is_block[:, None, None])
+        bytes_of_halves = tl.reshape(tl.permute(fours.to(tl.uint8), (0, 2, 1)), (COUNT, 8))
+        tl.store(out + encodes_at[:, None] + (16 + tl.arange(0, 8))[None, :], bytes_of_halves, mask=is_block[:, None])
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -229,6 +231,7 @@ def encode_on_device(
             CODE_BYTES=kind.code_bytes,
             LARGEST_EXPONENT=kind.largest_exponent,
             CARRY=kind.carry,
+            num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
     return codec.nbytes(source.shape, num_row_dims)
@@ -252,6 +255,7 @@ def decode_on_device(
             SCALE_BYTES=kind.scale_bytes,
             CODE_BYTES=kind.code_bytes,
             MAX=float(torch.finfo(target.dtype).max),
+            num_warps=NUM_WARPS,
             enable_fp_fusion=False,
         )
 
@@ -269,5 +273,7 @@ def _prepare(
     columns = num_columns(plain, num_row_dims)
     per_row = -(-columns // codec.values) * (codec.values // 32)
     words = flat_bytes(plain).view(torch.int32 if form == FORMATS["float32"] else torch.int16)
-    num_rows = math.prod(plain.shape) // columns
-    return form, words, (num_rows * per_row, columns, per_row)
+    num_blocks = math.prod(plain.shape) // columns * per_row
+    if num_blocks > 2**31 - BLOCKS_PER_PROGRAM:  # the kernels count them in 32 bits
+        raise ArgumentError(f"codec {codec.name} codes at most 2**36 values at once on a GPU, not {plain.numel()}")
+    return form, words, (num_blocks, columns, per_row)
