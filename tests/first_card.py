@@ -92,10 +92,10 @@ CHECKS = [
     Check("reshard train and reshard demo on shared GPUs", tests("gpu/test_training.py", "command", "demo"), tests("cli/test_cli.py", "demo", "share"), 150),
     Check("replicas sum their gradients", tests("gpu/test_training.py", "replicas"), tests("runtime/test_stream.py", "replicas"), 60),
     Check("the NCCL binding: library, version, calls", tests("runtime/test_nccl.py"), tests("runtime/test_nccl.py"), 60),
-    Check("calls between four ranks", tests("gpu/test_transfers.py", "calls_move", "blocks_the_stream", "share_one_gpu"), tests("runtime/test_stream.py", "repeatedly", "move_every"), 90),
+    Check("calls between four ranks", tests("gpu/test_transfers.py", "calls_move", "blocks_the_stream", "share_one_gpu", "broadcast", "large_groups"), tests("runtime/test_stream.py", "repeatedly", "move_every"), 90),
     Check("graphs: capture, replay, refusals", tests("gpu/test_transfers.py", "captured"), tests("runtime/test_stream.py", "captures"), 60),
     Check("layouts, DTensors, named tensors, codecs", tests("gpu/test_tensors.py"), (*tests("codecs/test_codec_kernels.py", "interpreted"), "-m", "not slow"), 120),
-    Check("casts", tests("gpu/test_transfers.py", "cast"), tests("runtime/test_stream.py", "cast"), 60),
+    Check("casts", tests("gpu/test_transfers.py", "are_cast"), tests("runtime/test_stream.py", "cast"), 60),
     Check("whole models: FSDP trainer to engines", tests("gpu/test_weights.py"), tests("weights/test_state_dict.py"), 90),
     Check("CuPy arrays", tests("gpu/test_transfers.py", "cupy"), tests("cupy/test_cupy.py"), 60),
     Check(

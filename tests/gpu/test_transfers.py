@@ -35,6 +35,13 @@ pytestmark = [*MARKS, pytest.mark.skipif(DEVICE != "cuda", reason="these tests n
 SHAPE = (96, 40)
 SRC, DST = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "R S0")
 WHOLE = Layout(Mesh.of("1"), "R R")
+ALL = Layout(Mesh.of("4"), "R R")
+#: Data for all other ranks: from one, from each in rows, and from each in columns.
+BROADCASTS = [
+    (WHOLE, Layout(Mesh.of("3", first_rank=1), "R R")),
+    (Layout(Mesh.of("4"), "S0 R"), ALL),
+    (Layout(Mesh.of("4"), "R S0"), ALL),
+]
 CASTS = [("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float8_e4m3fn"), ("int32", "int64")]
 #: Time that the survivors of a dead rank must keep running.
 SURVIVAL_SECONDS = 20.0
@@ -106,6 +113,45 @@ def _move_cupy_arrays(rank):
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is None, reason="CuPy is not installed")
 def test_cupy_mover_delivers_every_element():
     run(_move_cupy_arrays)
+
+
+def _broadcast(rank):
+    """Data for all other ranks; in place, into columns of a larger array, and cast."""
+    for src, dst in BROADCASTS:
+        source, wanted = _shards(rank, src, dst)
+        plan = reshard.make_plan(src, dst, SHAPE, "float32", strategy="multicast")
+        with reshard.Mover(plan, device="cuda") as mover:
+            for turn in range(3):
+                out = None if wanted is None else torch.zeros(SHAPE[0], 2 * SHAPE[1], device="cuda")[:, ::2]
+                out = out if turn or out is None else out.contiguous()
+                moved = mover.start(source, out=out).synchronize()
+                assert wanted is None or (moved is out and torch.equal(out, wanted)), (src, turn)
+        narrow = reshard.reshard(
+            source, src, dst, shape=SHAPE, dtype="float32", dst_dtype="bfloat16", strategy="multicast"
+        )
+        assert wanted is None or torch.equal(narrow, wanted.bfloat16())
+
+
+def test_data_for_all_ranks_is_broadcast():
+    run(_broadcast)
+
+
+def _move_large_groups(rank):
+    """More than a group may hold, from two ranks to two others, and back into an array that is not contiguous."""
+    src, dst = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2), "S0 R")
+    shape = (2 * 3 * 2**13, 2**11)  # 192 MiB of a rank to another
+    source = torch.randn(shape[0] // 2, shape[1], device="cuda") if rank < 2 else None
+    plan = reshard.make_plan(src, dst, shape, "float32")
+    with reshard.Mover(plan, device="cuda") as mover:
+        assert len(mover._transfers.on_stream._runner.rounds) == 2
+        out = None if rank < 2 else torch.zeros(shape[0] // 2, 2 * shape[1], device="cuda")[:, ::2]
+        mover(source, out=out)
+    moved = reshard.reshard(out, dst, src, shape=shape, dtype="float32")
+    assert rank > 1 or torch.equal(moved, source)
+
+
+def test_whole_rows_move_in_large_groups():
+    run(_move_large_groups)
 
 
 def _time_wait(rank):

@@ -135,7 +135,7 @@ class CudaTransferStream:
             raise
 
     def _enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream):
             work()
             if torch.cuda.is_current_stream_capturing():
                 return None
