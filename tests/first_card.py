@@ -358,7 +358,8 @@ def main() -> int:
             write_results(options.out, str(error), [])
             sys.exit(str(error))
         os.environ["PYTHONPATH"] = os.pathsep.join(map(str, (folder / "installed", folder)))
-        os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1")
+        # Torch finds GPUs without initializing CUDA, which forked ranks could not use any more.
+        os.environ.update(PYTHONDONTWRITEBYTECODE="1", PYTHONUNBUFFERED="1", PYTORCH_NVML_BASED_CUDA_CHECK="1")
         # Compiled kernels go into the folder of this run: the home directory may be read-only.
         os.environ.update(PYTHONFAULTHANDLER="1", TRITON_CACHE_DIR=str(folder / "triton"))
         machine = f"built in {time.monotonic() - begun:.0f} s\n{describe()}"
