@@ -117,7 +117,7 @@ CHECKS = [
     ),
     Check("times of the engine and a plain loop", ("-m", "microbench", "gpu_engine"), (), 90, is_timed=True),
     Check("times of Movers and torch.distributed", ("-m", "microbench", "gpu_transfers"), (), 90, is_timed=True),
-    Check("rates of packing and torch.copy_", ("-m", "microbench", "gpu_packing", "--repeats", "10"), (), 40, is_timed=True),
+    Check("rates of packing and torch.copy_", ("-m", "microbench", "gpu_packing"), (), 40, is_timed=True),
     Check("rates of the block codecs and torch.copy_", ("-m", "microbench", "gpu_codecs"), (), 40, is_timed=True),
 ]  # fmt: skip
 

@@ -14,12 +14,12 @@ from microbench.harness.table import Table
 from microbench.kernels.packing import seconds_of
 from reshard.codecs import BLOCK_CODECS, BlockCodec, parse_codec
 
-NUM_VALUES = 2**26
+NUM_VALUES = 2**28
 ROW = 4096
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    add_number(parser, "--repeats", 20, "timed calls of each kernel")
+    add_number(parser, "--repeats", 5, "timed calls of each kernel")
 
 
 def run(options: argparse.Namespace) -> None:

@@ -103,6 +103,18 @@ def test_large_rounds_move_every_element(monkeypatch, seed, limit):
     if seed % 2 and strategy == "send_recv":
         small = find_rounds(plan)
         assert max(rounds.round_of.values()) <= max(small.values()) and len(rounds.direct) == len(small)
+        assert rounds.joined.keys() == small.keys()
+
+
+def test_adjacent_messages_are_sent_as_one():
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh([1])), (2**16, 1024), "float32")
+    groups = []
+    for rank, arrays in ((0, [[torch.zeros(2**16, 1024)], [None]]), (1, [[None], [torch.zeros(2**16, 1024)]])):
+        memory = TorchMemory(torch.device("cpu"))
+        runner = RoundRunner(build_program(plan, rank), find_large_rounds(plan), memory, [4], None, plan.staging_bytes)
+        runner.run(*arrays, lambda *posted: groups.append([buffer.numel() for side in posted for buffer, _ in side]))
+        assert runner.allocated_bytes == 0
+    assert groups == [[2**27], [2**27]] * 2
 
 
 @pytest.mark.parametrize("limit", [6000, 2**20])

@@ -113,8 +113,9 @@ class NcclExchange:
             root = min(self._position)
             marks.append(self.streams.enqueue(functools.partial(self, [], [], [(scratch, root)]), [scratch]))
         for messages in rounds:
-            senders = {recv.sender for recv in messages.recvs if (recv.sender, rank) not in self._connected}
-            receivers = {send.receiver for send in messages.sends if (rank, send.receiver) not in self._connected}
+            pairs = messages.pairs(rank) - self._connected
+            senders = {sender for sender, receiver in pairs if receiver == rank}
+            receivers = {receiver for sender, receiver in pairs if sender == rank}
             if not senders and not receivers:
                 continue
             scratch = torch.zeros(2, dtype=torch.uint8, device=self._device)

@@ -120,13 +120,13 @@ class CudaTransferStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self._place = _place(device)
         self._stream: Any = torch.cuda.Stream(device, priority=-1)
         self.rounds: RoundStreams = CudaRoundStreams(device)
 
     def enqueue(self, work: Callable[[], None], arrays: Sequence[torch.Tensor]) -> Mark | None:
         """See :class:`TransferStream`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._place))
         try:
             return self._enqueue(work, arrays)
         except BaseException:
@@ -145,7 +145,7 @@ class CudaTransferStream:
 
     def join(self) -> None:
         """See :class:`TransferStream`."""
-        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._place).wait_stream(self._stream)
 
 
 _RELAXED = 2  # cudaStreamCaptureModeRelaxed
@@ -190,7 +190,14 @@ def _find_mode_exchange() -> Callable[[Any], int] | None:
 
 def current_stream_handle(device: torch.device) -> int:
     """The ``cudaStream_t`` handle of the current stream of a device; 0 on devices without streams."""
-    return int(torch.cuda.current_stream(device).cuda_stream) if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.current_stream(_place(device)).cuda_stream)
+
+
+def _place(device: torch.device) -> torch.device | int:
+    """A device by its index, which torch finds faster."""
+    return device if device.index is None else device.index
 
 
 def is_capturing() -> bool:

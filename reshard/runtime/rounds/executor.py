@@ -28,7 +28,7 @@ from reshard.runtime.rounds.memory import (
     Posted,
     RoundStreams,
 )
-from reshard.runtime.rounds.schedule import Broadcast, Round, rounds_of
+from reshard.runtime.rounds.schedule import Round, rounds_of
 from reshard.runtime.rounds.steps import EXTRA, ArrayKind, Packed, Part, Step
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
@@ -329,7 +329,15 @@ class RoundRunner:
                     part = Part(*slot, send.receiver)
                     to_pack.append(Packed(send, part.start, send.forwards is None, part.array == EXTRA))
                 sends.append(part)
-            broadcasts = [self._broadcast(one, kinds, slots, to_pack, to_unpack) for one in item.broadcasts]
+            copies = to_pack, to_unpack
+            for ops in item.joined:
+                is_send = isinstance(ops[0], Send)
+                peer = ops[0].receiver if isinstance(ops[0], Send) else ops[0].sender
+                (sends if is_send else recvs).append(self._as_one(ops, peer, is_send, kinds, slots, copies))
+            broadcasts = [
+                self._as_one(one.parts, one.root, one.root == self.program.rank, kinds, slots, copies)
+                for one in item.broadcasts
+            ]
             sides = [self._split(packed, kinds) for packed in (to_pack, to_unpack)]
             steps.append(
                 Step(
@@ -338,29 +346,32 @@ class RoundRunner:
             )
         return tuple(steps)
 
-    def _broadcast(
-        self, one: Broadcast, kinds: Sequence[ArrayKind | None], slots: _Slots, to_pack: list[Packed],
-        to_unpack: list[Packed],
+    def _as_one(
+        self, ops: Sequence[Recv | Send], rank: int, is_send: bool, kinds: Sequence[ArrayKind | None], slots: _Slots,
+        copies: tuple[list[Packed], list[Packed]],
     ) -> Part:  # fmt: skip
-        """The bytes of a broadcast, in the array of this rank if all its parts are adjacent there, else in a buffer."""
-        is_root = one.root == self.program.rank
-        found = [self._direct(op, kinds, "src" if is_root else "dst", one.root) for op in one.parts]
+        """The bytes of messages that are posted as one, in an array if they are adjacent there, else in a buffer.
+
+        Args:
+            rank: the rank at the other end, or the root. copies: messages to pack, and to unpack.
+        """
+        found = [self._direct(op, kinds, "src" if is_send else "dst", rank) for op in ops]
         known = [part for part in found if part is not None]
         is_direct = len(known) == len(found) and all(
             earlier.stop == later.start for earlier, later in itertools.pairwise(known)
         )
-        nbytes = sum(op.nbytes for op in one.parts)
-        array, start, stop = slots.take(nbytes, one.parts[0].id in self._bypass, is_direct)
+        array, start, stop = slots.take(sum(op.nbytes for op in ops), ops[0].id in self._bypass, is_direct)
         if is_direct:
-            return Part(known[0].array, known[0].start, known[-1].stop, one.root)
+            return Part(known[0].array, known[0].start, known[-1].stop, rank)
         at = start
-        for op in one.parts:
-            (to_pack if is_root else to_unpack).append(Packed(op, at, is_root, array == EXTRA))
+        for op in ops:
+            copies[0 if is_send else 1].append(Packed(op, at, is_send, array == EXTRA))
             at += op.nbytes
-        return Part(array, start, stop, one.root)
+        return Part(array, start, stop, rank)
 
     def _scratch_bytes(self, one: Round) -> int:
         """The bytes of the buffer that a round uses at most."""
+        # messages that are joined are in the second buffer
         ops = [*one.recvs, *one.sends, *(op for broadcast in one.broadcasts for op in broadcast.parts)]
         return sum(_aligned(op.nbytes) for op in ops if op.id not in self._bypass)
 

@@ -26,6 +26,8 @@ class LargeRounds:
     Attributes:
         round_of: the round of each message, by message id.
         direct: ids of the messages that need no buffer if the arrays are contiguous and not cast.
+        joined: ``{message id: number}`` of direct messages. Those of a number are adjacent in the memory of both ranks,
+            which send and receive them as one.
         broadcast_of: ``{message id: (number of the broadcast, number of its part)}`` if broadcasts replace the
             messages; else empty. The parts of a broadcast are adjacent in the memory of each rank.
         roots: rank that holds the data, by number of the broadcast.
@@ -33,6 +35,7 @@ class LargeRounds:
 
     round_of: Mapping[int, int]
     direct: frozenset[int]
+    joined: Mapping[int, int] = field(default_factory=dict)
     broadcast_of: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     roots: Mapping[int, int] = field(default_factory=dict)
 
@@ -46,6 +49,26 @@ def find_direct(plan: Plan, messages: MessageTable) -> np.ndarray:
     direct = (transfers.num_boxes[messages.transfer] == 1) & (messages.source < 0)
     direct[messages.source[messages.source >= 0]] = False
     return direct & _are_whole_rows(plan, tensor, starts, stops)
+
+
+def join_messages(plan: Plan, messages: MessageTable, direct: np.ndarray, at: np.ndarray) -> dict[int, int]:
+    """Number direct messages between two ranks so that those in one round that are adjacent have one number.
+
+    Args:
+        direct: ``(n,)`` rows of the direct messages. at: ``(n,)`` their rounds.
+    """
+    transfers = plan.transfers
+    box = transfers.first_box[messages.transfer[direct]]
+    starts, stops = cut_chunks(transfers, messages.transfer[direct], messages.chunk[direct], box)
+    tensor = transfers.box_tensor[box]
+    if not len(direct) or not starts.shape[1]:
+        return {}
+    keys = np.stack([at, messages.sender[direct], messages.receiver[direct], tensor])
+    order = np.lexsort((starts[:, 0], *keys[::-1]))
+    same = (keys[:, order[1:]] == keys[:, order[:-1]]).all(axis=0) & (stops[order[:-1], 0] == starts[order[1:], 0])
+    joinable = np.array([_has_one_region_each(spec.shape, (spec.src, spec.dst)) for spec in plan.tensors])
+    number = np.cumsum(np.concatenate([[True], ~(same & joinable[tensor[order[1:]]])]))
+    return dict(zip(messages.id[direct[order]].tolist(), number.tolist(), strict=True))
 
 
 def _are_whole_rows(plan: Plan, tensor: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
@@ -97,6 +120,7 @@ def find_broadcasts(plan: Plan, messages: MessageTable, moves: np.ndarray, room:
     return LargeRounds(
         dict(zip(ids, at[of_row].tolist(), strict=True)),
         frozenset(messages.id[regions.rows[regions.is_direct[of_row]]].tolist()),
+        {},
         dict(zip(ids, zip(number[of_row].tolist(), part[of_row].tolist(), strict=True), strict=True)),
         dict(zip(number.tolist(), regions.root.tolist(), strict=True)),
     )

@@ -20,7 +20,13 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.plan import MessageTable, Plan, tabulate_messages
 from reshard.runtime.program import RankProgram, Recv, Send
-from reshard.runtime.rounds.large import DIRECT_ROUND_BYTES, LargeRounds, find_broadcasts, find_direct
+from reshard.runtime.rounds.large import (
+    DIRECT_ROUND_BYTES,
+    LargeRounds,
+    find_broadcasts,
+    find_direct,
+    join_messages,
+)
 from reshard.sharding import find_overlaps
 
 #: Size limit of a round per rank and direction, in multiples of the largest message: between hosts, and inside a host,
@@ -45,11 +51,24 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class Round:
-    """What one rank posts as a group; messages in the plan's order, broadcasts in the same order on all ranks."""
+    """What one rank posts as a group.
+
+    Attributes:
+        recvs, sends: messages, in the plan's order.
+        broadcasts: in the same order on all ranks.
+        joined: messages that are sent or received as one, after those of ``recvs`` and ``sends``; in the same order at
+            both ends.
+    """
 
     recvs: tuple[Recv, ...]
     sends: tuple[Send, ...]
     broadcasts: tuple[Broadcast, ...] = ()
+    joined: tuple[tuple[Recv | Send, ...], ...] = ()
+
+    def pairs(self, rank: int) -> set[tuple[int, int]]:
+        """``(sender, receiver)`` of each message of this rank, without broadcasts."""
+        ops = [*self.recvs, *self.sends, *(ops[0] for ops in self.joined)]
+        return {(op.sender, rank) if isinstance(op, Recv) else (rank, op.receiver) for op in ops}
 
 
 def find_rounds(plan: Plan) -> dict[int, int]:
@@ -77,8 +96,11 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
         found = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
         if found is not None:
             return found
-    direct = frozenset(np.flatnonzero(find_direct(plan, rounds.messages)).tolist())
-    return LargeRounds(rounds.assign(direct), frozenset(rounds.messages.id[sorted(direct)].tolist()))
+    direct = np.flatnonzero(find_direct(plan, rounds.messages) & np.array(rounds.moves, dtype=bool))
+    ids = rounds.messages.id[direct].tolist()
+    round_of = rounds.assign(frozenset(direct.tolist()))
+    at = np.array([round_of[ident] for ident in ids], dtype=np.int64)
+    return LargeRounds(round_of, frozenset(ids), join_messages(plan, rounds.messages, direct, at))
 
 
 class _Rounds:
@@ -228,13 +250,24 @@ def rounds_of(program: RankProgram, rounds: Mapping[int, int] | LargeRounds) -> 
         return _rounds_of_broadcasts(program, sends, large)
     recvs_in: dict[int, list[Recv]] = {}
     sends_in: dict[int, list[Send]] = {}
+    joined_in: dict[int, dict[int, list[Recv | Send]]] = {}
     for recv in program.recvs:
-        recvs_in.setdefault(large.round_of[recv.id], []).append(recv)
+        if recv.id in large.joined:
+            joined_in.setdefault(large.round_of[recv.id], {}).setdefault(large.joined[recv.id], []).append(recv)
+        else:
+            recvs_in.setdefault(large.round_of[recv.id], []).append(recv)
     for send in sends:
-        sends_in.setdefault(large.round_of[send.id], []).append(send)
+        if send.id in large.joined:
+            joined_in.setdefault(large.round_of[send.id], {}).setdefault(large.joined[send.id], []).append(send)
+        else:
+            sends_in.setdefault(large.round_of[send.id], []).append(send)
     return tuple(
-        Round(tuple(recvs_in.get(index, ())), tuple(sends_in.get(index, ())))
-        for index in sorted({*recvs_in, *sends_in})
+        Round(
+            tuple(recvs_in.get(index, ())),
+            tuple(sends_in.get(index, ())),
+            joined=tuple(tuple(ops) for _, ops in sorted(joined_in.get(index, {}).items())),
+        )
+        for index in sorted({*recvs_in, *sends_in, *joined_in})
     )
 
 
