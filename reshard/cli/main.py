@@ -61,34 +61,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMAND_GROUP)}
     names = ",".join(["plan", "demo", "info", "doctor", *sorted(entries)])
     commands = parser.add_subparsers(dest="command", metavar=f"{{{names}}}")
-    plan = commands.add_parser("plan", help="print the messages of a plan", description=_plan.__doc__)
-    _add_plan(_with_examples(
-        plan,
-        'reshard plan --shape 1024,1024 --src-mesh 2x2 --src "S0 R" --dst-mesh 1x2 --dst "R S1"',
-        "reshard plan --shape 16384,16384 --src-mesh 8x8 --src S0 --dst-mesh 8x8 --topology dgx_h100 --strategy all",
-        "reshard plan --shape 4096 --src-mesh 4 --src S0 --dst-mesh 2 --format html > plan.html",
-    ))  # fmt: skip
-    help_of_demo = "move real tensors between processes"
-    demo = commands.add_parser("demo", help=help_of_demo, description=_as_sentence(help_of_demo))
-    _with_examples(
-        demo,
-        "reshard demo",
-        "reshard demo --divide 8    # smaller tensors",
-        "reshard demo --device cuda --share-gpus    # 4 ranks",
-    )
-    demo.add_argument(
-        "--divide", type=int, default=4, help="divide each dim of the 2023 study's tensors by this (default: 4)"
-    )
-    demo.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
-    demo.add_argument(
-        "--share-gpus", action="store_true", help="let the 4 ranks of --device cuda share GPUs: right, but slow"
-    )
-    _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
-    help_of_doctor = "find what is wrong with this machine; under torchrun, what keeps ranks from reaching each other"
-    doctor = commands.add_parser("doctor", help=help_of_doctor, description=_as_sentence(help_of_doctor))
-    of_a_job = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor"
-    _with_examples(doctor, "reshard doctor", of_a_job)
-    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
+    _add_own_commands(commands)
     others = {name: entry.load() for name, entry in sorted(entries.items())}
     for name, module in others.items():
         command = commands.add_parser(name, help=module.HELP, description=_as_sentence(module.HELP))
@@ -118,6 +91,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     parser.print_help()
     return 2
+
+
+def _add_own_commands(commands: Any) -> None:
+    """Declare the commands that come with this package."""
+    plan = commands.add_parser("plan", help="print the messages of a plan", description=_plan.__doc__)
+    _add_plan(_with_examples(
+        plan,
+        'reshard plan --shape 1024,1024 --src-mesh 2x2 --src "S0 R" --dst-mesh 1x2 --dst "R S1"',
+        "reshard plan --shape 16384,16384 --src-mesh 8x8 --src S0 --dst-mesh 8x8 --topology dgx_h100 --strategy all",
+        "reshard plan --shape 4096 --src-mesh 4 --src S0 --dst-mesh 2 --format html > plan.html",
+    ))  # fmt: skip
+    help_of_demo = "move real tensors between processes"
+    demo = commands.add_parser("demo", help=help_of_demo, description=_as_sentence(help_of_demo))
+    _with_examples(
+        demo,
+        "reshard demo",
+        "reshard demo --divide 8    # smaller tensors",
+        "reshard demo --device cuda --share-gpus    # 4 ranks",
+    )
+    demo.add_argument(
+        "--divide", type=int, default=4, help="divide each dim of the 2023 study's tensors by this (default: 4)"
+    )
+    demo.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="device of the tensors (default: cpu)")
+    demo.add_argument(
+        "--share-gpus", action="store_true", help="let the 4 ranks of --device cuda share GPUs: right, but slow"
+    )
+    _with_examples(commands.add_parser("info", help="print versions and backends"), "reshard info")
+    help_of_doctor = "find what is wrong with this machine; under torchrun, what keeps ranks from reaching each other"
+    doctor = commands.add_parser("doctor", help=help_of_doctor, description=_as_sentence(help_of_doctor))
+    of_a_job = "torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 -m reshard doctor"
+    _with_examples(doctor, "reshard doctor", of_a_job)
+    doctor.add_argument("--timeout", type=float, default=60.0, help="seconds to wait for all ranks (default: 60)")
 
 
 def _as_sentence(text: str) -> str:

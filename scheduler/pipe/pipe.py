@@ -175,6 +175,16 @@ class Pipe:
         num_samples = split_microbatches(outline.num_samples, num_microbatches, self.meshes)[0]
         return Planner(fake_model, self.meshes).priced(outline, num_samples, topology, profile)
 
+    def _with_plan(
+        self, num_microbatches: int | None, schedule: Any, compression: Policy | None
+    ) -> tuple[int | None, Any, Policy | None]:
+        """Arguments of :meth:`compile`, by default those of the training plan."""
+        plan = self._training_plan
+        if plan is None:
+            return num_microbatches, schedule, compression
+        number = plan.num_microbatches if num_microbatches is None else num_microbatches
+        return number, schedule or _schedule_of(plan), compression or plan.compression
+
     def compile(
         self,
         example: Any,
@@ -215,10 +225,7 @@ class Pipe:
             ArgumentError: the model cannot be cut, or the ranks do not fit the placements.
             DisagreementError: ranks pass different arguments.
         """
-        if self._training_plan is not None:
-            num_microbatches = self._training_plan.num_microbatches if num_microbatches is None else num_microbatches
-            schedule = schedule or _schedule_of(self._training_plan)
-            compression = compression or self._training_plan.compression
+        num_microbatches, schedule, compression = self._with_plan(num_microbatches, schedule, compression)
         seconds, failure = DEFAULT_TIMEOUT_SECONDS, None
         try:
             seconds = check_timeout(timeout_seconds)

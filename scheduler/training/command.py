@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,14 @@ _SCHEDULES = ("auto", "1f1b", "eager", "zb_h1")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add = parser.add_argument
+    _add_recipe(parser.add_argument)
+    _add_search(parser.add_argument)
+    _add_devices(parser.add_argument)
+    _add_reports(parser.add_argument)
+
+
+def _add_recipe(add: Callable[..., Any]) -> None:
+    """Model, data, and how it trains."""
     add("preset", help=f"model and recipe: {', '.join(PRESETS)}")
     add(
         "--meshes",
@@ -59,6 +67,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="POLICY",
         help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search codes where steps get shorter",
     )
+    add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: the preset's)")
+    add("--seed", type=int, default=0, help="seed of the initial parameters and of the order of the data (default: 0)")
+
+
+def _add_search(add: Callable[..., Any]) -> None:
+    """A training plan, found or read."""
     add(
         "--plan",
         metavar="auto|tune|FILE",
@@ -76,7 +90,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=VALUE",
         help="fix a part of the training plan in a search, such as tp=2",
     )
-    add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: the preset's)")
+
+
+def _add_devices(add: Callable[..., Any]) -> None:
+    """Where the ranks run."""
     add(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -94,7 +111,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default="auto",
         help="ray: actors of a Ray cluster (default: the ranks of torchrun if it runs, else local processes)",
     )
-    add("--seed", type=int, default=0, help="seed of the initial parameters and of the order of the data (default: 0)")
+
+
+def _add_reports(add: Callable[..., Any]) -> None:
+    """Reports and checkpoints."""
     add("--log-every", type=int, default=10, metavar="N", help="report every N steps (default: 10)")
     add("--eval-every", type=int, default=0, metavar="N", help="also evaluate on held-out data every N steps")
     add("--eval-batches", type=int, default=1, metavar="N", help="batches of an evaluation (default: 1)")
