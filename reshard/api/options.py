@@ -47,7 +47,8 @@ class TransferOptions(PlanOptions, total=False):
             source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks that
             have NaN or infinity before coding do not count. With ``"auto"`` it also limits the choice of codecs, see
             :func:`~reshard.make_plan`.
-        staging_bytes: memory limit of a rank beyond its shards, in bytes; 64 MiB by default.
+        staging_bytes: memory limit of a rank beyond its shards, in bytes; 64 MiB by default. On GPUs, arrays that are
+            cast or not contiguous can take 256 MiB more while a transfer runs.
         timeout_seconds: limit for the agreement of the ranks, and again for the transfer.
         verify: compare digests of the sent data, of the arrived data and of replicas after the transfer.
         on_loss: what to do if ranks are lost before or during the transfer. ``"raise"``: raise an error.
