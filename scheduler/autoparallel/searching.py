@@ -101,28 +101,35 @@ def search(
     return choose_training_plan(problem, method)
 
 
+#: A problem with the codecs that were chosen, the choice, and candidates that it was compared with.
+_Choice = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
+
+
 def _choose_devices(problem: SearchProblem) -> TrainingPlan:
     """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them."""
-    best, refusal = None, None
+    best: _Choice | None = None
+    used: tuple[int, ...] = ()  # the ranks of a part; empty for all devices
+    refusal = None
     try:
-        best = choose_training_plan(problem)
+        best = _choose(problem)
     except ArgumentError as error:
         refusal = error
-    on_all = math.inf if best is None else best.seconds
+    on_all = math.inf if best is None else best[1].seconds
     for ranks in problem.cluster.parts():
         part = replace(problem, cluster=problem.cluster.select(ranks))
         try:
-            if best is not None and part.bound_seconds >= best.seconds:
+            if best is not None and part.bound_seconds >= best[1].seconds:
                 continue
-            found = choose_training_plan(part)
+            found = _choose(part)
         except ArgumentError:  # nothing fits there
             continue
-        if best is None or found.seconds < best.seconds:
-            best = _on_ranks(found, problem.cluster, ranks, on_all)
+        if best is None or found[1].seconds < best[1].seconds:
+            best, used = found, ranks
     if best is None:
         assert refusal is not None
         raise refusal
-    return best
+    plan = make_training_plan(*best)
+    return _on_ranks(plan, problem.cluster, used, on_all) if used else plan
 
 
 def _on_ranks(found: TrainingPlan, cluster: Cluster, ranks: tuple[int, ...], on_all: float) -> TrainingPlan:
@@ -152,14 +159,18 @@ def warn_if_noisy(problem: SearchProblem) -> None:
 
 def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") -> TrainingPlan:
     """The fastest training plan of a problem that fits the memory. Arguments and errors: :func:`search`."""
+    return make_training_plan(*_choose(problem, method))
+
+
+def _choose(problem: SearchProblem, method: str | Method = "auto") -> _Choice:
     if problem.compression is None:
         found = _decide(problem, method)
-        return make_training_plan(problem, found[0], found[1:])
+        return problem, found[0], found[1:]
     return _choose_codecs(problem, problem.compression, method)
 
 
-def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> TrainingPlan:
-    """The fastest training plan with a subset of the codecs of a policy, or with none if they gain too little.
+def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> _Choice:
+    """The fastest candidate with a subset of the codecs of a policy, or with none if they gain too little.
 
     Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
     the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
@@ -175,11 +186,11 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
             if each is not None and not each.short_bytes and each.seconds < best.seconds:
                 best, best_problem = each, fixed
     if best.seconds >= (1 - MIN_GAIN) * plain[0].seconds:
-        return make_training_plan(raw, plain[0], plain[1:])
+        return raw, plain[0], plain[1:]
     thorough = evaluate(best_problem, best.candidate, thorough=True)
     if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
         best = thorough
-    return make_training_plan(best_problem, best, [plain[0], *encoded[1:]])
+    return best_problem, best, [plain[0], *encoded[1:]]
 
 
 def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
