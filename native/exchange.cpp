@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "large_array.h"
 #include "types.h"
 
 using namespace nb::literals;
@@ -57,8 +58,8 @@ struct Numbers {
 struct Groups {
     const int64_t *holder, *nbytes, *host, *port; // of each class; of each rank
     Numbers senders, reached; // ports that send, and ports of first receivers
-    std::vector<Group> groups;
-    std::vector<int32_t> members, order; // receivers of all groups; the groups in order
+    LargeArray<Group> groups;
+    LargeArray<int32_t> members, order; // receivers of all groups; the groups in order
     int64_t num_slots = 0;
 
     Groups(Table receivers, const Ints &holder_of, const Ints &bytes_of, const Ints &host_of, const Ints &port_of,
@@ -67,7 +68,7 @@ struct Groups {
           senders(num_ports), reached(num_ports) {
         Interruption interruption;
         std::vector<int64_t> row;
-        members.reserve(total);
+        groups.reserve(total), members.reserve(total);
         for (size_t k = 0; k < receivers.shape(0); ++k) {
             if (k % ROWS_PER_POLL == 0)
                 interruption.poll();
@@ -222,7 +223,8 @@ void add_direct_loads(Ints holder, Table receivers, Ints nbytes, Ints host_of, I
     check_range(port_of.data(), ranks, 0, sent.shape(0), name, "port_of");
     nb::gil_scoped_release release;
     Interruption interruption;
-    std::vector<int64_t> place(ranks + 1), order(tasks), last(ranks, -1); // last: the last sender to each receiver
+    LargeArray<int64_t> order(tasks);
+    std::vector<int64_t> place(ranks + 1), last(ranks, -1); // last: the last sender to each receiver
     for (size_t i = 0; i < tasks; ++i)
         ++place[holder(i) + 1];
     for (size_t r = 0; r < ranks; ++r)
@@ -254,7 +256,7 @@ int64_t number_rows(Table rows, OutInts first, OutInts number) {
     nb::gil_scoped_release release;
     Interruption interruption;
     const size_t mask = std::bit_ceil(2 * count + 1) - 1;
-    std::vector<int64_t> table(mask + 1, -1); // numbers, at the hashes of their rows
+    LargeArray<int64_t> table(mask + 1, -1); // numbers, at the hashes of their rows
     int64_t found = 0;
     for (size_t i = 0; i < count; ++i) {
         if (i % ROWS_PER_POLL == 0)

@@ -11,6 +11,7 @@
 #include <nanobind/ndarray.h>
 
 #include "../interruption.h"
+#include "../large_array.h"
 #include "event_loop.h"
 
 namespace nb = nanobind;
@@ -158,7 +159,7 @@ class Ends {
 
   private:
     std::vector<int64_t> at_, count_;
-    std::vector<double> ends_;
+    LargeArray<double> ends_;
 };
 
 // The end of the last message if every port passes one message at a time, in the order of the messages. A message
@@ -190,7 +191,8 @@ double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints a
             sent.expect(2 * sender(i) + inside(i)), received.expect(receiver(i));
     }
     sent.begin(longest), received.begin(*std::max_element(ahead.data(), ahead.data() + ahead.shape(0)));
-    std::vector<double> free_at(rate.shape(0)), arrived(n);
+    LargeArray<double> arrived(n);
+    std::vector<double> free_at(rate.shape(0));
     double last = 0;
     for (size_t i = 0; i < n; ++i) {
         if (i % 65536 == 0)
