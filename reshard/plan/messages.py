@@ -47,7 +47,7 @@ class MessageTable:
 def tabulate_messages(plan: Plan) -> MessageTable:
     """The table of all messages of a plan."""
     transfers = plan.transfers
-    if len(transfers.sender) == len(transfers) and (transfers.splits == 1).all():
+    if (np.diff(transfers.edge_at) == 1).all() and (transfers.splits == 1).all():
         return _tabulate_single_messages(plan)
     num_edges = np.diff(transfers.edge_at)
     num_boxes = transfers.num_boxes
