@@ -36,6 +36,7 @@ static void copy_runs(ConstBytes src, Bytes dst, Offsets src_at, Offsets dst_at,
 void bind_block_codecs(nb::module_ &m);
 void bind_delta_codec(nb::module_ &m);
 void bind_digest(nb::module_ &m);
+void bind_exchange(nb::module_ &m);
 void bind_exponent_codec(nb::module_ &m);
 void bind_fluid(nb::module_ &m);
 void bind_strategies(nb::module_ &m);
@@ -50,6 +51,7 @@ NB_MODULE(_native, m) {
     bind_block_codecs(m);
     bind_delta_codec(m);
     bind_digest(m);
+    bind_exchange(m);
     bind_exponent_codec(m);
     bind_fluid(m);
     bind_strategies(m);

@@ -61,21 +61,54 @@ def flow(
     """
 
 def flow_in_turn(
-    queue: Any,
-    stream: Any,
+    sender: Any,
     receiver: Any,
-    window: Any,
-    ahead: Any,
     nbytes: Any,
+    window: Any,
     after_at: Any,
     after: Any,
-    port_at: Any,
-    port: Any,
-    hold_port: Any,
-    hold_work: Any,
+    hold: Any,
+    host_of: Any,
+    ports: Any,
     rate: Any,
+    ahead: Any,
+    latency_across: float,
+    latency_inside: float,
 ) -> float:
-    """The end of the last message in seconds if ports pass one message at a time; see ``reshard.cost.fluid``."""
+    """The end of the last message in seconds if ports pass one message at a time; see ``reshard.cost.in_turn``."""
+
+def rotate(
+    receivers: Any,
+    holder: Any,
+    nbytes: Any,
+    piece_at: Any,
+    host_of: Any,
+    port_of: Any,
+    num_ports: int,
+    rotates: bool,
+    most_bytes: float,
+    window_across: int,
+    window_inside: int,
+    region: Any,
+    sender: Any,
+    receiver: Any,
+    window: Any,
+    after_at: Any,
+    after: Any,
+    source: Any,
+) -> int:
+    """Write the messages of ``reshard.planner.multicast.rotation``; return the number of entries of ``after``.
+
+    It is -1, and nothing is written, if ports would be busy for more than ``most_bytes``.
+    """
+
+def number_rows(rows: Any, first: Any, number: Any) -> int:
+    """Number equal rows in the order of their first ones; return the count of numbers."""
+
+def add_direct_loads(
+    holder: Any, receivers: Any, nbytes: Any, host_of: Any, port_of: Any, sent: Any, received: Any, pairs: Any
+) -> None:
+    """Add the bytes that ports send and receive if each region goes directly to its receivers on other hosts."""
 
 def pick_senders(
     holder_at: Any, holders: Any, task: Any, receiver: Any, nbytes: Any, host_of: Any, sender: Any

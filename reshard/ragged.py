@@ -25,7 +25,7 @@ def ranges(first: np.ndarray, counts: np.ndarray) -> np.ndarray:
 def distinct_values(values: np.ndarray) -> np.ndarray:
     """The different values, ascending. ``values``: ``(entries,)`` integers, at least 0."""
     size = int(values.max(initial=0)) + 1
-    if size > 4 * len(values) + _MAX_MARKED:
+    if size > 64 * len(values) + _MAX_MARKED:
         return np.unique(values)
     is_present = np.zeros(size, dtype=bool)
     is_present[values] = True

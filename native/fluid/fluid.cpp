@@ -10,12 +10,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 
+#include "../interruption.h"
+#include "../large_array.h"
 #include "event_loop.h"
 
 namespace nb = nanobind;
 
 using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Floats = nb::ndarray<const double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Table = nb::ndarray<const int64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Times = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 namespace {
@@ -132,48 +135,96 @@ int flow(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats
     return static_cast<int>(outcome);
 }
 
+// The last ends of the messages of each key, as many as a rule looks back, in order.
+class Ends {
+  public:
+    explicit Ends(size_t keys) : at_(keys + 1), count_(keys) {}
+    void expect(int64_t key) { ++at_[key + 1]; }
+    void begin(int64_t most) { // `most`: how far a rule looks back
+        for (size_t k = 1; k < at_.size(); ++k)
+            at_[k] = at_[k - 1] + std::min(at_[k], most);
+        ends_.resize(at_.back());
+    }
+    // The end of the message `back` before the next one, 0 without it.
+    double before(int64_t key, int64_t back) const {
+        return count_[key] < back ? 0 : ends_[at_[key] + (count_[key] - back) % (at_[key + 1] - at_[key])];
+    }
+    // Adds a message; it has ended when all earlier ones have too. Returns that end.
+    double add(int64_t key, double end) {
+        const double last = count_[key] ? std::max(end, before(key, 1)) : end;
+        ends_[at_[key] + count_[key] % (at_[key + 1] - at_[key])] = last;
+        ++count_[key];
+        return last;
+    }
+
+  private:
+    std::vector<int64_t> at_, count_;
+    LargeArray<double> ends_;
+};
+
 // The end of the last message if every port passes one message at a time, in the order of the messages. A message
 // starts when its ports, its queue, its receiver and the messages in its `after` allow it; a port is busy for the time
-// of the bytes at its own rate.
-double flow_in_turn(Ints queue, Ints stream, Ints receiver, Ints window, Ints ahead, Floats nbytes, Ints after_at,
-                    Ints after, Ints port_at, Ints port, Ints hold_port, Floats hold_work, Floats rate) {
-    const size_t n = queue.shape(0), num_streams = hold_port.shape(0), num_ports = rate.shape(0);
-    check_network(queue, stream, receiver, after_at, after, port_at, port, hold_port, num_ports);
-    if (window.shape(0) != n || ahead.shape(0) != n || nbytes.shape(0) != n || hold_work.shape(0) != n)
-        throw std::invalid_argument("flow: arrays differ in size");
+// of the bytes at its own rate. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it
+// and into it inside its host, out of and into its NIC, and its pod's uplink in both directions, -1 without pods.
+double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats hold,
+                    Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
+    constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5;
+    const size_t n = sender.shape(0), ranks = host_of.shape(0);
+    check_range(sender, n, "sender", ranks);
+    check_range(receiver, n, "receiver", ranks);
+    check_range(after, after.shape(0), "after", n);
+    check_ends(after_at, n, after.shape(0), "after_at");
+    if (window.shape(0) != n || nbytes.shape(0) != n || (hold.shape(0) != n && hold.shape(0)) || !ahead.shape(0) ||
+        ports.shape(0) != ranks || ports.shape(1) != 6)
+        throw std::invalid_argument("flow_in_turn: arrays differ in size");
+    for (size_t i = 0; i < 6 * ranks; ++i)
+        if (ports.data()[i] < (i % 6 < UP ? 0 : -1) || ports.data()[i] >= static_cast<int64_t>(rate.shape(0)))
+            throw std::out_of_range("flow_in_turn: ports holds an index that does not exist");
     nb::gil_scoped_release release;
-    // ended: when a message and all earlier ones of its queue, or to its receiver, have ended
-    std::vector<double> free_at(num_ports), stream_free_at(num_streams), sent(n), received(n);
-    const Rows of_queue = group_by_key(queue.data(), n), of_receiver = group_by_key(receiver.data(), n);
-    std::vector<int64_t> in_queue(n), at_receiver(n);
-    for (const auto &[rows, place] : {std::pair{&of_queue, &in_queue}, std::pair{&of_receiver, &at_receiver}})
-        for (size_t k = 0; k + 1 < rows->at.size(); ++k)
-            for (int64_t i = 0; i < rows->size(k); ++i)
-                (*place)[(*rows)[k][i]] = i;
+    Interruption interruption;
+    const auto inside = [&](size_t i) { return host_of(sender(i)) == host_of(receiver(i)); };
+    Ends sent(2 * ranks), received(ranks);
+    int64_t longest = 1;
+    for (size_t i = 0; i < n; ++i) {
+        longest = std::max(longest, window(i));
+        if (sender(i) != receiver(i))
+            sent.expect(2 * sender(i) + inside(i)), received.expect(receiver(i));
+    }
+    sent.begin(longest), received.begin(*std::max_element(ahead.data(), ahead.data() + ahead.shape(0)));
+    LargeArray<double> arrived(n);
+    std::vector<double> free_at(rate.shape(0));
     double last = 0;
     for (size_t i = 0; i < n; ++i) {
-        const int64_t s = stream.data()[i], q = queue.data()[i], to = receiver.data()[i], hold = hold_port.data()[s];
-        double begin = stream_free_at[s], slowest = std::numeric_limits<double>::infinity();
-        for (int64_t at = after_at.data()[i]; at < after_at.data()[i + 1]; ++at) {
-            const int64_t earlier = after.data()[at];
-            if (earlier >= static_cast<int64_t>(i))
-                throw std::out_of_range("flow: a message comes after a later one");
-            begin = std::max(begin, received[earlier]);
+        if (i % 65536 == 0)
+            interruption.poll();
+        const int64_t from = sender(i), to = receiver(i);
+        if (from == to)
+            continue;
+        double begin = 0;
+        for (int64_t at = after_at(i); at < after_at(i + 1); ++at) {
+            if (after(at) >= static_cast<int64_t>(i))
+                throw std::out_of_range("flow_in_turn: a message comes after a later one");
+            begin = std::max(begin, arrived[after(at)]);
         }
-        if (in_queue[i] >= window.data()[i])
-            begin = std::max(begin, sent[of_queue[q][in_queue[i] - window.data()[i]]]);
-        if (at_receiver[i] >= ahead.data()[i])
-            begin = std::max(begin, received[of_receiver[to][at_receiver[i] - ahead.data()[i]]]);
-        for (int64_t at = port_at.data()[s]; at < port_at.data()[s + 1]; ++at) {
-            begin = std::max(begin, free_at[port.data()[at]]);
-            slowest = std::min(slowest, rate.data()[port.data()[at]]);
+        const bool is_inside = inside(i);
+        const int64_t queue = 2 * from + is_inside;
+        const int64_t most = ahead(std::min<int64_t>(window(i), static_cast<int64_t>(ahead.shape(0)) - 1));
+        begin = std::max({begin, sent.before(queue, window(i)), received.before(to, most)});
+        const int64_t *a = &ports(from, 0), *b = &ports(to, 0);
+        const bool crosses_pods = !is_inside && a[UP] != b[UP];
+        const int64_t path[4] = {is_inside ? a[OUT] : a[EGRESS], is_inside ? b[IN] : b[INGRESS], a[UP], b[DOWN]};
+        const int length = crosses_pods ? 4 : 2;
+        double slowest = std::numeric_limits<double>::infinity();
+        for (int p = 0; p < length; ++p) {
+            begin = std::max(begin, free_at[path[p]]);
+            slowest = std::min(slowest, rate(path[p]));
         }
-        const double held = begin + hold_work.data()[i] / rate.data()[hold], end = held + nbytes.data()[i] / slowest;
-        for (int64_t at = port_at.data()[s]; at < port_at.data()[s + 1]; ++at)
-            free_at[port.data()[at]] = held + nbytes.data()[i] / rate.data()[port.data()[at]];
-        stream_free_at[s] = end;
-        sent[i] = in_queue[i] ? std::max(end, sent[of_queue[q][in_queue[i] - 1]]) : end;
-        received[i] = at_receiver[i] ? std::max(end, received[of_receiver[to][at_receiver[i] - 1]]) : end;
+        const double held = begin + (is_inside ? latency_inside : latency_across) + (hold.shape(0) ? hold(i) : 0);
+        const double bytes = static_cast<double>(nbytes(i)), end = held + bytes / slowest;
+        for (int p = 0; p < length; ++p)
+            free_at[path[p]] = held + bytes / rate(path[p]);
+        sent.add(queue, end);
+        arrived[i] = received.add(to, end);
         last = std::max(last, end);
     }
     return last;
@@ -190,8 +241,8 @@ void bind_fluid(nb::module_ &m) {
           nb::arg("most_operations") = std::numeric_limits<int64_t>::max(),
           "Write start and finish, in seconds, of all messages, and return 0. Return 1 if the last one would finish "
           "after the cutoff, 2 if the simulation takes more operations, of a few nanoseconds each.");
-    m.def("flow_in_turn", &flow_in_turn, nb::arg("queue"), nb::arg("stream"), nb::arg("receiver"), nb::arg("window"),
-          nb::arg("ahead"), nb::arg("nbytes"), nb::arg("after_at"), nb::arg("after"), nb::arg("port_at"),
-          nb::arg("port"), nb::arg("hold_port"), nb::arg("hold_work"), nb::arg("rate"),
+    m.def("flow_in_turn", &flow_in_turn, nb::arg("sender"), nb::arg("receiver"), nb::arg("nbytes"), nb::arg("window"),
+          nb::arg("after_at"), nb::arg("after"), nb::arg("hold"), nb::arg("host_of"), nb::arg("ports"),
+          nb::arg("rate"), nb::arg("ahead"), nb::arg("latency_across"), nb::arg("latency_inside"),
           "Return the end of the last message, in seconds, if ports pass one message at a time, in order.");
 }

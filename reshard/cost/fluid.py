@@ -98,13 +98,3 @@ def flow_until(
     if outcome == _UNKNOWN:
         raise TooMuchWork
     return None if outcome else (start, finish)
-
-
-def flow_in_turn(network: Network) -> float:
-    """The end of the last message in seconds if each port passes one message at a time, in the order of the messages.
-
-    A message starts when its ports are free and the rules of :class:`Network` allow it. Bursts and send buffers are
-    left out. The work is proportional to the messages.
-    """
-    names = [name for name in Network.__dataclass_fields__ if name not in ("buffer", "burst")]
-    return _native.flow_in_turn(**{name: getattr(network, name) for name in names})

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
-from reshard.cost.fluid import TooMuchWork, flow_in_turn
-from reshard.cost.simulator import network_of, simulate_until
-from reshard.plan import Plan, tabulate_messages
+from reshard.cost.fluid import TooMuchWork
+from reshard.cost.in_turn import seconds_in_turn
+from reshard.cost.simulator import simulate_until
+from reshard.plan import Plan
 
 #: Operations of a simulation, of a few nanoseconds each: 0.1 to 3 s.
 MAX_OPERATIONS = 10**8
@@ -52,8 +51,6 @@ def predict_makespan(plan: Plan, cutoff: float = math.inf) -> Makespan:
             return Makespan(math.inf if timeline is None else timeline.makespan_seconds)
         except TooMuchWork:
             pass
-    messages = tabulate_messages(plan)
-    moves = np.flatnonzero(messages.sender != messages.receiver)
-    seconds = flow_in_turn(network_of(plan, messages, moves, plan.topology)) if len(moves) else 0.0
-    seconds = plan.topology.start_seconds * bool(len(moves)) + seconds * (1.0 if is_ordered else _UNORDERED)
-    return Makespan(seconds, True)
+    moves = bool((plan.transfers.sender != plan.transfers.receiver).any())
+    seconds = seconds_in_turn(plan) * (1.0 if is_ordered else _UNORDERED)
+    return Makespan(plan.topology.start_seconds * moves + seconds, True)

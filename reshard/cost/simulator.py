@@ -9,13 +9,12 @@ from functools import cached_property
 import numpy as np
 
 from reshard.cost.fluid import UNLIMITED, Network, flow_until
+from reshard.cost.in_turn import UNLIMITED_RATE
 from reshard.errors import PlanError, TopologyError
 from reshard.plan import MessageTable, Plan, find_turns, recvs_ahead, tabulate_messages
 from reshard.ragged import number_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
-#: The rate of a link that the topology does not limit.
-_UNLIMITED = 1e18
 #: Up to this window, :func:`recvs_ahead` is looked up in a table.
 _MAX_TABLED = 64
 #: Relative error of the difference of two times.
@@ -216,7 +215,7 @@ class _Ports:
 
 def _rates_of(topology: Topology, kind: np.ndarray, index: np.ndarray, nic: np.ndarray) -> np.ndarray:
     """``(ports,)`` bytes per second of ports, given their kinds, their hosts or pods, and their NICs."""
-    rate = np.full(len(kind), topology.inside_bytes_per_second or _UNLIMITED)
+    rate = np.full(len(kind), topology.inside_bytes_per_second or UNLIMITED_RATE)
     for of_nics, rates in zip((_EGRESS, _INGRESS), topology.nic_rates, strict=True):
         which = kind == of_nics
         rate[which] = rates[index[which] if len(rates) > 1 else 0, nic[which]]

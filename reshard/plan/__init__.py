@@ -14,13 +14,22 @@ from reshard.plan.messages import (
     name_box,
     tabulate_messages,
 )
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, num_recv_slots, ranks_of, recvs_ahead
+from reshard.plan.model import (
+    DEFAULT_STAGING_BYTES,
+    RECVS_AHEAD,
+    Plan,
+    mark_sound,
+    num_recv_slots,
+    ranks_of,
+    recvs_ahead,
+)
 from reshard.plan.ordering import find_turns, find_waits
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 
 __all__ = [
     "DEFAULT_STAGING_BYTES",
+    "RECVS_AHEAD",
     "Message",
     "MessageTable",
     "Plan",

@@ -47,7 +47,7 @@ class MessageTable:
 def tabulate_messages(plan: Plan) -> MessageTable:
     """The table of all messages of a plan."""
     transfers = plan.transfers
-    if len(transfers.sender) == len(transfers) and (transfers.num_chunks == 1).all():
+    if (np.diff(transfers.edge_at) == 1).all() and (transfers.splits == 1).all():
         return _tabulate_single_messages(plan)
     num_edges = np.diff(transfers.edge_at)
     num_boxes = transfers.num_boxes
@@ -93,7 +93,7 @@ def _tabulate_single_messages(plan: Plan) -> MessageTable:
     count = len(transfers)
     return MessageTable(
         id=transfers.first_message[:-1],
-        transfer=np.arange(count),
+        transfer=transfers.edge_at[:-1],
         chunk=np.zeros(count, dtype=np.int64),
         sender=transfers.sender,
         receiver=transfers.receiver,

@@ -124,6 +124,8 @@ class Transfers:
     @cached_property
     def first_message(self) -> np.ndarray:
         """``(transfers + 1,)`` id of each transfer's first message; the last entry is the number of messages."""
+        if len(self.sender) == len(self) and len(self.box_tensor) == len(self.box_at) - 1 and (self.splits == 1).all():
+            return self.edge_at  # a message each
         counts = self.num_boxes * self.num_chunks * np.diff(self.edge_at)
         return np.concatenate([[0], np.cumsum(counts)])
 

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from reshard import _native
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
@@ -18,7 +19,7 @@ from reshard.planner.strategies.problem import (
     TREE_CHUNK_BYTES,
     PlanProblem,
 )
-from reshard.ragged import NO_RANK, distinct_values, number_values, ranges
+from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import MAX_NICS, Topology
 
 #: Relative error of sums that are added in another order.
@@ -50,19 +51,15 @@ class Floors:
         problem, topology = self.problem, self.problem.topology
         if problem.holders.shape[1] > 1:
             return self.of_all
-        task, replica = np.nonzero(problem.receivers != NO_RANK)
-        sender, receiver = problem.holders[task, 0], problem.receivers[task, replica]
-        host, size = topology.host_by_rank, topology.num_hosts * MAX_NICS
-        crosses = host[sender] != host[receiver]
-        sender, receiver, nbytes = sender[crosses], receiver[crosses], problem.nbytes[task[crosses]]
-        port = host * MAX_NICS + topology.nic_by_rank
-        pairs = number_values(sender * len(host) + receiver)[0]  # small regions of one pair may share a message
-        held = np.bincount(port[pairs // len(host)], minlength=size) * topology.latency_seconds
+        num_hosts, port = topology.num_hosts, topology.host_by_rank * MAX_NICS + topology.nic_by_rank
+        sent, received, pairs = (np.zeros(num_hosts * MAX_NICS) for _ in range(3))  # small regions may share a message
+        receivers = np.ascontiguousarray(problem.receivers)
+        arrays = np.ascontiguousarray(problem.holders[:, 0]), receivers, problem.nbytes, topology.host_by_rank, port
+        _native.add_direct_loads(*arrays, sent, received, pairs)
         seconds = 0.0
-        for ends, rates, extra in ((sender, topology.nic_rates[0], held), (receiver, topology.nic_rates[1], 0.0)):
-            passed = np.bincount(port[ends], weights=nbytes, minlength=size)
-            rate = np.broadcast_to(rates[: topology.num_hosts], (topology.num_hosts, MAX_NICS)).ravel()
-            seconds = max(seconds, float((passed / rate + extra).max(initial=0.0)))
+        for passed, rates, extra in ((sent, topology.nic_rates[0], pairs), (received, topology.nic_rates[1], 0.0)):
+            rate = np.broadcast_to(rates[:num_hosts], (num_hosts, MAX_NICS)).ravel()
+            seconds = max(seconds, float((passed / rate + extra * topology.latency_seconds).max(initial=0.0)))
         return max(self.of_all, self._add_start(seconds) * (1 - _ROUNDING))
 
     @cached_property

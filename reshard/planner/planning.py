@@ -22,7 +22,7 @@ from reshard.topology import Topology
 
 #: Limit on (region, rank that holds or needs it) pairs, where equal tensors count once, and on regions, where they do
 #: not; a plan with more takes more than 4 GB.
-MAX_HOLDINGS = 10_000_000
+MAX_HOLDINGS = 20_000_000
 
 
 @not_compiled

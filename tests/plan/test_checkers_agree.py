@@ -181,6 +181,19 @@ def test_message_table_matches_expansion():
         assert table.nbytes[row] == message_nbytes(plan, message)
 
 
+def test_message_table_of_a_transfer_without_edges():
+    """Two transfers have two edges, but the first one has none."""
+    plan = make_plan(Layout(Mesh.of(1)), Layout(Mesh.of("2", first_rank=1), "R"), (8,), "int8", strategy="send_recv")
+    transfers = Transfers(
+        box_at=[0, 1, 2], box_tensor=[0, 0], box_start=[[0], [4]], box_stop=[[1], [8]], edge_at=[0, 0, 2],
+        sender=[0, 0], receiver=[1, 2], splits=[[1], [1]], window=[2, 2],
+    )  # fmt: skip
+    table = tabulate_messages(replace(plan, transfers=transfers))
+    rows = [(message.id, message.transfer, 4) for message in expand_messages(replace(plan, transfers=transfers))]
+    assert [*zip(table.id.tolist(), table.transfer.tolist(), table.nbytes.tolist(), strict=True)] == rows
+    assert [row[:2] for row in rows] == [(0, 1), (1, 1)]
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

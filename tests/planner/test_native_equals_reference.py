@@ -9,16 +9,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from reshard import _native
+from reshard.cost.in_turn import seconds_in_turn
+from reshard.planner import STRATEGIES, plan_tensors
+from reshard.planner.multicast.classes import Classes, group_rows
 from reshard.planner.multicast.native_schedule import make_schedule
 from reshard.planner.multicast.strategy import make_workload, ports_of
-from reshard.planner.strategies.problem import PlanProblem
+from reshard.planner.strategies.problem import INSIDE_WINDOW, WINDOW, PlanProblem
 from reshard.planner.strategies.sender_selection import SendLoads, pick_sender, pick_senders, real_ranks
 from reshard.planner.strategies.trees import along_trees
 from reshard.ragged import NO_RANK
 from reshard.sharding import Layout, Mesh
 from reshard.sharding.tensor_spec import TensorSpec
-from reshard.topology import Topology
+from reshard.topology import MAX_NICS, Topology
 from tests.reference.circulant_broadcast import send_in_circles
+from tests.reference.exchange import direct_loads_python, number_rows_python, rotate_python
+from tests.reference.in_turn import seconds_in_turn_python
 from tests.reference.schedule import schedule_python
 from tests.reference.trees import grow_python
 from tests.support.random_problems import random_problem
@@ -91,3 +97,83 @@ def test_native_and_reference_senders_and_trees_are_equal(seed):
     routes = along_trees(problem, order)
     assert list(zip(routes.sender.tolist(), routes.receiver.tolist(), strict=True)) == grow_python(problem, order)
     assert np.diff(routes.edge_at).tolist() == (problem.receivers[tasks] != NO_RANK).sum(axis=1).tolist()
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_native_and_reference_rotations_are_equal(seed):
+    chance = random.Random(seed)
+    src, dst, shape, topology = random_problem(seed)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    classes = Classes.of(problem)
+    if not len(classes):
+        pytest.skip("nothing moves")
+    holder = [chance.choice(real_ranks(row)) for row in classes.holders]
+    piece_at = [0, *np.cumsum([chance.randint(1, 3) for _ in holder]).tolist()]
+    rotates = chance.random() < 0.5
+    most_bytes = float(classes.nbytes.sum()) * chance.choice((0.2, 1.0, 10.0))
+    expected = rotate_python(classes, holder, piece_at, topology, rotates, most_bytes)
+    count = int((np.diff(piece_at) * (classes.receivers != NO_RANK).sum(axis=1)).sum())
+    names = ("region", "sender", "receiver", "window", "source", "after_at", "after")
+    found = {name: np.empty(count, dtype=np.int64) for name in names[:5]}
+    found |= {"after_at": np.empty(count + 1, dtype=np.int64), "after": np.empty(2 * count, dtype=np.int64)}
+    host = topology.host_by_rank
+    port = host * MAX_NICS + topology.nic_by_rank
+    arrays = classes.receivers, np.array(holder), classes.nbytes, np.array(piece_at), host, port
+    limits = topology.num_hosts * MAX_NICS, rotates, most_bytes, WINDOW, INSIDE_WINDOW
+    num_after = _native.rotate(*arrays, *limits, **found)
+    if expected is None:
+        assert num_after == -1
+        return
+    rows = [[*row] for row in zip(*(found[name].tolist() for name in names[:4]), strict=True)]
+    after = np.split(found["after"][:num_after], found["after_at"][1:-1])
+    assert [[*row[:4], row[4], row[5]] for row in expected] == [
+        [*row, each.tolist(), source] for row, each, source in zip(rows, after, found["source"].tolist(), strict=True)
+    ]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_native_and_reference_loads_and_rows_are_equal(seed):
+    src, dst, shape, topology = random_problem(seed)
+    problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
+    host = topology.host_by_rank
+    port = host * MAX_NICS + topology.nic_by_rank
+    loads = {name: np.zeros(topology.num_hosts * MAX_NICS) for name in ("sent", "received", "pairs")}
+    holder = np.ascontiguousarray(problem.holders[:, 0])
+    receivers = np.where(problem.receivers == holder[:, None], NO_RANK, problem.receivers)
+    problem = replace(problem, holders=holder[:, None], destinations=receivers)
+    _native.add_direct_loads(holder, receivers, problem.nbytes, host, port, *loads.values())
+    found = {
+        (name, int(at) // MAX_NICS, int(at) % MAX_NICS): load[at]
+        for name, load in loads.items()
+        for at in np.flatnonzero(load)
+    }
+    assert found == direct_loads_python(problem)
+    rows = np.random.default_rng(seed).integers(-1, 3, (50, 3))
+    assert [array.tolist() for array in group_rows(rows)] == list(number_rows_python(rows))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_native_and_reference_times_in_turn_are_equal(seed):
+    chance = random.Random(seed)
+    src, dst, shape, topology = random_problem(seed)
+    topology = replace(topology, turn_seconds=chance.choice((0.0, 1e-4)))
+    spec = TensorSpec(shape, "float32", src, dst)
+    plan = plan_tensors([spec], topology=topology, strategy=chance.choice(list(STRATEGIES)), staging_bytes=2**16)
+    seconds = seconds_in_turn(plan)
+    assert seconds == seconds_in_turn_python(plan)
+    assert (seconds > 0) == bool((plan.transfers.sender != plan.transfers.receiver).any())
+
+
+def test_wrong_arrays_of_an_exchange_are_refused():
+    one, none = np.zeros(1, dtype=np.int64), np.zeros(0, dtype=np.int64)
+    outputs = [np.zeros(1, dtype=np.int64) for _ in range(4)]
+    with pytest.raises(IndexError, match=r"^rotate: receivers holds an index that does not exist$"):
+        _native.rotate(
+            np.array([[3]]), one, one, np.array([0, 1]), one, one, 1, False, 1.0, 8, 4, *outputs, *outputs[:3]
+        )
+    with pytest.raises(ValueError, match=r"^rotate: an output has the wrong size$"):
+        _native.rotate(
+            np.array([[0]]), one, one, np.array([0, 1]), one, one, 1, False, 1.0, 8, 4, none, *outputs, *outputs[:2]
+        )
+    with pytest.raises(IndexError, match=r"^add_direct_loads: holder holds an index that does not exist$"):
+        _native.add_direct_loads(np.array([1]), np.array([[0]]), one, one, one, *(np.zeros(1) for _ in range(3)))

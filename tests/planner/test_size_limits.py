@@ -12,10 +12,16 @@ from reshard.cost.lower_bound import find_bound
 from reshard.cost.simulator import simulate
 from reshard.errors import ArgumentError, PlanError
 from reshard.plan.check import check_plan
+from reshard.planner.multicast.classes import Classes
+from reshard.planner.multicast.host_classes import HostClasses
 from reshard.planner.multicast.native_schedule import make_schedule
+from reshard.planner.multicast.rotation import rotate_hosts
+from reshard.planner.multicast.strategy import ports_of
 from reshard.planner.strategies.broadcast import broadcast_in_rotation
 from reshard.planner.strategies.direct import send_recv
-from reshard.planner.strategies.problem import Routes
+from reshard.planner.strategies.problem import PlanProblem, Routes
+from reshard.sharding import TensorSpec
+from reshard.topology import Host, Port
 
 
 def on_hosts(num_ranks, devices=2):
@@ -41,7 +47,7 @@ def test_plans_too_large_for_memory_are_refused_quickly(src, dst, named):
     meshes = Mesh.of(30_000), Mesh.of(30_000, first_rank=30_000)
     layouts = (Layout(mesh, spec) for mesh, spec in zip(meshes, (src, dst), strict=True))
     begun = time.monotonic()
-    with pytest.raises(ArgumentError, match=f"30,000 to 30,000 ranks.* {named} times; at most 10,000,000"):
+    with pytest.raises(ArgumentError, match=f"30,000 to 30,000 ranks.* {named} times; at most 20,000,000"):
         make_plan(*layouts, (30_000, 30_000), "int8")
     assert time.monotonic() - begun < 10
 
@@ -89,6 +95,23 @@ def test_large_exchanges_are_sent_in_rotation(src, dst, shape, monkeypatch):
     assert len({sender for sender, _ in pairs}) == len({receiver for _, receiver in pairs}) == 6  # of the first slot
     assert rotated.num_messages <= 1.05 * scheduled.num_messages
     assert simulate(rotated).makespan_seconds <= 1.02 * find_bound(rotated).seconds
+
+
+@pytest.mark.parametrize(("dst", "is_rotated"), [("R S01", True), ("R S1", True), ("R S0", False)])
+def test_exchanges_rotate_over_nics_unless_hosts_forward(dst, is_rotated, monkeypatch):
+    """Each of two ranks of a host has a NIC of its own, so in each slot a rank sends to another one."""
+    monkeypatch.setattr("reshard.planner.multicast.rotation.MAX_SCHEDULED", 10)
+    topology = Topology(tuple(rank // 2 for rank in range(24)), (Host((Port.of(1e9),) * 2),)).without_latency()
+    layouts = Layout(Mesh.of("6x2"), "S01 R"), Layout(Mesh.of("6x2", first_rank=12), dst)
+    problem = PlanProblem.of([TensorSpec((768, 768), "float32", *layouts)], topology)
+    rotated = rotate_hosts(problem, HostClasses.of(Classes.of(problem), topology), ports_of(problem))
+    assert (rotated is not None) == is_rotated
+    plan = make_plan(*layouts, (768, 768), "float32", topology=topology, strategy="multicast")
+    check_plan(plan)
+    assert simulate(plan).makespan_seconds <= 1.02 * find_bound(plan).seconds
+    if rotated is not None:
+        assert sorted(rotated.sender[:12].tolist()) == list(range(12))
+        assert sorted(rotated.receiver[:12].tolist()) == list(range(12, 24))
 
 
 def test_uneven_exchanges_are_not_sent_in_rotation(monkeypatch):

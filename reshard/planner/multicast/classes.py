@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard import _native
 from reshard.planner.strategies.problem import PlanProblem
-from reshard.ragged import NO_RANK, hash_rows, ranges
+from reshard.ragged import NO_RANK, ranges
 
 #: Chunks end at whole slices of a dim if a chunk has at least ``MIN_SLICES`` slices. Chunk sizes then differ by at most
 #: 1/64. If a chunk has fewer slices, the next dim is cut too, and the chunk has up to three boxes.
@@ -40,16 +41,12 @@ class Classes:
         """All classes of a problem, ordered by first task."""
         needed = np.flatnonzero((problem.receivers != NO_RANK).any(axis=1) & (problem.nbytes > 0))
         itemsize = np.array([spec.itemsize for spec in problem.tensors], dtype=np.int64)[problem.tensor]
-        rows = np.concatenate(
-            [
-                np.sort(problem.holders[needed], axis=1),
-                np.sort(problem.receivers[needed], axis=1),
-                itemsize[needed, None],
-            ],
-            axis=1,
-        )
+        num_holders = problem.holders.shape[1]
+        rows = np.concatenate([problem.holders[needed], problem.receivers[needed], itemsize[needed, None]], axis=1)
+        rows[:, :num_holders].sort(axis=1)
+        rows[:, num_holders:-1].sort(axis=1)
         first, inverse = group_rows(rows)
-        order = np.argsort(inverse, kind="stable")
+        order = np.argsort(inverse, kind="stable") if len(first) < len(inverse) else inverse
         counts = np.bincount(inverse, minlength=len(first))
         lead = needed[first]
         return cls(
@@ -79,6 +76,8 @@ class Classes:
 
 def sum_by(key: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
     """``(count,)`` sums of integer ``values``, grouped by ``key``."""
+    if count == len(key) and (key == np.arange(count)).all():
+        return values.copy()
     total = np.zeros(count, dtype=np.int64)
     np.add.at(total, key, values)
     return total
@@ -86,13 +85,8 @@ def sum_by(key: np.ndarray, values: np.ndarray, count: int) -> np.ndarray:
 
 def group_rows(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Group equal rows: the first row of each group, ascending, and for each row the number of its group."""
-    _, first, inverse = np.unique(hash_rows(rows), return_index=True, return_inverse=True)
-    if not (rows == rows[first[inverse]]).all():  # a hash collision
-        _, first, inverse = np.unique(rows, axis=0, return_index=True, return_inverse=True)
-    order = np.argsort(first, kind="stable")
-    rank = np.empty_like(order)
-    rank[order] = np.arange(len(order))
-    return first[order], rank[inverse.ravel()]
+    first, number = np.empty(len(rows), dtype=np.int64), np.empty(len(rows), dtype=np.int64)
+    return first[: _native.number_rows(np.ascontiguousarray(rows), first, number)], number
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,6 +123,18 @@ def cut_pieces(
         num_chunks: ``(host_classes,)`` number of chunks.
         is_even: ``(host_classes,)`` bool, whether chunk sizes must be even.
     """
+    if len(classes) == len(num_chunks) and (num_chunks == 1).all():  # each class is a chunk
+        alone = np.arange(len(classes))
+        return Pieces(
+            chunk=alone,
+            class_of=alone,
+            host_class_of=alone,
+            nbytes=classes.nbytes,
+            at=classes.task_at,
+            tensor=problem.tensor[classes.task],
+            start=problem.start[classes.task],
+            stop=problem.stop[classes.task],
+        )
     total = sum_by(host_class, classes.nbytes, len(num_chunks))
     before = np.cumsum(classes.nbytes) - classes.nbytes
     first_class = np.searchsorted(host_class, np.arange(len(num_chunks)))

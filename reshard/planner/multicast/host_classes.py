@@ -62,10 +62,11 @@ class HostClasses:
             receivers[receivers == holders[:, column : column + 1]] = _NO_HOST
         receivers.sort(axis=1)
         first, host_class = group_rows(np.concatenate([holders, receivers], axis=1))
+        is_ordered = bool((host_class[1:] >= host_class[:-1]).all())
         order = np.argsort(host_class, kind="stable")
         return cls(
-            classes=classes.take(order),
-            host_class=host_class[order],
+            classes=classes if is_ordered else classes.take(order),
+            host_class=host_class if is_ordered else host_class[order],
             nbytes=sum_by(host_class, classes.nbytes, len(first)),
             holders=_members(holders[first], _NO_HOST),
             destinations=_members(receivers[first], _NO_HOST),

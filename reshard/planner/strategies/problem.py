@@ -103,7 +103,7 @@ class PlanProblem:
     @cached_property
     def receivers(self) -> np.ndarray:
         """``(tasks, replicas)`` destinations that do not hold the region, padded with -1 anywhere in the row."""
-        return np.where(self.keeps, NO_RANK, self.destinations)
+        return np.where(self.keeps, NO_RANK, self.destinations) if self.keeps.any() else self.destinations
 
     @cached_property
     def num_receivers(self) -> np.ndarray:
@@ -122,12 +122,14 @@ class PlanProblem:
 
 
 def _widen(array: np.ndarray, columns: int, fill: int) -> np.ndarray:
+    if array.shape[1] == columns:
+        return array
     return np.pad(array, ((0, 0), (0, columns - array.shape[1])), constant_values=fill)
 
 
 def _stack(tables: Sequence[np.ndarray]) -> np.ndarray:
     width = max(table.shape[1] for table in tables)
-    return np.concatenate([_widen(table, width, NO_RANK) for table in tables])
+    return np.concatenate([_widen(table, width, NO_RANK) for table in tables]) if len(tables) > 1 else tables[0]
 
 
 @dataclass(frozen=True, eq=False)

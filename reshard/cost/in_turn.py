@@ -1,0 +1,65 @@
+"""The time of a plan whose ports pass one message at a time, in the plan's order."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from reshard import _native
+from reshard.plan import RECVS_AHEAD, Plan, find_turns, recvs_ahead, tabulate_messages
+from reshard.topology import MAX_NICS, Topology
+
+#: The rate of a link that the topology does not limit.
+UNLIMITED_RATE = 1e18
+
+
+def seconds_in_turn(plan: Plan) -> float:
+    """The arrival of the last message, in seconds after the start, if each port passes one message at a time.
+
+    A message starts when its ports are free and the rules of :func:`reshard.simulate` allow it. Bursts and send buffers
+    are left out. The work is proportional to the messages.
+    """
+    messages, topology = tabulate_messages(plan), plan.topology
+    hold = np.zeros(0)
+    if topology.turn_seconds:
+        takes_turn = find_turns(plan)[messages.transfer] & (messages.chunk == 0)
+        hold = np.where(takes_turn, topology.turn_seconds, 0.0)
+    ports, rate = _ports_of_ranks(topology)
+    return _native.flow_in_turn(
+        sender=messages.sender,
+        receiver=messages.receiver,
+        nbytes=messages.nbytes,
+        window=messages.window,
+        after_at=messages.after_at,
+        after=messages.after,
+        hold=hold,
+        host_of=topology.host_by_rank,
+        ports=ports,
+        rate=rate,
+        ahead=np.array([recvs_ahead(window) for window in range(RECVS_AHEAD + 1)], dtype=np.int64),  # then constant
+        latency_across=topology.latency_seconds,
+        latency_inside=topology.inside_latency_seconds,
+    )
+
+
+def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
+    """``(ranks, 6)`` numbers of the ports of each rank, and the rate of each port in bytes per second.
+
+    The columns are out of and into the rank inside its host, out of and into its NIC, and its pod's uplink in both
+    directions, -1 without pods.
+    """
+    host, num_hosts, num_pods = topology.host_by_rank, topology.num_hosts, len(topology.pods)
+    inside = np.full(len(host), topology.inside_bytes_per_second or UNLIMITED_RATE)
+    nics = [np.broadcast_to(rates[:num_hosts], (num_hosts, MAX_NICS)).ravel() for rates in topology.nic_rates]
+    pods = [
+        np.array([getattr(pod, f"{way}_bytes_per_second") for pod in topology.pods], dtype=np.float64)
+        for way in ("egress", "ingress")
+    ]
+    parts = [inside, inside, *nics, *pods]
+    first = np.cumsum([0, *map(len, parts)])
+    nic, pod = host * MAX_NICS + topology.nic_by_rank, np.full(len(host), -1)
+    if num_pods:
+        pod = np.array([topology.host(h).pod for h in range(num_hosts)], dtype=np.int64)[host]
+    ranks = np.arange(len(host))
+    columns = [ranks, ranks + first[1], nic + first[2], nic + first[3]]
+    columns += [pod + first[4], pod + first[5]] if num_pods else [pod, pod]
+    return np.stack(columns, axis=1), np.concatenate(parts)
