@@ -100,8 +100,9 @@ class Checker:
             for piece, regions in zip(self._pieces, self._regions[is_source, rank], strict=True):
                 view = view_of(piece.source if is_source else piece.target, model, arrays, rank) if regions else None
                 strides = flat_strides(self._source.entries[piece.source.name].shape)
-                along = [strides[dim] for dim in piece.source.dims]
-                begin = sum(stride * start for stride, (start, _) in zip(strides, piece.source.box, strict=True))
+                given = piece.source.region
+                along = [strides[dim] * given[dim].step for dim in piece.source.dims]
+                begin = sum(stride * indices[0] for stride, indices in zip(strides, given, strict=True))
                 found = []
                 for region in regions:
                     assert view is not None
@@ -186,7 +187,7 @@ class Checker:
         numel: dict[str, int] = {}
         for side, row in of_side.items():
             parts.setdefault(side.name, []).extend(digest for _, digest in row)
-            numel[side.name] = numel.get(side.name, 0) + math.prod(hi - lo for lo, hi in side.box)
+            numel[side.name] = numel.get(side.name, 0) + math.prod(map(len, side.region))
         shapes = {name: self._source.entries[name].shape for name in parts}
         return {name: add_digests(found) for name, found in parts.items() if numel[name] == math.prod(shapes[name])}
 
