@@ -58,10 +58,6 @@ class Part:
     place: Region
     dims: tuple[int, ...]
 
-    def numel(self) -> int:
-        """Number of elements."""
-        return math.prod(map(len, self.region))
-
 
 @dataclass(frozen=True)
 class Made:

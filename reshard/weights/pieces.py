@@ -186,6 +186,8 @@ def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
 
     Only pieces that take each n-th slice of tensors of which a rank joins several regions are cut.
     """
+    if all(indices.step == 1 for side in (piece.source, piece.target) for indices in side.region):
+        return [piece]
     found = [piece]
     for number, (dim, other) in enumerate(zip(piece.source.dims, piece.target.dims, strict=True)):
         cuts: set[int] = set()

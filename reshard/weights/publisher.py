@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.holdings import Shard, read_state
 from reshard.weights.manifest import merge_states, state_of_rank
+from reshard.weights.quantize import Quantize, Quantizer
 from reshard.weights.route import RouteOptions
 from reshard.weights.sender import Sender
 from reshard.weights.snapshot import Snapshot
@@ -43,6 +44,11 @@ class PublishReport:
     bound_seconds: float = 0.0
     predicted_seconds: float = 0.0
     nbytes: int = 0
+
+
+def _find_dtype(dtype: Any) -> torch.dtype | None:
+    """The torch dtype of any name of it."""
+    return None if dtype is None else getattr(torch, dtype_name(dtype))
 
 
 class PublishHandle:
@@ -92,6 +98,7 @@ class Publisher:
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the snapshot of its own shards.
         dtype: dtype in which floating-point tensors are published. Default: their own.
+        quantize: which tensors are published in float8 instead, with the scales of their blocks.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
         timeout_seconds: limit of each transfer.
         topology: hosts and links of the ranks, for the trainer and then each engine. Default: by host names.
@@ -110,6 +117,7 @@ class Publisher:
         shards: Mapping[str, Shard] | None = None,
         memory_bytes: int = 1 << 30,
         dtype: Any = None,
+        quantize: Sequence[Quantize] = (),
         join_seconds: float = 30.0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         topology: Topology | None = None,
@@ -122,13 +130,14 @@ class Publisher:
 
         def describe() -> dict[str, Any]:
             self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
-            kept = None if dtype is None else getattr(torch, dtype_name(dtype))
-            self._snapshot = Snapshot(kept, shards)
-            return {"state": state_of_rank(read_state(model, shards), kept)}
+            return {"state": state_of_rank(read_state(model, shards), _find_dtype(dtype))}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
-            self._manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
+            manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
+            self._quantizer = Quantizer(quantize, manifest) if quantize else None
+            self._manifest = manifest if self._quantizer is None else self._quantizer.manifest
+            self._snapshot = Snapshot(manifest, _find_dtype(dtype), shards, self._quantizer)
             claims = run_collectively(self._team.group, self._claim, "claims the name", AGREE_SECONDS)
             self._last = claims[0]["last"]
             self._sender = Sender(
@@ -167,17 +176,29 @@ class Publisher:
             with contextlib.suppress(ReshardError):
                 self._handle.wait(self._timeout_seconds)
 
-        def copy() -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
+            check()
+            assert self._quantizer is not None
+            return {"measured": self._quantizer.measure(self._snapshot.read(self._model).holdings)}
+
+        def check() -> None:
             self._check_usable()
             if isinstance(version, bool) or not isinstance(version, int):
                 raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
             if self._last is not None and version <= self._last:
                 raise ArgumentError(f"version {version} is not larger than {self._last}, the last of this name")
-            self._snapshot.take(self._model, self._manifest, version, self._timeout_seconds)
+
+        def copy() -> dict[str, Any]:
+            check()
+            self._snapshot.take(self._snapshot.read(self._model), measured, version, self._timeout_seconds)
             return {"version": version}
 
         kept = "" if self._last is None else f"engines keep version {self._last}"
         seconds = self._timeout_seconds + AGREE_SECONDS  # others may still send the version before
+        measured: list[Any] = []
+        if self._quantizer is not None and self._quantizer.has_shared:
+            found = run_collectively(self._team.group, measure, "measures what it quantizes", seconds, kept)
+            measured += [report["measured"] for report in found.values()]
         reports = run_collectively(self._team.group, copy, "publishes a version", seconds, kept)
         versions = {report["version"] for report in reports.values()}
         if len(versions) > 1:

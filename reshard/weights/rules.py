@@ -30,7 +30,7 @@ class Rename:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """Replace tensors by what the rule makes of them; ``wanted`` has the shapes of the destination."""
-        found = [(_fill(self.target, filled), made.pop(name)) for name, filled in _matches(self.source, made)]
+        found = [(_fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
         for name, tensor in found:
             _put(made, name, tensor, self)
 
@@ -49,7 +49,7 @@ class Concatenate:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for _, filled in _matches(self.sources[0], made):
+        for _, filled in match_names(self.sources[0], made):
             names = [_fill(source, filled) for source in self.sources]
             missing = [name for name in names if name not in made]
             if missing:
@@ -72,7 +72,7 @@ class Split:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, filled in _matches(self.source, made):
+        for name, filled in match_names(self.source, made):
             names = [_fill(target, filled) for target in self.targets]
             missing = [each for each in names if each not in wanted]
             if missing:
@@ -105,7 +105,7 @@ class Stack:
         """See :meth:`Rename.apply`."""
         number = _number_of(self.source)
         found: dict[str, dict[int, str]] = {}
-        for name, filled in _matches(self.source, made):
+        for name, filled in match_names(self.source, made):
             found.setdefault(_fill(self.target, filled), {})[int(filled[number])] = name
         for target, numbered in found.items():
             if sorted(numbered) != list(range(len(numbered))):
@@ -129,7 +129,7 @@ class Unstack:
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         number = _number_of(self.target)
-        for name, filled in _matches(self.source, made):
+        for name, filled in match_names(self.source, made):
             whole = made.pop(name)
             _check_dim(self, self.dim, whole.shape)
             for index in range(whole.shape[self.dim]):
@@ -149,7 +149,7 @@ class Transpose:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             if len(made[name].shape) != 2:
                 raise ArgumentError(f"{self}: {name!r} has {len(made[name].shape)} dims, not 2")
             made[name] = made[name].transposed()
@@ -168,7 +168,7 @@ class Pad:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             shape = made[name].shape
             _check_dim(self, self.dim, shape)
             if name in wanted and len(wanted[name]) == len(shape) and wanted[name][self.dim] >= shape[self.dim]:
@@ -189,7 +189,7 @@ class Trim:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             shape = made[name].shape
             _check_dim(self, self.dim, shape)
             if name in wanted and len(wanted[name]) == len(shape) and wanted[name][self.dim] <= shape[self.dim]:
@@ -208,7 +208,7 @@ class Drop:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             del made[name]
 
 
@@ -241,7 +241,7 @@ class Rope:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             whole = made[name]
             rows, half = whole.shape[0] if whole.shape else 0, self.head_dim // 2
             if rows % self.head_dim:
@@ -280,7 +280,7 @@ class GroupHeads:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for _, filled in _matches(self.sources[0], made):
+        for _, filled in match_names(self.sources[0], made):
             names = [_fill(source, filled) for source in self.sources]
             missing = [name for name in names if name not in made]
             if missing:
@@ -314,7 +314,7 @@ class UngroupHeads:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, filled in _matches(self.source, made):
+        for name, filled in match_names(self.source, made):
             names = [_fill(target, filled) for target in self.targets]
             missing = [each for each in names if each not in wanted]
             if missing:
@@ -373,7 +373,7 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
         names = dict(wanted_after[-1])
         if isinstance(rule, Rename):
             _fill(rule.target, dict.fromkeys(_placeholders(rule.source), ""))  # raises if it does not fit
-            for name, filled in _matches(rule.target, names):
+            for name, filled in match_names(rule.target, names):
                 names[_fill(rule.source, filled)] = names.pop(name)
         wanted_after.append(names)
     for rule, after in zip(rules, reversed(wanted_after[:-1]), strict=True):
@@ -410,7 +410,7 @@ def _group_size(rule: Any, groups: int, name: str, shape: Sequence[int]) -> int:
 _PLACEHOLDER = re.compile(r"\{(\w+)(:d)?\}")
 
 
-def _matches(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+def match_names(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """The names that a pattern matches, each with what its placeholders stand for."""
     at, text, seen = 0, "", set()
     for found in _PLACEHOLDER.finditer(pattern):
