@@ -205,6 +205,7 @@ class Publisher:
             raise ArgumentError(f"ranks of the trainer publish different versions: {sorted(versions)}")
         self._last = version
         handle = self._handle = PublishHandle(version)
+        self._sender.watch(handle.done)
         if self._team.is_leader:
             try:
                 self._team.post.post(self._team.address(0), {"kind": "publish", "version": version}, AGREE_SECONDS)

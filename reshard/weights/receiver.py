@@ -20,6 +20,7 @@ from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, compose, match
 from reshard.weights.route import Route, RouteOptions
+from reshard.weights.survivors import on_ranks
 from reshard.weights.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
 from reshard.weights.verify import Checker, Digests
 
@@ -202,6 +203,8 @@ class Receiver:
             self.close()
             roster = self._team.roster
             trainer = roster.member("trainer", message["trainer"]).manifest
+            if "ranks" in message:
+                trainer = on_ranks(trainer, message["ranks"], "the trainer")
             target = self._manifest.resolve(trainer)
             self._pieces = match(trainer, target, "the engine")
             self._checker, self._tied = Checker(trainer, target, self._pieces), target.tied
@@ -428,4 +431,6 @@ class _Leader:
             return
         trainer = roster.publisher()
         if trainer is not None:
-            self._team.post.post(trainer.address(), {"kind": "fetch", "engine": self._team.id})
+            rank = roster.first_living("trainer", trainer.id, range(trainer.manifest.size))
+            if rank is not None:
+                self._team.post.post(trainer.address(rank), {"kind": "fetch", "engine": self._team.id})

@@ -27,6 +27,7 @@ class Snapshot:
 
     Attributes:
         arrays, values: tensors, and numbers and strings, by name.
+        version: which one it is; None while there is none.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Snapshot:
         self.values: dict[str, Value] = {}
         self._manifest, self._dtype, self._shards, self._quantizer = manifest, dtype, shards, quantizer
         self._names: set[str] = set()
-        self._version: int | None = None
+        self.version: int | None = None
         self._lock = threading.Lock()
 
     def read(self, model: Any) -> ModelState:
@@ -72,9 +73,9 @@ class Snapshot:
             TransferTimeoutError: a version is still being sent.
         """
         if not self._lock.acquire(timeout=seconds):
-            raise TransferTimeoutError(f"version {self._version} is still being sent after {seconds:g} s")
+            raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
         try:
-            self._version, self._names = None, set(state.holdings)
+            self.version, self._names = None, set(state.holdings)
             for name, holding in state.holdings.items():
                 if self._quantizer is not None and name in self._quantizer.names:
                     continue
@@ -88,7 +89,7 @@ class Snapshot:
             synchronize(self.arrays.values())
             self.values.clear()
             self.values.update(state.values)
-            self._version = version
+            self.version = version
         finally:
             self._lock.release()
 
@@ -100,8 +101,8 @@ class Snapshot:
             ArgumentError: it is not of this version.
         """
         with self._lock:
-            if self._version != version:
-                raise ArgumentError(f"version {version} is no longer there; the trainer holds {self._version}")
+            if self.version != version:
+                raise ArgumentError(f"version {version} is no longer there; the trainer holds {self.version}")
             yield
 
     def _kept(self, array: torch.Tensor) -> torch.dtype:
