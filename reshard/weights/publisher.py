@@ -17,7 +17,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.holdings import Shard, read_state
+from reshard.weights.holdings import Shard, StateReader
 from reshard.weights.manifest import merge_states, state_of_rank
 from reshard.weights.quantize import Quantize, Quantizer
 from reshard.weights.route import RouteOptions
@@ -123,21 +123,22 @@ class Publisher:
         topology: Topology | None = None,
     ) -> None:
         self._team = Team(store, name, "trainer", group, AGREE_SECONDS)
-        self._model, self._timeout_seconds = model, timeout_seconds
+        self._timeout_seconds = timeout_seconds
+        reader = StateReader(model, shards)
         self._handle: PublishHandle | None = None
         self._failure: ReshardError | None = None
         self._last: int | None = None
 
         def describe() -> dict[str, Any]:
             self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
-            return {"state": state_of_rank(read_state(model, shards), _find_dtype(dtype))}
+            return {"state": state_of_rank(reader.read(), _find_dtype(dtype))}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
             manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
             self._quantizer = Quantizer(quantize, manifest) if quantize else None
             self._manifest = manifest if self._quantizer is None else self._quantizer.manifest
-            self._snapshot = Snapshot(manifest, _find_dtype(dtype), shards, self._quantizer)
+            self._snapshot = Snapshot(reader, manifest, _find_dtype(dtype), self._quantizer)
             claims = run_collectively(self._team.group, self._claim, "claims the name", AGREE_SECONDS)
             self._last = claims[0]["last"]
             self._sender = Sender(
@@ -179,7 +180,7 @@ class Publisher:
         def measure() -> dict[str, Any]:
             check()
             assert self._quantizer is not None
-            return {"measured": self._quantizer.measure(self._snapshot.read(self._model).holdings)}
+            return {"measured": self._quantizer.measure(self._snapshot.read().holdings)}
 
         def check() -> None:
             self._check_usable()
@@ -190,7 +191,7 @@ class Publisher:
 
         def copy() -> dict[str, Any]:
             check()
-            self._snapshot.take(self._snapshot.read(self._model), measured, version, self._timeout_seconds)
+            self._snapshot.take(self._snapshot.read(), measured, version, self._timeout_seconds)
             return {"version": version}
 
         kept = "" if self._last is None else f"engines keep version {self._last}"

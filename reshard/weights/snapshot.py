@@ -11,7 +11,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, TransferTimeoutError
-from reshard.weights.holdings import ModelState, Shard, Value, read_state, synchronize
+from reshard.weights.holdings import ModelState, StateReader, Value, synchronize
 from reshard.weights.manifest import Manifest
 from reshard.weights.quantize import Quantizer
 
@@ -20,9 +20,9 @@ class Snapshot:
     """The local shards of one version. One thread copies, another one sends; never both at once.
 
     Args:
+        reader: of the model.
         manifest: of the model when it was first read.
         dtype: dtype of floating-point tensors; None: their own.
-        shards: what plain tensors hold, see :class:`reshard.weights.Publisher`.
         quantizer: of tensors that are published in float8.
 
     Attributes:
@@ -32,33 +32,36 @@ class Snapshot:
 
     def __init__(
         self,
+        reader: StateReader,
         manifest: Manifest,
         dtype: torch.dtype | None,
-        shards: Mapping[str, Shard] | None,
         quantizer: Quantizer | None,
     ) -> None:
         self.arrays: dict[str, torch.Tensor] = {}
         self.values: dict[str, Value] = {}
-        self._manifest, self._dtype, self._shards, self._quantizer = manifest, dtype, shards, quantizer
-        self._names: set[str] = set()
+        self._reader, self._manifest, self._dtype, self._quantizer = reader, manifest, dtype, quantizer
+        self._checked: ModelState | None = None
         self.version: int | None = None
         self._lock = threading.Lock()
 
-    def read(self, model: Any) -> ModelState:
-        """The state of a model.
+    def read(self) -> ModelState:
+        """The state of the model.
 
         Raises:
             ArgumentError: the tensors of the model have changed.
         """
-        state = read_state(model, self._shards)
+        state = self._reader.read()
+        if state is self._checked:
+            return state
         for name, holding in state.holdings.items():
             entry = self._manifest.entries.get(name)
             kept = self._kept(holding.array)
             if entry is None or entry.shape != holding.shape or entry.dtype != dtype_name(kept):
                 raise ArgumentError(f"{name!r} has changed its shape or dtype, or is new; make a new Publisher")
-        missing = self._names - state.holdings.keys()
+        missing = set() if self._checked is None else self._checked.holdings.keys() - state.holdings.keys()
         if missing:
             raise ArgumentError(f"{min(missing)!r} is gone from the model; make a new Publisher")
+        self._checked = state
         return state
 
     def take(self, state: ModelState, measured: Sequence[Mapping[str, Any]], version: int, seconds: float) -> None:
@@ -75,7 +78,7 @@ class Snapshot:
         if not self._lock.acquire(timeout=seconds):
             raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
         try:
-            self.version, self._names = None, set(state.holdings)
+            self.version = None
             for name, holding in state.holdings.items():
                 if self._quantizer is not None and name in self._quantizer.names:
                     continue
