@@ -126,7 +126,9 @@ class Publisher:
         self._timeout_seconds = timeout_seconds
         reader = StateReader(model, shards)
         self._handle: PublishHandle | None = None
+        self._outcome: Mapping[str, Any] | None = None  # of the last version that has ended
         self._failure: ReshardError | None = None
+        self._lock = threading.Lock()  # for the three before
         self._last: int | None = None
 
         def describe() -> dict[str, Any]:
@@ -205,7 +207,10 @@ class Publisher:
         if len(versions) > 1:
             raise ArgumentError(f"ranks of the trainer publish different versions: {sorted(versions)}")
         self._last = version
-        handle = self._handle = PublishHandle(version)
+        handle = PublishHandle(version)
+        with self._lock:
+            self._handle = handle
+            self._end_handle()
         self._sender.watch(handle.done)
         if self._team.is_leader:
             try:
@@ -242,12 +247,20 @@ class Publisher:
 
     def _end(self, outcome: Mapping[str, Any]) -> None:
         """End the handle of a version, as the leader says."""
-        handle = self._handle
-        if handle is not None and handle.version == outcome["version"]:
-            error = None if outcome["failed"] is None else rebuild_error(*outcome["failed"])
-            handle._end(PublishReport(**outcome["report"]), error)
+        with self._lock:
+            self._outcome = outcome
+            self._end_handle()
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = lost_store_error(error)
-        if self._handle is not None:
-            self._handle._end(PublishReport(self._handle.version), self._failure)
+        with self._lock:
+            self._failure = lost_store_error(error)
+            self._end_handle()
+
+    def _end_handle(self) -> None:
+        """End the handle if its version has ended, which may be before this rank has made the handle."""
+        handle, outcome = self._handle, self._outcome
+        if handle is not None and outcome is not None and handle.version == outcome["version"]:
+            error = None if outcome["failed"] is None else rebuild_error(*outcome["failed"])
+            handle._end(PublishReport(**outcome["report"]), error)
+        if handle is not None and self._failure is not None:
+            handle._end(PublishReport(handle.version), self._failure)
