@@ -24,7 +24,7 @@ from reshard.weights.rules import match_names
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FLOAT8).max
 #: Elements that are quantized at a time.
-_BAND_ELEMENTS = 1 << 20
+_BAND_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
