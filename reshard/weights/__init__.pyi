@@ -1,14 +1,20 @@
+from .families import megatron as megatron, original_llama as original_llama
 from .publisher import Publisher as Publisher, PublishHandle as PublishHandle, PublishReport as PublishReport
+from .quantize import Quantize as Quantize
 from .rules import (
     Concatenate as Concatenate,
     Drop as Drop,
+    GroupHeads as GroupHeads,
     Pad as Pad,
     Rename as Rename,
+    Rope as Rope,
     Split as Split,
     Stack as Stack,
     Transpose as Transpose,
     Trim as Trim,
+    UngroupHeads as UngroupHeads,
     Unstack as Unstack,
+    inverted as inverted,
 )
 from .state_dict import transfer_state_dict as transfer_state_dict
 from .subscriber import Subscriber as Subscriber

@@ -7,7 +7,7 @@ that of the tensor, on whatever ranks they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,18 @@ _LOW_INDEX, _HIGH_INDEX, _FIRST, _SECOND, _THIRD = 0x9E3779B1, 0x85EBCA77, 0x7FE
 _CHUNK_ELEMENTS = 2**22
 
 
-def add_digests(digests: Iterable[int]) -> int:
-    """The digest of a union of disjoint regions."""
-    low = high = 0
-    for digest in digests:
-        low += digest % _HALF
-        high += digest // _HALF
-    return high % _HALF * _HALF + low % _HALF
+def add_digests(digests: np.ndarray, where: np.ndarray, count: int) -> np.ndarray:
+    """The digests of unions of disjoint regions, 64-bit as those of the regions.
+
+    Args:
+        digests: of the regions. where: the number of the union that each region belongs to.
+        count: number of unions.
+    """
+    half, width = np.uint64(_HALF - 1), np.uint64(32)
+    low, high = np.zeros(count, dtype=np.uint64), np.zeros(count, dtype=np.uint64)
+    np.add.at(low, where, digests & half)
+    np.add.at(high, where, digests >> width)
+    return (high & half) << width | (low & half)
 
 
 def flat_strides(shape: Sequence[int]) -> list[int]:

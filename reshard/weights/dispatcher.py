@@ -19,6 +19,7 @@ from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
 from reshard.weights.roster import Latest, Member
 from reshard.weights.route import RouteOptions
+from reshard.weights.survivors import on_ranks
 from reshard.weights.team import Team
 from reshard.weights.verify import Digests
 
@@ -90,7 +91,9 @@ class Dispatcher:
         self._join_seconds, self._timeout_seconds = options.join_seconds, options.timeout_seconds
         self._job: _Job | None = None
         self._version: int | None = None
-        self._route: tuple[str, list[str]] | None = None  # key and engines of the open connections
+        self._address = team.address(team.rank)
+        self._ranks = list(range(team.size))  # those that send
+        self._route: tuple[str, list[str], list[int]] | None = None  # key, engines and ranks of the open connections
         self._refused: dict[str, str] = {}
         self._asked: list[str] = []  # engines that want the last version
 
@@ -112,6 +115,17 @@ class Dispatcher:
         elif job is not None and kind == "held" and message["version"] == job.version:
             self._note_held(job, message["engine"], message["failed"])
 
+    def take_over(self, version: int) -> None:
+        """Lead in place of a rank that has ended while this version was on its way."""
+        roster = self._team.roster
+        latest = roster.latest()
+        if latest is None or latest.version < version:
+            roster.set_latest(Latest(version, self._team.id, {}, {}))
+        self._version = version
+        engines = roster.engines()
+        held = [engine for engine in engines if roster.held(engine.id) == version]
+        self._begin(version, [engine for engine in engines if engine not in held], is_published=True, held=held)
+
     def end_sending(self, message: Message, outcome: Outcome) -> None:
         """Note that this rank has sent, or has failed to."""
         job = self._job
@@ -127,13 +141,14 @@ class Dispatcher:
             return
         job.times = outcome.times
         self._team.roster.set_latest(Latest(job.version, self._team.id, dict(outcome.totals), outcome.values))
-        message = {"kind": "verify", "version": job.version, "reply": self._team.address(0), "values": outcome.values}
+        message = {"kind": "verify", "version": job.version, "reply": self._address, "values": outcome.values}
         for engine in job.engines:
             self._post(job.pending[engine], {**message, "digests": outcome.digests[engine]})
         self._enter(job, "confirm", self._timeout_seconds)
 
-    def _begin(self, version: int, engines: Sequence[Member], is_published: bool) -> None:
-        job = self._job = _Job(version, {}, {}, is_published)
+    def _begin(self, version: int, engines: Sequence[Member], is_published: bool, held: Sequence[Member] = ()) -> None:
+        self._ranks = list(range(self._team.size))
+        job = self._job = _Job(version, {}, {engine.id: "" for engine in held}, is_published)
         for engine in engines:
             if refusal := self._find_refusal(engine):
                 job.results[engine.id] = refusal
@@ -156,12 +171,12 @@ class Dispatcher:
         job.engines, job.failed = list(job.pending), {}
         if not job.pending:
             self._finish(job)
-        elif self._route is not None and self._route[1] == job.engines:
+        elif self._route is not None and self._route[1:] == (job.engines, self._ranks):
             self._send(job)
         else:
             self._enter(job, "ping", self._join_seconds)
             job.answered = set()
-            ping = {"kind": "ping", "nonce": job.nonce, "reply": self._team.address(0)}
+            ping = {"kind": "ping", "nonce": job.nonce, "reply": self._address}
             self._team.post_to_all(ping)
             for engine in job.pending.values():
                 self._post(engine, ping)
@@ -171,13 +186,17 @@ class Dispatcher:
         if job.phase != "ping":
             return
         is_late = time.monotonic() > job.deadline
-        own = [rank for rank in range(self._team.size) if (self._team.id, rank) not in job.answered]
+        own = [rank for rank in self._ranks if (self._team.id, rank) not in job.answered]
         gone = [rank for rank in own if is_late or self._team.roster.has_ended("trainer", self._team.id, rank)]
+        gone = [rank for rank in gone if rank != self._team.rank]
         if gone:
-            are = "is" if len(gone) == 1 else "are"
-            self._fail(job, RemoteError(f"{describe_ranks(gone)} of the trainer {are} lost"))
-            return
-        is_complete = not own
+            self._ranks = [rank for rank in self._ranks if rank not in gone]
+            try:
+                on_ranks(self._manifest, self._ranks, "the trainer")
+            except RemoteError as error:
+                self._fail(job, error)
+                return
+        is_complete = len(gone) == len(own)
         for engine in list(job.pending.values()):
             silent = [rank for rank in range(engine.manifest.size) if (engine.id, rank) not in job.answered]
             ended = [rank for rank in silent if self._team.roster.has_ended("engine", engine.id, rank)]
@@ -193,10 +212,10 @@ class Dispatcher:
             self._send(job)
 
     def _send(self, job: _Job) -> None:
-        if self._route is None or self._route[1] != job.engines:
-            self._route = secrets.token_hex(8), job.engines
+        if self._route is None or self._route[1:] != (job.engines, self._ranks):
+            self._route = secrets.token_hex(8), job.engines, self._ranks
         job.attempts += 1
-        message = {"version": job.version, "route": self._route[0], "engines": job.engines}
+        message = {"version": job.version, "route": self._route[0], "engines": job.engines, "ranks": self._ranks}
         self._enter(job, "send", self._timeout_seconds)
         for engine in job.pending.values():
             self._post(engine, {"kind": "receive", "trainer": self._team.id, **message})
@@ -284,7 +303,7 @@ class Dispatcher:
     def _post_tick(self, message: Message) -> None:
         if not self._team.is_closed:
             with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
-                self._team.post.post(self._team.address(0), message)
+                self._team.post.post(self._address, message)
 
     def _post(self, member: Member, message: Message) -> None:
         self._team.post.post(member.address(), message)

@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.errors import ArgumentError
-from reshard.weights.rules import Concatenate, Drop, Made, Pad, Rule, Shapes, Stack, Transpose, Trim, inverted
+from reshard.weights.parts import Made
+from reshard.weights.rules import (
+    Concatenate,
+    Drop,
+    GroupHeads,
+    Pad,
+    Rename,
+    Rope,
+    Rule,
+    Shapes,
+    Stack,
+    Transpose,
+    Trim,
+    inverted,
+)
 
 _EXPERT = "{p}.experts.{e:d}."
 
@@ -32,6 +46,8 @@ _FUSED: tuple[tuple[Rule, ...], ...] = (
     # Llama, Qwen2 and Qwen3, Mixtral, Gemma
     (Concatenate(tuple(f"{{p}}.{part}_proj.{{t}}" for part in "qkv"), "{p}.qkv_proj.{t}"),),
     (Concatenate(("{p}.gate_proj.{t}", "{p}.up_proj.{t}"), "{p}.gate_up_proj.{t}"),),
+    # DeepSeek-V3
+    (Concatenate(("{p}.q_a_proj.{t}", "{p}.kv_a_proj_with_mqa.{t}"), "{p}.fused_qkv_a_proj.{t}"),),
 )
 
 #: Tensors with a row for each token, which may be padded.
@@ -51,6 +67,99 @@ GROUPS: tuple[tuple[Rule, ...], ...] = (
 
 #: Buffers that a model computes by itself. They are dropped where the destination does not have them.
 COMPUTED = "{p}.rotary_emb.inv_freq", "{p}.attn.bias", "{p}.attn.masked_bias"
+
+
+#: Hugging Face's names and those of Megatron-Core, in one layer.
+_MEGATRON_LAYER = {
+    "self_attn.o_proj": "self_attention.linear_proj",
+    "self_attn.q_norm": "self_attention.q_layernorm",
+    "self_attn.k_norm": "self_attention.k_layernorm",
+    "self_attn.q_a_proj": "self_attention.linear_q_down_proj",
+    "self_attn.q_b_proj": "self_attention.linear_q_up_proj",
+    "self_attn.kv_a_proj_with_mqa": "self_attention.linear_kv_down_proj",
+    "self_attn.kv_b_proj": "self_attention.linear_kv_up_proj",
+    "mlp.down_proj": "mlp.linear_fc2",
+    "mlp.gate": "mlp.router",
+    "mlp.shared_experts.down_proj": "mlp.shared_experts.linear_fc2",
+}
+#: The same where one name ends otherwise. A layer of Transformer Engine has the norm before it.
+_MEGATRON_TENSORS = {
+    "self_attn.q_a_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
+    "self_attn.kv_a_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
+    "mlp.gate.e_score_correction_bias": "mlp.router.expert_bias",
+}
+
+
+def megatron(num_query_groups: int | None, moe_layers: Iterable[int] = ()) -> tuple[Rule, ...]:
+    """Rules from Hugging Face's names to those of a ``GPTModel`` of Megatron-Core with Transformer Engine.
+
+    For Llama, Qwen2 and Qwen3 (also MoE) and DeepSeek-V3 without its layers that predict further tokens. Experts have
+    their number in the whole model: ``experts.linear_fc1.weight7``. Of :func:`inverted` rules, Megatron is the source.
+
+    Args:
+        num_query_groups: number of heads of keys; None for multi-latent attention (DeepSeek).
+        moe_layers: numbers of the layers with experts.
+    """
+    hf, mcore = "model.layers.{i:d}.", "decoder.layers.{i:d}."
+    rules: list[Rule] = [
+        Rename("model.embed_tokens.weight", "embedding.word_embeddings.weight"),
+        Rename("lm_head.weight", "output_layer.weight"),
+        Rename("model.norm.weight", "decoder.final_layernorm.weight"),
+    ]
+    rules += [Rename(f"{hf}{old}", f"{mcore}{new}") for old, new in _MEGATRON_TENSORS.items()]
+    kinds = "weight", "bias"
+    rules += [
+        Rename(f"{hf}{old}.{kind}", f"{mcore}{new}.{kind}") for old, new in _MEGATRON_LAYER.items() for kind in kinds
+    ]
+    if num_query_groups is None:
+        rules.append(Rename(f"{hf}input_layernorm.weight", f"{mcore}input_layernorm.weight"))
+    else:
+        attention = f"{mcore}self_attention.linear_qkv"
+        rules.append(Rename(f"{hf}input_layernorm.weight", f"{attention}.layer_norm_weight"))
+        for kind in kinds:
+            sources = tuple(f"{hf}self_attn.{part}_proj.{kind}" for part in "qkv")
+            rules.append(GroupHeads(sources, f"{attention}.{kind}", num_query_groups))
+    for layer in moe_layers:
+        norm = f"decoder.layers.{layer}.pre_mlp_layernorm.weight"
+        rules.append(Rename(f"model.layers.{layer}.post_attention_layernorm.weight", norm))
+    rules.append(Rename(f"{hf}post_attention_layernorm.weight", f"{mcore}mlp.linear_fc1.layer_norm_weight"))
+    for place, number in (("", ""), ("shared_experts.", ""), ("experts.", "{e:d}")):
+        for kind in kinds:
+            parts = tuple(f"{hf}mlp.{place}{number}{'.' * bool(number)}{part}_proj.{kind}" for part in ("gate", "up"))
+            rules.append(Concatenate(parts, f"{mcore}mlp.{place}linear_fc1.{kind}{number}"))
+    for kind in kinds:
+        rules.append(
+            Rename(f"{hf}mlp.experts.{{e:d}}.down_proj.{kind}", f"{mcore}mlp.experts.linear_fc2.{kind}{{e:d}}")
+        )
+    return (*rules, Pad("embedding.word_embeddings.weight"), Pad("output_layer.weight"))
+
+
+def original_llama(head_dim: int) -> tuple[Rule, ...]:
+    """Rules from Hugging Face's names and order of rotary rows to those of the original Llama, and of torchtitan.
+
+    Args:
+        head_dim: number of rows of a head.
+    """
+    hf, original = "model.layers.{i:d}.", "layers.{i:d}."
+    names = {
+        "self_attn.q_proj": "attention.wq",
+        "self_attn.k_proj": "attention.wk",
+        "self_attn.v_proj": "attention.wv",
+        "self_attn.o_proj": "attention.wo",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    return (
+        Rename("model.embed_tokens.weight", "tok_embeddings.weight"),
+        Rename("model.norm.weight", "norm.weight"),
+        Rename("lm_head.weight", "output.weight"),
+        *(Rename(f"{hf}{old}.weight", f"{original}{new}.weight") for old, new in names.items()),
+        Rope(f"{original}attention.wq.weight", head_dim, to="pairs"),
+        Rope(f"{original}attention.wk.weight", head_dim, to="pairs"),
+    )
 
 
 def find_rules(given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes) -> tuple[Rule, ...]:

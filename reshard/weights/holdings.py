@@ -88,6 +88,37 @@ def read_state(model: Any, shards: Mapping[str, Shard] | None = None) -> ModelSt
     return ModelState(holdings, tied, values)
 
 
+class StateReader:
+    """Reads the state of one model again and again. Tensors in the same memory as before cost little.
+
+    Args:
+        model, shards: see :func:`read_state`.
+    """
+
+    def __init__(self, model: Any, shards: Mapping[str, Shard] | None) -> None:
+        self._model, self._shards = model, shards
+        self._memory: list[Any] = []
+        self._state: ModelState | None = None
+
+    def read(self) -> ModelState:
+        """The state of the model: the same object as before, unless a tensor or a value is new."""
+        memory = [(name, _find_memory(value)) for name, value in _entries(self._model)]
+        if self._state is None or memory != self._memory:
+            self._state = read_state(self._model, self._shards)
+            self._memory = memory
+        return self._state
+
+
+def _find_memory(value: Any) -> Any:
+    """What tells whether a value is still the same; for a tensor where it lies, whatever it holds."""
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    array, layout = value, None
+    if is_dtensor(value):
+        array, layout = value.to_local(), (value.shape, value.placements, value.device_mesh)  # type: ignore[attr-defined]
+    return type(array), array.data_ptr(), array.shape, array.stride(), array.dtype, array.device, layout
+
+
 def _entries(model: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(model, torch.nn.Module):
         yield from _flatten(model.state_dict(keep_vars=True), "")

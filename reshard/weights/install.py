@@ -16,6 +16,8 @@ from reshard.weights.pieces import Piece
 #: A loader of an engine: it takes ``(name, whole tensor)`` pairs.
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Arrays = dict[str, torch.Tensor]
+#: Elements that are cast at a time.
+_CAST_ELEMENTS = 1 << 20
 
 
 class Installer(Protocol):
@@ -143,4 +145,7 @@ def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
     """A parameter in the dtype in which it arrived; what arrived, if it is the cast of that."""
     if array.dtype == arrived.dtype:
         return array
-    return arrived if torch.equal(array, arrived.to(array.dtype)) else array.to(arrived.dtype)
+    rows = max(1, _CAST_ELEMENTS // max(1, array[:1].numel())) if array.ndim else 1
+    parts = zip(array.split(rows), arrived.split(rows), strict=True) if array.ndim else ((array, arrived),)
+    is_cast = all(torch.equal(part, other.to(array.dtype)) for part, other in parts)
+    return arrived if is_cast else array.to(arrived.dtype)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
 from reshard.weights.families import find_rules
 from reshard.weights.holdings import join_dim
 from reshard.weights.manifest import Entry, Manifest
-from reshard.weights.rules import Part, apply_rules
+from reshard.weights.parts import Part, Region, meet, pick, positions
+from reshard.weights.rules import Drop, Pad, Rule, Trim, apply_rules
 
 #: Number of names that an error lists.
 MAX_NAMES = 10
@@ -34,17 +36,17 @@ class Side:
     """A region of one tensor, as the source or the destination of a piece.
 
     Attributes:
-        name: of the tensor. box: the region.
+        name: of the tensor. region: of it.
         dims: the dim of the tensor along which each dim of the piece runs. Along other dims the region has one slice.
     """
 
     name: str
-    box: Box
+    region: Region
     dims: tuple[int, ...]
 
     def held(self, entry: Entry) -> Held:
         """The parts of the piece that each rank holds, in the order in which :meth:`view` joins them."""
-        return _held(entry.held, self.box, self.dims)
+        return _held(entry.held, self.region, self.dims)
 
     def view(self, array: torch.Tensor, boxes: Sequence[Box]) -> torch.Tensor:
         """What a local array holds of the piece.
@@ -55,12 +57,13 @@ class Side:
         join, at = join_dim(boxes), 0
         slices = [slice(0, 0)] * array.ndim
         for box in boxes:
-            if all(max(a, c) < min(b, d) for (a, b), (c, d) in zip(box, self.box, strict=True)):
-                for dim, ((a, b), (c, d)) in enumerate(zip(box, self.box, strict=True)):
-                    first = max(a, c) - a + (at if dim == join else 0)
-                    last = min(b, d) - a + (at if dim == join else 0)
+            kept = _overlap(box, self.region)
+            if all(kept):
+                for dim, indices in enumerate(kept):
+                    shift = (at if dim == join else 0) - box[dim][0]
                     begun = slices[dim].stop > 0 and dim == join
-                    slices[dim] = slice(slices[dim].start if begun else first, last)
+                    first = slices[dim].start if begun else indices[0] + shift
+                    slices[dim] = slice(first, indices[-1] + shift + 1, self.region[dim].step)
             at += box[join][1] - box[join][0] if box else 1
         if not array.ndim:
             return array
@@ -68,15 +71,19 @@ class Side:
         return array[tuple(slices)].permute(*self.dims, *others)[(..., *[0] * len(others))]
 
 
+def _overlap(box: Box, region: Region) -> Region:
+    return tuple(meet(range(lo, hi), indices) for (lo, hi), indices in zip(box, region, strict=True))
+
+
 @functools.lru_cache(maxsize=8192)
-def _held(held: Held, region: Box, dims: tuple[int, ...]) -> Held:
+def _held(held: Held, region: Region, dims: tuple[int, ...]) -> Held:
     found = []
     for rank, boxes in held:
-        overlaps = [tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, region, strict=True)) for box in boxes]
+        overlaps = [_overlap(box, region) for box in boxes]
         inside = [
-            tuple((overlap[dim][0] - region[dim][0], overlap[dim][1] - region[dim][0]) for dim in dims)
-            for overlap in overlaps
-            if all(lo < hi for lo, hi in overlap)
+            tuple((at[0], at[-1] + 1) for at in (positions(kept[dim], region[dim]) for dim in dims))
+            for kept in overlaps
+            if all(kept)
         ]
         if inside:
             found.append((rank, tuple(inside)))
@@ -97,18 +104,29 @@ class Piece:
     shape: tuple[int, ...]
     dtype: str
 
-    def cut(self, box: Box, along: Sequence[int]) -> Side:
+    def cut(self, region: Region, along: Sequence[int]) -> Side:
         """The destination of a region of the source.
 
         Args:
-            box: the region. along: the dims of the source along which a piece runs.
+            region: of the source, inside the piece. along: the dims of the source along which a piece runs.
         """
         of_dim = dict(zip(self.source.dims, self.target.dims, strict=True))
-        inside = list(self.target.box)
+        inside = list(self.target.region)
         for dim, other in of_dim.items():
-            lo, hi = (at - self.source.box[dim][0] + self.target.box[other][0] for at in box[dim])
-            inside[other] = lo, hi
+            inside[other] = pick(self.target.region[other], positions(region[dim], self.source.region[dim]))
         return Side(self.target.name, tuple(inside), tuple(of_dim[dim] for dim in along))
+
+    def slice(self, dim: int, indices: range) -> Piece:
+        """The piece without all but some slices along a dim."""
+        if len(indices) == self.shape[dim]:
+            return self
+        sides = []
+        for side in (self.source, self.target):
+            region, at = list(side.region), side.dims[dim]
+            region[at] = pick(region[at], indices)
+            sides.append(Side(side.name, tuple(region), side.dims))
+        shape = (*self.shape[:dim], len(indices), *self.shape[dim + 1 :])
+        return Piece(sides[0], sides[1], shape, self.dtype)
 
     def __str__(self) -> str:
         return self.source.name
@@ -125,7 +143,8 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
             tied on the destination to one that differs on the source. The text lists the first names.
     """
     shapes, wanted = ({name: entry.shape for name, entry in side.entries.items()} for side in (source, target))
-    made = apply_rules(find_rules(target.rules, shapes, wanted), shapes, wanted)
+    rules = find_rules(target.rules, shapes, wanted)
+    made = apply_rules(rules, shapes, wanted)
     names_of: dict[str, list[str]] = {}
     for name in wanted:
         names_of.setdefault(target.tied.get(name, name), []).append(name)
@@ -150,7 +169,7 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
             check_cast(source.entries[part.source].dtype, target.entries[first].dtype, repr(first))
             piece = _make_piece(part, first, source)
             if math.prod(piece.shape):
-                pieces.append(piece)
+                pieces += _cut_to_views(piece, source.entries[part.source], target.entries[first])
     origins = {part.source for name in used for part in _resolve_ties(made[name].parts, source)}
     extra = [name for name in made if not {part.source for part in _resolve_ties(made[name].parts, source)} <= origins]
     for found, text in ((missing, "that the source does not have"), (extra, "only the source has")):
@@ -158,7 +177,61 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
             raise ArgumentError(f"{what}: {_list_names(found)} {text}")
     if not pieces:
         raise ArgumentError(f"{what} has no tensors")
+    check_pieces(pieces, rules, source, target, what)
     return pieces
+
+
+def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
+    """The piece, cut so that each rank's slices of it are evenly spaced in its memory.
+
+    Only pieces that take each n-th slice of tensors of which a rank joins several regions are cut.
+    """
+    if all(indices.step == 1 for side in (piece.source, piece.target) for indices in side.region):
+        return [piece]
+    found = [piece]
+    for number, (dim, other) in enumerate(zip(piece.source.dims, piece.target.dims, strict=True)):
+        cuts: set[int] = set()
+        for entry, indices, at in (
+            (source, piece.source.region[dim], dim),
+            (target, piece.target.region[other], other),
+        ):
+            if indices.step > 1:
+                edges = {edge for _, boxes in entry.held if len(boxes) > 1 for box in boxes for edge in box[at]}
+                cuts |= {-(-(edge - indices.start) // indices.step) for edge in edges}
+        size = piece.shape[number]
+        edges_of_piece = [0, *sorted(cut for cut in cuts if 0 < cut < size), size]
+        found = [
+            each.slice(number, range(begin, end)) for each in found for begin, end in itertools.pairwise(edges_of_piece)
+        ]
+    return found
+
+
+def check_pieces(pieces: Sequence[Piece], rules: Sequence[Rule], source: Manifest, target: Manifest, what: str) -> None:
+    """Check that pieces use each element of the source tensors, and write each one of the destination once.
+
+    Rules that pad may leave elements of the destination out, those that trim or drop elements of the source.
+
+    Raises:
+        ArgumentError: they do not; the text names the tensor.
+    """
+    for verb, sides, model, exceptions in (
+        ("write", [piece.target for piece in pieces], target, (Pad,)),
+        ("use", [piece.source for piece in pieces], source, (Trim, Drop)),
+    ):
+        regions: dict[str, set[Region]] = {}
+        counts: dict[str, int] = {}
+        for side in sides:
+            of_name = regions.setdefault(side.name, set())
+            if side.region not in of_name:
+                of_name.add(side.region)
+                counts[side.name] = counts.get(side.name, 0) + math.prod(map(len, side.region))
+            elif verb == "write":
+                raise ArgumentError(f"{what}: the rules write a region of {side.name!r} twice")
+        may_leave_out = any(isinstance(rule, exceptions) for rule in rules)
+        for name, count in counts.items():
+            size = math.prod(model.entries[name].shape)
+            if count > size or (count < size and not may_leave_out):
+                raise ArgumentError(f"{what}: the rules {verb} {count} of the {size} elements of {name!r}")
 
 
 def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
@@ -167,33 +240,32 @@ def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
     Args:
         held, wanted: the pieces from the trainer to both.
     """
-    of_source: dict[str, dict[Box, Piece]] = {}
+    of_source: dict[str, dict[Region, Piece]] = {}
     for piece in held:
-        of_source.setdefault(piece.source.name, {}).setdefault(piece.source.box, piece)
+        of_source.setdefault(piece.source.name, {}).setdefault(piece.source.region, piece)
     found = []
     for piece in wanted:
         for other in of_source.get(piece.source.name, {}).values():
-            overlap = tuple(
-                (max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece.source.box, other.source.box, strict=True)
-            )
-            if all(lo < hi for lo, hi in overlap):
+            overlap = tuple(map(meet, piece.source.region, other.source.region))
+            if all(overlap):
                 along = [dim for dim in piece.source.dims if dim in other.source.dims]
-                shape = tuple(overlap[dim][1] - overlap[dim][0] for dim in along)
+                shape = tuple(len(overlap[dim]) for dim in along)
                 found.append(Piece(other.cut(overlap, along), piece.cut(overlap, along), shape, piece.dtype))
     return found
 
 
 def _resolve_ties(parts: Sequence[Part], source: Manifest) -> tuple[Part, ...]:
-    return tuple(Part(source.tied.get(part.source, part.source), part.box, part.start, part.dims) for part in parts)
+    if not source.tied:
+        return tuple(parts)
+    return tuple(replace(part, source=source.tied.get(part.source, part.source)) for part in parts)
 
 
 def _make_piece(part: Part, target: str, source: Manifest) -> Piece:
     along = [dim for dim, other in enumerate(part.dims) if other >= 0]
-    box = tuple(zip(part.start, part.stop(), strict=True))
-    shape = tuple(part.box[dim][1] - part.box[dim][0] for dim in along)
+    shape = tuple(len(part.region[dim]) for dim in along)
     return Piece(
-        Side(part.source, part.box, tuple(along)),
-        Side(target, box, tuple(part.dims[dim] for dim in along)),
+        Side(part.source, part.region, tuple(along)),
+        Side(target, part.place, tuple(part.dims[dim] for dim in along)),
         shape,
         source.entries[part.source].dtype,
     )

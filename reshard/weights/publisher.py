@@ -6,7 +6,7 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,8 +17,9 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.holdings import Shard, read_state
+from reshard.weights.holdings import Shard, StateReader
 from reshard.weights.manifest import merge_states, state_of_rank
+from reshard.weights.quantize import Quantize, Quantizer
 from reshard.weights.route import RouteOptions
 from reshard.weights.sender import Sender
 from reshard.weights.snapshot import Snapshot
@@ -43,6 +44,11 @@ class PublishReport:
     bound_seconds: float = 0.0
     predicted_seconds: float = 0.0
     nbytes: int = 0
+
+
+def _find_dtype(dtype: Any) -> torch.dtype | None:
+    """The torch dtype of any name of it."""
+    return None if dtype is None else getattr(torch, dtype_name(dtype))
 
 
 class PublishHandle:
@@ -92,6 +98,7 @@ class Publisher:
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the snapshot of its own shards.
         dtype: dtype in which floating-point tensors are published. Default: their own.
+        quantize: which tensors are published in float8 instead, with the scales of their blocks.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
         timeout_seconds: limit of each transfer.
         topology: hosts and links of the ranks, for the trainer and then each engine. Default: by host names.
@@ -110,25 +117,30 @@ class Publisher:
         shards: Mapping[str, Shard] | None = None,
         memory_bytes: int = 1 << 30,
         dtype: Any = None,
+        quantize: Sequence[Quantize] = (),
         join_seconds: float = 30.0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         topology: Topology | None = None,
     ) -> None:
         self._team = Team(store, name, "trainer", group, AGREE_SECONDS)
-        self._model, self._timeout_seconds = model, timeout_seconds
+        self._timeout_seconds = timeout_seconds
+        reader = StateReader(model, shards)
         self._handle: PublishHandle | None = None
+        self._outcome: Mapping[str, Any] | None = None  # of the last version that has ended
         self._failure: ReshardError | None = None
+        self._lock = threading.Lock()  # for the three before
         self._last: int | None = None
 
         def describe() -> dict[str, Any]:
             self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
-            kept = None if dtype is None else getattr(torch, dtype_name(dtype))
-            self._snapshot = Snapshot(kept, shards)
-            return {"state": state_of_rank(read_state(model, shards), kept)}
+            return {"state": state_of_rank(reader.read(), _find_dtype(dtype))}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
-            self._manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
+            manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
+            self._quantizer = Quantizer(quantize, manifest) if quantize else None
+            self._manifest = manifest if self._quantizer is None else self._quantizer.manifest
+            self._snapshot = Snapshot(reader, manifest, _find_dtype(dtype), self._quantizer)
             claims = run_collectively(self._team.group, self._claim, "claims the name", AGREE_SECONDS)
             self._last = claims[0]["last"]
             self._sender = Sender(
@@ -167,23 +179,39 @@ class Publisher:
             with contextlib.suppress(ReshardError):
                 self._handle.wait(self._timeout_seconds)
 
-        def copy() -> dict[str, Any]:
+        def measure() -> dict[str, Any]:
+            check()
+            assert self._quantizer is not None
+            return {"measured": self._quantizer.measure(self._snapshot.read().holdings)}
+
+        def check() -> None:
             self._check_usable()
             if isinstance(version, bool) or not isinstance(version, int):
                 raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
             if self._last is not None and version <= self._last:
                 raise ArgumentError(f"version {version} is not larger than {self._last}, the last of this name")
-            self._snapshot.take(self._model, self._manifest, version, self._timeout_seconds)
+
+        def copy() -> dict[str, Any]:
+            check()
+            self._snapshot.take(self._snapshot.read(), measured, version, self._timeout_seconds)
             return {"version": version}
 
         kept = "" if self._last is None else f"engines keep version {self._last}"
         seconds = self._timeout_seconds + AGREE_SECONDS  # others may still send the version before
+        measured: list[Any] = []
+        if self._quantizer is not None and self._quantizer.has_shared:
+            found = run_collectively(self._team.group, measure, "measures what it quantizes", seconds, kept)
+            measured += [report["measured"] for report in found.values()]
         reports = run_collectively(self._team.group, copy, "publishes a version", seconds, kept)
         versions = {report["version"] for report in reports.values()}
         if len(versions) > 1:
             raise ArgumentError(f"ranks of the trainer publish different versions: {sorted(versions)}")
         self._last = version
-        handle = self._handle = PublishHandle(version)
+        handle = PublishHandle(version)
+        with self._lock:
+            self._handle = handle
+            self._end_handle()
+        self._sender.watch(handle.done)
         if self._team.is_leader:
             try:
                 self._team.post.post(self._team.address(0), {"kind": "publish", "version": version}, AGREE_SECONDS)
@@ -219,12 +247,20 @@ class Publisher:
 
     def _end(self, outcome: Mapping[str, Any]) -> None:
         """End the handle of a version, as the leader says."""
-        handle = self._handle
-        if handle is not None and handle.version == outcome["version"]:
-            error = None if outcome["failed"] is None else rebuild_error(*outcome["failed"])
-            handle._end(PublishReport(**outcome["report"]), error)
+        with self._lock:
+            self._outcome = outcome
+            self._end_handle()
 
     def _fail(self, error: BaseException) -> None:
-        self._failure = lost_store_error(error)
-        if self._handle is not None:
-            self._handle._end(PublishReport(self._handle.version), self._failure)
+        with self._lock:
+            self._failure = lost_store_error(error)
+            self._end_handle()
+
+    def _end_handle(self) -> None:
+        """End the handle if its version has ended, which may be before this rank has made the handle."""
+        handle, outcome = self._handle, self._outcome
+        if handle is not None and outcome is not None and handle.version == outcome["version"]:
+            error = None if outcome["failed"] is None else rebuild_error(*outcome["failed"])
+            handle._end(PublishReport(**outcome["report"]), error)
+        if handle is not None and self._failure is not None:
+            handle._end(PublishReport(handle.version), self._failure)

@@ -20,6 +20,7 @@ from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, compose, match
 from reshard.weights.route import Route, RouteOptions
+from reshard.weights.survivors import on_ranks
 from reshard.weights.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
 from reshard.weights.verify import Checker, Digests
 
@@ -67,9 +68,9 @@ class Receiver:
         self._arrived: int | None = None  # the version in the shadow, if this rank has all of it
         self._complete: int | None = None  # the last version that all ranks have and that is verified
         self._complete_arrays: Arrays = {}
-        self._digests: Digests = []  # of the last version
+        self._digests: Digests = [[], []]  # of the last version
         self._values: Mapping[str, Value] = {}
-        self._kept: tuple[Arrays, Mapping[str, Value], Digests] = {}, {}, []  # what is installed
+        self._kept: tuple[Arrays, Mapping[str, Value], Digests] = {}, {}, [[], []]  # what is installed
         self._spare: Arrays = {}  # memory of what was installed before
         self._leader = _Leader(self, team) if team.is_leader else None
 
@@ -202,6 +203,8 @@ class Receiver:
             self.close()
             roster = self._team.roster
             trainer = roster.member("trainer", message["trainer"]).manifest
+            if "ranks" in message:
+                trainer = on_ranks(trainer, message["ranks"], "the trainer")
             target = self._manifest.resolve(trainer)
             self._pieces = match(trainer, target, "the engine")
             self._checker, self._tied = Checker(trainer, target, self._pieces), target.tied
@@ -227,14 +230,15 @@ class Receiver:
     def _verify(self, message: Message) -> None:
         """Compare the digests of the shadow with those of the trainer, on all ranks."""
         version = message["version"]
+        own: Digests = [[], []]
 
         def digest() -> dict[str, Any]:
             if self._arrived != version or self._checker is None:
                 raise RemoteError(self._problem or f"version {version} has not arrived")
-            own.extend(self._checker.digest_target(self._shadow, self._team.rank))
+            nonlocal own
+            own = self._checker.digest_target(self._shadow, self._team.rank)
             return {"digests": own}
 
-        own: Digests = []
         failed = None
         try:
             seconds = self._options.timeout_seconds + AGREE_SECONDS  # other ranks may still receive
@@ -428,4 +432,6 @@ class _Leader:
             return
         trainer = roster.publisher()
         if trainer is not None:
-            self._team.post.post(trainer.address(), {"kind": "fetch", "engine": self._team.id})
+            rank = roster.first_living("trainer", trainer.id, range(trainer.manifest.size))
+            if rank is not None:
+                self._team.post.post(trainer.address(rank), {"kind": "fetch", "engine": self._team.id})

@@ -119,6 +119,10 @@ class Roster:
         """Whether the process of a rank of a team has ended, or has closed its side."""
         return has_ended(self._store.under(_join_prefix(kind, team_id)), rank)
 
+    def first_living(self, kind: str, team_id: str, ranks: range) -> int | None:
+        """The first of some ranks of a team whose process is not known to have ended."""
+        return next((rank for rank in ranks if not self.has_ended(kind, team_id, rank)), None)
+
     def enlist(self, team_id: str) -> None:
         """Add an engine, or add it again after it was dropped."""
         number = 0

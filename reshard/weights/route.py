@@ -97,6 +97,8 @@ class Route:
         tensors = [specs.spec(bundle, name) for bundle, name in zip(bundles, names, strict=True)]
         self._sides = [[_side_of(pieces, firsts[place], place == 0) for pieces in bundle] for bundle in bundles]
         self._model, self._rank = models[place], rank
+        self._arrays: dict[str, torch.Tensor] = {}
+        self._views: list[list[torch.Tensor]] = [[] for _ in bundles]
         self._group = join(store, self._rank_in_route, sum(model.size for model in models))
         try:
             found = find_topology(self._group, timeout_seconds=options.join_seconds)
@@ -125,8 +127,7 @@ class Route:
             arrays: the local shards of the source model by name.
         """
         sent: dict[str | None, Any] = {}
-        for spec, sides in zip(self.plan.tensors, self._sides, strict=True):
-            views = self._views(sides, arrays)
+        for spec, views in zip(self.plan.tensors, self._find_views(arrays), strict=True):
             sent[spec.name] = None if not views else _one(views).to(self.device)
         return self._mover.start(sent)
 
@@ -134,8 +135,7 @@ class Route:
         """Receive into the local shards of the destination model of this rank, given by name."""
         out: dict[str | None, Any] = {}
         landed = []
-        for spec, sides in zip(self.plan.tensors, self._sides, strict=True):
-            views = self._views(sides, arrays)
+        for spec, views in zip(self.plan.tensors, self._find_views(arrays), strict=True):
             if not views:
                 out[spec.name] = None
             elif len(views) == 1 and views[0].device.type == self.device:
@@ -151,10 +151,15 @@ class Route:
                 view.copy_(part)
         synchronize(arrays.values())
 
-    def _views(self, sides: Sequence[Side | None], arrays: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """What this rank holds of the pieces of a bundle: all of them or none."""
-        views = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
-        return [view for view in views if view is not None]
+    def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
+        """What this rank holds of the pieces of each bundle: all of them or none. Kept for the same arrays."""
+        if not _are_same(arrays, self._arrays):
+            self._views = []
+            for sides in self._sides:
+                found = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
+                self._views.append([view for view in found if view is not None])
+            self._arrays = dict(arrays)
+        return self._views
 
     def close(self) -> None:
         """Close the connections."""
@@ -167,6 +172,10 @@ def _side_of(pieces: Mapping[int, Piece], first: int, is_source: bool) -> Side |
     if is_source:
         return next(iter(pieces.values())).source
     return pieces[first].target if first in pieces else None
+
+
+def _are_same(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(array is second[name] for name, array in first.items())
 
 
 def _one(views: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,91 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 from reshard.errors import ArgumentError
-from reshard.sharding import Box
+from reshard.weights.parts import Made, Part, join_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Part:
-    """A region of a source tensor, and where it lies in a tensor that rules have made.
-
-    Attributes:
-        source: name of the source tensor. box: the region of it.
-        start: where the region begins in the made tensor, one number per dim of that.
-        dims: the dim of the made tensor along which each dim of the source runs; -1 for a dim of which the region has
-            one slice. Other dims of the made tensor have size 1.
-    """
-
-    source: str
-    box: Box
-    start: tuple[int, ...]
-    dims: tuple[int, ...]
-
-    def stop(self) -> tuple[int, ...]:
-        """Where the region ends in the made tensor."""
-        sizes = dict(zip(self.dims, (hi - lo for lo, hi in self.box), strict=True))
-        return tuple(at + sizes.get(dim, 1) for dim, at in enumerate(self.start))
-
-
-@dataclass(frozen=True)
-class Made:
-    """A tensor that rules have made, from parts of source tensors."""
-
-    shape: tuple[int, ...]
-    parts: tuple[Part, ...]
-
-    @classmethod
-    def of(cls, name: str, shape: tuple[int, ...]) -> Made:
-        """A source tensor itself."""
-        whole = tuple((0, size) for size in shape)
-        return cls(shape, (Part(name, whole, (0,) * len(shape), tuple(range(len(shape)))),))
-
-    def cut(self, dim: int, lo: int, hi: int) -> Made:
-        """The slice ``lo`` to ``hi`` along a dim."""
-        parts = []
-        for part in self.parts:
-            first, last = max(part.start[dim], lo), min(part.stop()[dim], hi)
-            if first < last:
-                box = list(part.box)
-                if dim in part.dims:
-                    source = part.dims.index(dim)
-                    begin = box[source][0] + first - part.start[dim]
-                    box[source] = begin, begin + last - first
-                start = (*part.start[:dim], first - lo, *part.start[dim + 1 :])
-                parts.append(replace(part, box=tuple(box), start=start))
-        return Made((*self.shape[:dim], hi - lo, *self.shape[dim + 1 :]), tuple(parts))
-
-    def moved(self, dim: int, by: int) -> tuple[Part, ...]:
-        """The parts, further along a dim."""
-        return tuple(
-            replace(part, start=(*part.start[:dim], part.start[dim] + by, *part.start[dim + 1 :]))
-            for part in self.parts
-        )
-
-    def with_dim(self, dim: int) -> Made:
-        """The same with a new dim of size 1."""
-        parts = tuple(
-            replace(
-                part,
-                start=(*part.start[:dim], 0, *part.start[dim:]),
-                dims=tuple(other + (other >= dim) for other in part.dims),
-            )
-            for part in self.parts
-        )
-        return Made((*self.shape[:dim], 1, *self.shape[dim:]), parts)
-
-    def transposed(self) -> Made:
-        """The same with its two dims exchanged."""
-        parts = tuple(
-            replace(part, start=part.start[::-1], dims=tuple(1 - dim if dim >= 0 else dim for dim in part.dims))
-            for part in self.parts
-        )
-        return Made(self.shape[::-1], parts)
 
 
 @dataclass(frozen=True)
@@ -108,8 +30,9 @@ class Rename:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """Replace tensors by what the rule makes of them; ``wanted`` has the shapes of the destination."""
-        for name, filled in _matches(self.source, made):
-            made[_fill(self.target, filled)] = made.pop(name)
+        found = [(_fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
+        for name, tensor in found:
+            _put(made, name, tensor, self)
 
 
 @dataclass(frozen=True)
@@ -126,12 +49,13 @@ class Concatenate:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for _, filled in _matches(self.sources[0], made):
+        for _, filled in match_names(self.sources[0], made):
             names = [_fill(source, filled) for source in self.sources]
             missing = [name for name in names if name not in made]
             if missing:
                 raise ArgumentError(f"{self} lacks {', '.join(map(repr, missing))}")
-            made[_fill(self.target, filled)] = _join([made.pop(name) for name in names], self.dim, str(self))
+            joined = join_tensors([made.pop(name) for name in names], self.dim, str(self))
+            _put(made, _fill(self.target, filled), joined, self)
 
 
 @dataclass(frozen=True)
@@ -148,15 +72,17 @@ class Split:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, filled in _matches(self.source, made):
+        for name, filled in match_names(self.source, made):
             names = [_fill(target, filled) for target in self.targets]
             missing = [each for each in names if each not in wanted]
             if missing:
                 raise ArgumentError(f"{self}: the destination lacks {', '.join(map(repr, missing))}")
             whole, at = made.pop(name), 0
+            _check_dim(self, self.dim, whole.shape, *(wanted[each] for each in names))
             for each in names:
                 size = wanted[each][self.dim]
-                made[each], at = whole.cut(self.dim, at, at + size), at + size
+                _put(made, each, whole.cut(self.dim, range(at, at + size)), self)
+                at += size
             if at != whole.shape[self.dim]:
                 raise ArgumentError(
                     f"{self}: dim {self.dim} of {name!r} has {whole.shape[self.dim]} elements, and its parts have {at}"
@@ -179,13 +105,13 @@ class Stack:
         """See :meth:`Rename.apply`."""
         number = _number_of(self.source)
         found: dict[str, dict[int, str]] = {}
-        for name, filled in _matches(self.source, made):
+        for name, filled in match_names(self.source, made):
             found.setdefault(_fill(self.target, filled), {})[int(filled[number])] = name
         for target, numbered in found.items():
             if sorted(numbered) != list(range(len(numbered))):
                 raise ArgumentError(f"{self}: {target!r} would lack numbers below {max(numbered)}")
             layers = [made.pop(numbered[index]).with_dim(self.dim) for index in range(len(numbered))]
-            made[target] = _join(layers, self.dim, str(self))
+            _put(made, target, join_tensors(layers, self.dim, str(self)), self)
 
 
 @dataclass(frozen=True)
@@ -203,11 +129,12 @@ class Unstack:
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         number = _number_of(self.target)
-        for name, filled in _matches(self.source, made):
+        for name, filled in match_names(self.source, made):
             whole = made.pop(name)
+            _check_dim(self, self.dim, whole.shape)
             for index in range(whole.shape[self.dim]):
-                layer = _split_dim(whole.cut(self.dim, index, index + 1), self.dim)
-                made[_fill(self.target, filled | {number: str(index)})] = layer
+                layer = whole.cut(self.dim, range(index, index + 1)).without_dim(self.dim)
+                _put(made, _fill(self.target, filled | {number: str(index)}), layer, self)
 
 
 @dataclass(frozen=True)
@@ -222,7 +149,7 @@ class Transpose:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             if len(made[name].shape) != 2:
                 raise ArgumentError(f"{self}: {name!r} has {len(made[name].shape)} dims, not 2")
             made[name] = made[name].transposed()
@@ -241,8 +168,9 @@ class Pad:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             shape = made[name].shape
+            _check_dim(self, self.dim, shape)
             if name in wanted and len(wanted[name]) == len(shape) and wanted[name][self.dim] >= shape[self.dim]:
                 longer = (*shape[: self.dim], wanted[name][self.dim], *shape[self.dim + 1 :])
                 made[name] = Made(longer, made[name].parts)
@@ -261,9 +189,11 @@ class Trim:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
-            if name in wanted and wanted[name][self.dim] <= made[name].shape[self.dim]:
-                made[name] = made[name].cut(self.dim, 0, wanted[name][self.dim])
+        for name, _ in match_names(self.name, made):
+            shape = made[name].shape
+            _check_dim(self, self.dim, shape)
+            if name in wanted and len(wanted[name]) == len(shape) and wanted[name][self.dim] <= shape[self.dim]:
+                made[name] = made[name].cut(self.dim, range(wanted[name][self.dim]))
 
 
 @dataclass(frozen=True)
@@ -278,14 +208,131 @@ class Drop:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
-        for name, _ in _matches(self.name, made):
+        for name, _ in match_names(self.name, made):
             del made[name]
 
 
-Rule = Rename | Concatenate | Split | Stack | Unstack | Transpose | Pad | Trim | Drop
-_KINDS: dict[str, Any] = {
-    kind.__name__: kind for kind in (Rename, Concatenate, Split, Stack, Unstack, Transpose, Pad, Trim, Drop)
-}
+@dataclass(frozen=True)
+class Rope:
+    """Rows of rotary queries or keys in another order, for example ``Rope("{p}.q_proj.weight", head_dim=128)``.
+
+    The original Llama, and torchtitan, rotate neighbouring rows of a head: the pairs (0, 1), (2, 3) and so on. Hugging
+    Face's Llama rotates row ``i`` of the first half of a head with row ``i`` of the second half.
+
+    Attributes:
+        name: of the tensors, with heads along their first dim.
+        head_dim: number of rows of a head, even.
+        to: order on the destination: ``"halves"`` (Hugging Face) or ``"pairs"``; the source has the other one.
+    """
+
+    name: str
+    head_dim: int
+    to: str = "halves"
+
+    def __post_init__(self) -> None:
+        if self.to not in ("halves", "pairs"):
+            raise ArgumentError(f'Rope: to is {self.to!r:.40}; it must be "halves" or "pairs"')
+        if not isinstance(self.head_dim, int) or self.head_dim < 2 or self.head_dim % 2:
+            raise ArgumentError(f"Rope: head_dim is {self.head_dim!r:.40}; it must be an even number of rows")
+
+    def inverse(self) -> Rule:
+        """See :meth:`Rename.inverse`."""
+        return Rope(self.name, self.head_dim, "pairs" if self.to == "halves" else "halves")
+
+    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+        """See :meth:`Rename.apply`."""
+        for name, _ in match_names(self.name, made):
+            whole = made[name]
+            rows, half = whole.shape[0] if whole.shape else 0, self.head_dim // 2
+            if rows % self.head_dim:
+                raise ArgumentError(f"{self}: {name!r} has {rows} rows, which are no whole heads")
+            parts: list[Part] = []
+            for head in range(0, rows, self.head_dim):
+                for turn in range(2):
+                    pair = range(head + turn, head + self.head_dim, 2)
+                    run = range(head + turn * half, head + (turn + 1) * half)
+                    given, placed = (pair, run) if self.to == "halves" else (run, pair)
+                    parts += whole.cut(0, given).placed(0, placed)
+            made[name] = Made(whole.shape, tuple(parts))
+
+
+@dataclass(frozen=True)
+class GroupHeads:
+    """Queries, keys and values as one tensor, group by group: the queries of a key's head, that key, that value.
+
+    Megatron's ``linear_qkv`` is ``GroupHeads(("{p}.q_proj.{t}", "{p}.k_proj.{t}", "{p}.v_proj.{t}"), ..., groups=8)``
+    for 8 heads of keys. With as many groups as heads, each head has its query, key and value together.
+
+    Attributes:
+        sources, target: names. groups: number of groups along the first dim of each source.
+    """
+
+    sources: tuple[str, ...]
+    target: str
+    groups: int
+
+    def __post_init__(self) -> None:
+        _check_groups(self, self.groups)
+
+    def inverse(self) -> Rule:
+        """See :meth:`Rename.inverse`."""
+        return UngroupHeads(self.target, self.sources, self.groups)
+
+    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+        """See :meth:`Rename.apply`."""
+        for _, filled in match_names(self.sources[0], made):
+            names = [_fill(source, filled) for source in self.sources]
+            missing = [name for name in names if name not in made]
+            if missing:
+                raise ArgumentError(f"{self} lacks {', '.join(map(repr, missing))}")
+            tensors = [made.pop(name) for name in names]
+            sizes = [
+                _group_size(self, self.groups, name, each.shape) for name, each in zip(names, tensors, strict=True)
+            ]
+            runs = [
+                tensor.cut(0, range(group * size, (group + 1) * size))
+                for group in range(self.groups)
+                for tensor, size in zip(tensors, sizes, strict=True)
+            ]
+            _put(made, _fill(self.target, filled), join_tensors(runs, 0, str(self)), self)
+
+
+@dataclass(frozen=True)
+class UngroupHeads:
+    """One tensor of groups of heads as several; see :class:`GroupHeads`. The destination has their sizes."""
+
+    source: str
+    targets: tuple[str, ...]
+    groups: int
+
+    def __post_init__(self) -> None:
+        _check_groups(self, self.groups)
+
+    def inverse(self) -> Rule:
+        """See :meth:`Rename.inverse`."""
+        return GroupHeads(self.targets, self.source, self.groups)
+
+    def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
+        """See :meth:`Rename.apply`."""
+        for name, filled in match_names(self.source, made):
+            names = [_fill(target, filled) for target in self.targets]
+            missing = [each for each in names if each not in wanted]
+            if missing:
+                raise ArgumentError(f"{self}: the destination lacks {', '.join(map(repr, missing))}")
+            whole, at = made.pop(name), 0
+            sizes = [_group_size(self, self.groups, each, wanted[each]) for each in names]
+            rows = whole.shape[0] if whole.shape else 0
+            if rows != sum(sizes) * self.groups:
+                raise ArgumentError(f"{self}: {name!r} has {rows} rows, and its parts have {sum(sizes) * self.groups}")
+            for each, size in zip(names, sizes, strict=True):
+                begins = range(at, rows, sum(sizes))
+                runs = [whole.cut(0, range(begin, begin + size)) for begin in begins]
+                _put(made, each, join_tensors(runs, 0, str(self)), self)
+                at += size
+
+
+Rule = Rename | Concatenate | Split | Stack | Unstack | Transpose | Pad | Trim | Drop | Rope | GroupHeads | UngroupHeads
+_KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Rule)}
 
 
 def inverted(rules: Sequence[Rule]) -> tuple[Rule, ...]:
@@ -326,7 +373,7 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
         names = dict(wanted_after[-1])
         if isinstance(rule, Rename):
             _fill(rule.target, dict.fromkeys(_placeholders(rule.source), ""))  # raises if it does not fit
-            for name, filled in _matches(rule.target, names):
+            for name, filled in match_names(rule.target, names):
                 names[_fill(rule.source, filled)] = names.pop(name)
         wanted_after.append(names)
     for rule, after in zip(rules, reversed(wanted_after[:-1]), strict=True):
@@ -334,33 +381,36 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
     return made
 
 
-def _join(tensors: Sequence[Made], dim: int, what: str) -> Made:
-    """Tensors one after the other along a dim."""
-    parts: list[Part] = []
-    size, first = 0, tensors[0].shape
-    for tensor in tensors:
-        if len(tensor.shape) <= dim or (
-            (*tensor.shape[:dim], *tensor.shape[dim + 1 :]) != (*first[:dim], *first[dim + 1 :])
-        ):
-            raise ArgumentError(f"{what}: shapes {list(first)} and {list(tensor.shape)} do not join along dim {dim}")
-        parts += tensor.moved(dim, size)
-        size += tensor.shape[dim]
-    return Made((*first[:dim], size, *first[dim + 1 :]), tuple(parts))
+def _put(made: dict[str, Made], name: str, tensor: Made, rule: Any) -> None:
+    """Add a tensor under a name that no other one has."""
+    if name in made:
+        raise ArgumentError(f"{rule}: there is a tensor {name!r} already")
+    made[name] = tensor
 
 
-def _split_dim(layer: Made, dim: int) -> Made:
-    """A slice of size 1 without its dim: that dim of the source gets no dim of the destination."""
-    parts = []
-    for part in layer.parts:
-        dims = tuple(-1 if other == dim else other - (other > dim) for other in part.dims)
-        parts.append(replace(part, start=(*part.start[:dim], *part.start[dim + 1 :]), dims=dims))
-    return Made((*layer.shape[:dim], *layer.shape[dim + 1 :]), tuple(parts))
+def _check_dim(rule: Any, dim: int, *shapes: Sequence[int]) -> None:
+    for shape in shapes:
+        if not 0 <= dim < len(shape):
+            raise ArgumentError(f"{rule}: a tensor of shape {list(shape)} has no dim {dim}")
+
+
+def _check_groups(rule: Any, groups: Any) -> None:
+    if not isinstance(groups, int) or groups < 1:
+        raise ArgumentError(f"{type(rule).__name__}: groups is {groups!r:.40}; it must be a positive integer")
+
+
+def _group_size(rule: Any, groups: int, name: str, shape: Sequence[int]) -> int:
+    """Number of rows of one group."""
+    rows = shape[0] if shape else 0
+    if not rows or rows % groups:
+        raise ArgumentError(f"{rule}: {groups} groups do not divide the {rows} rows of {name!r}")
+    return rows // groups
 
 
 _PLACEHOLDER = re.compile(r"\{(\w+)(:d)?\}")
 
 
-def _matches(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+def match_names(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """The names that a pattern matches, each with what its placeholders stand for."""
     at, text, seen = 0, "", set()
     for found in _PLACEHOLDER.finditer(pattern):

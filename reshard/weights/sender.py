@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
-from reshard.weights.dispatcher import Dispatcher, Outcome
+from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
 from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import match
 from reshard.weights.route import Route, RouteOptions
 from reshard.weights.snapshot import Snapshot
+from reshard.weights.survivors import on_ranks
 from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
 from reshard.weights.verify import Checker, Digests, add_all
+
+#: Longest time after which a rank looks again whether those before it are alive.
+MAX_WATCH_SECONDS = 10.0
 
 
 class Sender:
@@ -43,6 +49,7 @@ class Sender:
         self._options = options
         self._route: tuple[str, Route] | None = None
         self._checkers: dict[str, Checker] = {}
+        self._rank = team.rank  # among those that send
         self._dispatcher = Dispatcher(team, manifest, options) if team.is_leader else None
 
     def act(self, message: Message) -> None:
@@ -54,6 +61,8 @@ class Sender:
             self._team.pong(message)
         elif kind == "done":
             self._end(message)
+        elif kind in ("lead", "fetch") and self._dispatcher is None:
+            self._lead()
         elif self._dispatcher is not None:
             self._dispatcher.act(message)
 
@@ -63,15 +72,54 @@ class Sender:
             self._route[1].close()
             self._route = None
 
+    def watch(self, is_done: Callable[[], bool]) -> None:
+        """Let the first rank that lives lead the trainer, if those before it end while a version is on its way.
+
+        Args:
+            is_done: whether this rank knows what became of the version.
+        """
+        team, asked = self._team, 0
+
+        def look() -> None:
+            nonlocal asked
+            if is_done() or team.is_closed:
+                return
+            with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
+                first = team.roster.first_living("trainer", team.id, range(asked, team.rank))
+                first = team.rank if first is None else first
+                if first != asked:
+                    asked = first
+                    team.post.post(team.address(first), {"kind": "lead"})
+            if asked < team.rank:
+                look_later()
+
+        def look_later() -> None:
+            timer = threading.Timer(min(CHECK_SECONDS * team.rank, MAX_WATCH_SECONDS), look)
+            timer.daemon = True
+            timer.start()
+
+        if team.rank:
+            look_later()
+
+    def _lead(self) -> None:
+        """Take over from the ranks before this one, which have ended."""
+        if self._snapshot.version is not None:
+            self._dispatcher = Dispatcher(self._team, self._manifest, self._options)
+            self._dispatcher.take_over(self._snapshot.version)
+
     def _send(self, message: Message) -> None:
         """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
         times: dict[str, float] = {}
         values: dict[str, Value] = {}
         seconds = self._options.timeout_seconds + AGREE_SECONDS  # others may still be sending
+        key, ranks = message["route"], message["ranks"]
+        if self._team.rank not in ranks:  # the others take this rank for lost
+            self.close()
+            return
 
         def send() -> dict[str, Any]:
             engines = self._team.roster.targets(self._manifest, message["engines"])
-            route = self._find_route(message["route"], engines)
+            route = self._find_route(key, ranks, engines)
             begun = time.monotonic()
             with self._snapshot.sending(message["version"]):
                 values.update(self._snapshot.values)
@@ -82,39 +130,39 @@ class Sender:
             return {"digests": digests}
 
         try:
-            reports = run_collectively(self._team.inner_group(), send, "sends a version", seconds)
+            group = self._team.group_of(ranks, key)
+            reports = run_collectively(group, send, "sends a version", seconds)
         except ReshardError as error:
             self.close()
             outcome = Outcome(error=error)
         else:
-            digests = {
-                engine: add_all([report["digests"][engine] for report in reports.values()])
-                for engine in message["engines"]
-            }
-            totals: dict[str, int] = {}  # an engine that trims a tensor has none of it
-            for engine, checker in self._checkers.items():
-                totals |= checker.add_tensors(digests[engine])
-            outcome = Outcome(
-                digests=digests,
-                totals=totals,
-                times=times,
-                values=values,
-            )
+            outcome = Outcome(times=times, values=values)
+            if self._dispatcher is not None:
+                digests = {
+                    engine: add_all([report["digests"][engine] for report in reports.values()])
+                    for engine in message["engines"]
+                }
+                totals: dict[str, int] = {}  # an engine that trims a tensor has none of it
+                for engine, checker in self._checkers.items():
+                    totals |= checker.add_tensors(digests[engine])
+                outcome = Outcome(digests=digests, totals=totals, times=times, values=values)
         if self._dispatcher is not None:
             self._dispatcher.end_sending(message, outcome)
 
-    def _find_route(self, key: str, engines: Mapping[str, Manifest]) -> Route:
+    def _find_route(self, key: str, ranks: Sequence[int], engines: Mapping[str, Manifest]) -> Route:
         if self._route is None or self._route[0] != key:
             self.close()
-            pieces = {name: match(self._manifest, target, name) for name, target in engines.items()}
+            manifest = on_ranks(self._manifest, ranks, "the trainer")
+            self._rank = ranks.index(self._team.rank)
+            pieces = {name: match(manifest, target, name) for name, target in engines.items()}
             store = dist.PrefixStore(f"routes/{key}", self._team.raw)
             targets = list(engines.values())
             self._checkers = {}
             for name, target in engines.items():  # engines with equal models share one
                 twin = next((other for other in self._checkers if engines[other] == target), None)
-                checker = Checker(self._manifest, target, pieces[name]) if twin is None else self._checkers[twin]
+                checker = Checker(manifest, target, pieces[name]) if twin is None else self._checkers[twin]
                 self._checkers[name] = checker
-            route = Route(store, self._manifest, targets, list(pieces.values()), 0, self._team.rank, self._options)
+            route = Route(store, manifest, targets, list(pieces.values()), 0, self._rank, self._options)
             self._route = key, route
         return self._route[1]
 
@@ -123,5 +171,5 @@ class Sender:
         found: dict[int, Digests] = {}
         for checker in self._checkers.values():
             if id(checker) not in found:
-                found[id(checker)] = checker.digest_source(self._snapshot.arrays, self._team.rank)
+                found[id(checker)] = checker.digest_source(self._snapshot.arrays, self._rank)
         return {engine: found[id(checker)] for engine, checker in self._checkers.items()}

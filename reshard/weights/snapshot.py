@@ -4,68 +4,95 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, TransferTimeoutError
-from reshard.weights.holdings import Shard, Value, read_state, synchronize
+from reshard.weights.holdings import ModelState, StateReader, Value, synchronize
 from reshard.weights.manifest import Manifest
+from reshard.weights.quantize import Quantizer
 
 
 class Snapshot:
     """The local shards of one version. One thread copies, another one sends; never both at once.
 
     Args:
+        reader: of the model.
+        manifest: of the model when it was first read.
         dtype: dtype of floating-point tensors; None: their own.
-        shards: what plain tensors hold, see :class:`reshard.weights.Publisher`.
+        quantizer: of tensors that are published in float8.
 
     Attributes:
         arrays, values: tensors, and numbers and strings, by name.
+        version: which one it is; None while there is none.
     """
 
-    def __init__(self, dtype: torch.dtype | None, shards: Mapping[str, Shard] | None) -> None:
+    def __init__(
+        self,
+        reader: StateReader,
+        manifest: Manifest,
+        dtype: torch.dtype | None,
+        quantizer: Quantizer | None,
+    ) -> None:
         self.arrays: dict[str, torch.Tensor] = {}
         self.values: dict[str, Value] = {}
-        self._dtype, self._shards = dtype, shards
-        self._version: int | None = None
+        self._reader, self._manifest, self._dtype, self._quantizer = reader, manifest, dtype, quantizer
+        self._checked: ModelState | None = None
+        self.version: int | None = None
         self._lock = threading.Lock()
 
-    def take(self, model: Any, manifest: Manifest, version: int, seconds: float) -> None:
-        """Copy the weights of a model.
-
-        Args:
-            manifest: of the model when it was first read.
-            seconds: how long to wait for a version that is being sent.
+    def read(self) -> ModelState:
+        """The state of the model.
 
         Raises:
             ArgumentError: the tensors of the model have changed.
-            TransferTimeoutError: a version is still being sent.
         """
-        state = read_state(model, self._shards)
+        state = self._reader.read()
+        if state is self._checked:
+            return state
         for name, holding in state.holdings.items():
-            entry = manifest.entries.get(name)
+            entry = self._manifest.entries.get(name)
             kept = self._kept(holding.array)
             if entry is None or entry.shape != holding.shape or entry.dtype != dtype_name(kept):
                 raise ArgumentError(f"{name!r} has changed its shape or dtype, or is new; make a new Publisher")
-        missing = self.arrays.keys() - state.holdings.keys()
+        missing = set() if self._checked is None else self._checked.holdings.keys() - state.holdings.keys()
         if missing:
             raise ArgumentError(f"{min(missing)!r} is gone from the model; make a new Publisher")
+        self._checked = state
+        return state
+
+    def take(self, state: ModelState, measured: Sequence[Mapping[str, Any]], version: int, seconds: float) -> None:
+        """Copy the weights of a model.
+
+        Args:
+            state: of the model.
+            measured: what all ranks have measured for the quantizer.
+            seconds: how long to wait for a version that is being sent.
+
+        Raises:
+            TransferTimeoutError: a version is still being sent.
+        """
         if not self._lock.acquire(timeout=seconds):
-            raise TransferTimeoutError(f"version {self._version} is still being sent after {seconds:g} s")
+            raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
         try:
-            self._version = None
+            self.version = None
             for name, holding in state.holdings.items():
+                if self._quantizer is not None and name in self._quantizer.names:
+                    continue
                 known, array = self.arrays.get(name), holding.array
                 if known is None or known.shape != array.shape:
-                    known = self.arrays[name] = torch.empty(array.shape, dtype=self._kept(array), device=array.device)
+                    kept = self._kept(array)
+                    known = self.arrays[name] = torch.empty(array.shape, dtype=kept, device=array.device)
                 known.copy_(array)
+            if self._quantizer is not None:
+                self._quantizer.quantize(state.holdings, measured, self.arrays)
             synchronize(self.arrays.values())
             self.values.clear()
             self.values.update(state.values)
-            self._version = version
+            self.version = version
         finally:
             self._lock.release()
 
@@ -77,8 +104,8 @@ class Snapshot:
             ArgumentError: it is not of this version.
         """
         with self._lock:
-            if self._version != version:
-                raise ArgumentError(f"version {version} is no longer there; the trainer holds {self._version}")
+            if self.version != version:
+                raise ArgumentError(f"version {version} is no longer there; the trainer holds {self.version}")
             yield
 
     def _kept(self, array: torch.Tensor) -> torch.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from reshard.api.mover import Mover
-from reshard.coordination import find_group
+from reshard.coordination import Group, find_group
 from reshard.coordination.topology_discovery import find_topology
 from reshard.errors import ArgumentError
 from reshard.planner import plan_tensors
@@ -21,6 +21,7 @@ from reshard.weights.holdings import ModelState, read_state, write_values
 from reshard.weights.install import Arrays
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.pieces import Side, Specs, match
+from reshard.weights.quantize import Quantize, Quantizer
 from reshard.weights.rules import Rule
 from reshard.weights.team import run_collectively
 from reshard.weights.verify import Checker, add_all, view_of
@@ -32,6 +33,7 @@ def transfer_state_dict(
     *,
     group: Any = None,
     rules: Sequence[Rule] | None = None,
+    quantize: Sequence[Quantize] = (),
     memory_bytes: int = 1 << 30,
     timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
     topology: Topology | None = None,
@@ -46,6 +48,7 @@ def transfer_state_dict(
             of the source are written to a mapping too.
         group: the process group (default: the world) or the result of :func:`reshard.join` of all ranks.
         rules: see :mod:`reshard.weights.rules`. Default: those of the families of models that fit.
+        quantize: which tensors of the source arrive in float8, with the scales of their blocks.
         memory_bytes: memory for data in transit on each rank.
         timeout_seconds: limit of each agreement, and of the transfer.
         topology: hosts and links of the ranks. Default: by host names.
@@ -66,6 +69,9 @@ def transfer_state_dict(
     seconds = timeout_seconds if isinstance(timeout_seconds, (int, float)) else DEFAULT_TIMEOUT_SECONDS
     reports = run_collectively(found, describe, "describes its state", seconds)
     source, target = (_merge(reports, side, found.size) for side in ("src", "dst"))
+    sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
+    if quantize:
+        source = _quantize(found, quantize, source, states["src"], sent, seconds)
     target = replace(target, rules=None if rules is None else tuple(rules))
     pieces = match(source, target, "the destination")
     specs = Specs(source, {0: target})
@@ -73,7 +79,6 @@ def transfer_state_dict(
     if topology is None:
         topology = find_topology(found, timeout_seconds=seconds)
     plan = plan_tensors(tensors, topology=topology, staging_bytes=memory_bytes)
-    sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
     live = {} if states["dst"] is None else {name: each.array for name, each in states["dst"].holdings.items()}
     dtypes = {piece.target.name: piece.dtype for piece in pieces}
     landed = {name: _receive_buffer(array, dtypes[name]) for name, array in live.items() if name in dtypes}
@@ -104,6 +109,27 @@ def transfer_state_dict(
     mark_written(live.values())
     if dst is not None:
         write_values(dst, source.values)
+
+
+def _quantize(
+    group: Group,
+    rules: Sequence[Quantize],
+    source: Manifest,
+    state: ModelState | None,
+    sent: Arrays,
+    seconds: float,
+) -> Manifest:
+    """Replace tensors of the source by quantized ones; returns the manifest of those."""
+    quantizer = Quantizer(rules, source)
+    holdings = {} if state is None else state.holdings
+    measured = run_collectively(
+        group, lambda: {"measured": quantizer.measure(holdings)}, "measures what it quantizes", seconds
+    )
+    kept = {name: array for name, array in sent.items() if name not in quantizer.names}
+    sent.clear()
+    quantizer.quantize(holdings, [report["measured"] for report in measured.values()], sent)
+    sent.update(kept)
+    return quantizer.manifest
 
 
 def _merge(reports: Mapping[int, Mapping[str, Any]], side: str, size: int) -> Manifest:

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -97,6 +97,7 @@ class Team:
         reports = exchange(self.group, {"token": secrets.token_hex(8)}, f"opens the {kind} of {name!r}", seconds)
         self.id: str = reports[0]["token"]
         self._inner: Group | None = None
+        self._survivors: tuple[tuple[int, ...], Group] | None = None
         self._thread: threading.Thread | None = None
         self.is_closed = False
 
@@ -124,6 +125,26 @@ class Team:
             self._inner = join(ranks_store(self.raw, self.kind, self.id), self.rank, self.size)
         return self._inner
 
+    def group_of(self, ranks: Sequence[int], key: str) -> Group:
+        """Some of the ranks, for calls of the team's thread.
+
+        Args:
+            ranks: ascending, with this one. key: names a group that is made for them; no other has it.
+        """
+        if len(ranks) == self.size:
+            return self.inner_group()
+        if self._survivors is None or self._survivors[0] != tuple(ranks):
+            self._close_survivors()
+            store = dist.PrefixStore(key, ranks_store(self.raw, self.kind, self.id))
+            self._survivors = tuple(ranks), join(store, ranks.index(self.rank), len(ranks))
+        return self._survivors[1]
+
+    def _close_survivors(self) -> None:
+        if self._survivors is not None:
+            with contextlib.suppress(Exception):  # the group may have failed
+                self._survivors[1].close()
+            self._survivors = None
+
     def start(
         self, act: Callable[[Message], None], fail: Callable[[BaseException], None], end: Callable[[], None]
     ) -> None:
@@ -147,6 +168,7 @@ class Team:
                 fail(error)
             finally:
                 end()
+                self._close_survivors()
                 if self._inner is not None:
                     with contextlib.suppress(Exception):
                         self._inner.close()

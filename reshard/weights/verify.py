@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,8 +18,8 @@ from reshard.weights.digests import Located, add_digests, flat_strides, locate
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, Side, cut_held
 
-#: Digests of regions of each tensor, in the order of the pieces: ``[(number of the region, digest), ...]``.
-Digests = list[list[tuple[int, int]]]
+#: Numbers of regions of a destination model, ascending, and their digests.
+Digests = list[list[int]]
 
 #: Number of sets of arrays whose regions a :class:`Checker` keeps.
 MAX_LOCATED = 4
@@ -56,7 +57,9 @@ class Checker:
         self._sources = [cut_held(each.source.held(source.entries[each.source.name]), each.shape) for each in pieces]
         self._targets = [cut_held(each.target.held(target.entries[each.target.name]), each.shape) for each in pieces]
         self._regions: dict[tuple[bool, int], list[list[_Region]]] = {}
-        self._located: OrderedDict[Any, list[list[tuple[int, Located]]]] = OrderedDict()
+        self._located: OrderedDict[Any, list[tuple[int, Located]]] = OrderedDict()
+        #: Number of the first region of each piece; the last entry is the number of regions.
+        self._first = np.cumsum([0, *(len(target.start) for target in self._targets)])
 
     def digest_source(self, arrays: Mapping[str, torch.Tensor], rank: int) -> Digests:
         """What one rank of the source adds to the digests. The first holder of a region adds it.
@@ -75,19 +78,11 @@ class Checker:
         return self._digest(arrays, rank, is_source=False)
 
     def _digest(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> Digests:
-        found: Digests = []
-        for regions in self._locate(arrays, rank, is_source):
-            of_part: dict[int, int] = {}
-            for part, region in regions:
-                digest = region.digest()
-                of_part[part] = add_digests((digest, of_part[part])) if part in of_part else digest
-            found.append(list(of_part.items()))
-        return found
+        located = self._locate(arrays, rank, is_source)
+        return add_all([[[number for number, _ in located], [region.digest() for _, region in located]]])
 
-    def _locate(
-        self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool
-    ) -> list[list[tuple[int, Located]]]:
-        """The regions of each piece in the memory of a rank. Kept for arrays in the same memory."""
+    def _locate(self, arrays: Mapping[str, torch.Tensor], rank: int, is_source: bool) -> list[tuple[int, Located]]:
+        """The regions in the memory of a rank, each with its number. Kept for arrays in the same memory."""
         memory = tuple((name, array.data_ptr(), array.dtype) for name, array in arrays.items())
         key = is_source, rank, memory
         if key not in self._located:
@@ -97,17 +92,19 @@ class Checker:
                 ]
             model = self._source if is_source else self._target
             located = []
-            for piece, regions in zip(self._pieces, self._regions[is_source, rank], strict=True):
+            regions_of_pieces = zip(
+                self._pieces, self._first[:-1].tolist(), self._regions[is_source, rank], strict=True
+            )
+            for piece, number, regions in regions_of_pieces:
                 view = view_of(piece.source if is_source else piece.target, model, arrays, rank) if regions else None
                 strides = flat_strides(self._source.entries[piece.source.name].shape)
-                along = [strides[dim] for dim in piece.source.dims]
-                begin = sum(stride * start for stride, (start, _) in zip(strides, piece.source.box, strict=True))
-                found = []
+                given = piece.source.region
+                along = [strides[dim] * given[dim].step for dim in piece.source.dims]
+                begin = sum(stride * indices[0] for stride, indices in zip(strides, given, strict=True))
                 for region in regions:
                     assert view is not None
                     first = begin + sum(stride * start for stride, start in zip(along, region.start, strict=True))
-                    found.append((region.part, locate(view[region.slices], first, along)))
-                located.append(found)
+                    located.append((number + region.part, locate(view[region.slices], first, along)))
             self._located[key] = located
             if len(self._located) > MAX_LOCATED:
                 self._located.popitem(last=False)
@@ -139,17 +136,12 @@ class Checker:
         Raises:
             VerificationError: a region differs; the text names the tensor, the region and the rank.
         """
-        expected = [dict(digests) for digests in sent]
+        known, is_known = self._fill(sent)
         wrong: list[str] = []
-        for rank, digests_of_rank in sorted(landed.items()):
-            for piece, target, known, digests in zip(
-                self._pieces, self._targets, expected, digests_of_rank, strict=True
-            ):
-                wrong += [
-                    f"{piece.target.name!r} {_format(target, part)} on rank {rank}"
-                    for part, digest in digests
-                    if known.get(part) != digest
-                ]
+        for rank, digests in sorted(landed.items()):
+            numbers, values = _to_arrays(digests)
+            differs = ~is_known[numbers] | (known[numbers] != values)
+            wrong += [f"{self._describe(number)} on rank {rank}" for number in numbers[differs].tolist()]
         if wrong:
             more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
             raise VerificationError(
@@ -165,13 +157,15 @@ class Checker:
         Raises:
             VerificationError: a tensor differs. RemoteError: a tensor has no digest, or does not travel whole.
         """
-        rows: list[dict[int, int]] = [{} for _ in self._pieces]
-        for rank, digests_of_rank in sorted(landed.items()):
-            for piece, row, digests in zip(self._pieces, rows, digests_of_rank, strict=True):
-                for part, digest in digests:
-                    if row.setdefault(part, digest) != digest:
-                        raise VerificationError(f"{piece.target.name!r}: the replica of rank {rank} differs")
-        found = self.add_tensors([list(row.items()) for row in rows])
+        known, is_known = self._fill([[], []])
+        for rank, digests in sorted(landed.items()):
+            numbers, values = _to_arrays(digests)
+            differs = is_known[numbers] & (known[numbers] != values)
+            if differs.any():
+                wrong_region = self._describe(int(numbers[differs][0]))
+                raise VerificationError(f"{wrong_region}: the replica of rank {rank} differs")
+            known[numbers], is_known[numbers] = values, True
+        found = self.add_tensors([np.flatnonzero(is_known).tolist(), known[is_known].tolist()])
         unknown = [piece.source.name for piece in self._pieces if piece.source.name not in found.keys() & sent.keys()]
         if unknown:
             raise RemoteError(f"the digest of {unknown[0]!r} is not known, so only the trainer can prove it")
@@ -181,26 +175,55 @@ class Checker:
 
     def add_tensors(self, digests: Digests) -> dict[str, int]:
         """The digest of each tensor of the source that travels whole, by name, from those of its regions."""
-        of_side = {piece.source: row for piece, row in zip(self._pieces, digests, strict=True)}
-        parts: dict[str, list[int]] = {}
+        numbers, values = _to_arrays(digests)
+        tensor, names = self._tensors
+        of_tensor = tensor[numbers]
+        sums = add_digests(values[of_tensor >= 0], of_tensor[of_tensor >= 0], len(names))
+        return {name: digest for name, digest in zip(names, sums.tolist(), strict=True) if name is not None}
+
+    @functools.cached_property
+    def _tensors(self) -> tuple[np.ndarray, list[str | None]]:
+        """The number of the source tensor of each region, and their names; None for those that do not travel whole.
+
+        A region that travels several times counts once; the other times its number is -1.
+        """
         numel: dict[str, int] = {}
-        for side, row in of_side.items():
-            parts.setdefault(side.name, []).extend(digest for _, digest in row)
-            numel[side.name] = numel.get(side.name, 0) + math.prod(hi - lo for lo, hi in side.box)
-        shapes = {name: self._source.entries[name].shape for name in parts}
-        return {name: add_digests(found) for name, found in parts.items() if numel[name] == math.prod(shapes[name])}
+        number: dict[str, int] = {}
+        seen: set[Side] = set()
+        tensor = np.full(self._first[-1], -1)
+        for piece, begin, end in zip(self._pieces, self._first[:-1], self._first[1:], strict=True):
+            if piece.source not in seen:
+                seen.add(piece.source)
+                name = piece.source.name
+                numel[name] = numel.get(name, 0) + math.prod(piece.shape)
+                tensor[begin:end] = number.setdefault(name, len(number))
+        shapes = {name: self._source.entries[name].shape for name in numel}
+        return tensor, [name if numel[name] == math.prod(shapes[name]) else None for name in numel]
+
+    def _fill(self, digests: Digests) -> tuple[np.ndarray, np.ndarray]:
+        """The digest of each region, and whether it is there."""
+        known, is_known = np.zeros(self._first[-1], dtype=np.uint64), np.zeros(self._first[-1], dtype=bool)
+        numbers, values = _to_arrays(digests)
+        known[numbers], is_known[numbers] = values, True
+        return known, is_known
+
+    def _describe(self, number: int) -> str:
+        """The name of a tensor of the destination, and a region of its piece."""
+        piece = int(np.searchsorted(self._first, number, side="right")) - 1
+        return f"{self._pieces[piece].target.name!r} {_format(self._targets[piece], number - int(self._first[piece]))}"
 
 
 def add_all(digests: Sequence[Digests]) -> Digests:
     """The digests of a whole model from those of its ranks."""
-    added: Digests = []
-    for rows in zip(*digests, strict=True):
-        of_part: dict[int, list[int]] = {}
-        for row in rows:
-            for part, digest in row:
-                of_part.setdefault(part, []).append(digest)
-        added.append([(part, add_digests(found)) for part, found in sorted(of_part.items())])
-    return added
+    arrays = [_to_arrays(each) for each in digests]
+    numbers, where = np.unique(np.concatenate([each for each, _ in arrays]), return_inverse=True)
+    sums = add_digests(np.concatenate([values for _, values in arrays]), where, len(numbers))
+    return [numbers.tolist(), sums.tolist()]
+
+
+def _to_arrays(digests: Digests) -> tuple[np.ndarray, np.ndarray]:
+    numbers, values = digests
+    return np.array(numbers, dtype=np.int64), np.array(values, dtype=np.uint64)
 
 
 def view_of(side: Side, model: Manifest, arrays: Mapping[str, torch.Tensor], rank: int) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.weights import Publisher, Subscriber, verify
+from reshard.weights import Publisher, Subscriber, publisher as publisher_module, verify
 from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore
 
@@ -601,3 +601,33 @@ def test_version_in_place_is_whole_or_leaves_no_version():
     with PausableStore(3) as store:
         results = run_processes(_in_place, 3, store, init_group=False)[0]
     assert (results[0], results[2]) == ("", "") and "failed 3 times: '0.bias'" in results[1]
+
+
+def _slow_rank(rank, _, store):
+    """Rank 1 of the trainer comes back from publish after the version has reached the engine, rank 2."""
+    raw = _connect(store, ("trainer", rank) if rank < 2 else (), rank, 2 if rank < 2 else 1)
+    if rank == 2:
+        with Subscriber(_model(1), raw) as subscriber:
+            raw.set("ready", "")
+            assert subscriber.update(60) == 1
+            _wait_for(raw, "done1")
+        return
+
+    class LateHandle(publisher_module.PublishHandle):
+        def __init__(self, version):
+            if rank == 1:
+                _wait_for(raw, "done0")
+                time.sleep(0.5)
+            super().__init__(version)
+
+    publisher_module.PublishHandle = LateHandle
+    with Publisher(_trainer(raw, rank, 2), raw) as publisher:
+        _wait_for(raw, "ready")
+        assert set(publisher.publish(1).wait(20).engines.values()) == {""}
+        raw.set(f"done{rank}", "")
+        _wait_for(raw, "done1")
+
+
+def test_a_version_that_is_done_early_is_done_on_each_rank():
+    with PausableStore(3) as store:
+        run_processes(_slow_rank, 3, store, init_group=False)

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from reshard.errors import ArgumentError, VerificationError
 from reshard.testing.processes import run_processes
 from reshard.weights import transfer_state_dict, verify
+from reshard.weights.holdings import StateReader
 
 
 class _Model(torch.nn.Module):
@@ -136,3 +137,31 @@ def _flipped(rank):
 
 def test_changed_bit_is_named_with_tensor_and_rank():
     run_processes(_flipped, 3)
+
+
+def test_a_state_is_read_anew_if_memory_or_values_are_new():
+    model = torch.nn.Linear(4, 3)
+    state = {"model": model.state_dict(keep_vars=True), "step": 1}
+    reader = StateReader(state, None)
+    first = reader.read()
+    with torch.no_grad():
+        model.weight.add_(1)
+    assert reader.read() is first  # in the same memory, with new numbers
+    for change in (
+        lambda: setattr(model.weight, "data", model.weight.data.clone()),
+        lambda: setattr(model.weight, "data", model.weight.data[:2]),  # begins at the same address
+        lambda: setattr(model.weight, "data", model.weight.data.t()),
+        lambda: setattr(model.weight, "data", model.weight.data.to(torch.bfloat16)),
+        lambda: state.update(step=2),
+        lambda: state.update(step=True),
+        lambda: state["model"].pop("bias"),
+    ):
+        before = reader.read()
+        change()
+        after = reader.read()
+        assert after is not before and after is reader.read()
+        found = after.holdings["model.weight"]
+        assert found.array.data_ptr() == model.weight.data_ptr() and found.shape == tuple(model.weight.shape)
+        assert after.values == {"step": state["step"]} and ("model.bias" in after.holdings) == (
+            "bias" in state["model"]
+        )

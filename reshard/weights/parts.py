@@ -1,0 +1,143 @@
+"""Tensors made of regions of other tensors. A region may take each n-th slice along a dim."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from reshard.errors import ArgumentError
+
+#: A region of a tensor: along each dim, the indices of its slices.
+Region = tuple[range, ...]
+
+
+def meet(first: range, second: range) -> range:
+    """The numbers in both ranges, whose steps are positive."""
+    if not first or not second:
+        return range(0)
+    if first.step == second.step == 1:
+        return range(max(first.start, second.start), min(first.stop, second.stop))
+    shared = math.gcd(first.step, second.step)
+    if (second.start - first.start) % shared:
+        return range(0)
+    step, steps = math.lcm(first.step, second.step), second.step // shared
+    turns = (second.start - first.start) // shared * pow(first.step // shared, -1, steps) % steps
+    begin = first.start + turns * first.step
+    begin += -(-max(0, max(first.start, second.start) - begin) // step) * step
+    return range(begin, min(first[-1], second[-1]) + 1, step)
+
+
+def positions(inner: range, outer: range) -> range:
+    """Where the numbers of one range lie in another one that has all of them."""
+    if not inner:
+        return range(0)
+    step = inner.step // outer.step if len(inner) > 1 else 1
+    begin = outer.index(inner[0])
+    return range(begin, begin + (len(inner) - 1) * step + 1, step)
+
+
+def pick(outer: range, inner: range) -> range:
+    """The numbers of a range at some positions."""
+    return outer[inner.start : inner[-1] + 1 : inner.step] if inner else range(0)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A region of a source tensor, and where it lies in a tensor that rules have made.
+
+    Attributes:
+        source: name of the source tensor. region: of it.
+        place: the region of the made tensor.
+        dims: the dim of the made tensor along which each dim of the source runs; -1 for a dim of which the region has
+            one slice. Other dims of the made tensor have one slice too.
+    """
+
+    source: str
+    region: Region
+    place: Region
+    dims: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Made:
+    """A tensor that rules have made, from parts of source tensors."""
+
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def of(cls, name: str, shape: tuple[int, ...]) -> Made:
+        """A source tensor itself."""
+        whole = tuple(map(range, shape))
+        return cls(shape, (Part(name, whole, whole, tuple(range(len(shape)))),))
+
+    def cut(self, dim: int, wanted: range) -> Made:
+        """The slices at some indices along a dim."""
+        parts = []
+        for part in self.parts:
+            kept = meet(part.place[dim], wanted)
+            if kept:
+                region = list(part.region)
+                if dim in part.dims:
+                    source = part.dims.index(dim)
+                    region[source] = pick(region[source], positions(kept, part.place[dim]))
+                parts.append(replace(part, region=tuple(region), place=_at(part.place, dim, positions(kept, wanted))))
+        return Made((*self.shape[:dim], len(wanted), *self.shape[dim + 1 :]), tuple(parts))
+
+    def placed(self, dim: int, at: range) -> tuple[Part, ...]:
+        """The parts, with the slices along a dim moved to other indices."""
+        return tuple(replace(part, place=_at(part.place, dim, pick(at, part.place[dim]))) for part in self.parts)
+
+    def with_dim(self, dim: int) -> Made:
+        """The same with a new dim of size 1."""
+        parts = tuple(
+            replace(
+                part,
+                place=(*part.place[:dim], range(1), *part.place[dim:]),
+                dims=tuple(other + (other >= dim) for other in part.dims),
+            )
+            for part in self.parts
+        )
+        return Made((*self.shape[:dim], 1, *self.shape[dim:]), parts)
+
+    def without_dim(self, dim: int) -> Made:
+        """The same without a dim of size 1. That dim of a source gets no dim of the made tensor."""
+        parts = []
+        for part in self.parts:
+            dims = tuple(-1 if other == dim else other - (other > dim) for other in part.dims)
+            parts.append(replace(part, place=(*part.place[:dim], *part.place[dim + 1 :]), dims=dims))
+        return Made((*self.shape[:dim], *self.shape[dim + 1 :]), tuple(parts))
+
+    def transposed(self) -> Made:
+        """The same with its two dims exchanged."""
+        parts = tuple(
+            replace(part, place=part.place[::-1], dims=tuple(1 - dim if dim >= 0 else dim for dim in part.dims))
+            for part in self.parts
+        )
+        return Made(self.shape[::-1], parts)
+
+
+def _at(region: Region, dim: int, indices: range) -> Region:
+    return (*region[:dim], indices, *region[dim + 1 :])
+
+
+def join_tensors(tensors: Sequence[Made], dim: int, what: str) -> Made:
+    """Tensors one after the other along a dim.
+
+    Args:
+        what: the rule, in errors.
+
+    Raises:
+        ArgumentError: their shapes do not fit.
+    """
+    parts: list[Part] = []
+    size, first = 0, tensors[0].shape
+    for tensor in tensors:
+        if len(tensor.shape) <= dim or (
+            (*tensor.shape[:dim], *tensor.shape[dim + 1 :]) != (*first[:dim], *first[dim + 1 :])
+        ):
+            raise ArgumentError(f"{what}: shapes {list(first)} and {list(tensor.shape)} do not join along dim {dim}")
+        parts += tensor.placed(dim, range(size, size + tensor.shape[dim]))
+        size += tensor.shape[dim]
+    return Made((*first[:dim], size, *first[dim + 1 :]), tuple(parts))

@@ -1,0 +1,276 @@
+"""Block-wise quantization to float8 with scales, equal to that of the whole tensor to the last bit.
+
+The scale of a block depends on its largest magnitude. Ranks that share a block tell each other theirs, so each rank
+quantizes what it holds, whatever the sharding, and no weights move before they are quantized.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.errors import ArgumentError
+from reshard.sharding import Box, check_integer
+from reshard.weights.holdings import Holding, join_dim
+from reshard.weights.manifest import Entry, Manifest
+from reshard.weights.rules import match_names
+
+_FLOAT8 = torch.float8_e4m3fn
+_LARGEST = torch.finfo(_FLOAT8).max
+#: Elements that are quantized at a time.
+_BAND_ELEMENTS = 1 << 18
+
+
+@dataclass(frozen=True)
+class Quantize:
+    """Tensors that a trainer publishes in float8 (e4m3), for example ``Quantize("{p}_proj.weight")``.
+
+    The last two dims are cut into blocks; blocks at the end may be smaller. Each has a scale in float32, in a tensor of
+    its own: ``weight_scale_inv`` for ``weight``. Value and scale multiply to the weight, as in the checkpoints of
+    DeepSeek-V3: the scale is the largest magnitude of the block over 448, or 1 for a block of zeros.
+
+    Attributes:
+        name: pattern of names, see :class:`reshard.weights.Rename`.
+        block: rows and columns of a block.
+        suffix: what the name of the scales has in addition.
+
+    Raises:
+        ArgumentError: an argument is not valid.
+    """
+
+    name: str
+    block: tuple[int, int] = (128, 128)
+    suffix: str = "_scale_inv"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.block, tuple) or len(self.block) != 2:
+            raise ArgumentError(f"Quantize: block is {self.block!r:.40}; it must be (rows, columns)")
+        for size in self.block:
+            check_integer(size, "Quantize: a side of block", 1, 2**31)
+        if not self.suffix:
+            raise ArgumentError("Quantize: suffix is empty; scales need a name of their own")
+
+
+class Quantizer:
+    """Quantizes the local shards of a model.
+
+    Args:
+        rules: which tensors.
+        manifest: of the model.
+
+    Attributes:
+        manifest: of the quantized model.
+
+    Raises:
+        ArgumentError: a rule matches no tensor, or one that cannot be quantized.
+    """
+
+    def __init__(self, rules: Sequence[Quantize], manifest: Manifest) -> None:
+        self._blocks: dict[str, tuple[int, int]] = {}
+        self._scale_names: dict[str, str] = {}
+        self._shared: dict[str, np.ndarray] = {}
+        entries, tied = dict(manifest.entries), dict(manifest.tied)
+        masks: dict[Any, np.ndarray] = {}
+        for rule in rules:
+            if not isinstance(rule, Quantize):
+                raise ArgumentError(f"quantize has {rule!r:.60}, which is not a Quantize")
+            names = [name for name, _ in match_names(rule.name, manifest.entries)]
+            if not names:
+                raise ArgumentError(f"{rule} matches no tensor of the trainer")
+            for name in names:
+                entry, scales = manifest.entries[name], f"{name}{rule.suffix}"
+                _check(rule, name, entry)
+                if name in self._blocks or scales in manifest.entries:
+                    raise ArgumentError(f"{rule}: {name!r} is quantized twice, or has scales already")
+                self._blocks[name], self._scale_names[name] = rule.block, scales
+                entries[name] = replace(entry, dtype="float8_e4m3fn")
+                entries[scales] = _scales_of(entry, rule.block, name)
+                if name in tied:
+                    tied[scales] = f"{tied[name]}{rule.suffix}"
+                else:
+                    key = entry.shape, entry.held, rule.block
+                    if key not in masks:
+                        masks[key] = _find_shared(entry, rule.block)
+                    self._shared[name] = masks[key]
+        self.manifest = replace(manifest, entries=entries, tied=tied)
+
+    @property
+    def names(self) -> Collection[str]:
+        """The tensors that are quantized."""
+        return self._scale_names
+
+    @property
+    def has_shared(self) -> bool:
+        """Whether several ranks hold parts of one block."""
+        return any(mask.any() for mask in self._shared.values())
+
+    def measure(self, holdings: Mapping[str, Holding]) -> dict[str, Any]:
+        """The largest magnitudes of what this rank holds of blocks that ranks share, as JSON; for :meth:`quantize`."""
+        found = {}
+        for name, mask in self._shared.items():
+            if name in holdings and holdings[name].boxes and mask.any():
+                outer, magnitudes = self._find_magnitudes(name, holdings[name])
+                at = np.nonzero(mask[_slices(outer)])
+                indices = np.ravel_multi_index(
+                    tuple(part + lo for part, (lo, _) in zip(at, outer, strict=True)), mask.shape
+                )
+                found[name] = [indices.tolist(), magnitudes.cpu().numpy()[at].tolist()]
+        return found
+
+    def quantize(
+        self, holdings: Mapping[str, Holding], measured: Sequence[Mapping[str, Any]], known: dict[str, torch.Tensor]
+    ) -> None:
+        """Quantize the tensors of the rules.
+
+        Args:
+            holdings: what this rank holds, by name.
+            measured: results of :meth:`measure` of all ranks.
+            known: gets the quantized arrays and their scales by name; those of the last call are used again.
+        """
+        for name, scales_name in self._scale_names.items():
+            if name not in holdings:
+                continue
+            holding, (rows, columns) = holdings[name], self._blocks[name]
+            device = holding.array.device
+            quantized = _reuse(known, name, holding.array.shape, _FLOAT8, device)
+            outer, magnitudes = self._find_magnitudes(name, holding)
+            shared = torch.from_numpy(_merge(name, measured, self._shared[name].shape)[_slices(outer)])
+            magnitudes = torch.maximum(magnitudes, shared.to(device))
+            is_zero = magnitudes == 0
+            factors = torch.where(is_zero, 1.0, _LARGEST / torch.where(is_zero, 1.0, magnitudes))
+            for (part, lead, top, left), (out, *_) in zip(
+                _bands(holding.array, holding.boxes, rows), _bands(quantized, holding.boxes, rows), strict=True
+            ):
+                of_block = factors[tuple(at - lo for at, (lo, _) in zip(lead, outer, strict=False))]
+                of_row = (torch.arange(top, top + part.shape[0], device=device)) // rows - outer[-2][0]
+                of_column = (torch.arange(left, left + part.shape[1], device=device)) // columns - outer[-1][0]
+                scaled = part.float() * of_block[of_row][:, of_column]
+                out.copy_(scaled.clamp_(-_LARGEST, _LARGEST).to(_FLOAT8))
+            inverse, boxes = 1.0 / factors, _scale_boxes(holding.boxes, (rows, columns), name)
+            parts = [inverse[_slices(box, outer)] for box in boxes]
+            scales = torch.cat(parts, join_dim(boxes)) if parts else inverse
+            _reuse(known, scales_name, scales.shape, torch.float32, device).copy_(scales)
+
+    def _find_magnitudes(self, name: str, holding: Holding) -> tuple[Box, torch.Tensor]:
+        """The largest magnitude in each block of what a rank holds, and the region of the scales in which they are."""
+        rows, columns = self._blocks[name]
+        boxes = _scale_boxes(holding.boxes, (rows, columns), name)
+        outer = tuple((min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) for pairs in zip(*boxes, strict=True))
+        outer = outer or ((0, 0),) * holding.array.ndim
+        found = torch.zeros([hi - lo for lo, hi in outer], device=holding.array.device)
+        for part, lead, top, left in _bands(holding.array, holding.boxes, rows):
+            height, width = part.shape
+            padding = left % columns, -(left + width) % columns, top % rows, -(top + height) % rows
+            padded = torch.nn.functional.pad(part.float().abs(), padding)
+            largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
+            of_block = found[tuple(at - lo for at, (lo, _) in zip(lead, outer, strict=False))]
+            down, right = top // rows - outer[-2][0], left // columns - outer[-1][0]
+            place = of_block[down : down + largest.shape[0], right : right + largest.shape[1]]
+            place.copy_(torch.maximum(place, largest))
+        return outer, found
+
+
+def _check(rule: Quantize, name: str, entry: Entry) -> None:
+    """Raise ArgumentError unless a tensor can be quantized."""
+    dtype = getattr(torch, entry.dtype)
+    if not dtype.is_floating_point or dtype.itemsize == 1:
+        raise ArgumentError(f"{rule}: {name!r} is {entry.dtype}; only floating-point tensors of 2 bytes or more fit")
+    if len(entry.shape) < 2 or 0 in entry.shape:
+        raise ArgumentError(f"{rule}: {name!r} has shape {list(entry.shape)}, which has no blocks")
+
+
+def _scale_boxes(boxes: Sequence[Box], block: tuple[int, int], name: str) -> tuple[Box, ...]:
+    """The regions of the scales that belong to regions of a tensor that a rank joins: each block once."""
+    dim = join_dim(boxes)
+    found: list[Box] = []
+    for box in boxes:
+        sizes = (*(1,) * (len(box) - 2), *block)
+        scales = [(lo // size, -(-hi // size)) for (lo, hi), size in zip(box, sizes, strict=True)]
+        if found:
+            lo, hi = scales[dim]
+            if lo < found[-1][dim][0]:
+                raise ArgumentError(f"{name!r} cannot be quantized: a rank joins its regions in another order")
+            scales[dim] = max(lo, found[-1][dim][1]), hi
+        if scales[dim][0] < scales[dim][1]:
+            found.append(tuple(scales))
+    return tuple(found)
+
+
+def _scales_of(entry: Entry, block: tuple[int, int], name: str) -> Entry:
+    """The scales of a tensor. Ranks that share a block both hold its scale."""
+    rows, columns = entry.shape[-2:]
+    shape = (*entry.shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
+    return Entry(shape, "float32", tuple((rank, _scale_boxes(boxes, block, name)) for rank, boxes in entry.held))
+
+
+def _find_shared(entry: Entry, block: tuple[int, int]) -> np.ndarray:
+    """Which blocks some rank holds only parts of."""
+    mask = np.zeros(_scales_of(entry, block, "").shape, dtype=bool)
+    for _, boxes in entry.held:
+        for box in boxes:
+            edges = []
+            for (lo, hi), size, length in zip(box[-2:], block, entry.shape[-2:], strict=True):
+                first, last = lo // size, -(-hi // size)
+                is_part = np.zeros(last - first, dtype=bool)
+                is_part[0] |= lo % size > 0
+                is_part[-1] |= hi % size > 0 and hi < length
+                edges.append(is_part)
+            place = (*box[:-2], *((lo // size, -(-hi // size)) for (lo, hi), size in zip(box[-2:], block, strict=True)))
+            mask[_slices(place)] |= edges[0][:, None] | edges[1]
+    return mask
+
+
+def _merge(name: str, measured: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> np.ndarray:
+    """The largest magnitudes of shared blocks; zeros for others."""
+    found = np.zeros(math.prod(shape), dtype=np.float32)
+    for report in measured:
+        if name in report:
+            indices, magnitudes = report[name]
+            found[indices] = np.maximum(found[indices], np.array(magnitudes, dtype=np.float32))
+    return found.reshape(shape)
+
+
+def _bands(
+    array: torch.Tensor, boxes: Sequence[Box], rows: int
+) -> Iterator[tuple[torch.Tensor, tuple[int, ...], int, int]]:
+    """Matrices of a few rows of blocks each, with the indices of their first element in the whole tensor.
+
+    Args:
+        boxes: the regions that are joined in the array. rows: of a block.
+    """
+    dim, at = join_dim(boxes), 0
+    for box in boxes:
+        size = box[dim][1] - box[dim][0]
+        local, at = array.narrow(dim, at, size), at + size
+        (top, bottom), (left, right) = box[-2:]
+        height = max(1, _BAND_ELEMENTS // (rows * (right - left))) * rows
+        for lead in itertools.product(*(range(lo, hi) for lo, hi in box[:-2])):
+            matrix = local[tuple(index - lo for index, (lo, _) in zip(lead, box, strict=False))]
+            begin = top
+            while begin < bottom:
+                end = min(bottom, begin // rows * rows + height)
+                yield matrix[begin - top : end - top], lead, begin, left
+                begin = end
+
+
+def _slices(box: Box, outer: Box | None = None) -> tuple[slice, ...]:
+    """A region as slices, of the whole tensor or of an outer region."""
+    return tuple(
+        slice(lo - begin, hi - begin) for (lo, hi), (begin, _) in zip(box, outer or ((0, 0),) * len(box), strict=True)
+    )
+
+
+def _reuse(
+    known: dict[str, torch.Tensor], name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The array of a name; a new one if the last one does not fit."""
+    array = known.get(name)
+    if array is None or (array.shape, array.dtype, array.device) != (shape, dtype, device):
+        array = known[name] = torch.empty(shape, dtype=dtype, device=device)
+    return array
