@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
@@ -21,7 +22,7 @@ def check_timeout(timeout_seconds: Any) -> float:
     is_number = isinstance(timeout_seconds, Real) and not isinstance(timeout_seconds, bool)
     if not is_number or not 0 < timeout_seconds <= 1e6:
         is_finite = is_number and abs(timeout_seconds) < 1e300
-        shown = format(timeout_seconds, ".6g") if is_finite else _safe_repr(timeout_seconds)
+        shown = format(timeout_seconds, ".6g") if is_finite else brief(timeout_seconds)
         raise ArgumentError(f"timeout_seconds is {shown}; it must be above 0 and at most a million seconds")
     return float(timeout_seconds)
 
@@ -32,17 +33,11 @@ def check_wait_timeout(timeout_seconds: Any) -> float | None:
     Raises:
         ArgumentError: see :func:`check_timeout`.
     """
-    if timeout_seconds is None or (timeout_seconds == 0 and not isinstance(timeout_seconds, bool)):
-        return None if timeout_seconds is None else 0.0
+    if timeout_seconds is None:
+        return None
+    if isinstance(timeout_seconds, Real) and not isinstance(timeout_seconds, bool) and timeout_seconds == 0:
+        return 0.0
     return check_timeout(timeout_seconds)
-
-
-def _safe_repr(value: Any) -> str:
-    """``repr(value)``, or a text that names the type if ``repr`` raises."""
-    try:
-        return repr(value)
-    except Exception:
-        return f"a {type(value).__name__} whose repr raises"
 
 
 class PendingCall:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from reshard.arguments import check_arguments
 from reshard.cost import encoded_makespan, find_loads, simulate
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
@@ -16,6 +17,7 @@ from reshard.topology import Topology
 from .graph import Edge, Loads
 
 
+@check_arguments()
 def plan_edge(
     src: int,
     dst: int,
@@ -38,8 +40,6 @@ def plan_edge(
         ArgumentError: ``tensors`` is empty or not a list.
         LayoutError, TopologyError: see :func:`reshard.make_plan`.
     """
-    if isinstance(tensors, TensorSpec):
-        raise ArgumentError(f"tensors of edge {src} -> {dst} must be a list of TensorSpecs, not a single TensorSpec")
     if not tensors:
         raise ArgumentError(f"edge {src} -> {dst} has no tensors; if only its costs are known, use Edge(...)")
     edge = Edge(src, dst, tensors=tuple(tensors), without_gradient=frozenset(without_gradient))

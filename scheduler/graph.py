@@ -7,15 +7,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from reshard.arguments import check_arguments
 from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
-from reshard.formatting import format_ranks
+from reshard.formatting import brief, format_ranks
 from reshard.sharding import Mesh, TensorSpec
 
 #: ``((link, seconds), ...)``: for each link, how long one transfer keeps it busy.
 Loads = tuple[tuple[str, float], ...]
 #: Largest cost in seconds or bytes. Sums of larger costs would be too inexact to compare.
 MAX_COST = 1e15
+#: Limit on numbers of microbatches and of samples.
+MAX_COUNT = 2**40
 #: Prefixes of the dtypes that can have gradients.
 _DIFFERENTIABLE: tuple[str, ...] = ("float", "bfloat", "complex")
 
@@ -48,6 +51,8 @@ class Stage:
     def __post_init__(self) -> None:
         if self.mesh is not None and not isinstance(self.mesh, Mesh):
             raise ArgumentError(f"the mesh of a stage must be a Mesh, not {type(self.mesh).__name__}")
+        if not isinstance(self.name, str):
+            raise ArgumentError(f"the name of a stage must be a string, not {brief(self.name)}")
         for cost in ("forward_seconds", "input_grad_seconds", "weight_grad_seconds", "activation_bytes"):
             _check_cost(f"{cost} of stage {self.name!r}" if self.name else cost, getattr(self, cost))
         if self.whole_backward_seconds is not None:
@@ -95,17 +100,20 @@ class Edge:
     backward_codec: str | None = None
 
     def __post_init__(self) -> None:
+        for end in (self.src, self.dst):
+            if not isinstance(end, int) or abs(end) >= 2**31:
+                raise ArgumentError(f"an end of an edge is {brief(end)}; it must be the number of a stage")
         for codec in (self.forward_codec, self.backward_codec):
             if codec is not None:
                 parse_codec(codec)
         for name in ("without_gradient", "passed_on"):
             value = getattr(self, name)
             if isinstance(value, str):
-                raise ArgumentError(f"{name} must be a set of names, such as {{{value!r}}}, not a string")
+                raise ArgumentError(f"{name} must be a set of names, such as {{{brief(value)}}}, not a string")
         for name in ("without_gradient", "passed_on", "tensors"):
-            if not isinstance(getattr(self, name), Iterable):
+            if not _is_iterable(getattr(self, name)):
                 raise ArgumentError(
-                    f"{name} of edge {self.src} -> {self.dst} must be a list, not {getattr(self, name)!r}"
+                    f"{name} of edge {self.src} -> {self.dst} must be a list, not {brief(getattr(self, name))}"
                 )
         for spec in self.tensors:
             if not isinstance(spec, TensorSpec):
@@ -168,8 +176,8 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         for what, values, kind in (("stages", self.stages, Stage), ("edges", self.edges, Edge)):
-            if not isinstance(values, Iterable):
-                raise ArgumentError(f"{what} of a pipeline must be a list of {kind.__name__}s, not {values!r}")
+            if not _is_iterable(values):
+                raise ArgumentError(f"{what} of a pipeline must be a list of {kind.__name__}s, not {brief(values)}")
             for value in values:
                 if not isinstance(value, kind):
                     raise ArgumentError(f"{what} of a pipeline must be {kind.__name__}s, not {type(value).__name__}")
@@ -252,6 +260,7 @@ class Pipeline:
         """For each stage, the stages to which it sends tensors in a forward."""
         return tuple(tuple(e.dst for e in self.edges if e.src == s) for s in range(len(self.stages)))
 
+    @check_arguments(num_microbatches=(1, MAX_COUNT))
     def ideal_seconds(self, num_microbatches: int) -> float:
         """Makespan of 1F1B if communication took no time and every stage took as long as the slowest one."""
         slowest = max(stage.forward_seconds + stage.backward_seconds for stage in self.stages)
@@ -269,21 +278,27 @@ def check_limit(memory_limit_bytes: object) -> None:
     is_number = isinstance(memory_limit_bytes, (int, float)) and not isinstance(memory_limit_bytes, bool)
     if not is_number or not memory_limit_bytes >= 0:  # type: ignore[operator]
         raise ArgumentError(
-            f"memory_limit_bytes is {memory_limit_bytes!r}; it must be a number of at least 0; omit it for the default"
+            f"memory_limit_bytes is {brief(memory_limit_bytes)}; it must be a number of at least 0; "
+            "omit it for the default"
         )
 
 
 def _check_cost(what: str, value: object, most: float = MAX_COST) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise ArgumentError(f"{what} is {_short(value)}; it must be a number from 0 to {most:g}")
+        raise ArgumentError(f"{what} is {brief(value)}; it must be a number from 0 to {most:g}")
+
+
+def _is_iterable(value: object) -> bool:
+    """Whether a value has items. A tensor without dims has the methods for it, but no items."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) != 0
 
 
 def _check_loads(what: str, loads: Any, transfer_seconds: float) -> None:
     """Raise ArgumentError unless the loads of links fit a transfer of this duration."""
-    if not isinstance(loads, Iterable) or not all(
+    if not _is_iterable(loads) or not all(
         isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str) for entry in loads
     ):
-        raise ArgumentError(f"{what} must be ((link, seconds), ...), not {loads!r}")
+        raise ArgumentError(f"{what} must be ((link, seconds), ...), not {brief(loads)}")
     links = [link for link, _ in loads]
     if len(set(links)) < len(links):
         raise ArgumentError(f"{what} name a link twice: {links}")
@@ -293,7 +308,3 @@ def _check_loads(what: str, loads: Any, transfer_seconds: float) -> None:
             raise ArgumentError(
                 f"{what}: link {link} is busy for {busy:g} s, longer than the transfer takes ({transfer_seconds:g} s)"
             )
-
-
-def _short(value: object) -> str:
-    return "a very large integer" if isinstance(value, int) and abs(value) > MAX_COST else repr(value)

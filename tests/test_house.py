@@ -27,6 +27,11 @@ def _modules():
     return found
 
 
+def modules_of_package():
+    """Dotted names of the modules that are installed, without those that run a command."""
+    return [name for name in _modules() if name.split(".")[0] == "reshard" and not name.endswith("__main__")]
+
+
 def _imports(name, path, modules, *, for_types=False):
     """The modules of ours that a module imports, also by ``import_module``.
 

@@ -27,6 +27,7 @@ from reshard.coordination import (
 )
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
+from reshard.formatting import brief
 from reshard.planner import find_strategy
 from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.cuda.coding import check_device_codec
@@ -216,7 +217,7 @@ def _check_item(item: Item, rank: int, options: TransferOptions) -> tuple[Tensor
         _check_device(item.out.device.type, options)
     if base is not None:
         if compression != "delta":
-            raise ArgumentError(f"{what}: base= is for compression='delta', not {compression!r}")
+            raise ArgumentError(f"{what}: base= is for compression='delta', not {brief(compression)}")
         check_base(base, tensor, what, rank)
     request = TensorRequest(shape, dtype, dst_dtype, item.src_dtensor is not None, local, out, devices)
     return request, replace(item, tensor=tensor, base=base, dst_dtype=dst_dtype)

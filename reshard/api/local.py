@@ -16,6 +16,7 @@ from reshard.codecs import ErrorSums, is_lossless
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import brief
 from reshard.plan import Plan, ensure_checked, expand_messages
 from reshard.planner import compress_tensors, plan_tensors
 from reshard.public_api import not_compiled
@@ -199,7 +200,7 @@ def reshard_local(
     make = functools.partial(plan_tensors, strategy=given["strategy"], topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
     if not (isinstance(compression, str) and compression == "delta") and (base is not None or out is not None):
-        raise ArgumentError(f"base= and out= are for compression='delta', not {compression!r}")
+        raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
     _check_shards(tensor.src_shards, dtype, shards, None)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
@@ -305,7 +306,7 @@ def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:
     """The shards, detached from autograd, after checking that they are arrays of one library."""
     found, kinds = {}, {}
     for rank, array in shards.items():
-        is_tensor = hasattr(array, "detach")
+        is_tensor = hasattr(array, "detach") and hasattr(array, "is_meta")
         if not is_tensor and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
             raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
         if is_tensor:

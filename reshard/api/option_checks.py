@@ -27,7 +27,7 @@ ON_ERROR = ("raw", "raise")
 def check_device_type(device: Any) -> None:
     """Raise ArgumentError unless this device type is supported and available."""
     if device not in DEVICE_TYPES:
-        raise ArgumentError(f"device is {device!r}; it must be one of {', '.join(DEVICE_TYPES)}")
+        raise ArgumentError(f"device is {brief(device)}; it must be one of {', '.join(DEVICE_TYPES)}")
     if device == "cuda" and not torch.cuda.is_available():
         raise ArgumentError("device is 'cuda', but this process has no CUDA device")
 
@@ -48,7 +48,7 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
             )
         if compression is None or is_lossless(compression):
             reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"
-            raise ArgumentError(f"max_error is {max_error!r}, but {reason}")
+            raise ArgumentError(f"max_error is {brief(max_error)}, but {reason}")
     if not isinstance(on_error, str) or on_error not in ON_ERROR:
         raise ArgumentError(f"on_error is {brief(on_error)}; it must be one of {', '.join(map(repr, ON_ERROR))}")
 

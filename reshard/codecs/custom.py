@@ -14,6 +14,7 @@ import numpy as np
 from reshard.codecs.elements import ElementCodec, ErrorSums
 from reshard.codecs.raw_bytes import flat_bytes, format_of, num_columns, write_into
 from reshard.errors import ArgumentError, CompressionError
+from reshard.formatting import brief
 
 #: Limit on the values and on the bytes of an element.
 MAX_ELEMENT = 2**20
@@ -165,11 +166,12 @@ def wrap_codec(codec: Any) -> CustomCodec:
         )
     label, element = codec.name, codec.element
     if not isinstance(label, str) or _LABEL.fullmatch(label) is None:
-        raise ArgumentError(f"the name of codec {kind} is {label!r}; it must be letters, digits and _")
+        raise ArgumentError(f"the name of codec {kind} is {brief(label)}; it must be letters, digits and _")
     is_pair = isinstance(element, tuple) and len(element) == 2
     if not is_pair or not all(type(item) is int and 0 < item <= MAX_ELEMENT for item in element):
         raise ArgumentError(
-            f"the element of codec {label} is {element!r}; it must be (values, bytes), both from 1 to {MAX_ELEMENT}"
+            f"the element of codec {label} is {brief(element)}; it must be (values, bytes), both from 1 to "
+            f"{MAX_ELEMENT}"
         )
     values, element_bytes = element
     return CustomCodec(label, values, element_bytes, codec)

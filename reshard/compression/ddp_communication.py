@@ -3,11 +3,13 @@
 import torch
 import torch.distributed as dist
 
+from reshard.arguments import check_arguments
 from reshard.compression.gradient_sum import GradientSum
 from reshard.errors import ArgumentError
 from reshard.runtime.torch_compat import call_after_backward
 
 
+@check_arguments()
 def ddp_hook(state: GradientSum, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Sum the gradients of a bucket: ``ddp.register_comm_hook(GradientSum("int8x128"), ddp_hook)``.
 

@@ -18,11 +18,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from reshard.arguments import check_arguments
 from reshard.codecs import CODED_DTYPES, BlockCodec, parse_codec
 from reshard.compression.collectives import decode_rows, encode_rows, gather, reduce_scatter
 from reshard.compression.feedback import check_state
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 
 class _Encoded:
@@ -33,11 +35,21 @@ class _Encoded:
         """A new tensor for the plain values."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def _check(self, tensor: torch.Tensor) -> None:
+    def _check(
+        self, tensor: torch.Tensor, whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup | None
+    ) -> None:
+        """Raise ArgumentError unless the codec encodes ``tensor``, and ``whole`` holds a ``part`` of each rank."""
         if tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in CODED_DTYPES:
             raise ArgumentError(
                 f"codec {self.codec.name} codes {', '.join(CODED_DTYPES)} on the CPU, not "
                 f"{dtype_name(tensor.dtype)} on {tensor.device.type}"
+            )
+        world = dist.get_world_size(group)
+        if whole.numel() != world * part.numel() or not whole.is_contiguous() or not part.is_contiguous():
+            raise ArgumentError(
+                f"{type(self).__name__} of {world} ranks got tensors of shapes {list(part.shape)} and "
+                f"{list(whole.shape)}; the second needs {world} times the elements of the first, and both must be "
+                "contiguous"
             )
 
 
@@ -48,15 +60,16 @@ class CompressedAllGather(_Encoded, AllGather):
         ArgumentError: there is no such codec; when called: tensors that it does not code.
     """
 
+    @check_arguments()
     def __call__(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         async_op: bool = False,
     ) -> None:
         """Gather the inputs of all ranks into the output."""
-        self._check(input_tensor)
+        self._check(input_tensor, output_tensor, input_tensor, group)
         encoded = encode_rows(input_tensor.reshape(1, -1), self.codec)
         decode_rows(gather(encoded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
 
@@ -75,6 +88,7 @@ class CompressedReduceScatter(_Encoded, ReduceScatter):
             gradients of another size than before with ``feedback``.
     """
 
+    @check_arguments()
     def __init__(self, codec: str, *, feedback: bool = False) -> None:
         super().__init__(codec)
         self._feedback = feedback
@@ -89,18 +103,22 @@ class CompressedReduceScatter(_Encoded, ReduceScatter):
         check_state(state)
         self._errors = state["errors"].clone() if self._feedback and "errors" in state else None
 
+    @check_arguments()
     def __call__(
         self,
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | None,
         op: Any,
         async_op: bool = False,
     ) -> None:
         """Write this rank's part of the sum or average over all ranks to the output."""
-        self._check(input_tensor)
-        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
-            raise ArgumentError(f"an encoded reduce-scatter computes sums and averages, not {op}")
+        self._check(input_tensor, input_tensor, output_tensor, group)
+        if not isinstance(op, (dist.ReduceOp, type(dist.ReduceOp.SUM))) or op not in (
+            dist.ReduceOp.SUM,
+            dist.ReduceOp.AVG,
+        ):
+            raise ArgumentError(f"an encoded reduce-scatter computes sums and averages, not {brief(op)}")
         world = dist.get_world_size(group)
         rows, errors = input_tensor.view(world, -1).float(), None
         if self._feedback:

@@ -89,7 +89,7 @@ class GradientSum:
                 raise ArgumentError(f"module must be a torch module, not {type(module).__name__}")
         except ArgumentError as error:
             failure = str(error)
-        hosts = self._agree([None if failure else codec, given, bool(average), bool(feedback)], failure)
+        hosts = self._agree([] if failure else [codec, given, average, feedback], failure)
         self._average, self.feedback = average, feedback
         named = () if module is None else module.named_parameters()
         self.names = {id(parameter): name for name, parameter in named}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.arguments import check_arguments
 from reshard.codecs import parse_codec
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
@@ -73,20 +74,20 @@ class Policy:
                 f"feedback is {brief(self.feedback)}; it must be a tuple of {', '.join(map(repr, _SUMMED))}"
             )
         for name in self.feedback:
-            if name not in _SUMMED:
+            if not isinstance(name, str) or name not in _SUMMED:
                 known = " and ".join(map(repr, _SUMMED))
                 raise ArgumentError(
                     f"feedback has {brief(name)}; it may have {known} only: an error is added to the next value of the "
                     "same gradient, and only sums of gradients send one in each step"
                 )
         if len(set(self.feedback)) < len(self.feedback):
-            raise ArgumentError(f"feedback is {self.feedback!r}; it may name each dimension once")
+            raise ArgumentError(f"feedback is {brief(self.feedback)}; it may name each dimension once")
         object.__setattr__(self, "feedback", tuple(name for name in _SUMMED if name in self.feedback))
         if "zero" in self.feedback and self.pair("zero")[1] is None:
             raise ArgumentError(
-                f"feedback={self.feedback} needs a codec for the reduce-scatters of zero=, which is {self.zero!r}"
+                f"feedback={self.feedback} needs a codec for the reduce-scatters of zero=, which is {brief(self.zero)}"
             )
-        if isinstance(self.raw_steps, bool) or not isinstance(self.raw_steps, int) or self.raw_steps < 0:
+        if isinstance(self.raw_steps, bool) or not isinstance(self.raw_steps, int) or not 0 <= self.raw_steps < 2**62:
             raise ArgumentError(f"raw_steps is {brief(self.raw_steps)}; it must be a number of steps, at least 0")
         if self.dp is None and ("dp" in self.feedback or self.raw_steps):
             raise ArgumentError(
@@ -98,11 +99,15 @@ class Policy:
         """Names of the dimensions that have a codec."""
         return tuple(name for name in DIMENSIONS if getattr(self, name) is not None)
 
+    @check_arguments()
     def pair(self, dimension: str) -> tuple[str | None, str | None]:
         """Both codecs of ``pp`` or ``zero``."""
+        if dimension not in ("pp", "zero"):
+            raise ArgumentError(f"dimension is {brief(dimension)}; it must be 'pp' or 'zero'")
         value: Codecs = getattr(self, dimension)
         return value if isinstance(value, tuple) else (value, value)
 
+    @check_arguments()
     def check_only(self, dimension: str, who: str) -> str:
         """The codec of the one dimension that a call uses.
 
@@ -140,6 +145,7 @@ class Policy:
         return ",".join([*parts, *([f"raw-steps={self.raw_steps}"] if self.raw_steps else [])])
 
 
+@check_arguments()
 def parse_policy(text: str) -> Policy:
     """A policy from text, such as ``"dp=int4x128-bf16,pp=int8x128/raw"``; the inverse of ``str(policy)``.
 

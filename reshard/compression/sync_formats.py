@@ -13,7 +13,7 @@ from reshard.codecs.choice import SMALL_BYTES, Rates, choose_format, take_sample
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.rates import measure_format_rates, slowest_rates
 from reshard.errors import ArgumentError, DisagreementError
-from reshard.formatting import describe_ranks
+from reshard.formatting import brief, describe_ranks
 
 #: Value of ``compression=`` that chooses a format for each tensor and version.
 AUTO = "auto"
@@ -128,11 +128,11 @@ class SyncFormats:
 
 def check_compression(compression: Any, dtypes: Mapping[str, str]) -> None:
     """Raise ArgumentError unless ``compression`` is :data:`AUTO` or a format for the dtypes of all tensors."""
-    if compression == AUTO:
+    if isinstance(compression, str) and compression == AUTO:
         return
     if not isinstance(compression, str) or compression not in FORMATS:
         raise ArgumentError(
-            f"compression of a WeightSync is {compression!r:.40}; it must be one of {AUTO!r}, "
+            f"compression of a WeightSync is {brief(compression)}; it must be one of {AUTO!r}, "
             f"{', '.join(map(repr, FORMATS))}"
         )
     for name, dtype in dtypes.items():

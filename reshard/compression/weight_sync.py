@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,7 +35,7 @@ from reshard.errors import ArgumentError, DisagreementError, ReshardError, Verif
 from reshard.formatting import brief, describe_ranks
 from reshard.planner import plan_tensors, predict
 from reshard.runtime.autograd import mark_written
-from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec, check_shape
+from reshard.sharding import AnyLayout, Layout, Mesh, TensorSpec, check_integer, check_shape
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
@@ -65,6 +64,10 @@ class SyncReport:
 def _leave_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     sync: WeightSync = args[0]
     leave_interrupted(error, sync._group, lambda: sync._channel.members)
+
+
+#: Limit on the number of a version, without its sign.
+MAX_VERSION = 2**62
 
 
 class WeightSync:
@@ -220,9 +223,7 @@ class WeightSync:
         report["capacity"] = self._capacity if self._mover is not None else {}
         try:
             report["formats"] = self._formats.report()
-            if isinstance(version, bool) or not isinstance(version, Integral):
-                raise ArgumentError(f"version is {version!r:.40}; it must be an integer")
-            report["version"] = int(version)
+            report["version"] = check_integer(version, "version", -MAX_VERSION, MAX_VERSION)
             given.read()
             sources = self._sources(given.tensors)
             for name, bucket in self._buckets.items():

@@ -16,6 +16,7 @@ from reshard.coordination.groups.messages import Decision, Request, describe_err
 from reshard.coordination.groups.process_group import find_group
 from reshard.coordination.liveness.call_sequence import calling, publish_interruption
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 from reshard.plan import Plan
 from reshard.public_api import caller_level
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -50,10 +51,12 @@ def find_topology(
     failure, parsed = None, []
     try:
         seconds = check_timeout(timeout_seconds)
+        if isinstance(codecs, str) or not isinstance(codecs, Sequence):
+            raise ArgumentError(f"codecs is {brief(codecs)}; it must be a list of names of codecs")
         parsed = [parse_codec(name) for name in codecs]
     except ArgumentError as error:
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
-    arguments = [("what to do", "find_topology"), ("codecs", ", ".join(map(str, codecs)))]
+    arguments = [("what to do", "find_topology"), ("codecs", ", ".join(codec.name for codec in parsed))]
     request = Request(found.rank, arguments, hostname=found.hostname, error=failure, payload=[])
     with publish_interruption(found, lambda: members), calling(found):
         channel = find_channel(found, members)

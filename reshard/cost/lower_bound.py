@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.arguments import check_arguments
 from reshard.cost.pod_lower_bound import Rates, bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
@@ -32,6 +33,7 @@ class Bound:
 NOTHING = Bound(0.0, "nothing crosses hosts")
 
 
+@check_arguments()
 def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None = None) -> Bound:
     """The time that no plan without relays can beat, and the links that set it.
 
@@ -54,8 +56,11 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
     and the shortest possible time of the busiest sender.
 
     Raises:
-        ArgumentError: tensors without a topology.
+        ArgumentError: tensors without a topology. TopologyError: the topology lacks a rank.
     """
+    if topology is not None:
+        for spec in problem.tensors if isinstance(problem, Plan) else problem:
+            topology.check_covers((*spec.src.ranks, *spec.dst.ranks))
     if isinstance(problem, Plan):
         return _find_bound(problem.tensors, topology or problem.topology)
     if topology is None:

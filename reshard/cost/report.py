@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from reshard.arguments import check_fields
 from reshard.cost.lower_bound import Bound, find_bound
 from reshard.cost.port_loads import Load, find_loads
 from reshard.cost.prediction import Makespan, predict_makespan
@@ -27,6 +28,9 @@ class CostReport:
     """
 
     plan: Plan
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @cached_property
     def bound(self) -> Bound:

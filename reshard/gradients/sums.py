@@ -15,6 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import brief
 from reshard.runtime.array_bytes import digest_array
 from reshard.runtime.torch_compat import local_of
 
@@ -239,7 +240,7 @@ def sum_state_of(parameter: torch.Tensor) -> SumState | None:
 def check_interval(steps: int) -> None:
     """Raise ArgumentError unless replicas can be compared every so many steps."""
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
-        raise ArgumentError(f"check_every is {steps!r}; it must be a number of steps, or 0")
+        raise ArgumentError(f"check_every is {brief(steps)}; it must be a number of steps, or 0")
 
 
 def axes_left(parameter: Any, axes: Sequence[SumAxis]) -> tuple[SumAxis, ...]:

@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
-from reshard.formatting import format_bytes
+from reshard.formatting import brief, format_bytes
 from reshard.topology import Topology
 
 from .costs import find_traffic
@@ -126,6 +127,7 @@ class GridChoice:
         return "\n".join(lines)
 
 
+@check_arguments(rows=(1, 2**40), itemsize=(1, 2**20), state_bytes=(1, 2**20), panel=(1, 2**40))
 def choose_grid(
     model: Any,
     topology: Topology,
@@ -162,18 +164,12 @@ def choose_grid(
     """
     sizes = model if isinstance(model, TransformerSizes) else TransformerSizes.of(model)
     for name, value in (("flops_per_second", flops_per_second), ("memory_limit_bytes", memory_limit_bytes)):
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not value > 0:
-            raise ArgumentError(f"{name} is {value!r}; it must be a positive number")
-    counts = {"rows": rows, "itemsize": itemsize, "state_bytes": state_bytes, "panel": panel}
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ArgumentError(f"{name} is {value!r}; it must be a positive integer")
-    if not ranks or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= len(topology.host_of_rank):
+        if not value > 0:
+            raise ArgumentError(f"{name} is {brief(value)}; it must be a positive number")
+    if not len(ranks) or len(set(ranks)) < len(ranks) or min(ranks) < 0 or max(ranks) >= len(topology.host_of_rank):
         raise ArgumentError(
             f"ranks must be different ranks of the topology, which has {len(topology.host_of_rank)}, not {list(ranks)}"
         )
-    if not isinstance(keep_inputs, bool):
-        raise ArgumentError(f"keep_inputs is {keep_inputs!r}; it must be True or False")
     workload = _Workload(
         sizes, topology, tuple(ranks), rows, flops_per_second, itemsize, state_bytes, panel, keep_inputs
     )

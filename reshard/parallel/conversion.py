@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.arguments import check_arguments
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.gradients.sums import CHECK_EVERY, digest_of, mark_replaced
@@ -21,7 +22,7 @@ from .grid.cuts import size_of
 from .grid.grid import check_grid
 from .layers.dropout import Dropout
 from .layers.embedding import Embedding
-from .layers.linear import Linear, check_flag
+from .layers.linear import Linear
 from .layers.loss import CrossEntropy
 from .layers.norms import LayerNorm, RMSNorm
 from .optimizers import watch_optimizers
@@ -87,6 +88,7 @@ register(nn.Dropout, _convert_dropout)
 register(nn.CrossEntropyLoss, _convert_loss)
 
 
+@check_arguments(panel=(1, 2**40))
 def parallelize(
     model: nn.Module,
     grid: Grid,
@@ -119,8 +121,6 @@ def parallelize(
         ArgumentError: an argument has a wrong type, a module cannot be cut, modules that share a parameter would cut
             it in two ways, or the policy has another dimension.
     """
-    check_flag("keep_inputs", keep_inputs)
-    check_flag("has_local_input", has_local_input)
     grid = check_grid(grid, "parallelize").copy()
     if compression is not None:
         grid.set_codec(compression.check_only("tp", "parallelize"))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.runtime.torch_compat import held_modules
 
@@ -28,6 +29,7 @@ _ELEMENTWISE = (
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.Module)
 
 
+@check_arguments()
 def register(module_class: type, convert: Converter) -> None:
     """Tell :func:`parallelize` how to convert modules of a class.
 
@@ -59,6 +61,7 @@ class Conversion:
         features: global size of the last dim of the latest layer's output. Dropouts and losses need it.
     """
 
+    @check_arguments(panel=(1, 2**40))
     def __init__(self, model: nn.Module, grid: Grid, panel: int) -> None:
         self.grid, self.panel = grid, panel
         self.features: int | None = None

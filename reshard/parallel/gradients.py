@@ -6,6 +6,7 @@ import hashlib
 
 import torch
 
+from reshard.arguments import check_arguments
 from reshard.errors import DisagreementError
 from reshard.gradients.sums import CHECK_EVERY, axes_left, check_interval, declared_sums, sum_gradients
 from reshard.runtime.torch_compat import local_of
@@ -14,6 +15,7 @@ from .grid.collectives import Axis
 from .grid.turns import Turn, Turns
 
 
+@check_arguments()
 def sync_gradients(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) -> None:
     """Sum each gradient over the ranks that hold parts of it. All ranks call it, after the last backward of a step.
 

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from reshard.api.call import reshard
+from reshard.arguments import check_arguments
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
 from reshard.gradients.sums import mark_replaced
@@ -18,6 +19,7 @@ from .layers.attention import check_heads
 from .optimizers import check_state, is_linear, is_on_grid, without_low_bits
 
 
+@check_arguments()
 def relayout(
     model: nn.Module,
     grid: Grid,

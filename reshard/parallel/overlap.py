@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.gradients.sums import (
     CHECK_EVERY,
@@ -33,6 +34,7 @@ BUCKET_BYTES = 2**20
 
 
 @contextlib.contextmanager
+@check_arguments()
 def sync_during_backward(model: torch.nn.Module, *, check_every: int = CHECK_EVERY) -> Iterator[None]:
     """Sum the gradients while the backward runs, in place of :func:`sync_gradients`.
 

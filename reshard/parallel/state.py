@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from reshard.api.call import reshard
+from reshard.arguments import check_arguments
 from reshard.formatting import unwrapped_name
 from reshard.sharding import Mesh
 
@@ -84,6 +85,7 @@ def find_plain_forms(model: nn.Module) -> dict[str, PlainForm]:
     return plain_forms
 
 
+@check_arguments()
 def plain_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state dict of the plain model, with whole tensors. Every rank of the grid must call it.
 

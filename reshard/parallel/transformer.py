@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
 
 from .layer_price import LayerSizes
@@ -20,6 +21,9 @@ class TransformerSizes:
         mlp_hidden: width inside the MLP. num_mlp_inputs: 2 if a gate shares the input of the MLP, else 1.
         vocabulary: entries of the embedding.
         sequence: tokens of one row.
+
+    Raises:
+        ArgumentError: a size is not a positive integer.
     """
 
     hidden: int
@@ -32,7 +36,11 @@ class TransformerSizes:
     vocabulary: int
     sequence: int
 
+    def __post_init__(self) -> None:
+        check_fields(self, **dict.fromkeys(self.__dataclass_fields__, (1, 2**40)))
+
     @classmethod
+    @check_arguments(sequence=(1, 2**40))
     def of(cls, model: Any, sequence: int | None = None) -> TransformerSizes:
         """The sizes of a GPT of ``reshard train``, or of a GPT-2 or Llama of ``transformers``, from its ``config``.
 

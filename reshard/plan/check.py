@@ -7,6 +7,7 @@ import secrets
 import numpy as np
 
 from reshard.errors import PlanError
+from reshard.formatting import brief
 from reshard.plan.check_boxes import MessageBoxes, SideOwners, boxes_of
 from reshard.plan.check_owners import Marks, add_by, describe_pieces
 from reshard.plan.check_staging import check_staging
@@ -85,7 +86,7 @@ def _check_form(plan: Plan) -> None:
     shape = transfers.box_start.shape
     least = max(spec.ndim for spec in plan.tensors) if num_boxes else 0
     if isinstance(plan.staging_bytes, bool) or not isinstance(plan.staging_bytes, int):
-        raise PlanError(f"staging_bytes must be an integer, not {plan.staging_bytes!r}")
+        raise PlanError(f"staging_bytes must be an integer, not {brief(plan.staging_bytes)}")
     if len(shape) != 2 or shape[0] != num_boxes or shape[1] < least or transfers.box_stop.shape != shape:
         raise PlanError(f"box_start and box_stop must both be {num_boxes} x {least}, one row per box")
     if transfers.splits.shape != (num, shape[1]) or (transfers.splits < 1).any():

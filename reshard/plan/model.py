@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.formatting import compare_names, count_of
 from reshard.plan.graph import build_hop_graph
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 from reshard.ragged import hash_rows
-from reshard.sharding import TensorSpec
+from reshard.sharding import MAX_RANK, TensorSpec
 from reshard.topology import Topology, topology_to_json
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ class Plan:
         """The number of messages, including copies within a rank; a message counts once for each of its boxes."""
         return int(self.transfers.first_message[-1])
 
+    @check_arguments(rank=(0, MAX_RANK))
     def count_messages(self, rank: int) -> int:
         """The number of messages that one rank sends or receives; a message counts once for each of its boxes."""
         transfers = self.transfers

@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from reshard.arguments import check_arguments
 from reshard.codecs import Codec, TransferPolicy, find_codec, parse_codec
 from reshard.cost import encoded_makespan, find_bound, simulate
 from reshard.errors import ArgumentError
+from reshard.formatting import brief, count_of
 from reshard.plan import Plan
-from reshard.sharding import AnyLayout, TensorSpec, compress_tensor
+from reshard.sharding import AnyLayout, TensorSpec, check_tensors, compress_tensor
 from reshard.topology import CodecRate, Topology
 
 #: Value of ``compression=`` that lets the planner choose.
@@ -41,6 +43,7 @@ class Prediction:
         return f"{self.codec or 'raw'} {self.seconds:.3g} s (bound {self.bound_seconds:.3g})"
 
 
+@check_arguments()
 def predict(
     plan: Plan, rate: CodecRate | Sequence[CodecRate | None] | None = None, *, encodes_first: bool = False
 ) -> Prediction:
@@ -87,7 +90,12 @@ def compress_tensors(
     Raises:
         ArgumentError: there is no such codec, or with ``"auto"`` the topology has no rates of codecs.
     """
+    check_tensors(tensors)
+    if wire_dtypes is not None and not isinstance(wire_dtypes, (list, tuple)):
+        raise ArgumentError(f"wire_dtypes is {brief(wire_dtypes)}; it must be a list of names of dtypes")
     dtypes = [spec.dtype for spec in tensors] if wire_dtypes is None else wire_dtypes
+    if len(dtypes) != len(tensors):
+        raise ArgumentError(f"wire_dtypes has {len(dtypes)} dtypes for {count_of(len(tensors), 'tensor')}")
     raw = [replace(spec, dtype=dtype) for spec, dtype in zip(tensors, dtypes, strict=True)]
 
     if compression is None:

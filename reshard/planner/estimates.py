@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from reshard import _native
+from reshard.arguments import check_arguments, check_fields
 from reshard.plan import Transfers
 from reshard.planner.multicast.classes import Classes
 from reshard.planner.multicast.host_classes import HostClasses, busiest_port_seconds
@@ -34,6 +35,9 @@ class Floors:
     """
 
     problem: PlanProblem
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @cached_property
     def host_classes(self) -> HostClasses:
@@ -225,6 +229,7 @@ def _burst_seconds(topology: Topology) -> float:
     return topology.burst_bytes / min(_rates_of_ports(topology)) if topology.burst_bytes else 0.0
 
 
+@check_arguments()
 def floor_of_transfers(problem: PlanProblem, transfers: Transfers) -> float:
     """Floor of the simulated makespan of these transfers, in seconds: the time of the busiest port.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from reshard.codecs import Codec, TransferPolicy, codec_name, is_lossless
 from reshard.errors import ArgumentError, PlanError
-from reshard.formatting import compare_names
+from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound, ranks_of
 from reshard.planner.auto import choose_fastest
 from reshard.planner.compression import AUTO_CODEC, compress_tensors
@@ -73,8 +73,8 @@ def make_plan(
     if max_error is not None and not is_auto:
         codec = "no codec" if compression is None else codec_name(compression)
         raise ArgumentError(
-            f"max_error is {max_error!r}, but a plan cannot limit what {codec} changes: pass max_error to reshard, or "
-            'choose compression="auto"'
+            f"max_error is {brief(max_error)}, but a plan cannot limit what {codec} changes: pass max_error to "
+            'reshard, or choose compression="auto"'
         )
     if isinstance(shape, Mapping):
         names = list(shape)

@@ -99,9 +99,9 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def is_transformed(array: torch.Tensor) -> bool:
+def is_transformed(array: object) -> bool:
     """Whether a tensor belongs to a ``torch.func`` transform."""
-    return bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
+    return isinstance(array, torch.Tensor) and bool(torch._C._functorch.is_functorch_wrapped_tensor(array))
 
 
 def call_after_backward(callback: Callable[[], object]) -> None:

@@ -5,7 +5,7 @@ Imports only the modules at the root of :mod:`reshard`, and the sizes of :mod:`r
 
 from reshard.sharding.block_grid import compress_tensor
 from reshard.sharding.box_search import find_overlapping, locate_points
-from reshard.sharding.dim_cuts import check_shape
+from reshard.sharding.dim_cuts import MAX_NDIM, check_shape
 from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format_box
 from reshard.sharding.mesh import MAX_RANK, Mesh, check_integer, parse_ranks
 from reshard.sharding.spec import Strided, axis_of, parse_axis_names, read_spec, write_2023, write_axis_names
@@ -13,6 +13,7 @@ from reshard.sharding.tensor_spec import Coding, TensorSpec, check_tensors
 from reshard.sharding.tiles import Shards, cut_shards, find_overlaps
 
 __all__ = [
+    "MAX_NDIM",
     "MAX_RANK",
     "AnyLayout",
     "Box",

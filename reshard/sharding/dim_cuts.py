@@ -53,9 +53,9 @@ def check_sizes(shape: Sequence[int]) -> tuple[int, ...]:
     """Like :func:`check_shape`, but also reject too many dims, negative sizes and too many elements."""
     shape = check_shape(shape)
     if len(shape) > MAX_NDIM:
-        raise LayoutError(f"shape {list(shape)} has {len(shape)} dims; at most {MAX_NDIM} are supported")
+        raise LayoutError(f"shape {brief(list(shape))} has {len(shape)} dims; at most {MAX_NDIM} are supported")
     if any(size < 0 for size in shape) or math.prod(size for size in shape if size) >= 2**56:
-        raise LayoutError(f"shape {list(shape)} must have sizes of at least 0 and fewer than 2**56 elements")
+        raise LayoutError(f"shape {brief(list(shape))} must have sizes of at least 0 and fewer than 2**56 elements")
     return shape
 
 

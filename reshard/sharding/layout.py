@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.arguments import check_arguments
 from reshard.errors import LayoutError
 from reshard.formatting import brief, count_of, format_ranks
 from reshard.sharding.dim_cuts import MAX_NDIM, DimCuts, check_sizes, cut_dim
@@ -61,7 +62,7 @@ class Layout:
         Raises:
             LayoutError: the shape does not fit the layout, or the rank is not in it.
         """
-        cuts = self.cut_dims(check_sizes(shape))
+        cuts = self.cut_dims(shape)
         parts = self.parts_of(rank, len(cuts))
         return tuple(int(cut.local_size[part]) for cut, part in zip(cuts, parts, strict=True))
 
@@ -70,7 +71,7 @@ class Layout:
 
         Only :class:`~reshard.sharding.spec.Strided` steps give several boxes. Raises as :meth:`local_shape`.
         """
-        cuts = self.cut_dims(check_sizes(shape))
+        cuts = self.cut_dims(shape)
         intervals = []
         for cut, part in zip(cuts, self.parts_of(rank, len(cuts)), strict=True):
             own = np.flatnonzero(cut.coord == part)
@@ -78,6 +79,7 @@ class Layout:
             intervals.append(list(zip(cut.lo[own].tolist(), cut.hi[own].tolist(), strict=True)))
         return list(itertools.product(*intervals))
 
+    @check_arguments(rank=(0, MAX_RANK), ndim=(0, MAX_NDIM))
     def parts_of(self, rank: int, ndim: int) -> tuple[int, ...]:
         """The index of a rank's part of each tensor dim, counted major first over the dim's axes."""
         if check_integer(rank, "rank", 0, MAX_RANK) not in self.mesh.ranks:
@@ -92,8 +94,9 @@ class Layout:
             parts.append(part)
         return tuple(parts)
 
-    def cut_dims(self, shape: tuple[int, ...]) -> tuple[DimCuts, ...]:
-        """The cuts of each dim of a tensor of ``shape``."""
+    def cut_dims(self, shape: Sequence[int]) -> tuple[DimCuts, ...]:
+        """The cuts of each dim of a tensor of ``shape``. Raises as :meth:`local_shape`."""
+        shape = check_sizes(shape)
         if len(self.spec) > len(shape):
             raise LayoutError(
                 f"layout {self} shards dim {len(self.spec) - 1}, but the tensor of shape {list(shape)} has "
@@ -237,8 +240,9 @@ class RegionLayout:
             shape[self.join_dim] = sum(box[self.join_dim][1] - box[self.join_dim][0] for box in boxes)
         return tuple(shape)
 
-    def check_fits(self, shape: tuple[int, ...]) -> None:
+    def check_fits(self, shape: Sequence[int]) -> None:
         """Raise LayoutError unless all regions lie inside the global ``shape``."""
+        shape = check_sizes(shape)
         if self.ndim != len(shape):
             raise LayoutError(f"regions have {self.ndim} dims, but the tensor of shape {list(shape)} has {len(shape)}")
         for rank, row in self.boxes:

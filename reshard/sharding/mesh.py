@@ -86,7 +86,7 @@ class Mesh:
             raise MeshError(f"axes of {grid} hold {count_of(math.prod(sizes), 'rank')}, but {len(flat)} are given")
         for rank in flat:
             if not 0 <= rank <= MAX_RANK:
-                raise MeshError(f"rank {rank} is outside 0..{MAX_RANK}")
+                raise MeshError(f"rank {brief(rank)} is outside 0..{MAX_RANK}")
         if len(set(flat)) != len(flat):
             seen: set[int] = set()
             repeated = next(rank for rank in flat if rank in seen or seen.add(rank))  # type: ignore[func-returns-value]
@@ -159,7 +159,7 @@ class Mesh:
 
     def axis_size(self, axis: str) -> int:
         """The size of one axis."""
-        if axis not in self.axes:
+        if not isinstance(axis, str) or axis not in self.axes:
             raise MeshError(f"no axis {brief(axis)} in {self}; its axes are {', '.join(self.axes) or 'none'}")
         return self.sizes[self.axes.index(axis)]
 
@@ -191,7 +191,7 @@ def _as_grid(ranks: Any) -> np.ndarray:
     """Convert nested ranks to an array of integers."""
     try:
         grid = np.asarray(ranks)
-    except (ValueError, TypeError, OverflowError) as error:
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:  # the last from a tensor with a gradient
         raise MeshError(f"ranks must form a full grid: {error}") from None
     if grid.size and grid.dtype.kind not in "iu":
         raise MeshError(f"ranks must be integers, not {grid.dtype}")

@@ -10,6 +10,7 @@ from functools import cached_property
 from reshard.codecs import CustomCodec, ElementCodec, find_block_codec, find_custom_codec
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError, PlanError
+from reshard.formatting import brief
 from reshard.sharding.dim_cuts import check_sizes
 from reshard.sharding.layout import AnyLayout, Layout, RegionLayout
 from reshard.sharding.tiles import Shards, cut_shards
@@ -64,10 +65,12 @@ class TensorSpec:
             if not isinstance(side, (Layout, RegionLayout)):
                 raise ArgumentError(f"a layout must be a Layout or a RegionLayout, not {type(side).__name__}")
         if self.name is not None and not isinstance(self.name, str):
-            raise ArgumentError(f"the name of a tensor must be a string, not {self.name!r}")
+            raise ArgumentError(f"the name of a tensor must be a string, not {brief(self.name)}")
         if self.codec is None:
             object.__setattr__(self, "dtype", dtype_name(self.dtype))
         if self.coding is not None:
+            if not isinstance(self.coding, Coding):
+                raise ArgumentError(f"coding must be a Coding or None, not {brief(self.coding)}")
             self._check_coding(self.coding)
 
     def _check_coding(self, coding: Coding) -> None:
@@ -150,7 +153,9 @@ class TensorSpec:
 
 
 def check_tensors(tensors: Sequence[TensorSpec]) -> None:
-    """Raise PlanError unless there is one tensor, or several with different names."""
+    """Raise PlanError unless there is one tensor, or several with different names; ArgumentError for another type."""
+    if not isinstance(tensors, (list, tuple)) or not all(isinstance(spec, TensorSpec) for spec in tensors):
+        raise ArgumentError(f"tensors must be a list of TensorSpec, not {brief(tensors)}")
     if not tensors:
         raise PlanError("a plan needs at least one tensor")
     names = [spec.name for spec in tensors]

@@ -57,7 +57,8 @@ def read_topology(path: str | Path) -> Topology:
     except (OSError, TypeError, ValueError, RecursionError) as error:
         if isinstance(error, ReshardError):
             raise TopologyError(f"{path}: {error}") from None
-        raise TopologyError(f"cannot read {path}: {error}") from None
+        shown = path if isinstance(path, (str, Path)) else brief(path)
+        raise TopologyError(f"cannot read {shown}: {error}") from None
 
 
 def _reject_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.arguments import check_arguments
 from reshard.codecs import find_block_codec
 from reshard.errors import ArgumentError, TopologyError
 from reshard.formatting import brief, count_of, format_rate
@@ -37,7 +38,7 @@ def check_rate(value: Any, name: str) -> float:
     """``value`` as a float; raises TopologyError unless it is from ``MIN_RATE`` to ``MAX_RATE``."""
     try:
         number = float(value)
-    except (TypeError, ValueError, OverflowError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor without data
         raise TopologyError(f"{name} must be a number of bytes per second, not {brief(value)}") from None
     if not MIN_RATE <= number <= MAX_RATE:
         raise TopologyError(f"{name} is {number}; it must be positive and finite, from {MIN_RATE:g} to {MAX_RATE:g}")
@@ -184,7 +185,7 @@ class Topology:
             if (host.pod is not None) != bool(self.pods) or not 0 <= (host.pod or 0) < max(len(self.pods), 1):
                 where = "in no pod" if host.pod is None else f"in pod {host.pod}"
                 raise TopologyError(f"host {number} is {where}, but {len(self.pods)} pods are described")
-        if self.nic_of_rank != ():
+        if not isinstance(self.nic_of_rank, tuple) or self.nic_of_rank:
             set_(self, "nic_of_rank", check_indices(self.nic_of_rank, "NICs"))
             if len(self.nic_of_rank) != len(self.host_of_rank):
                 raise TopologyError(
@@ -316,6 +317,7 @@ class Topology:
         """The same topology with all latencies 0."""
         return replace(self, latency_seconds=0.0, inside_latency_seconds=0.0, turn_seconds=0.0, start_seconds=0.0)
 
+    @check_arguments()
     def with_faster_links(self, factor: float) -> Topology:
         """The same topology with all rates ``factor`` times as high, inside hosts too."""
 
@@ -390,8 +392,8 @@ class Topology:
         ranks = _check_ranks(ranks)
         if ranks and max(ranks) >= len(self.host_of_rank):
             raise TopologyError(
-                f"rank {max(ranks)} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}, "
-                f"{1 + max(ranks)} are needed"
+                f"rank {brief(max(ranks))} has no host: the topology covers ranks 0..{len(self.host_of_rank) - 1}, "
+                f"{brief(1 + max(ranks))} are needed"
             )
 
 
@@ -401,7 +403,7 @@ def _check_ranks(ranks: Iterable[Any]) -> tuple[int, ...]:
     except TypeError:
         raise ArgumentError(f"ranks must be a sequence of integers, not {brief(ranks)}") from None
     if numbers and min(numbers) < 0:
-        raise ArgumentError(f"rank {min(numbers)} is outside 0..{MAX_RANK}")
+        raise ArgumentError(f"rank {brief(min(numbers))} is outside 0..{MAX_RANK}")
     return numbers
 
 

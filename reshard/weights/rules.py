@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any, get_args
 
+from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
+from reshard.sharding import MAX_NDIM
 from reshard.weights.parts import Made, Part, join_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
@@ -335,6 +338,30 @@ Rule = Rename | Concatenate | Split | Stack | Unstack | Transpose | Pad | Trim |
 _KINDS: dict[str, Any] = {kind.__name__: kind for kind in get_args(Rule)}
 
 
+def check_rules(rules: Any) -> tuple[Rule, ...] | None:
+    """The rules of a caller.
+
+    Raises:
+        ArgumentError: they are not a list of rules, or a field of one has a wrong type, is empty or no pattern.
+    """
+    if rules is None:
+        return None
+    if not isinstance(rules, (list, tuple)) or not all(isinstance(rule, Rule) for rule in rules):
+        raise ArgumentError(f"rules is {brief(rules)}; it must be a list of rules of reshard.weights, or None")
+    for rule in rules:
+        check_fields(rule, dim=(0, MAX_NDIM - 1))
+        for field in fields(rule):
+            value = getattr(rule, field.name)
+            patterns = (value,) if isinstance(value, str) else value if isinstance(value, (list, tuple)) else ("-",)
+            names = [name for pattern in patterns if isinstance(pattern, str) for name in _placeholders(pattern)]
+            if not patterns or not all(name.isascii() and name.isidentifier() for name in names):
+                raise ArgumentError(
+                    f"{field.name} of a {type(rule).__name__} is {brief(value)}; it must not be empty, and its "
+                    "placeholders must be names"
+                )
+    return tuple(rules)
+
+
 def inverted(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """The rules from the destination back to the source."""
     return tuple(rule.inverse() for rule in reversed(rules))
@@ -349,9 +376,9 @@ def rules_from_json(given: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
     """The rules that :func:`rules_to_json` wrote."""
     found = []
     for entry in given:
-        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
-        kind = _KINDS[str(fields.pop("kind"))]
-        found.append(kind(**fields))
+        values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
+        kind = _KINDS[str(values.pop("kind"))]
+        found.append(kind(**values))
     return tuple(found)
 
 

@@ -15,14 +15,15 @@ from reshard.errors import ArgumentError
 from reshard.planner import plan_tensors
 from reshard.runtime.autograd import mark_written
 from reshard.sharding import TensorSpec
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 from reshard.weights.holdings import ModelState, read_state, write_values
 from reshard.weights.install import Arrays
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.pieces import Side, Specs, match
 from reshard.weights.quantize import Quantize, Quantizer
-from reshard.weights.rules import Rule
+from reshard.weights.route import RouteOptions
+from reshard.weights.rules import Rule, check_rules
 from reshard.weights.team import run_collectively
 from reshard.weights.verify import Checker, add_all, view_of
 
@@ -62,7 +63,8 @@ def transfer_state_dict(
     states: dict[str, ModelState | None] = {"src": None, "dst": None}
 
     def describe() -> dict[str, Any]:
-        check_timeout(timeout_seconds)
+        RouteOptions(DEFAULT_TIMEOUT_SECONDS, timeout_seconds, memory_bytes, topology)
+        check_rules(rules)
         states.update(src=None if src is None else read_state(src), dst=None if dst is None else read_state(dst))
         return {side: None if state is None else state_of_rank(state) for side, state in states.items()}
 
@@ -72,7 +74,7 @@ def transfer_state_dict(
     sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
     if quantize:
         source = _quantize(found, quantize, source, states["src"], sent, seconds)
-    target = replace(target, rules=None if rules is None else tuple(rules))
+    target = replace(target, rules=check_rules(rules))
     pieces = match(source, target, "the destination")
     specs = Specs(source, {0: target})
     tensors = [specs.spec([{0: piece}], f"{number} {piece}") for number, piece in enumerate(pieces)]

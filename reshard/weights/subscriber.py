@@ -16,7 +16,7 @@ from reshard.weights.install import CopyIntoModel, Installer, LoadThroughEngine,
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
 from reshard.weights.route import RouteOptions
-from reshard.weights.rules import Rule
+from reshard.weights.rules import Rule, check_rules
 from reshard.weights.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 
 
@@ -72,6 +72,7 @@ class Subscriber:
 
         def describe() -> dict[str, Any]:
             self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
+            check_rules(rules)
             if (model is None) == (load_weights is None):
                 raise ArgumentError("a Subscriber takes a model, or load_weights in its place")
             if mode not in ("shadow", "in_place") or (mode == "in_place" and load_weights is not None):
@@ -84,7 +85,7 @@ class Subscriber:
                 manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the engine")
             else:
                 manifest = Manifest(self._team.size, {}, {}, {}, "cpu", takes_all=True)
-            manifest = replace(manifest, rules=None if rules is None else tuple(rules))
+            manifest = replace(manifest, rules=check_rules(rules))
             self._receiver = Receiver(
                 self._team,
                 manifest,

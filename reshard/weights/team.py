@@ -17,6 +17,7 @@ from reshard.coordination import Group, Monitor, calling, describe_error, find_c
 from reshard.coordination.groups.process_group import own_client
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.formatting import brief
 from reshard.weights.mailbox import Mailbox, Message, Postman
 from reshard.weights.roster import Roster, ranks_store
 
@@ -85,7 +86,7 @@ class Team:
         if not isinstance(store, dist.Store):
             raise ArgumentError(f"store must be a torch.distributed store, not {type(store).__name__}")
         if not isinstance(name, str) or not name or "/" in name:
-            raise ArgumentError(f"name is {name!r}; it must be a string that is not empty and has no slash")
+            raise ArgumentError(f"name is {brief(name)}; it must be a string that is not empty and has no slash")
         if group is None and not (dist.is_available() and dist.is_initialized()):
             self.group = Group(dist.HashStore(), 0, 1)
         else:

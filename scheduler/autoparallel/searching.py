@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
-from reshard.formatting import count_of
+from reshard.formatting import brief, count_of
 
 from ..ir.text import format_schedule
 from .costs.codec_costs import parts_of_policy, with_codecs
@@ -96,7 +96,7 @@ def search(
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = replace(problem, compression=compression)
-    if method == "auto" and keep.get("idle", True):
+    if isinstance(method, str) and method == "auto" and keep.get("idle", True):
         return _choose_devices(problem)
     return choose_training_plan(problem, method)
 
@@ -280,10 +280,10 @@ def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShap
 def _find(method: str | Method) -> Method:
     if callable(method):
         return method
-    if method == "auto":
+    if isinstance(method, str) and method == "auto":
         return auto
     if not isinstance(method, str) or method not in METHODS:
-        raise ArgumentError(f"no search method {method!r}; choose auto, {', '.join(METHODS)}, or pass a function")
+        raise ArgumentError(f"no search method {brief(method)}; choose auto, {', '.join(METHODS)}, or pass a function")
     return METHODS[method]
 
 

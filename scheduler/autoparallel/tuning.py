@@ -10,6 +10,10 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from reshard.arguments import check_arguments
+from reshard.errors import ArgumentError
+from reshard.formatting import brief
+
 from ..ir.actions import Kind
 from ..simulation.replay import PipelineTimeline
 from .costs.grid_costs import compute_share
@@ -83,6 +87,7 @@ class Tuned:
         return "\n".join([*lines, f"{end}; {self.gain:.3f} times as fast as the first choice"])
 
 
+@check_arguments()
 def tune(
     problem: SearchProblem,
     choose: Callable[[SearchProblem], TrainingPlan],
@@ -102,6 +107,8 @@ def tune(
     is_settled = False
     while len(rounds) < MAX_ROUNDS and not is_settled:
         measurement = measure(training_plan)
+        if not isinstance(measurement, Measurement):
+            raise ArgumentError(f"measure returns {brief(measurement)}; it must return a Measurement")
         rounds.append(Round(training_plan, measurement))
         encoded = replace(problem, compression=training_plan.compression, compress_all=True)
         problem = replace(problem, profile=correct_profile(encoded, training_plan, measurement.timelines))

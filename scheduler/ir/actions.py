@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from reshard.errors import ScheduleError
+from reshard.formatting import brief
 
 from ..graph import Stage
 
@@ -74,10 +75,10 @@ class Action:
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Kind):
-            raise ScheduleError(f"the kind of an action must be a Kind, not {self.kind!r}")
+            raise ScheduleError(f"the kind of an action must be a Kind, not {brief(self.kind)}")
         for what, number in (("stage", self.stage), ("microbatch", self.microbatch), ("other stage", self.other)):
             if type(number) is not int and not (number is None and what == "other stage"):
-                raise ScheduleError(f"the {what} of an action must be an integer, not {number!r}")
+                raise ScheduleError(f"the {what} of an action must be an integer, not {brief(number)}")
 
     @property
     def channel(self) -> StageChannel:

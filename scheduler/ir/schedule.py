@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError, ScheduleError
+from reshard.formatting import brief
 
 from ..graph import Pipeline, check_pipeline
 from .actions import Action, Kind
@@ -54,17 +56,18 @@ class Schedule:
                 "rank_actions must be a tuple of tuples of Actions, and pp_rank_of_stage a tuple of integers"
             )
         numbers = (*self.pp_rank_of_stage, self.num_microbatches)
-        if any(isinstance(number, bool) or not isinstance(number, int) for number in numbers):
-            raise ScheduleError("pp_rank_of_stage and num_microbatches of a schedule must be integers")
+        if any(isinstance(number, bool) or not isinstance(number, int) or number >= 2**62 for number in numbers):
+            raise ScheduleError("pp_rank_of_stage and num_microbatches of a schedule must be integers below 2**62")
         for actions in self.rank_actions:
             for action in actions:
                 if not isinstance(action, Action):
                     raise ScheduleError(f"rank_actions of a schedule must hold Actions, not {type(action).__name__}")
         if not isinstance(self.name, str):
-            raise ScheduleError(f"the name of a schedule must be a string, not {self.name!r}")
+            raise ScheduleError(f"the name of a schedule must be a string, not {brief(self.name)}")
         if not 0 < len(self.name) <= MAX_NAME or self.name != self.name.strip() or {":", "\n"} & set(self.name):
             raise ScheduleError(
-                f"a schedule's name must be up to {MAX_NAME} characters on one line without a colon, not {self.name!r}"
+                f"a schedule's name must be up to {MAX_NAME} characters on one line without a colon, not "
+                f"{brief(self.name)}"
             )
 
     @property
@@ -76,6 +79,7 @@ class Schedule:
         """The name and a suffix. The name is cut so that both have at most :data:`MAX_NAME` characters."""
         return self.name[: MAX_NAME - len(suffix)].rstrip() + suffix
 
+    @check_arguments(num_microbatches=(0, MAX_ACTIONS))
     def first(self, num_microbatches: int) -> Schedule:
         """The schedule of the first microbatches alone.
 
@@ -120,6 +124,7 @@ class Schedule:
             most[action.stage] = max(most[action.stage], now[action.stage])
         return tuple(most)
 
+    @check_arguments()
     def peak_bytes(self, pipeline: Pipeline) -> tuple[int, ...]:
         """For each pp rank, the peak bytes of activations on a device.
 
@@ -133,6 +138,7 @@ class Schedule:
             most[pp_rank] = max(most[pp_rank], now[pp_rank])
         return tuple(most)
 
+    @check_arguments()
     def to_networkx(self, pipeline: Pipeline) -> nx.DiGraph:
         """The dependencies of a schedule as a ``networkx.DiGraph``. A schedule deadlocks if the graph has a cycle.
 

@@ -14,7 +14,8 @@ import io
 import re
 from collections import deque
 
-from reshard.errors import ArgumentError, ScheduleError
+from reshard.arguments import check_arguments
+from reshard.errors import ScheduleError
 
 from ..graph import Pipeline, check_pipeline
 from .actions import Action, Kind
@@ -37,6 +38,7 @@ def format_schedule(schedule: Schedule) -> str:
     return f"{schedule}\n"
 
 
+@check_arguments()
 def parse_schedule(text: str) -> Schedule:
     """Read the text that :func:`format_schedule` writes. Does not check the schedule; see :func:`check_schedule`.
 
@@ -100,6 +102,7 @@ def parse_action(word: str) -> Action:
     return Action(kind, int(match["stage"]), int(match["microbatch"]), other, bool(match["blocks"]))
 
 
+@check_arguments()
 def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
     """The CSV that torch's pipeline runtime loads: one line per pp rank. Transfers do not name the stage at the other
     end.
@@ -114,8 +117,6 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
     Raises:
         ScheduleError: a transfer joins stages that are not neighbours, or blocks; torch supports neither.
     """
-    if not isinstance(schedule, Schedule):
-        raise ArgumentError(f"a Schedule is needed, not {type(schedule).__name__}")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for actions in schedule.rank_actions:
@@ -145,6 +146,7 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
     return out.getvalue()
 
 
+@check_arguments()
 def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedule:
     """Read a schedule from torch's CSV.
 

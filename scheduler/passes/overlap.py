@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from reshard.errors import ArgumentError, ScheduleError
+from reshard.formatting import brief
 
 from ..graph import Pipeline
 from ..ir.actions import Action, Kind, StageChannel
@@ -130,7 +131,7 @@ def apply_passes(schedule: Schedule, pipeline: Pipeline, passes: Sequence[Pass])
     check_fits(schedule, pipeline)
     reports = []
     if not isinstance(passes, Sequence) or not all(map(callable, passes)):
-        raise ArgumentError(f"passes must be a list of functions such as overlap_transfers, not {passes!r}")
+        raise ArgumentError(f"passes must be a list of functions such as overlap_transfers, not {brief(passes)}")
     for compute_pass in passes:
         changed = compute_pass(schedule, pipeline)
         if not isinstance(changed, Schedule):

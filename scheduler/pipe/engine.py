@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from reshard.arguments import check_arguments
 from reshard.compression import Policy
 from reshard.errors import ArgumentError
 
@@ -58,6 +59,10 @@ class CompileOptions:
     policy: Policy | None = None
     shards: Mapping[int, Shard | None] = field(default_factory=dict)
     sequence_parts: Mapping[int, int] = field(default_factory=dict)
+
+
+#: Limit on the samples whose indices :meth:`PipelineEngine.local_samples` lists.
+MAX_SAMPLES = 2**26
 
 
 class PipelineEngine:
@@ -156,7 +161,7 @@ class PipelineEngine:
         scale = 1.0 if self._loss_scale is None else self._loss_scale.value
         earlier = stash_gradients(parameters := self.parameters())
         try:
-            steps, num_samples = self._run(batch, accumulate, local_batch, scale=scale)
+            steps, num_samples = self._run(batch, accumulate, local_batch, scale=scale, is_measured=timeline)
             measured = self._engine.timeline() if timeline else None
             totals = self._exchange_totals(steps, num_samples, are_finite(parameters))
             self._replicated.check(totals.finite)
@@ -186,6 +191,7 @@ class PipelineEngine:
             for mode, was_training in modes:
                 mode.training = was_training
 
+    @check_arguments(num_samples=(1, MAX_SAMPLES), accumulate=(1, MAX_SAMPLES))
     def local_samples(self, num_samples: int, accumulate: int = 1) -> torch.Tensor:
         """Indices (int64) of the samples that this rank passes with ``local_batch=True``, in order, of ``num_samples``
         in all.
@@ -348,9 +354,10 @@ class PipelineEngine:
         train: bool = True,
         scale: float = 1.0,
         schedule: Schedule | None = None,
+        is_measured: bool = False,
     ) -> tuple[list[Step], int]:
         """Run all parts of a batch. Returns the result of each part, and the number of samples of the batch."""
-        named, outline = self._feeder.agree(batch, accumulate, is_local)
+        named, outline = self._feeder.agree(batch, accumulate, is_local, is_measured=is_measured)
         graph = self._planner.graph(outline)
         parts = self._feeder.divide(outline.num_samples, accumulate)
         programs = [self._programs.find(outline, tuple(map(len, part)), schedule) for part in parts]

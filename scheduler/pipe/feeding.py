@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from reshard.errors import ArgumentError
-from reshard.formatting import count_of
+from reshard.formatting import brief, count_of
 
 from ..runtime.data_parallel import check_frozen
 from ..runtime.engine import Engine
@@ -55,7 +55,9 @@ class Feeder:
         self._input_names, self._num_microbatches = input_names, num_microbatches
         self._dry_run, self._example = dry_run, example
 
-    def agree(self, batch: Any, accumulate: int, is_local: bool) -> tuple[Batch, BatchOutline]:
+    def agree(
+        self, batch: Any, accumulate: int, is_local: bool, *, is_measured: bool = False
+    ) -> tuple[Batch, BatchOutline]:
         """Check the batch with all ranks. Returns the batch by name, and the outline of the whole batch.
 
         Stages that share a parameter must agree on whether it is trained.
@@ -66,9 +68,10 @@ class Feeder:
         digests: dict[str, int] = {}
         try:
             if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-                raise ArgumentError(f"accumulate is {accumulate!r}; it must be a positive integer")
-            if not isinstance(is_local, bool):
-                raise ArgumentError(f"local_batch is {is_local!r}; it must be True or False")
+                raise ArgumentError(f"accumulate is {brief(accumulate)}; it must be a positive integer")
+            for name, flag in (("local_batch", is_local), ("timeline", is_measured)):
+                if not isinstance(flag, bool):
+                    raise ArgumentError(f"{name} is {brief(flag)}; it must be True or False")
             if batch is not None:
                 named = name_batch(batch, self._input_names)
                 if is_local and has_no_sample(named):

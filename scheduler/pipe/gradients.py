@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from reshard.errors import ArgumentError, DisagreementError
+from reshard.formatting import brief
 
 from ..runtime import torch_compat
 from ..runtime.data_parallel import plain_parameters
@@ -67,11 +68,11 @@ def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
     for name, value in (("max_norm", max_norm), ("norm_type", norm_type)):
         try:
             number = math.nan if isinstance(value, str) else float(value)
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor without data
             number = math.nan
         if not number >= 0 or (name == "norm_type" and number == 0):
             least = "a number above 0" if name == "norm_type" else "a number that is 0 or more"
-            raise ArgumentError(f"{name} is {value!r}; it must be {least}")
+            raise ArgumentError(f"{name} is {brief(value)}; it must be {least}")
         clip.append(number)
     return clip[0], clip[1]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from reshard.arguments import check_arguments
 from reshard.compression import Policy
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
@@ -17,7 +18,7 @@ from reshard.formatting import brief
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 
-from ..graph import Pipeline
+from ..graph import MAX_COUNT, Pipeline
 from ..ir.schedule import Schedule
 from ..runtime.engine import Engine
 from ..runtime.tied_params import TiedParameter
@@ -76,6 +77,7 @@ class Pipe:
         ArgumentError: an argument is malformed, or two arguments contradict each other.
     """
 
+    @check_arguments()
     def __init__(
         self,
         model: torch.nn.Module | Sequence[torch.nn.Module],
@@ -110,7 +112,7 @@ class Pipe:
                 f"model must be a torch.nn.Module, or a list with the module of each stage, not {type(model).__name__}"
             )
         if isinstance(cut_before, str) or not all(isinstance(path, str) for path in cut_before):
-            raise ArgumentError(f"cut_before must be a list of module paths, not {cut_before!r}")
+            raise ArgumentError(f"cut_before must be a list of module paths, not {brief(cut_before)}")
         self.model, self.cut_before, self._init, self.autocast = model, tuple(cut_before), init, autocast
         self.placements, self._training_plan = parse_placements(stages), training_plan
         if len(self.placements) != len(self.cut_before) + 1:
@@ -144,6 +146,7 @@ class Pipe:
             names += list(inspect.signature(self._loss).parameters)[1:]
         return names
 
+    @check_arguments()
     def cut(self, inputs: Sequence[str]) -> Cut:
         """The model cut into stages. ``inputs`` are the names of the values of a batch.
 
@@ -158,6 +161,7 @@ class Pipe:
                 raise
             return BlockCut(functools.partial(whole_model, loss=self._loss), self.model, ())
 
+    @check_arguments(num_microbatches=(1, MAX_COUNT))
     def pipeline(self, example: Any, num_microbatches: int, profile: StageProfile, topology: Topology) -> Pipeline:
         """The pipeline with the costs of its stages and edges, for one microbatch. One process suffices.
 

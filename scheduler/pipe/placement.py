@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
-from reshard.formatting import describe_ranks
+from reshard.formatting import brief, describe_ranks
 from reshard.sharding import Mesh
 
 from ..ir.schedule import Schedule
@@ -104,13 +105,16 @@ class Placement:
     def __post_init__(self) -> None:
         for name in ("dp", "tp"):
             if not _is_size(getattr(self, name)):
-                raise ArgumentError(f"{name} of a placement is {getattr(self, name)!r}; it must be a positive integer")
+                raise ArgumentError(
+                    f"{name} of a placement is {brief(getattr(self, name))}; it must be a positive integer"
+                )
         if not isinstance(self.keep_inputs, bool):
-            raise ArgumentError(f"keep_inputs of a placement is {self.keep_inputs!r}; it must be True or False")
+            raise ArgumentError(f"keep_inputs of a placement is {brief(self.keep_inputs)}; it must be True or False")
         if self.grid is not None:
             self._check_grid(self.grid)
         elif self.keep_inputs:
             raise ArgumentError("a placement with keep_inputs=True needs a grid")
+        check_fields(self)
         if self.ranks is not None:
             object.__setattr__(self, "ranks", tuple(self.ranks))
             if len(self.ranks) != self.size:
@@ -133,7 +137,7 @@ class Placement:
     def _check_grid(self, grid: Any) -> None:
         if not isinstance(grid, (list, tuple)) or len(grid) != 3 or not all(map(_is_size, grid)):
             raise ArgumentError(
-                f"grid of a placement is {grid!r}; it must be (rows, cols, depth), three positive integers"
+                f"grid of a placement is {brief(grid)}; it must be (rows, cols, depth), three positive integers"
             )
         object.__setattr__(self, "grid", tuple(grid))
         if self.dp != 1 or self.tp != 1 or self.tp_plan is not None:
@@ -164,7 +168,7 @@ class Placement:
 
 
 def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
 
 
 class Strategy(Protocol):
@@ -204,7 +208,7 @@ def parse_placements(stages: str | Sequence[Placement]) -> tuple[Placement, ...]
             or not stages
             or not all(isinstance(stage, Placement) for stage in stages)
         ):
-            raise ArgumentError(f'stages must be a list of Placements or a text such as "1x2,2x2", not {stages!r}')
+            raise ArgumentError(f'stages must be a list of Placements or a text such as "1x2,2x2", not {brief(stages)}')
         return tuple(stages)
     placements = []
     for text in stages.split(","):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -13,9 +12,11 @@ from typing import Any
 
 import torch
 
+from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
-from ..graph import Pipeline, Stage
+from ..graph import MAX_COST, MAX_COUNT, Pipeline, Stage
 from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from ..runtime import torch_compat
@@ -29,7 +30,11 @@ ScheduleBuilder = Callable[..., Schedule]
 
 @dataclass(frozen=True)
 class StageTimes:
-    """Median seconds of one stage for one microbatch, and bytes kept per device from its forward to its backward."""
+    """Median seconds of one stage for one microbatch, and bytes kept per device from its forward to its backward.
+
+    Raises:
+        ArgumentError: a number is negative, NaN or not finite.
+    """
 
     forward_seconds: float
     input_grad_seconds: float
@@ -37,14 +42,27 @@ class StageTimes:
     whole_backward_seconds: float
     activation_bytes: int = 1
 
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if type(value) not in (int, float) or not 0 <= value < MAX_COST:
+                raise ArgumentError(f"{name} of a stage is {brief(value)}; it must be a number from 0 to {MAX_COST:g}")
+
 
 @dataclass(frozen=True)
 class StageProfile:
-    """Times of all stages, for microbatches of ``num_samples`` samples."""
+    """Times of all stages, for microbatches of ``num_samples`` samples.
+
+    Raises:
+        ArgumentError: ``num_samples`` is not a positive integer, or ``stages`` holds no StageTimes.
+    """
 
     num_samples: int
     stages: tuple[StageTimes, ...]
 
+    def __post_init__(self) -> None:
+        check_fields(self, num_samples=(1, MAX_COUNT))
+
+    @check_arguments(num_samples=(1, MAX_COUNT))
     def apply(self, pipeline: Pipeline, num_samples: int) -> Pipeline:
         """The pipeline with these times, scaled to microbatches of ``num_samples`` samples."""
         if len(self.stages) != len(pipeline.stages):
@@ -66,11 +84,16 @@ class StageProfile:
         ]
         return replace(pipeline, stages=tuple(stages))
 
+    @check_arguments()
     def save(self, path: str | Path) -> None:
-        """Write the profile as JSON."""
-        Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        """Write the profile as JSON. Raises ArgumentError if the file cannot be written."""
+        try:
+            Path(path).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        except (OSError, ValueError) as error:
+            raise ArgumentError(f"the profile {path} cannot be written: {error}") from error
 
     @classmethod
+    @check_arguments()
     def load(cls, path: str | Path) -> StageProfile:
         """Read what :meth:`save` wrote.
 
@@ -79,23 +102,11 @@ class StageProfile:
         """
         try:
             data = json.loads(Path(path).read_text())
-            profile = cls(data["num_samples"], tuple(StageTimes(**stage) for stage in data["stages"]))
+            return cls(data["num_samples"], tuple(StageTimes(**stage) for stage in data["stages"]))
         except OSError as error:
             raise ArgumentError(f"the profile {path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"{path} is not a profile: {type(error).__name__}: {error}") from error
-        if type(profile.num_samples) is not int or profile.num_samples < 1:
-            raise ArgumentError(
-                f"num_samples of the profile {path} is {profile.num_samples!r}; it must be a positive integer"
-            )
-        for stage, times in enumerate(profile.stages):
-            for name, value in asdict(times).items():
-                if type(value) not in (int, float) or not 0 <= value < math.inf:
-                    raise ArgumentError(
-                        f"{name} of stage {stage} of the profile {path} is {value!r}; it must be a finite number of at "
-                        "least 0"
-                    )
-        return profile
 
 
 def profile_timelines(

@@ -13,7 +13,7 @@ import torch
 from reshard.compression import Policy
 from reshard.coordination import Channel, Group, Request, describe_error, resolve
 from reshard.errors import ArgumentError
-from reshard.formatting import format_ranks
+from reshard.formatting import brief, format_ranks
 from reshard.planner import Strategy
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -311,7 +311,7 @@ def read_loss_weights(given: Sequence[float] | None, num_microbatches: int, last
             raise TypeError
         weights = [float(weight) for weight in given]
     except (TypeError, ValueError):
-        raise ArgumentError(f"loss_weights must be {num_microbatches} numbers, not {given!r}") from None
+        raise ArgumentError(f"loss_weights must be {num_microbatches} numbers, not {brief(given)}") from None
     if len(weights) != num_microbatches or not all(map(math.isfinite, weights)):
-        raise ArgumentError(f"loss_weights must be {num_microbatches} finite numbers, not {given!r}")
+        raise ArgumentError(f"loss_weights must be {num_microbatches} finite numbers, not {brief(given)}")
     return weights

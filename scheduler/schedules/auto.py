@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError, ScheduleError
+from reshard.formatting import brief
 
 from ..graph import Pipeline, check_limit
 from ..ir.actions import Action, Kind
@@ -72,20 +73,22 @@ def auto_schedule(
     if memory_limit_bytes is not None:
         check_limit(memory_limit_bytes)
     if pp_rank_of_stage is not None and not isinstance(pp_rank_of_stage, Sequence):
-        raise ArgumentError(f"pp_rank_of_stage must be a list with the pp rank of each stage, not {pp_rank_of_stage!r}")
+        raise ArgumentError(
+            f"pp_rank_of_stage must be a list with the pp rank of each stage, not {brief(pp_rank_of_stage)}"
+        )
     if not isinstance(can_split, bool):
-        raise ArgumentError(f"can_split is {can_split!r}; it must be True or False")
+        raise ArgumentError(f"can_split is {brief(can_split)}; it must be True or False")
     pp_ranks = tuple(range(len(pipeline.stages))) if pp_rank_of_stage is None else tuple(pp_rank_of_stage)
     if any(isinstance(pp_rank, bool) or not isinstance(pp_rank, int) for pp_rank in pp_ranks):
-        raise ArgumentError(f"pp ranks {list(pp_ranks)} must be integers")
+        raise ArgumentError(f"pp ranks {brief(pp_ranks)} must be integers")
     if (
         len(pp_ranks) != len(pipeline.stages)
         or max(pp_ranks) >= len(pp_ranks)
         or set(pp_ranks) != set(range(max(pp_ranks) + 1))
     ):
         raise ArgumentError(
-            f"pp ranks {list(pp_ranks)}: each of {len(pipeline.stages)} stages needs one, and pp ranks are numbered "
-            "from 0"
+            f"pp ranks {brief(list(pp_ranks))}: each of {len(pipeline.stages)} stages needs one, and pp ranks are "
+            "numbered from 0"
         )
     depths_tried = [tuple(min(d, num_microbatches) for d in depths) for depths in _depths(pipeline)]
     most = depths_tried[-1] if memory_limit_bytes is None else (num_microbatches,) * len(pp_ranks)

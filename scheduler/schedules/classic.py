@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 from ..graph import Pipeline, check_pipeline
 from ..ir.actions import Action, Kind
@@ -53,7 +54,7 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: in
     check_microbatches(pipeline, num_microbatches)
     num_stages = len(pipeline.stages)
     if isinstance(num_pp_ranks, bool) or not isinstance(num_pp_ranks, int):
-        raise ArgumentError(f"num_pp_ranks is {num_pp_ranks!r}; it must be an integer")
+        raise ArgumentError(f"num_pp_ranks is {brief(num_pp_ranks)}; it must be an integer")
     if num_pp_ranks < 1 or num_stages % num_pp_ranks or num_microbatches % num_pp_ranks:
         raise ArgumentError(
             f"interleaved 1F1B: {num_pp_ranks} pp ranks must divide {num_stages} stages and {num_microbatches} "
@@ -125,7 +126,7 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
     """
     check_microbatches(pipeline, num_microbatches)
     if not isinstance(warmups, Sequence):
-        raise ArgumentError(f"warmups must be a list with one number per stage, not {warmups!r}")
+        raise ArgumentError(f"warmups must be a list with one number per stage, not {brief(warmups)}")
     if len(warmups) != len(pipeline.stages) or not all(type(depth) is int and depth > 0 for depth in warmups):
         raise ArgumentError(
             f"warmups {list(warmups)}: each of {len(pipeline.stages)} stages needs an integer of at least 1"
@@ -153,9 +154,10 @@ def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
     """Raise ArgumentError if the pipeline or the number of microbatches is invalid."""
     check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
-        raise ArgumentError(f"num_microbatches is {num_microbatches!r}; it must be an integer of at least 1")
+        raise ArgumentError(f"num_microbatches is {brief(num_microbatches)}; it must be an integer of at least 1")
     most = MAX_ACTIONS // len(pipeline.stages)
     if num_microbatches > most:
         raise ArgumentError(
-            f"num_microbatches is {num_microbatches:,}; at most {most:,} microbatches fit {len(pipeline.stages)} stages"
+            f"num_microbatches is {brief(num_microbatches)}; at most {most:,} microbatches fit "
+            f"{len(pipeline.stages)} stages"
         )

@@ -15,6 +15,7 @@ from reshard import Layout, Mesh, RegionLayout, Topology
 from reshard.api.local import execute_local
 from reshard.cli.html_report import plan_to_html
 from reshard.compression import parse_policy
+from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from reshard.topology import topology_to_json
 from tests.support.devices import HAS_GPU
@@ -62,7 +63,7 @@ HOSTS = Topology((0, 0, 1, 1))
         (lambda: reshard.plan_to_json(str(PLAN)), "needs a Plan, not str"),
         (lambda: plan_to_html(str(PLAN)), "needs a Plan, not str"),
         (lambda: topology_to_json(5), "needs a Topology, not int"),
-        (lambda: parse_policy(5), "not int"),
+        (lambda: parse_policy(5), "parse_policy: text is 5; it must be a string"),
         (lambda: HOSTS.first("2"), "count is '2'; it must be an integer from 0 to 4,194,304"),
         (lambda: HOSTS.only([0, "1"]), "ranks must be a sequence of integers, not"),
         (lambda: HOSTS.only([9]), "rank 9 has no host: the topology covers ranks 0..3"),
@@ -322,6 +323,26 @@ def test_movers_with_different_plans_report_the_first_difference():
     texts = run_processes(_different_plans, 4)
     assert len(set(texts)) == 1
     assert "disagree on strategy: ranks 0-1,3 pass multicast, rank 2 passes send_recv" in texts[0]
+
+
+def _plans_outside_the_group(rank):
+    """A Mover for a plan with ranks that the group lacks: on all ranks, and on rank 1 only."""
+    found = []
+    outside = Layout(Mesh([2, 9], {"x": 2}), "R S0")
+    for dst in (outside, outside if rank == 1 else COLS):
+        with pytest.raises(ArgumentError) as caught:
+            reshard.Mover(reshard.make_plan(ROWS, dst, (6, 4), "float32"), timeout_seconds=20)
+        found.append(str(caught.value))
+        dist.barrier()
+    good = reshard.reshard(take_shard(ROWS, rank, WHOLE), ROWS, COLS)
+    assert good is None or same_bytes(good, take_shard(COLS, rank, WHOLE))
+    return found
+
+
+def test_a_mover_for_ranks_outside_its_group_is_an_error_on_every_rank():
+    for on_all, on_one in run_processes(_plans_outside_the_group, 4, timeout_seconds=60):
+        assert on_all == "the plan or a layout names rank 9, but the group of 4 ranks has ranks 0..3"
+        assert on_one.removeprefix("rank 1: ") == on_all
 
 
 def _wrong_array(rank):

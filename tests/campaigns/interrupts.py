@@ -12,6 +12,7 @@ line of the source once, though a call may run it many times.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
 import random
@@ -367,7 +368,12 @@ def run_trial(rank, kind, victim, at, folder):
 
 
 def _resources():
-    return threading.active_count(), len(os.listdir("/proc/self/fd"))
+    """The number of threads, and what each descriptor is open on."""
+    descriptors = {}
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the one of the list itself
+            descriptors[number] = os.readlink(f"/proc/self/fd/{number}")
+    return threading.active_count(), descriptors
 
 
 def _left_since(before):
@@ -375,7 +381,7 @@ def _left_since(before):
     while True:
         gc.collect()  # the traceback of an error of a thread that has just ended holds its connections in a cycle
         now = _resources()
-        if all(a <= b for a, b in zip(now, before, strict=True)):
+        if now[0] <= before[0] and len(now[1]) <= len(before[1]):
             return ""
         frames = sys._current_frames()
         stacks = [
@@ -388,7 +394,8 @@ def _left_since(before):
         if time.monotonic() - begun < TIMEOUT_SECONDS and any("in wait_for\n" in stack for stack in stacks):
             since = time.monotonic()
         if time.monotonic() - since > RELEASE_SECONDS:
-            return f"{now[0] - before[0]} threads and {now[1] - before[1]} descriptors are left: {stacks}"
+            num, more = now[0] - before[0], sorted(set(now[1].values()) - set(before[1].values()))
+            return f"{num} threads and {len(now[1]) - len(before[1])} descriptors are left: {stacks}, {more}"
         time.sleep(0.1)
 
 

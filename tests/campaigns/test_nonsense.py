@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.campaigns import nonsense
+from reshard.testing import run_processes
+from tests.campaigns import nonsense, nonsense_calls
 
 
 @pytest.mark.integration
@@ -27,3 +28,29 @@ def test_campaign_finds_what_is_wrong(outcomes, text):
     good = [[("ArgumentError: rank 0: no", 0.1)], [("ArgumentError: no", 0.1)]]
     assert nonsense.judge("arguments", good) == ""
     assert text in nonsense.judge("arguments", [[(outcome, 0.1)] for outcome in outcomes])
+
+
+def call_with_nonsense(_, num_runs):
+    doors = nonsense_calls.find_doors()
+    for name, (function, arguments) in doors.items():
+        try:
+            function(**arguments)
+        except Exception as error:
+            raise AssertionError(f"the valid call of {name} fails") from error
+    return nonsense_calls.run_campaign(num_runs, doors=doors)
+
+
+def test_nonsense_in_public_calls_is_an_error_of_this_package():
+    ((ends, wrong),) = run_processes(call_with_nonsense, 1, 400)
+    assert not wrong
+    assert ends["ArgumentError"] > 200 and ends["returned"] < 60
+
+
+def test_campaign_finds_raw_errors():
+    doors = {
+        "raw": (lambda value: value + 1, {"value": 1}),
+        "deep": (lambda values: values[0] + values[1], {"values": [1, 2]}),
+    }
+    ends, wrong = nonsense_calls.run_campaign(200, doors=doors)
+    assert len(wrong) > 100 and ends["raw TypeError"] > 50
+    assert {call.partition("=")[0] for call, _ in wrong} >= {"raw: value", "deep: values", "deep: values[0]"}

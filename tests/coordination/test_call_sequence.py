@@ -261,7 +261,7 @@ def _raise_interrupt(*_):
     [
         ("group", "ArgumentError: rank 0: group must be a process group"),
         ("interrupt", "RemoteError: rank 0 left a call: KeyboardInterrupt"),
-        ("mover", "ArgumentError: rank 0: layouts name rank 7"),
+        ("mover", "ArgumentError: rank 0: the plan or a layout names rank 7"),
     ],
 )
 def test_call_failed_by_one_rank_fails_on_the_others(how, expected):

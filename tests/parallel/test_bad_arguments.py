@@ -42,13 +42,13 @@ def check_types(rank):
         for name in ("keep_inputs", "has_local_input"):
             with pytest.raises(ArgumentError, match=rf"{name} is .*; it must be True or False"):
                 parallelize(make_gpt(), grid, **{name: value})
-    with pytest.raises(ArgumentError, match=r"parallelize needs a reshard\.parallel\.Grid, not a DeviceMesh"):
+    with pytest.raises(ArgumentError, match=r"parallelize: grid is DeviceMesh.*; it must be a Grid"):
         parallelize(make_gpt(), grid.device_mesh)
     for x in (torch.ones(2), torch.ones(1, 2, dtype=torch.int64)):
         with pytest.raises(ArgumentError, match=r"of shape \[.*\] and torch.*; it must be \[batch, ..., features\]"):
             Linear(torch.nn.Linear(2, 2), grid)(x)
     model = parallelize(make_gpt(), grid)
-    with pytest.raises(ArgumentError, match=r"relayout needs a reshard\.parallel\.Grid, not a DeviceMesh"):
+    with pytest.raises(ArgumentError, match=r"relayout: grid is DeviceMesh.*; it must be a Grid"):
         relayout(model, grid.device_mesh)
     tokens, targets = make_batch(1)
     with pytest.raises(ArgumentError, match=r"tokens of torch.float32; they must be integers"):

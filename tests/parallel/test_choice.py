@@ -118,14 +118,15 @@ def test_the_table_says_how_many_shapes_it_omits():
 @pytest.mark.parametrize(
     ("wrong", "rule"),
     [
-        ({"rows": 0}, "rows is 0; it must be a positive integer"),
-        ({"rows": 2.5}, "rows is 2.5; it must be a positive integer"),
-        ({"itemsize": 0}, "itemsize is 0; it must be a positive integer"),
-        ({"state_bytes": -16}, "state_bytes is -16; it must be a positive integer"),
-        ({"panel": 0}, "panel is 0; it must be a positive integer"),
+        ({"rows": 0}, "rows is 0; it must be an integer from 1"),
+        ({"rows": 2.5}, "rows is 2.5; it must be an integer from 1"),
+        ({"itemsize": 0}, "itemsize is 0; it must be an integer from 1"),
+        ({"state_bytes": -16}, "state_bytes is -16; it must be an integer from 1"),
+        ({"panel": 0}, "panel is 0; it must be an integer from 1"),
         ({"keep_inputs": "yes"}, "keep_inputs is 'yes'; it must be True or False"),
-        ({"memory_limit_bytes": "4GB"}, "memory_limit_bytes is '4GB'; it must be a positive number"),
-        ({"flops_per_second": math.nan}, "flops_per_second is nan; it must be a positive number"),
+        ({"memory_limit_bytes": "4GB"}, "memory_limit_bytes is '4GB'; it must be a number"),
+        ({"memory_limit_bytes": 0.0}, "memory_limit_bytes is 0.0; it must be a positive number"),
+        ({"flops_per_second": math.nan}, "flops_per_second is nan; it must be a number"),
     ],
 )
 def test_wrong_numbers_are_refused(wrong, rule):

@@ -183,7 +183,7 @@ def check_classifier(rank, shape):
     x, targets = torch.randn(5, 6, dtype=torch.float64), torch.tensor([0, 6, -100, 3, 3])
     lo, hi = (0, 6) if shape[1] == 1 else ((0, 3), (3, 6))[rank % 2]
     loss = model(x[:, lo:hi], targets)
-    with pytest.raises(ArgumentError, match="a Dropout of 14 features got 5 on column"):
+    with pytest.raises(ArgumentError, match=r"a Dropout of 14 features got shape .* on column"):
         model.body[2](torch.ones(2, 5))
     return float(loss.detach())
 
@@ -241,7 +241,9 @@ def check_norms(rank):
             norm = torch.nn.RMSNorm(6, eps, elementwise_affine=affine)
             torch.testing.assert_close(RMSNorm(norm, grid)(x[:, lo:hi] * 1e-4), norm(x * 1e-4)[:, lo:hi])
     for affine in (False, True):
-        with pytest.raises(ArgumentError, match=r"a norm of 2 features got 2 on column . of .*, not 1"):
+        with pytest.raises(
+            ArgumentError, match=r"a norm of 2 features got .* \[2, 2\] on column . of .* with 1 features"
+        ):
             LayerNorm(torch.nn.LayerNorm(2, elementwise_affine=affine), grid)(x[:, :2])
 
 

@@ -299,7 +299,9 @@ def check_inside(group: Group, members: Sequence[int]) -> None:
     """Raise ArgumentError if a rank is outside the group."""
     outside = [rank for rank in members if rank >= group.size]
     if outside:
-        raise ArgumentError(f"layouts name {describe_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}")
+        raise ArgumentError(
+            f"the plan or a layout names {describe_ranks(outside)}, but the {group} has ranks 0..{group.size - 1}"
+        )
 
 
 def serve_store(listener: socket.socket) -> dist.TCPStore:

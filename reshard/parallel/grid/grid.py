@@ -16,9 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.arguments import check_arguments
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.coordination.device_mesh import end_with, make_device_mesh, new_group
 from reshard.errors import ArgumentError, MeshError, ReshardError
+from reshard.formatting import brief
 from reshard.sharding import MAX_RANK, Mesh, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
@@ -115,6 +117,7 @@ class Grid:
         seconds = check_timeout(timeout_seconds)
         sizes = {"rows": rows, "cols": cols, "depth": depth}
         rows, cols, depth = (check_integer(size, name, 1, MAX_RANK, MeshError) for name, size in sizes.items())
+        check_device_type(device_type)
         world = dist.get_world_size()
         if rows * cols * depth != world:
             raise MeshError(
@@ -198,11 +201,13 @@ class Grid:
         Args:
             axis: "depth", "row" or "col"; "layer" is all ranks of this depth, row by row.
         """
+        if not isinstance(axis, str) or axis not in self._axes:
+            raise MeshError(f"a grid has no axis {brief(axis)}; its axes are {', '.join(self._axes)}")
         return self._axes[axis]
 
     def encoded(self, axis: str) -> Axis | CompressedAxis:
         """As :meth:`along`, with messages compressed by the codec of the grid."""
-        found = self._axes[axis]
+        found = self.along(axis)
         return found if self.codec is None else CompressedAxis(found, self.codec)
 
     def set_codec(self, name: str) -> None:
@@ -215,15 +220,18 @@ class Grid:
             raise ArgumentError(f"codec {name} codes CPU tensors only; the grid is on {self.device_mesh.device_type}")
         self.codec = parse_codec(name)
 
+    @check_arguments(rows=(0, 2**56))
     def local_rows(self, rows: int) -> Span:
         """The interval of a batch of ``rows`` rows that this rank holds."""
         return batch_spans(rows, self.depth, self.rows)[self.index["depth"]][self.row]
 
+    @check_arguments(size=(0, 2**56))
     def local_features(self, size: int) -> Span:
         """The interval of a hidden dim of ``size`` elements that this rank holds."""
         return chunk_spans(size, self.cols)[self.col]
 
     @contextlib.contextmanager
+    @check_arguments(rows=(0, 2**56))
     def batch(self, rows: int) -> Iterator[None]:
         """Inside this context, the whole batch has ``rows`` rows, so ranks need not exchange their numbers of rows."""
         before = self._batch_rows, self._first_row
@@ -234,6 +242,7 @@ class Grid:
             self._batch_rows, self._first_row = before
 
     @contextlib.contextmanager
+    @check_arguments(rows=(0, 2**56))
     def local_batch(self, rows: int, device: torch.device) -> Iterator[None]:
         """As :meth:`batch`, but ``rows`` is the number of rows of this rank. The ranks of a column exchange them."""
         before = self._batch_rows, self._first_row
@@ -243,10 +252,12 @@ class Grid:
         finally:
             self._batch_rows, self._first_row = before
 
+    @check_arguments(rows=(0, 2**56))
     def spans_of_batch(self, rows: int) -> tuple[tuple[Span, ...], ...]:
         """The interval of a batch of ``rows`` rows that each position holds: ``[depth][row]``."""
         return batch_spans(rows, self.depth, self.rows)
 
+    @check_arguments(rows=(0, 2**56))
     def layer_rows(self, rows: int) -> list[int]:
         """How many of the ``rows`` rows of a batch each grid row of this rank's layer holds."""
         return [size_of(span) for span in batch_spans(rows, self.depth, self.rows)[self.index["depth"]]]
@@ -310,6 +321,16 @@ class Grid:
         axis = Axis("layer", group, ranks, self.row * self.cols + self.col, self._timeout)
         end_with(axis, [group])
         return axis
+
+
+def check_device_type(device_type: Any) -> None:
+    """Raise ArgumentError unless torch knows the device type."""
+    try:
+        found = torch.device(device_type).type if isinstance(device_type, str) else None
+    except RuntimeError:
+        found = None
+    if found is None or found != device_type:
+        raise ArgumentError(f'device_type is {brief(device_type)}; it must be one of torch, such as "cpu" or "cuda"')
 
 
 def check_grid(grid: Any, called: str) -> Grid:

@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
+from reshard.sharding import check_integer
 
 from ..grid import Grid
 from ..grid.cuts import Span, balanced_spans, chunk_spans, intersect, size_of
@@ -28,7 +30,7 @@ class Heads:
         head_size: features of one head.
 
     Raises:
-        ArgumentError: there are fewer query heads than columns, or groups are unequal.
+        ArgumentError: there are fewer query heads than columns, groups are unequal, or a number is not positive.
     """
 
     grid: Grid
@@ -37,10 +39,13 @@ class Heads:
     head_size: int
 
     def __post_init__(self) -> None:
+        most = (1, 2**31)
+        check_fields(self, num_heads=most, num_kv_heads=most, head_size=most)
         check_heads(self.num_heads, self.num_kv_heads, self.grid.cols)
 
     def query_heads(self, col: int) -> Span:
         """The query heads of a column; columns differ by at most one head."""
+        col = check_integer(col, "col", 0, self.grid.cols - 1)
         return balanced_spans(self.num_heads, self.grid.cols)[col]
 
     def kv_heads(self, col: int) -> Span:
@@ -50,21 +55,31 @@ class Heads:
         return lo // shared, -(-hi // shared)
 
     @not_compiled
+    @check_arguments()
     def split(self, x: torch.Tensor, *, is_query: bool) -> torch.Tensor:
-        """Cut projections ``[batch, sequence, features_j]`` by heads: ``[batch, heads_j, sequence, head_size]``."""
+        """Cut projections ``[batch, sequence, features_j]`` by heads: ``[batch, heads_j, sequence, head_size]``.
+
+        Raises:
+            ArgumentError: ``x`` has another shape.
+        """
         count, of_col = (self.num_heads, self.query_heads) if is_query else (self.num_kv_heads, self.kv_heads)
         need = [self._features(of_col(col)) for col in range(self.grid.cols)]
-        whole = select_features(x, chunk_spans(count * self.head_size, self.grid.cols), need, self.grid)
+        have = chunk_spans(count * self.head_size, self.grid.cols)
+        self._check_shape("x", x, (None, None, size_of(have[self.grid.col])))
+        whole = select_features(x, have, need, self.grid)
         return whole.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
 
     @not_compiled
+    @check_arguments()
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of :meth:`split` for the output of the query heads."""
+        """The inverse of :meth:`split` for the output of the query heads. Raises as :meth:`split`."""
+        self._check_shape("x", x, (None, size_of(self.query_heads(self.grid.col)), None, self.head_size))
         have = [self._features(self.query_heads(col)) for col in range(self.grid.cols)]
         need = chunk_spans(self.num_heads * self.head_size, self.grid.cols)
         return select_features(x.transpose(1, 2).flatten(2), have, need, self.grid)
 
     @not_compiled
+    @check_arguments(dropout=(0, 1))
     def attend(
         self,
         q: torch.Tensor,
@@ -81,7 +96,21 @@ class Heads:
             mask: ``[batch, 1, sequence, keys]``, boolean or added to the scores; None: causal.
             dropout: probability that a weight is dropped. The mask is the same on every grid.
             scale: factor of the scores; default: 1 / sqrt(head_size).
+
+        Raises:
+            ArgumentError: an array has another shape, or the mask does not fit the scores.
         """
+        heads, kv_heads = (size_of(spans(self.grid.col)) for spans in (self.query_heads, self.kv_heads))
+        self._check_shape("q", q, (None, heads, None, self.head_size))
+        self._check_shape("k", k, (q.shape[0], kv_heads, None, self.head_size))
+        self._check_shape("v", v, (q.shape[0], kv_heads, k.shape[2], self.head_size))
+        scores_shape = (q.shape[0], heads, q.shape[2], k.shape[2])
+        is_mask = mask is None or mask.dtype == torch.bool or mask.is_floating_point()
+        if mask is not None and not (is_mask and _broadcasts(mask.shape, scores_shape)):
+            raise ArgumentError(
+                f"the mask is {mask.dtype} of shape {list(mask.shape)}; it must be boolean or floating-point "
+                f"values for scores of shape {list(scores_shape)}"
+            )
         if self.num_kv_heads != self.num_heads:
             shared = self.num_heads // self.num_kv_heads
             lo, hi = self.query_heads(self.grid.col)
@@ -101,8 +130,25 @@ class Heads:
         )
         return (weights * kept) @ v
 
+    def _check_shape(self, name: str, x: torch.Tensor, shape: Sequence[int | None]) -> None:
+        """Raise ArgumentError unless an array has this shape; None: any size."""
+        fits = x.dim() == len(shape) and all(want in (None, size) for want, size in zip(shape, x.shape, strict=True))
+        if not fits or not x.is_floating_point():
+            wanted = ", ".join("any" if size is None else str(size) for size in shape)
+            raise ArgumentError(
+                f"{name} has shape {list(x.shape)} and {x.dtype}; {self.num_heads} heads of {self.head_size} features "
+                f"need floating-point values of shape [{wanted}] on column {self.grid.col} of {self.grid}"
+            )
+
     def _features(self, heads: Span) -> Span:
         return heads[0] * self.head_size, heads[1] * self.head_size
+
+
+def _broadcasts(shape: Sequence[int], target: Sequence[int]) -> bool:
+    """Whether an array of a shape, of at least two dims, broadcasts to another shape."""
+    return 2 <= len(shape) <= len(target) and all(
+        size in (1, want) for size, want in zip(reversed(shape), reversed(target), strict=False)
+    )
 
 
 def check_heads(num_heads: int, num_kv_heads: int, cols: int) -> None:

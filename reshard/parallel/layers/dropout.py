@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
 
@@ -28,8 +29,13 @@ class Dropout(nn.Module):
         p: probability that an element is dropped.
         grid: the grid.
         features: global size of the last dim.
+
+    Raises:
+        ArgumentError: ``p`` is not from 0 to 1, or an argument has a wrong type; in a forward: the last dim has another
+            size than the features of this column.
     """
 
+    @check_arguments(p=(0, 1), features=(1, 2**40))
     def __init__(self, p: float, grid: Grid, features: int) -> None:
         super().__init__()
         self.p, self.grid, self.features = p, grid, features
@@ -40,15 +46,16 @@ class Dropout(nn.Module):
         return self.training and self.p > 0
 
     @not_compiled
+    @check_arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Drop elements of ``[batch, ..., features_j]``."""
         if not self.training or not self.p:
             return x
         span = chunk_spans(self.features, self.grid.cols)[self.grid.col]
-        if x.shape[-1] != size_of(span):
+        if not x.dim() or x.shape[-1] != size_of(span):
             raise ArgumentError(
-                f"a Dropout of {self.features} features got {x.shape[-1]} on column {self.grid.col} of {self.grid}, "
-                f"not {size_of(span)}"
+                f"a Dropout of {self.features} features got shape {list(x.shape)} on column {self.grid.col} of "
+                f"{self.grid}, not {size_of(span)} features"
             )
         return x * dropout_mask(self.grid, x, self.p, dim=x.dim() - 1, span=span, size=self.features)
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.gradients.sums import declare_sums
 from reshard.public_api import not_compiled
@@ -14,7 +15,7 @@ from reshard.public_api import not_compiled
 from ..grid import Grid
 from ..grid.cuts import Span, chunk_spans, intersect, size_of
 from .derivatives import once_differentiable
-from .parameters import OnGrid, gradient_axes, local_of, shard_parameter
+from .parameters import OnGrid, check_integers, gradient_axes, local_of, shard_parameter
 
 
 class Embedding(OnGrid):
@@ -30,6 +31,7 @@ class Embedding(OnGrid):
             shares the table and has more entries than features needs 1.
     """
 
+    @check_arguments(cut_rows=(0, 1))
     def __init__(self, embedding: nn.Embedding, grid: Grid, cut_rows: int = 0) -> None:
         super().__init__()
         if embedding.max_norm is not None or embedding.sparse or embedding.scale_grad_by_freq:
@@ -45,14 +47,14 @@ class Embedding(OnGrid):
         declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=False)}, prefix)
 
     @not_compiled
+    @check_arguments()
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Map this rank's tokens ``[batch, ...]`` to ``[batch, ..., embedding_dim_j]``.
 
         Raises:
             ArgumentError: the tokens are not integers, or a token of any rank is out of range.
         """
-        if tokens.is_floating_point():
-            raise ArgumentError(f"an Embedding got tokens of {tokens.dtype}; they must be integers")
+        check_integers(tokens, "an Embedding got tokens")
         counts = self.grid.tokens_of(tokens.unsqueeze(-1))
         every = self.grid.along("row").gather(tokens.reshape(-1).contiguous(), counts).wait()
         bounds = torch.stack([-every.min(), every.max()]) if every.numel() else every.new_zeros(2)
@@ -150,6 +152,7 @@ class PositionEmbedding(OnGrid):
     ``forward(positions)`` is a lookup in the local shard. The module has the attributes of ``nn.Embedding``.
     """
 
+    @check_arguments()
     def __init__(self, embedding: nn.Embedding, grid: Grid) -> None:
         super().__init__()
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
@@ -162,9 +165,21 @@ class PositionEmbedding(OnGrid):
         declare_sums(self, {"weight": gradient_axes(self.grid, is_vector=True)}, prefix)
 
     @not_compiled
+    @check_arguments()
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
-        """Map positions ``[...]`` to ``[..., embedding_dim_j]``."""
-        return nn.functional.embedding(positions, local_of(self.weight))
+        """Map positions ``[...]`` to ``[..., embedding_dim_j]``.
+
+        Raises:
+            ArgumentError: the positions are not integers or, on the CPU, a position is out of range.
+        """
+        check_integers(positions, "a PositionEmbedding got positions")
+        try:
+            return nn.functional.embedding(positions.long(), local_of(self.weight))
+        except IndexError:  # a check before would wait for a GPU
+            raise ArgumentError(
+                f"positions from {positions.min()} to {positions.max()} do not fit a PositionEmbedding of "
+                f"{self.num_embeddings} entries"
+            ) from None
 
     def extra_repr(self) -> str:
         """Sizes and the grid."""

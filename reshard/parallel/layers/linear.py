@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 from reshard.gradients.sums import declare_sums
 from reshard.gradients.weight_grad_store import WeightGradStore, weight_grad_store
 from reshard.public_api import not_compiled
@@ -39,6 +41,7 @@ class Linear(OnGrid):
             With ``cut_rows="in"``, this takes the memory of the whole input of a grid row.
     """
 
+    @check_arguments(panel=(1, 2**40))
     def __init__(
         self,
         linear: nn.Linear,
@@ -49,10 +52,7 @@ class Linear(OnGrid):
     ) -> None:
         super().__init__()
         if cut_rows not in (None, "in", "out"):
-            raise ArgumentError(f'cut_rows is {cut_rows!r}; it must be "in" or "out"')
-        if isinstance(panel, bool) or not isinstance(panel, int) or panel < 1:
-            raise ArgumentError(f"panel is {panel!r}; it must be a positive number of elements")
-        check_flag("keep_inputs", keep_inputs)
+            raise ArgumentError(f'cut_rows is {brief(cut_rows)}; it must be "in" or "out"')
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.grid, self.panel, self.keep_inputs = grid, panel, keep_inputs
         smaller = "in" if self.in_features < self.out_features else "out"
@@ -73,6 +73,7 @@ class Linear(OnGrid):
             prefix,
         )
 
+    @check_arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map ``[batch, ..., in_j]`` to ``[batch, ..., out_j]``."""
         return multiply([self], x)[0]
@@ -80,12 +81,6 @@ class Linear(OnGrid):
     def extra_repr(self) -> str:
         """Sizes and the grid."""
         return f"in_features={self.in_features}, out_features={self.out_features}, grid={self.grid}"
-
-
-def check_flag(name: str, value: Any) -> None:
-    """Raise ArgumentError unless the value of an option is a bool: ranks must not take an object in different ways."""
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{name} is {value!r}; it must be True or False")
 
 
 @not_compiled

@@ -7,12 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.public_api import not_compiled
 
 from ..grid import Grid
 from ..grid.cuts import chunk_spans, size_of
 from .derivatives import once_differentiable
+from .parameters import check_integers
 
 
 class CrossEntropy(nn.Module):
@@ -26,12 +28,16 @@ class CrossEntropy(nn.Module):
         ignore_index: targets with this value do not count.
     """
 
+    @check_arguments(num_classes=(1, 2**40))
     def __init__(self, grid: Grid, num_classes: int, ignore_index: int = -100) -> None:
         super().__init__()
         self.grid, self.num_classes, self.ignore_index = grid, num_classes, ignore_index
 
     @not_compiled
-    def forward(self, logits: torch.Tensor, targets: torch.Tensor, count: Any = None) -> torch.Tensor:
+    @check_arguments(count=(0, 2**53))
+    def forward(
+        self, logits: torch.Tensor, targets: torch.Tensor, count: float | torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The mean loss; NaN if all targets are ``ignore_index``, as in torch.
 
         Args:
@@ -42,7 +48,8 @@ class CrossEntropy(nn.Module):
             ArgumentError: the shapes do not fit, or a target of any rank is not a class.
         """
         span = chunk_spans(self.num_classes, self.grid.cols)[self.grid.col]
-        if logits.shape[-1] != size_of(span) or logits.shape[:-1] != targets.shape:
+        check_integers(targets, "a CrossEntropy got targets")
+        if not logits.dim() or logits.shape[-1] != size_of(span) or logits.shape[:-1] != targets.shape:
             raise ArgumentError(
                 f"logits of shape {list(logits.shape)} and targets of shape {list(targets.shape)} do not fit; column "
                 f"{self.grid.col} holds {size_of(span)} of {self.num_classes} classes"

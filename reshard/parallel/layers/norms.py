@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.gradients.sums import declare_sums
 from reshard.public_api import not_compiled
@@ -47,6 +48,7 @@ class _Norm(OnGrid):
         declare_sums(self, {"weight": axes, "bias": axes}, prefix)
 
     @not_compiled
+    @check_arguments()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Normalize ``[batch, ..., features of this column]`` over all features, at least in float32.
 
@@ -54,10 +56,10 @@ class _Norm(OnGrid):
             ArgumentError: the last dim has another size than the features of this column.
         """
         span = chunk_spans(self.features, self.grid.cols)[self.grid.col]
-        if x.shape[-1] != size_of(span):
+        if not x.dim() or x.shape[-1] != size_of(span) or not x.is_floating_point():
             raise ArgumentError(
-                f"a norm of {self.features} features got {x.shape[-1]} on column {self.grid.col} of {self.grid}, not "
-                f"{size_of(span)}"
+                f"a norm of {self.features} features got {x.dtype} of shape {list(x.shape)} on column {self.grid.col} "
+                f"of {self.grid}, not floating-point values with {size_of(span)} features"
             )
         weight, bias = (None if item is None else local_of(item) for item in (self.weight, self.bias))
         y = _Normalize.apply(x, weight, bias, self)
@@ -71,6 +73,7 @@ class _Norm(OnGrid):
 class LayerNorm(_Norm):
     """``nn.LayerNorm`` over the last dim. It subtracts the mean before it sums squares, to keep precision."""
 
+    @check_arguments()
     def __init__(self, norm: nn.LayerNorm, grid: Grid) -> None:
         super().__init__(norm.weight, norm.bias, norm.normalized_shape[-1], norm.eps, grid)
 
@@ -80,7 +83,10 @@ class RMSNorm(_Norm):
 
     centers = False
 
-    def __init__(self, norm: Any, grid: Grid) -> None:
+    @check_arguments()
+    def __init__(self, norm: nn.Module, grid: Grid) -> None:
+        if not isinstance(getattr(norm, "weight", ()), (torch.Tensor, type(None))):
+            raise ArgumentError(f"norm is a {type(norm).__name__}; an RMSNorm has a weight, or None")
         eps = getattr(norm, "eps", getattr(norm, "variance_epsilon", None))
         features = norm.normalized_shape[-1] if norm.weight is None else norm.weight.shape[-1]
         super().__init__(norm.weight, None, features, eps, grid)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from reshard.errors import ArgumentError
+
 from ..grid import Grid
 from ..grid.cuts import chunk_spans
 
@@ -55,6 +57,12 @@ def shard_parameter(value: torch.Tensor, grid: Grid, row_dim: int | None, col_di
         stride=torch.empty(value.shape, device="meta").stride(),
     )
     return nn.Parameter(made, requires_grad=getattr(value, "requires_grad", True))
+
+
+def check_integers(values: torch.Tensor, what: str) -> None:
+    """Raise ArgumentError unless values that name entries or classes are integers. ``what``: begins the text."""
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ArgumentError(f"{what} of {values.dtype}; they must be integers")
 
 
 def local_of(parameter: Any) -> torch.Tensor:

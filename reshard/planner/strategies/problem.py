@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
-from reshard.errors import PlanError
+from reshard.arguments import check_arguments
+from reshard.errors import ArgumentError, PlanError
+from reshard.formatting import brief
 from reshard.plan import DEFAULT_STAGING_BYTES, Transfers
 from reshard.ragged import NO_RANK, distinct_values, ranges
-from reshard.sharding import TensorSpec
+from reshard.sharding import TensorSpec, check_tensors
 from reshard.topology import Topology
 
 #: Chunk size of transfers with one hop, and of transfers inside a host. It is large, so that there are few messages.
@@ -63,14 +66,16 @@ class PlanProblem:
     staging_bytes: int = DEFAULT_STAGING_BYTES
 
     @classmethod
+    @check_arguments(staging_bytes=(0, 2**62))
     def of(
         cls, tensors: Sequence[TensorSpec], topology: Topology, staging_bytes: int = DEFAULT_STAGING_BYTES
     ) -> PlanProblem:
         """Put the unit tasks of all tensors in one table.
 
         Raises:
-            TopologyError: the topology lacks a rank.
+            TopologyError: the topology lacks a rank. PlanError: there are no tensors, or they lack different names.
         """
+        check_tensors(tensors)
         for spec in tensors:
             topology.check_covers(spec.src.ranks)
             topology.check_covers(spec.dst.ranks)
@@ -152,11 +157,19 @@ class Routes:
 
     @classmethod
     def of(cls, problem: PlanProblem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:
-        """Routes for whole tasks, from rows ``(task, edges)``. Raises PlanError if the problem lacks a task."""
-        task = np.array([row[0] for row in rows], dtype=np.int64)
-        if ((task < 0) | (task >= len(problem))).any():
-            raise PlanError(f"routes are for tasks {task.tolist()}, but the tasks are 0 to {len(problem) - 1}")
-        edges = np.array([edge for row in rows for edge in row[1]], dtype=np.int64).reshape(-1, 2)
+        """Routes for whole tasks, from rows ``(task, edges)`` with an edge ``(sender, receiver)`` each.
+
+        Raises:
+            PlanError: the problem lacks a task, or a row has another form.
+        """
+        _check_problem(problem)
+        try:
+            task = _indices([row[0] for row in rows], len(problem), "tasks")
+            edges = np.array([edge for row in rows for edge in row[1]], dtype=np.int64).reshape(-1, 2)
+        except (TypeError, ValueError, LookupError, OverflowError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(f"rows must be [(task, [(sender, receiver), ...]), ...], not {brief(rows)}") from None
         return cls(
             task=task,
             start=problem.start[task],
@@ -167,13 +180,23 @@ class Routes:
         )
 
     @classmethod
+    @check_arguments()
     def direct(cls, problem: PlanProblem, task: np.ndarray, sender: np.ndarray, receiver: np.ndarray) -> Routes:
-        """Routes for whole tasks with one edge each; all arguments ``(routes,)``."""
+        """Routes for whole tasks with one edge each; all arguments ``(routes,)``.
+
+        Raises:
+            PlanError: the problem lacks a task, or an argument is no array of integers.
+        """
+        _check_problem(problem)
+        task = _indices(task, len(problem), "tasks")
         return cls(task, problem.start[task], problem.stop[task], np.arange(len(task) + 1), sender, receiver)
 
     @classmethod
+    @check_arguments()
     def join(cls, parts: Sequence[Routes]) -> Routes:
-        """Concatenate routes."""
+        """Concatenate routes. Raises PlanError if there are none."""
+        if not len(parts):
+            raise PlanError("there are no routes to join")
         edges = np.cumsum([0] + [len(part.sender) for part in parts])
         return cls(
             task=np.concatenate([part.task for part in parts]),
@@ -187,7 +210,8 @@ class Routes:
         )
 
     def take(self, order: np.ndarray) -> Routes:
-        """The routes of these indices, in this order."""
+        """The routes of these indices, in this order. Raises PlanError if there is no such route."""
+        order = _indices(order, len(self), "routes")
         counts = np.diff(self.edge_at)[order]
         edge_at = np.concatenate([[0], np.cumsum(counts)])
         edges = np.repeat(self.edge_at[order] - edge_at[:-1], counts) + np.arange(edge_at[-1])
@@ -202,6 +226,28 @@ class Routes:
 
     def __len__(self) -> int:
         return len(self.task)
+
+
+def _check_problem(problem: object) -> None:
+    if not isinstance(problem, PlanProblem):
+        raise ArgumentError(f"problem must be a PlanProblem, not {brief(problem)}")
+
+
+def _indices(values: Any, count: int, what: str) -> np.ndarray:
+    """``(entries,)`` int64 indices of tasks or routes.
+
+    Raises:
+        PlanError: one is not from 0 to ``count - 1``.
+    """
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError, RuntimeError):  # the last from a tensor without data
+        array = np.zeros(())
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise PlanError(f"indices of {what} must be one list of integers, not {brief(values)}")
+    if array.size and not 0 <= array.min() <= array.max() < count:
+        raise PlanError(f"routes are for {what} {array.tolist()}, but the {what} are 0 to {count - 1}")
+    return array.astype(np.int64)
 
 
 #: A strategy chooses senders, trees and their order so that every receiver of every task gets its region. It returns

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.formatting import format_ranks
+from reshard.formatting import brief, format_ranks
 from reshard.ragged import NO_RANK
 
 from .problem import PlanProblem, Routes
+
+
+def _array(name: str, values: Any) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except (TypeError, ValueError, RuntimeError) as error:  # such as a tensor without data
+        raise PlanError(f"{name} is {brief(values)}; it must be an array of integers: {error}") from None
 
 
 def check_routes(problem: PlanProblem, routes: Routes) -> Routes:
@@ -17,7 +26,7 @@ def check_routes(problem: PlanProblem, routes: Routes) -> Routes:
     Raises:
         PlanError: an array has another shape than :class:`Routes` says, or an index or a rank that the problem lacks.
     """
-    arrays = {name: np.asarray(getattr(routes, name)) for name in Routes.__dataclass_fields__}
+    arrays = {name: _array(name, getattr(routes, name)) for name in Routes.__dataclass_fields__}
     count, edges, ndim = arrays["task"].size, arrays["sender"].size, problem.start.shape[1]
     shapes = {"task": (count,), "start": (count, ndim), "stop": (count, ndim), "edge_at": (count + 1,)}
     shapes |= {"sender": (edges,), "receiver": (edges,)}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, shard_1d
@@ -32,7 +33,7 @@ class StateBytes:
         for name in ("weight", "gradient", "optimizer"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1e6:
-                raise ArgumentError(f"{name} bytes of a parameter are {value!r}; they must be from 0 to 1e6")
+                raise ArgumentError(f"{name} bytes of a parameter are {brief(value)}; they must be from 0 to 1e6")
 
 
 #: 16-bit parameters and gradients; float32 parameters and moments belong to the optimizer.

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
-from reshard.formatting import count_of
+from reshard.formatting import brief, count_of
 
 from ...graph import Edge, Pipeline, Stage
 from ...ir.communication import RECVS_AHEAD
@@ -87,7 +87,7 @@ class SearchProblem:
     def __post_init__(self) -> None:
         self.profile.check(self.graph)
         if type(self.num_samples) is not int or self.num_samples < 1:
-            raise ArgumentError(f"samples is {self.num_samples!r}; it must be a positive integer")
+            raise ArgumentError(f"samples is {brief(self.num_samples)}; it must be a positive integer")
         for count in self.microbatch_counts:
             if type(count) is not int or count < 1 or self.num_samples % count:
                 raise ArgumentError(f"{count} microbatches do not divide {self.num_samples} samples evenly")

@@ -7,7 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 from .layer_graph import Layer
 
@@ -40,16 +42,22 @@ class Choice:
 
     def __post_init__(self) -> None:
         if isinstance(self.grid, str) or not isinstance(self.grid, Sequence):
-            raise ArgumentError(f"grid {self.grid!r} must be (rows, cols, depth), three positive integers")
+            raise ArgumentError(f"grid {brief(self.grid)} must be (rows, cols, depth), three positive integers")
         object.__setattr__(self, "grid", tuple(self.grid))
         if self.grid and (len(self.grid) != 3 or not all(type(size) is int and size >= 1 for size in self.grid)):
-            raise ArgumentError(f"grid {self.grid} must be (rows, cols, depth), three positive integers")
-        if type(self.tp) is not int or self.tp < 1 or type(self.zero) is not int or not 0 <= self.zero <= 3:
+            raise ArgumentError(f"grid {brief(self.grid)} must be (rows, cols, depth), three positive integers")
+        if (
+            type(self.tp) is not int
+            or not 1 <= self.tp < 2**62
+            or type(self.zero) is not int
+            or not 0 <= self.zero <= 3
+        ):
             raise ArgumentError(
-                f"tp is {self.tp!r} and zero {self.zero!r}; tp must be a positive integer, and zero from 0 to 3"
+                f"tp is {brief(self.tp)} and zero {brief(self.zero)}; tp must be a positive integer, and zero an "
+                "integer from 0 to 3"
             )
         if not isinstance(self.recompute, bool):
-            raise ArgumentError(f"recompute of a choice is {self.recompute!r}; it must be a bool")
+            raise ArgumentError(f"recompute of a choice is {brief(self.recompute)}; it must be a bool")
         if not self.grid:
             return
         if self.tp != self.grid[0] * self.grid[1] or (self.zero and self.grid[2] == 1):
@@ -60,6 +68,7 @@ class Choice:
             )
 
     @classmethod
+    @check_arguments(rows=(1, 2**20), cols=(1, 2**20), depth=(1, 2**20))
     def on_grid(cls, rows: int, cols: int, depth: int = 1, *, zero: int = 0, recompute: bool = False) -> Choice:
         """A layer on a grid of ``rows * cols * depth`` ranks, with ZeRO over the depth."""
         return cls(rows * cols, zero, recompute, (rows, cols, depth))
@@ -74,14 +83,17 @@ class Choice:
         """Parts that features between layers are divided into."""
         return self.grid[1] if self.grid else 1
 
+    @check_arguments(num_ranks=(1, 2**22))
     def sample_shards(self, num_ranks: int) -> int:
         """Parts that the samples of a microbatch are divided into, on a stage of some ranks."""
         return num_ranks // (self.grid[1] if self.grid else self.tp)
 
+    @check_arguments(num_ranks=(1, 2**22))
     def fits(self, num_ranks: int) -> bool:
         """Whether a stage of so many ranks can have this choice."""
         return num_ranks == math.prod(self.grid) if self.grid else num_ranks % self.tp == 0
 
+    @check_arguments(num_ranks=(1, 2**22))
     def describe(self, num_ranks: int) -> str:
         """A text, for a stage of some ranks."""
         return str(self) if self.grid else f"dp={num_ranks // self.tp} {self}"
@@ -147,27 +159,33 @@ class ChoiceRules:
         for name in ("zero", "recompute"):
             values = getattr(self, name)
             if not isinstance(values, tuple) or not values:
-                raise ArgumentError(f"{name} of ChoiceRules is {values!r}; it must be a tuple of what is allowed")
-        if not set(self.recompute) <= {False, True}:
-            raise ArgumentError(f"recompute of ChoiceRules is {self.recompute!r}; it has True, False or both")
+                raise ArgumentError(f"{name} of ChoiceRules is {brief(values)}; it must be a tuple of what is allowed")
+        if not all(isinstance(recompute, bool) for recompute in self.recompute):
+            raise ArgumentError(f"recompute of ChoiceRules is {brief(self.recompute)}; it has True, False or both")
         degrees = (self.min_tp, self.max_tp)
         if not all(type(tp) is int for tp in degrees) or not 1 <= self.min_tp <= self.max_tp:
             raise ArgumentError(
-                f"min_tp is {self.min_tp!r} and max_tp {self.max_tp!r}; they must be integers, 1 <= least <= max"
+                f"min_tp is {brief(self.min_tp)} and max_tp {brief(self.max_tp)}; they must be integers, "
+                "1 <= least <= max"
             )
+        for name in ("grids", "executable"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"{name} of ChoiceRules is {brief(getattr(self, name))}; it must be True or False")
         for zero in self.zero:
             if type(zero) is not int or not 0 <= zero <= 3:
-                raise ArgumentError(f"the ZeRO stage is {zero!r}; it must be from 0 to 3")
+                raise ArgumentError(f"the ZeRO stage is {brief(zero)}; it must be from 0 to 3")
         if self.executable and not {0, 3} & set(self.zero):
             raise ArgumentError(
                 f"the search may use only ZeRO {', '.join(map(str, self.zero))}, which Pipe does not run; it runs "
                 "ZeRO 0 and 3: to price others, search with ChoiceRules(executable=False)"
             )
+        check_fields(self)
         if self.only_grid:
             Choice(math.prod(self.only_grid[:2]), grid=self.only_grid)
             if not self.grids:
                 raise ArgumentError(f"ChoiceRules has only_grid={self.only_grid}, but grids=False allows none")
 
+    @check_arguments(num_devices=(1, 2**22), host_devices=(1, 2**22))
     def choices(self, num_devices: int, host_devices: int) -> tuple[Choice, ...]:
         """The leaves of the decision tree of a stage: all choices for its layers, in a fixed order.
 
@@ -187,6 +205,7 @@ class ChoiceRules:
                 found += [Choice(tp, zero, recompute) for recompute in self.recompute]
         return tuple(found)
 
+    @check_arguments(num_devices=(1, 2**22), host_devices=(1, 2**22))
     def grid_shapes(self, num_devices: int, host_devices: int) -> tuple[GridShape, ...]:
         """``(rows, cols, depth)`` of all grids of a stage, in a fixed order. Grids of replicas alone are none."""
         if self.only_grid:
@@ -201,12 +220,14 @@ class ChoiceRules:
             if num_devices % (rows * cols) == 0 and max(2, self.min_tp) <= rows * cols <= most
         )
 
+    @check_arguments()
     def grid_zeros(self, shape: GridShape) -> tuple[int, ...]:
         """Stages of ZeRO over the depth of a grid."""
         return tuple(
             zero for zero in self.zero if zero == 0 or (shape[2] > 1 and not (self.executable and zero in (1, 2)))
         )
 
+    @check_arguments()
     def uniform(self, choices: Sequence[Choice]) -> tuple[tuple[Choice, ...], ...]:
         """Choices in groups that the layers of one stage may mix. Layers on a grid are never mixed with others."""
         groups: dict[object, list[Choice]] = {}

@@ -9,7 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError, TopologyError
+from reshard.formatting import brief
+from reshard.sharding import check_integer
 from reshard.topology import Port, Topology, topology_to_json
 
 from .layer_profile import LayerProfile
@@ -47,13 +50,13 @@ class Cluster:
         object.__setattr__(self, "num_ranks", self.num_ranks or count)
         if isinstance(self.memory_limit_bytes, str):
             raise ArgumentError(
-                f"memory_limit_bytes is {self.memory_limit_bytes!r}; it must be a number: write 80e9 for 80 GB"
+                f"memory_limit_bytes is {brief(self.memory_limit_bytes)}; it must be a number: write 80e9 for 80 GB"
             )
         if not isinstance(self.memory_limit_bytes, (int, float)):
             if not isinstance(self.memory_limit_bytes, Sequence):
                 raise ArgumentError(
-                    f"memory_limit_bytes is {self.memory_limit_bytes!r}; it must be a number of bytes, or a list with "
-                    "one for each device"
+                    f"memory_limit_bytes is {brief(self.memory_limit_bytes)}; it must be a number of bytes, or a list "
+                    "with one for each device"
                 )
             object.__setattr__(self, "memory_limit_bytes", tuple(self.memory_limit_bytes))
         values = self.memory_limit_bytes if isinstance(self.memory_limit_bytes, tuple) else (self.memory_limit_bytes,)
@@ -62,7 +65,8 @@ class Cluster:
         for value in values:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not value >= MIN_MEMORY_BYTES:
                 raise ArgumentError(
-                    f"memory_limit_bytes is {value!r}; it is bytes, at least {MIN_MEMORY_BYTES:,}: write 80e9 for 80 GB"
+                    f"memory_limit_bytes is {brief(value)}; it is bytes, at least {MIN_MEMORY_BYTES:,}: "
+                    "write 80e9 for 80 GB"
                 )
         hosts = [host for host, _ in itertools.groupby(self.topology.host_of_rank[: self.num_ranks])]
         if len(set(hosts)) < len(hosts):
@@ -78,6 +82,7 @@ class Cluster:
             at += size
         return tuple(found)
 
+    @check_arguments()
     def select(self, ranks: Sequence[int]) -> Cluster:
         """The cluster of some ranks, which become 0, 1, ... in the given order."""
         limit = self.memory_limit_bytes
@@ -114,13 +119,16 @@ class Cluster:
 
     def host_of(self, rank: int) -> int:
         """The host of a rank."""
+        check_integer(rank, "rank", 0, self.num_ranks - 1)
         return self.topology.host_of_rank[rank]
 
+    @check_arguments()
     def hosts_of(self, first: int, end: int) -> tuple[tuple[int, int, int], ...]:
         """``(host, first rank, end)`` of each host of ranks ``first`` to ``end - 1``, without its other ranks."""
         at, stop = bisect.bisect_right(self._first_ranks, first) - 1, bisect.bisect_left(self._first_ranks, end)
         return tuple((h, max(a, first), min(b, end)) for h, a, b in self.hosts[max(at, 0) : stop] if b > first)
 
+    @check_arguments()
     def is_mesh(self, first: int, end: int) -> bool:
         """Whether ranks ``first`` to ``end - 1`` are on one host, or are all ranks of their hosts."""
         at, last = (bisect.bisect_right(self._first_ranks, rank) - 1 for rank in (first, end - 1))
@@ -141,6 +149,7 @@ class Cluster:
         """First rank of each host, ascending."""
         return [first for _, first, _ in self.hosts]
 
+    @check_arguments()
     def memory_of(self, first: int, end: int) -> float:
         """The least memory in bytes of a device of ranks ``first`` to ``end - 1``."""
         return (
@@ -149,6 +158,7 @@ class Cluster:
             else self.memory_limit_bytes
         )
 
+    @check_arguments()
     def nic_bytes_per_second(self, host: int) -> float:
         """The rate of all NICs of a host together, in its slower direction. The uplinks of pods are ignored."""
         described = self.topology.host(host)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 
 Value = TypeVar("Value")
@@ -45,6 +46,7 @@ def explain_refusal(error: Exception) -> str:
     return f"it has no {error}" if isinstance(error, KeyError) else str(error)
 
 
+@check_arguments()
 def read_text(path: str | Path) -> str:
     """The text of a file.
 
@@ -57,6 +59,7 @@ def read_text(path: str | Path) -> str:
         raise ArgumentError(f"cannot read {path}: {error}") from error
 
 
+@check_arguments()
 def write_text(path: str | Path, text: str) -> None:
     """Write a file.
 
@@ -65,5 +68,5 @@ def write_text(path: str | Path, text: str) -> None:
     """
     try:
         Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise ArgumentError(f"cannot write {path}: {error}") from error

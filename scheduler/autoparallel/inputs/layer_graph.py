@@ -9,14 +9,18 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from reshard.arguments import check_arguments
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 from reshard.parallel.layer_price import LayerSizes
 
 from .files import explain_refusal, read_object
 
 #: Largest size, count or amount of work of a layer.
 MAX = 1e21
+#: Limit on the layers of a transformer that is described by its sizes.
+MAX_LAYERS = 10_000
 #: Most bytes of a tensor for one sample.
 MAX_SAMPLE_BYTES = 10**12
 
@@ -61,17 +65,22 @@ class Layer:
 
     def __post_init__(self) -> None:
         if isinstance(self.grid_sizes, Mapping):
-            object.__setattr__(self, "grid_sizes", LayerSizes(**self.grid_sizes))
+            try:
+                object.__setattr__(self, "grid_sizes", LayerSizes(**self.grid_sizes))
+            except TypeError as error:
+                raise ArgumentError(f"grid_sizes of layer {self.name!r} are no LayerSizes: {error}") from None
         if not isinstance(self.grid_sizes, LayerSizes | None):
-            raise ArgumentError(f"grid_sizes of layer {self.name!r} is {self.grid_sizes!r}; it must be LayerSizes")
+            raise ArgumentError(f"grid_sizes of layer {self.name!r} is {brief(self.grid_sizes)}; it must be LayerSizes")
         for name in ("name", "key", "grid_refusal"):
             if not isinstance(getattr(self, name), str):
-                raise ArgumentError(f"the {name} of a layer must be a string, not {getattr(self, name)!r}")
+                raise ArgumentError(f"the {name} of a layer must be a string, not {brief(getattr(self, name))}")
         for name, value in vars(self).items():
             if name not in ("name", "key", "grid_sizes", "grid_refusal"):
                 is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
                 if not is_number or not 0 <= value <= MAX:
-                    raise ArgumentError(f"{name} of layer {self.name!r} is {value!r}; it must be from 0 to {MAX:g}")
+                    raise ArgumentError(
+                        f"{name} of layer {self.name!r} is {brief(value)}; it must be from 0 to {MAX:g}"
+                    )
         if self.tp_limit < 1:
             raise ArgumentError(f"tp_limit of layer {self.name!r} is {self.tp_limit}; it must be at least 1")
         for part, whole in (("tp_params", "num_params"), ("tp_saved_bytes", "saved_bytes")):
@@ -107,26 +116,28 @@ class Tensor:
         for name in ("shape", "readers"):
             values = getattr(self, name)
             if not isinstance(values, Sequence) or not all(type(value) is int for value in values):
-                raise ArgumentError(f"{name} of tensor {self.name!r} is {values!r}; it must be a list of integers")
+                raise ArgumentError(f"{name} of tensor {self.name!r} is {brief(values)}; it must be a list of integers")
         if type(self.writer) is not int:
-            raise ArgumentError(f"writer of tensor {self.name!r} is {self.writer!r}; it must be an integer")
+            raise ArgumentError(f"writer of tensor {self.name!r} is {brief(self.writer)}; it must be an integer")
         object.__setattr__(self, "shape", tuple(self.shape))
         object.__setattr__(self, "readers", tuple(sorted(self.readers)))
         if not self.readers or self.readers[0] <= self.writer or self.writer < 0:
             raise ArgumentError(
-                f"tensor {self.name!r} is written by layer {self.writer} and read by {list(self.readers)}; layers read "
-                "only what earlier layers have written"
+                f"tensor {self.name!r} is written by layer {brief(self.writer)} and read by "
+                f"{brief(list(self.readers))}; layers read only what earlier layers have written"
             )
         if not self.shape or not all(type(size) is int and size > 0 for size in self.shape):
             raise ArgumentError(
-                f"tensor {self.name!r} has shape {self.shape}; it needs positive sizes, the samples first"
+                f"tensor {self.name!r} has shape {brief(self.shape)}; it needs positive sizes, the samples first"
             )
         dtype_name(self.dtype)
         if not isinstance(self.has_gradient, bool):
-            raise ArgumentError(f"has_gradient of tensor {self.name!r} is {self.has_gradient!r}; it must be a bool")
+            raise ArgumentError(
+                f"has_gradient of tensor {self.name!r} is {brief(self.has_gradient)}; it must be a bool"
+            )
         if self.sample_bytes > MAX_SAMPLE_BYTES:
             raise ArgumentError(
-                f"tensor {self.name!r} has {self.sample_bytes} bytes a sample; it may have {MAX_SAMPLE_BYTES}"
+                f"tensor {self.name!r} has {brief(self.sample_bytes)} bytes a sample; it may have {MAX_SAMPLE_BYTES}"
             )
 
     @cached_property
@@ -163,11 +174,14 @@ class LayerGraph:
     ties: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise ArgumentError(f"the name of a LayerGraph must be a string, not {brief(self.name)}")
         object.__setattr__(self, "ties", _read_ties(self.ties))
         for what, kind in (("layers", Layer), ("tensors", Tensor)):
             values = getattr(self, what)
-            if not isinstance(values, Iterable) or not all(isinstance(value, kind) for value in values):
-                raise ArgumentError(f"{what} of a LayerGraph must be a list of {kind.__name__}s, not {values!r:.200}")
+            is_list = isinstance(values, Iterable) and getattr(values, "ndim", 1) != 0
+            if not is_list or not all(isinstance(value, kind) for value in values):
+                raise ArgumentError(f"{what} of a LayerGraph must be a list of {kind.__name__}s, not {brief(values)}")
             object.__setattr__(self, what, tuple(values))
         if not self.layers:
             raise ArgumentError("a LayerGraph needs at least one layer")
@@ -192,6 +206,7 @@ class LayerGraph:
                 )
 
     @classmethod
+    @check_arguments()
     def chain(cls, layers: Sequence[Layer], shapes: Sequence[Sequence[int]], **options: Any) -> LayerGraph:
         """Layers that each pass one tensor to the next.
 
@@ -209,6 +224,7 @@ class LayerGraph:
         return cls(tuple(layers), tuple(tensors), **options)
 
     @classmethod
+    @check_arguments()
     def transformer(
         cls,
         *,
@@ -286,6 +302,7 @@ class LayerGraph:
         """Hash of the whole graph."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()[:16]
 
+    @check_arguments()
     def between(self, first: int, cut: int, end: int) -> tuple[Tensor, ...]:
         """Tensors that a stage of layers ``first`` to ``cut - 1`` sends to one of layers ``cut`` to ``end - 1``.
 
@@ -305,6 +322,7 @@ class LayerGraph:
         return json.dumps(asdict(self), indent=1, sort_keys=True)
 
     @classmethod
+    @check_arguments()
     def from_json(cls, text: str) -> LayerGraph:
         """The inverse of :meth:`to_json`.
 
@@ -321,11 +339,15 @@ class LayerGraph:
 
 def _check_sizes(layers: Any, hidden: Any, heads: Any, sequence: Any, vocabulary: Any, tied: bool) -> None:
     """Raise ArgumentError unless a transformer can have these sizes."""
+    if type(layers) is int and layers > MAX_LAYERS:
+        raise ArgumentError(f"layers of a transformer is {brief(layers)}; at most {MAX_LAYERS:,} can be searched")
     for what, value in (("layers", layers), ("hidden", hidden), ("heads", heads), ("sequence", sequence)):
-        if type(value) is not int or value < 1:
-            raise ArgumentError(f"{what} of a transformer is {value!r}; it must be a positive integer")
-    if type(vocabulary) is not int or vocabulary < 0:
-        raise ArgumentError(f"vocabulary of a transformer is {vocabulary!r}; it must be an integer of at least 0")
+        if type(value) is not int or not 1 <= value <= MAX:
+            raise ArgumentError(
+                f"{what} of a transformer is {brief(value)}; it must be a positive integer of at most {MAX:g}"
+            )
+    if type(vocabulary) is not int or not 0 <= vocabulary <= MAX:
+        raise ArgumentError(f"vocabulary of a transformer is {brief(vocabulary)}; it must be an integer of at least 0")
     if tied and not vocabulary:
         raise ArgumentError("a transformer with a tied head needs a vocabulary of at least 1; it is 0")
     if hidden % heads:
@@ -338,7 +360,7 @@ def _read_ties(ties: Any) -> tuple[tuple[tuple[int, ...], int], ...]:
     for tie in ties if isinstance(ties, Sequence) else (ties,):
         is_pair = isinstance(tie, Sequence) and len(tie) == 2 and isinstance(tie[0], Sequence) and type(tie[1]) is int
         if not is_pair or not all(type(layer) is int for layer in tie[0]):
-            raise ArgumentError(f"a tie is {tie!r:.100}; it must be (layers, number of parameters), all integers")
+            raise ArgumentError(f"a tie is {brief(tie)}; it must be (layers, number of parameters), all integers")
         found.append((tuple(tie[0]), tie[1]))
     return tuple(found)
 

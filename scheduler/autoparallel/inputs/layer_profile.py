@@ -11,7 +11,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError
+from reshard.formatting import brief, format_names
 
 from .files import explain_refusal, read_object, read_value, write_text
 from .layer_graph import LayerGraph
@@ -46,7 +48,7 @@ class LayerTimes:
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if not _is_number(value, 0, 1e15):
-                raise ArgumentError(f"{name} of a measurement is {value!r}; it must be a number of at least 0")
+                raise ArgumentError(f"{name} of a measurement is {brief(value)}; it must be a number of at least 0")
         if type(self.num_samples) is not int or self.num_samples < 1:
             raise ArgumentError(f"a measurement has {self.num_samples!r} samples; it needs an integer of at least 1")
 
@@ -151,6 +153,8 @@ class LayerProfile:
             )
         for key, degrees in self.classes.items():
             for degree, times in degrees.items():
+                if not isinstance(times, ClassTimes):
+                    raise ArgumentError(f"the times of layer class {key!r} must be ClassTimes, not {brief(times)}")
                 if not times.measured:
                     raise ArgumentError(
                         f"the profile has no time of layer class {key!r} at tp={degree}: "
@@ -159,20 +163,22 @@ class LayerProfile:
             if 1 not in degrees:
                 raise ArgumentError(f"the profile has no times of layer class {key!r} at tp=1")
         if not _is_number(self.slowdown, 1.0, 10.0):
-            raise ArgumentError(f"slowdown of a profile is {self.slowdown!r}; it must be from 1 to 10")
+            raise ArgumentError(f"slowdown of a profile is {brief(self.slowdown)}; it must be from 1 to 10")
         if not _is_number(self.message_seconds, 0.0, 1e6):
             raise ArgumentError(
-                f"message_seconds of a profile is {self.message_seconds!r}; it must be a number of at least 0"
+                f"message_seconds of a profile is {brief(self.message_seconds)}; it must be a number of at least 0"
             )
         if self.sums is not None:
             is_pair = isinstance(self.sums, (tuple, list)) and len(self.sums) == 2
             if not is_pair or not _is_number(self.sums[0], 0.0, 1e6) or not _is_number(self.sums[1], 1.0, 1e18):
                 raise ArgumentError(
-                    f"sums of a profile is {self.sums!r}; it must be (latency seconds, bytes per second), from 0 and "
-                    "from 1 on"
+                    f"sums of a profile is {brief(self.sums)}; it must be (latency seconds, bytes per second), "
+                    "from 0 and from 1 on"
                 )
+        check_fields(self)
 
     @classmethod
+    @check_arguments()
     def estimate(
         cls,
         graph: LayerGraph,
@@ -192,8 +198,8 @@ class LayerProfile:
         """
         if not _is_number(flops_per_second, 1e-9, 1e30) or not _is_number(efficiency, 1e-9, 1.0):
             raise ArgumentError(
-                f"flops_per_second is {flops_per_second!r} and efficiency {efficiency!r}; the first must be positive, "
-                "and the second from 0 to 1"
+                f"flops_per_second is {brief(flops_per_second)} and efficiency {brief(efficiency)}; the first must be "
+                "positive, and the second from 0 to 1"
             )
         classes = {}
         for layer in graph.layers:
@@ -204,6 +210,7 @@ class LayerProfile:
             graph.key, device, graph.dtype, classes, message_seconds=message_seconds, slowdown=slowdown, is_guess=True
         )
 
+    @check_arguments()
     def check(self, graph: LayerGraph, device: str | None = None) -> None:
         """Raise ArgumentError unless the profile is of this model, dtype and device."""
         missing = sorted({layer.key for layer in graph.layers} - set(self.classes))
@@ -222,11 +229,15 @@ class LayerProfile:
         if device is not None and device != self.device:
             raise ArgumentError(f"the profile was measured on {self.device!r}, not on {device!r}; measure it there")
 
+    @check_arguments()
     def times(self, key: str, degree: int) -> tuple[ClassTimes, bool]:
         """Times of a layer class, and whether they are of this tensor-parallel degree, not of degree 1."""
+        if key not in self.classes:
+            raise ArgumentError(f"the profile has no layer class {brief(key)}; it has {format_names(self.classes)}")
         degrees = self.classes[key]
         return (degrees[degree], True) if degree in degrees else (degrees[1], degree == 1)
 
+    @check_arguments()
     def spread(self, graph: LayerGraph) -> tuple[float, str, float]:
         """How much the measured times of the layers of a model vary, relative to their medians.
 
@@ -238,7 +249,7 @@ class LayerProfile:
         added: dict[str, float] = {}
         whole: dict[str, float] = {}
         for layer in graph.layers:
-            for layer_times in self.classes[layer.key][1].measured:
+            for layer_times in self.times(layer.key, 1)[0].measured:
                 seconds = layer_times.forward_seconds + layer_times.backward_seconds
                 added[layer.key] = added.get(layer.key, 0.0) + seconds * layer_times.spread
                 whole[layer.key] = whole.get(layer.key, 0.0) + seconds
@@ -256,6 +267,7 @@ class LayerProfile:
         return json.dumps(data, indent=1, sort_keys=True)
 
     @classmethod
+    @check_arguments()
     def from_json(cls, text: str) -> LayerProfile:
         """The inverse of :meth:`to_json`.
 

@@ -11,7 +11,9 @@ from typing import Any
 
 import torch
 
+from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
@@ -24,6 +26,7 @@ SAMPLE_COUNTS = (1, 2, 4)
 MAX_SECONDS = 5.0
 
 
+@check_arguments(sample_counts=(1, 2**40), repeats=(1, 10_000))
 def profile_layers(
     traced: TracedModel,
     device: str = "cpu",
@@ -47,8 +50,12 @@ def profile_layers(
     Raises:
         ArgumentError: no size of some class fits, or an argument is out of range.
     """
-    if repeats < 1 or not sample_counts or min(sample_counts) < 1:
-        raise ArgumentError(f"samples are {list(sample_counts)} and repeats {repeats}; both need positive integers")
+    try:
+        torch.zeros((), device=device)
+    except RuntimeError as error:
+        raise ArgumentError(f"device is {brief(device)}, which torch does not have here: {error}") from None
+    if not sample_counts:
+        raise ArgumentError("sample_counts is empty; it must have at least one number of samples")
     stages = traced.pipe.cut(traced.outline.names).build(traced.pipe.model)
     classes: dict[str, Mapping[int, ClassTimes]] = {}
     for number, (layer, module) in enumerate(zip(traced.graph.layers, stages, strict=True)):

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from reshard.arguments import check_arguments
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
@@ -57,6 +58,7 @@ class TracedModel:
     autocast: torch.dtype | None = None
 
 
+@check_arguments(max_tp=(1, 2**22))
 def trace_module(
     model: torch.nn.Module,
     example: Any,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import brief
 
 #: What a value of each annotation must be, and the types that it may have.
 _KINDS: dict[str, tuple[str, tuple[type, ...]]] = {
@@ -117,4 +118,4 @@ def check_values(record: Any, where: str) -> None:
         wanted, kinds = _KINDS.get(str(field.type), ("", (object,)))
         is_wrong = not isinstance(value, kinds) or (isinstance(value, bool) and wanted != "true or false")
         if wanted and (is_wrong or (isinstance(value, float) and not math.isfinite(value))):
-            raise ArgumentError(f"{field.name} of {where} is {value!r}; it must be {wanted}")
+            raise ArgumentError(f"{field.name} of {where} is {brief(value)}; it must be {wanted}")

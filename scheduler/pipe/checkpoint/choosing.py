@@ -58,7 +58,7 @@ def choose_checkpoint(
     if chosen is None or not folders:
         return None
     if chosen not in folders:
-        raise ArgumentError(f"{path} has no complete checkpoint of step {step}; it has steps {[*folders]}")
+        raise ArgumentError(f"{path} has no complete checkpoint of step {brief(step)}; it has steps {[*folders]}")
     ranks = [item for item, _ in gathered]
     damage: Exception | None = None
     checkpoint = None

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
 
 from ...runtime import torch_compat
@@ -36,6 +37,9 @@ class Block:
     run: Callable[..., Any]
     modules: tuple[str, ...] | None = None
     recomputed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @property
     def used(self) -> tuple[str, ...]:
