@@ -105,6 +105,8 @@ class StageProfile:
             return cls(data["num_samples"], tuple(StageTimes(**stage) for stage in data["stages"]))
         except OSError as error:
             raise ArgumentError(f"the profile {path} cannot be read: {error.strerror}") from error
+        except ArgumentError as error:
+            raise ArgumentError(f"the profile {path}: {error}") from error
         except (ValueError, KeyError, TypeError) as error:
             raise ArgumentError(f"{path} is not a profile: {type(error).__name__}: {error}") from error
 

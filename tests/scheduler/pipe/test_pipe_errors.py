@@ -330,17 +330,20 @@ def test_a_parameter_that_only_one_replica_froze(wrap):
     [
         (None, "profile.json cannot be read: No such file"),
         ("{}", "profile.json is not a profile: KeyError"),
-        ('{"num_samples": 0, "stages": []}', "num_samples of the profile .* is 0; it must be a positive integer"),
+        (
+            '{"num_samples": 0, "stages": []}',
+            "the profile .*: StageProfile: num_samples is 0; it must be an integer from 1",
+        ),
         ('{"num_samples": 1, "stages": [["x", 1, 1, 2]]}', "is not a profile: TypeError"),
         (
             '{"num_samples": 1, "stages": [{"forward_seconds": "1", "input_grad_seconds": 1, "weight_grad_seconds": 1, '
             '"whole_backward_seconds": 2}]}',
-            "forward_seconds of stage 0 of the profile .* is '1'; it must be a finite number of at least 0",
+            "the profile .*: forward_seconds of a stage is '1'; it must be a number from 0",
         ),
         (
             '{"num_samples": 1, "stages": [{"forward_seconds": 1, "input_grad_seconds": NaN, "weight_grad_seconds": 1, '
             '"whole_backward_seconds": 2}]}',
-            "input_grad_seconds of stage 0 of the profile .* is nan; it must be",
+            "the profile .*: input_grad_seconds of a stage is nan; it must be",
         ),
     ],
 )
