@@ -25,6 +25,7 @@ from dataclasses import fields
 from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import numpy as np
 import torch
@@ -38,6 +39,7 @@ from reshard.formatting import brief
 from reshard.scheduler import autoparallel
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.tuning import Measurement
+from reshard.weights.rules import Rule
 from tests.campaigns.nonsense import ARGUMENTS
 
 #: Time limit of one call.
@@ -68,7 +70,7 @@ VALUES = (
 #: Arguments that are functions of the caller. An error that such a function raises is the caller's.
 CALLBACKS = ("loss", "blocks", "convert", "wrap", "prepare", "choose", "measure", "plan", "schedule", "run", "strategy")
 #: Values whose fields are checked when they are used.
-AS_GIVEN = (reshard.Plan, planner.PlanProblem, planner.Routes, autoparallel.TrainingPlan)
+AS_GIVEN = (reshard.Plan, planner.PlanProblem, planner.Routes, autoparallel.TrainingPlan, *get_args(Rule))
 
 
 class Timeout(BaseException):
