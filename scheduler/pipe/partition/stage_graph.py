@@ -206,8 +206,9 @@ class FakeModel:
             given = outline.empty(num_samples, self._device)
             for value in graph.values:
                 if stage in value.readers:
-                    shape, dtype = value.shape_for(num_samples), getattr(torch, value.dtype)
-                    given[value.name] = torch.empty(shape, dtype=dtype, device=self._device)
+                    given[value.name] = torch.empty(
+                        value.shape_for(num_samples), dtype=getattr(torch, value.dtype), device=self._device
+                    )
             module = self._stages[stage]
             try:
                 if shard is not None:
