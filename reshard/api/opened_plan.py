@@ -6,6 +6,7 @@ import functools
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+from reshard import __version__
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.lossless.transfer import check_lossless_codec
 from reshard.api.option_checks import check_coding, check_device_type, check_flag, encodes_on_cpu
@@ -119,6 +120,7 @@ def open_plan(
         check_coding(plan, used)
         ensure_checked(plan)
         arguments = [*plan_arguments(plan), *((name, str(value)) for name, value in options.items())]
+        arguments.append(("the version of reshard", __version__))  # rounds of the same plan may differ
         program = build_program(plan, group.rank)
         runner = make_runner(plan, program, used)
     except Exception as raised:  # the plan is wrong, or this rank cannot execute it

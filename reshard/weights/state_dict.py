@@ -124,9 +124,11 @@ def _quantize(
     """Replace tensors of the source by quantized ones; returns the manifest of those."""
     quantizer = Quantizer(rules, source)
     holdings = {} if state is None else state.holdings
-    measured = run_collectively(
-        group, lambda: {"measured": quantizer.measure(holdings)}, "measures what it quantizes", seconds
-    )
+
+    def measure() -> dict[str, Any]:
+        return {"measured": quantizer.measure(holdings)}
+
+    measured = run_collectively(group, measure, "measures what it quantizes", seconds)
     kept = {name: array for name, array in sent.items() if name not in quantizer.names}
     sent.clear()
     quantizer.quantize(holdings, [report["measured"] for report in measured.values()], sent)

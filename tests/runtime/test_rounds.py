@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given, settings, strategies as st
 
-from reshard import Layout, Mesh, Topology, make_plan
+from reshard import Layout, Mesh, RegionLayout, Topology, check_plan, make_plan
 from reshard.cli.demo import shard_of_positions
 from reshard.errors import PlanError
 from reshard.plan.messages import expand_messages, message_nbytes
@@ -19,7 +21,7 @@ from reshard.planner.strategies.problem import MIN_STAGING_BYTES
 from reshard.runtime.cpu.staging import TorchMemory, carrier
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import large, schedule
-from reshard.runtime.rounds.executor import ALIGN, RoundRunner
+from reshard.runtime.rounds.executor import RoundRunner
 from reshard.runtime.rounds.schedule import (
     ROUND_SECONDS,
     calls_of,
@@ -28,6 +30,7 @@ from reshard.runtime.rounds.schedule import (
     find_rounds,
     rounds_of,
 )
+from reshard.runtime.rounds.steps import ALIGN
 from reshard.testing.processes import run_processes
 from reshard.topology.files import topology_from_json
 from tests.support.memory_transport import run_in_threads
@@ -141,6 +144,48 @@ def test_data_for_all_other_ranks_is_broadcast(monkeypatch, src, dst, in_rounds,
     for rank in plan.ranks:  # one call for all receivers
         for item in rounds_of(build_program(plan, rank), rounds):
             assert item.broadcasts and not item.recvs and not item.sends
+
+
+def test_merged_small_tensors_are_broadcast_beside_large_ones():
+    """The planner merges boxes of several tensors into one message, which has to be packed."""
+    mesh, shapes = Mesh.of("4"), {"w": (512, 64), "a": (8,), "b": (12,)}
+    src, dst = dict.fromkeys(shapes, Layout(Mesh.of("1"))), dict.fromkeys(shapes, Layout(Mesh.of("3", first_rank=1)))
+    plan = make_plan(src, dst, shapes, dict.fromkeys(shapes, "float32"), strategy="multicast")
+    assert any(len(message.boxes) > 1 for message in expand_messages(plan))
+    rounds = find_large_rounds(plan)
+    assert rounds.broadcast_of
+    wholes = [whole_tensor(shape, torch.float32) for shape in shapes.values()]
+    sources = {r: [whole if r == 0 else None for whole in wholes] for r in mesh.ranks}
+    outs = {r: [torch.full_like(whole, -1) if r else None for whole in wholes] for r in mesh.ranks}
+    run_in_threads(plan, sources, outs, seconds=30.0, in_rounds=True, round_of=rounds)
+    for rank in (1, 2, 3):
+        assert all(same_bytes(out, whole) for out, whole in zip(outs[rank], wholes, strict=True))
+
+
+def test_second_buffer_is_no_larger_than_a_round(monkeypatch):
+    """Small messages that cannot be joined, because the source has two regions, into an array that is not contiguous."""
+    monkeypatch.setattr(schedule, "DIRECT_ROUND_BYTES", 4096)
+    source = RegionLayout({0: [[(0, 2048)], [(2048, 4096)]]})
+    plan = make_plan(source, Layout(Mesh([1])), (4096,), "int8", strategy="send_recv")
+    twice = {name: np.repeat(getattr(plan.transfers, name), 2) for name in ("sender", "receiver", "window", "source")}
+    twice |= {name: np.arange(3) for name in ("box_at", "edge_at")} | {
+        "region": np.arange(2),
+        "after_at": np.zeros(3, int),
+    }
+    plan = dataclasses.replace(
+        plan, transfers=dataclasses.replace(plan.transfers, splits=np.full((2, 1), 512), **twice)
+    )
+    check_plan(plan)
+    whole = torch.arange(4096).to(torch.int8)
+    out, rounds = _spread(torch.zeros(4096, dtype=torch.int8)), find_large_rounds(plan)
+    assert not rounds.joined or len(set(rounds.joined.values())) == 1024
+    runner = RoundRunner(
+        build_program(plan, 1), rounds, TorchMemory(torch.device("cpu")), [1], None, plan.staging_bytes
+    )
+    steps = runner._find_steps((None, runner._kind_of(out)))
+    assert 0 < max(step.extra_bytes for step in steps) <= 4096
+    run_in_threads(plan, {0: [whole], 1: [None]}, {0: [None], 1: [out]}, 30.0, in_rounds=True, round_of=rounds)
+    assert torch.equal(out, whole)
 
 
 def test_plans_that_are_sent_directly_or_only_to_some_ranks_are_not_broadcast():

@@ -91,7 +91,7 @@ def _find_blocks(  # type: ignore[no-untyped-def]
     block = tl.program_id(0) * COUNT + tl.arange(0, COUNT)  # in 32 bits: a division in 64 bits takes longer than a code
     row = block // per_row
     at = block - row * per_row
-    column = at[:, None] * 32 + tl.arange(0, 32)[None, :]
+    column = at.to(tl.int64)[:, None] * 32 + tl.arange(0, 32)[None, :]
     is_block = block < num_blocks
     is_value = is_block[:, None] & (column < columns)
     element, inner = block // BLOCKS, block % BLOCKS  # a row has whole elements

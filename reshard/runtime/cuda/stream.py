@@ -2,7 +2,7 @@
 
 The host only enqueues work. A transfer starts after all work that the caller's stream already holds. Work that the
 caller enqueues after ``handle.wait()`` starts after the transfer. A CUDA graph can capture a Mover's transfers, because
-they never block on the device, allocate memory, or depend on tensor values.
+they never block on the device or depend on tensor values, and allocate only from the pool of the graph.
 
 Transfers between the same ranks share a communicator and its stream, so all ranks must start them in the same order, as
 in any NCCL program.

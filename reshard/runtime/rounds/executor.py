@@ -29,17 +29,11 @@ from reshard.runtime.rounds.memory import (
     RoundStreams,
 )
 from reshard.runtime.rounds.schedule import Round, rounds_of
-from reshard.runtime.rounds.steps import EXTRA, ArrayKind, Packed, Part, Step
+from reshard.runtime.rounds.steps import EXTRA, ArrayKind, Packed, Part, Step, aligned
 from reshard.runtime.strided_regions import MAX_UNIT, box_regions, make_tables
 
-#: Alignment of messages in the buffer, in bytes.
-ALIGN = 256
 #: Lists of steps without tables that are kept, for arrays of different kinds.
 MAX_KINDS = 32
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
 
 
 class _Slots:
@@ -56,9 +50,9 @@ class _Slots:
         """``(None or EXTRA, start, stop)`` of a part. A message that is direct needs none in the second buffer."""
         if in_extra:
             start = self.extra_bytes
-            self.extra_bytes += 0 if is_direct else _aligned(nbytes)
+            self.extra_bytes += 0 if is_direct else aligned(nbytes)
             return EXTRA, start, start + nbytes
-        start, self._next = self._next, self._next + _aligned(nbytes)
+        start, self._next = self._next, self._next + aligned(nbytes)
         return None, start, start + nbytes
 
 
@@ -124,7 +118,7 @@ class RoundRunner:
 
     @property
     def allocated_bytes(self) -> int:
-        """Bytes allocated now, including tables on the device."""
+        """Bytes allocated now, including tables on the device, without the second buffer of a run."""
         return 0 if self._storage is None else self.nbytes + self.table_bytes
 
     def release(self) -> None:
@@ -278,7 +272,7 @@ class RoundRunner:
                 index = self._index[recv.id]
                 if index not in self._relays:
                     continue
-                size, at = _aligned(recv.nbytes), 0
+                size, at = aligned(recv.nbytes), 0
                 for start, stop, _ in live:
                     if at + size <= start:
                         break
@@ -373,7 +367,7 @@ class RoundRunner:
         """The bytes of the buffer that a round uses at most."""
         # messages that are joined are in the second buffer
         ops = [*one.recvs, *one.sends, *(op for broadcast in one.broadcasts for op in broadcast.parts)]
-        return sum(_aligned(op.nbytes) for op in ops if op.id not in self._bypass)
+        return sum(aligned(op.nbytes) for op in ops if op.id not in self._bypass)
 
     def _relay(self, index: int, rank: int) -> Part:
         start = self.num_halves * self._half_bytes + self._relay_offsets[index]

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reshard.plan import MessageTable, Plan, cut_chunks
+from reshard.runtime.rounds.steps import aligned
 from reshard.sharding import AnyLayout
 
 #: Bytes that a rank sends, and receives, in a round without a buffer.
@@ -87,7 +88,7 @@ class _Regions:
 
     Attributes:
         rows: ``(moved messages,)`` rows of the messages to other ranks. of_row: the region of each.
-        tensor: number of the tensor. starts, stops: ``(regions, ndim)``. nbytes: of one message.
+        tensor: number of the tensor. starts, stops: ``(regions, ndim)``, of the first box. nbytes: of one message.
         root: the rank that all others receive it from.
         is_direct: whether it consists of whole rows.
     """
@@ -137,7 +138,7 @@ def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
     found = np.zeros((3, len(regions.root)), dtype=np.int64)
     filled, last, place = {False: 0, True: 0}, None, (0, -1, 0)
     for region in np.lexsort((begin, regions.root, regions.tensor)).tolist():
-        kind, size = bool(regions.is_direct[region]), int(regions.nbytes[region])
+        kind, size = bool(regions.is_direct[region]), aligned(int(regions.nbytes[region]))
         if filled[kind] and filled[kind] + size > (DIRECT_ROUND_BYTES if kind else room):
             place, filled, last = (place[0] + 1, *place[1:]), {False: 0, True: 0}, None
         filled[kind] += size
@@ -156,12 +157,10 @@ def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
 def _find_regions(plan: Plan, messages: MessageTable, rows: np.ndarray) -> _Regions | None:
     """The regions of messages to other ranks; None if one is not for all ranks but its root."""
     transfers, transfer = plan.transfers, messages.transfer[rows]
-    if (transfers.num_boxes[transfer] != 1).any():
-        return None
     box = transfers.first_box[transfer]
     starts, stops = cut_chunks(transfers, transfer, messages.chunk[rows], box)
-    tensor = transfers.box_tensor[box]
-    keys = np.concatenate([tensor[:, None], starts, stops], axis=1)
+    tensor, others = transfers.box_tensor[box], _number_other_boxes(plan, transfer)
+    keys = np.concatenate([tensor[:, None], starts, stops, others[:, None]], axis=1)
     _, first, of_row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
     of_row = of_row.reshape(-1)  # NumPy 2.0 gives it another shape
     everyone = np.sort(np.array(plan.ranks))
@@ -174,8 +173,21 @@ def _find_regions(plan: Plan, messages: MessageTable, rows: np.ndarray) -> _Regi
     ranks = np.sort(np.concatenate([receivers, root[:, None]], axis=1), axis=1)
     if (ranks != everyone).any() or (messages.sender[rows[is_root]] != root[of_row[is_root]]).any():
         return None
-    whole = _are_whole_rows(plan, tensor[first], starts[first], stops[first])
+    whole = _are_whole_rows(plan, tensor[first], starts[first], stops[first]) & (others[first] == 0)
     return _Regions(rows, of_row, tensor[first], starts[first], stops[first], messages.nbytes[rows[first]], root, whole)
+
+
+def _number_other_boxes(plan: Plan, transfer: np.ndarray) -> np.ndarray:
+    """A number for the boxes of each transfer after its first one; 0 if it has one box."""
+    transfers = plan.transfers
+    numbers: dict[bytes, int] = {}
+    found = np.zeros(len(transfer), dtype=np.int64)
+    for row in np.flatnonzero(transfers.num_boxes[transfer] > 1).tolist():
+        first = int(transfers.first_box[transfer[row]])
+        boxes = slice(first + 1, first + int(transfers.num_boxes[transfer[row]]))
+        parts = (transfers.box_tensor[boxes], transfers.box_start[boxes], transfers.box_stop[boxes])
+        found[row] = numbers.setdefault(b"".join(part.tobytes() for part in parts), len(numbers) + 1)
+    return found
 
 
 def _has_one_region_each(shape: Sequence[int], layouts: Sequence[AnyLayout]) -> bool:

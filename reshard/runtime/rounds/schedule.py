@@ -27,6 +27,7 @@ from reshard.runtime.rounds.large import (
     find_direct,
     join_messages,
 )
+from reshard.runtime.rounds.steps import aligned
 from reshard.sharding import find_overlaps
 
 #: Size limit of a round per rank and direction, in multiples of the largest message: between hosts, and inside a host,
@@ -92,7 +93,7 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
     """
     rounds = _Rounds(plan)
     if not any(rounds.relays.is_relay):
-        room = min(rounds.room[False], rounds.room[True])
+        room = rounds.room[False] + rounds.room[True]
         found = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
         if found is not None:
             return found
@@ -216,6 +217,7 @@ def _assign_rounds(
         kind: bool | None = inside[row]
         limit = room[inside[row]]
         if row in direct:
+            nbytes = aligned(nbytes)
             kind, limit = None, max(DIRECT_ROUND_BYTES, nbytes)
         ends = [(sender, kind, True), (receiver, kind, False)]
         at = max(earliest, *(first_free.get(end, 0) for end in ends))

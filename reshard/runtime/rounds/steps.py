@@ -7,6 +7,14 @@ from typing import Any, NamedTuple
 
 from reshard.runtime.program import Recv, Send
 
+#: Alignment of messages in a buffer, in bytes.
+ALIGN = 256
+
+
+def aligned(nbytes: int) -> int:
+    """The bytes that a message takes in a buffer."""
+    return -(-nbytes // ALIGN) * ALIGN
+
 
 class ArrayKind(NamedTuple):
     """The properties of an array that determine its tables.
