@@ -27,7 +27,7 @@ def make_lines() -> Iterator[str]:
     """The lines of the file."""
     for seed in range(1000, 1000 + NUM_PROBLEMS):
         src, dst, shape, topology = random_problem(seed)
-        tensors = [TensorSpec(shape, "float32", src, dst), TensorSpec(shape[::-1], "int8", src, dst, "other")]
+        tensors = [TensorSpec(shape, "float32", src, dst, "one"), TensorSpec(shape[::-1], "int8", src, dst, "other")]
         problem = PlanProblem.of(tensors[: 1 + seed % 2], topology, staging_bytes=2**16 << seed % 5)
         chosen = [f"{name} {_hash_arrays(strategy(problem))}" for name, strategy in STRATEGIES.items()]
         yield f"{seed}: {', '.join(chosen)}"
