@@ -92,7 +92,7 @@ class Dispatcher:
         self._job: _Job | None = None
         self._version: int | None = None
         self._address = team.address(team.rank)
-        self._ranks = list(range(team.size))  # those that send
+        self._ranks = list(range(team.size))  # that send
         self._route: tuple[str, list[str], list[int]] | None = None  # key, engines and ranks of the open connections
         self._refused: dict[str, str] = {}
         self._asked: list[str] = []  # engines that want the last version

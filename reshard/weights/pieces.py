@@ -209,7 +209,7 @@ def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
 def check_pieces(pieces: Sequence[Piece], rules: Sequence[Rule], source: Manifest, target: Manifest, what: str) -> None:
     """Check that pieces use each element of the source tensors, and write each one of the destination once.
 
-    Rules that pad may leave elements of the destination out, those that trim or drop elements of the source.
+    Rules that pad may leave elements of the destination out, and rules that trim or drop, elements of the source.
 
     Raises:
         ArgumentError: they do not; the text names the tensor.

@@ -76,10 +76,7 @@ class Split:
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, filled in match_names(self.source, made):
-            names = [_fill(target, filled) for target in self.targets]
-            missing = [each for each in names if each not in wanted]
-            if missing:
-                raise ArgumentError(f"{self}: the destination lacks {', '.join(map(repr, missing))}")
+            names = _fill_wanted(self, self.targets, filled, wanted)
             whole, at = made.pop(name), 0
             _check_dim(self, self.dim, whole.shape, *(wanted[each] for each in names))
             for each in names:
@@ -318,10 +315,7 @@ class UngroupHeads:
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         for name, filled in match_names(self.source, made):
-            names = [_fill(target, filled) for target in self.targets]
-            missing = [each for each in names if each not in wanted]
-            if missing:
-                raise ArgumentError(f"{self}: the destination lacks {', '.join(map(repr, missing))}")
+            names = _fill_wanted(self, self.targets, filled, wanted)
             whole, at = made.pop(name), 0
             sizes = [_group_size(self, self.groups, each, wanted[each]) for each in names]
             rows = whole.shape[0] if whole.shape else 0
@@ -453,6 +447,15 @@ def match_names(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[s
 
 def _placeholders(pattern: str) -> list[str]:
     return [found[1] for found in _PLACEHOLDER.finditer(pattern)]
+
+
+def _fill_wanted(rule: Rule, targets: Sequence[str], filled: Any, wanted: Shapes) -> list[str]:
+    """The names that a rule makes, all of which the destination must have."""
+    names = [_fill(target, filled) for target in targets]
+    missing = [name for name in names if name not in wanted]
+    if missing:
+        raise ArgumentError(f"{rule}: the destination lacks {', '.join(map(repr, missing))}")
+    return names
 
 
 def _fill(pattern: str, filled: Mapping[str, str]) -> str:

@@ -49,7 +49,7 @@ class Sender:
         self._options = options
         self._route: tuple[str, Route] | None = None
         self._checkers: dict[str, Checker] = {}
-        self._rank = team.rank  # among those that send
+        self._rank = team.rank  # among the ranks that send
         self._dispatcher = Dispatcher(team, manifest, options) if team.is_leader else None
 
     def act(self, message: Message) -> None:

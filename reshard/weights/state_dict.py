@@ -91,19 +91,7 @@ def transfer_state_dict(
                 _views(tensors, [piece.source for piece in pieces], source, sent, found.rank),
                 out=_views(tensors, [piece.target for piece in pieces], target, landed, found.rank),
             )
-    checker = Checker(source, target, pieces)
-
-    def digest() -> dict[str, Any]:
-        return {
-            "sent": checker.digest_source(sent, found.rank),
-            "landed": checker.digest_target(landed, found.rank),
-        }
-
-    digests = run_collectively(found, digest, "verifies what has landed", seconds)
-    checker.compare(
-        add_all([report["sent"] for report in digests.values()]),
-        {rank: report["landed"] for rank, report in digests.items()},
-    )
+    _verify(found, Checker(source, target, pieces), sent, landed, seconds)
     with torch.no_grad():
         for name, array in landed.items():
             if array is not live[name]:
@@ -111,6 +99,22 @@ def transfer_state_dict(
     mark_written(live.values())
     if dst is not None:
         write_values(dst, source.values)
+
+
+def _verify(group: Group, checker: Checker, sent: Arrays, landed: Arrays, seconds: float) -> None:
+    """Compare the digests of what has landed on any rank with those of the source."""
+
+    def digest() -> dict[str, Any]:
+        return {
+            "sent": checker.digest_source(sent, group.rank),
+            "landed": checker.digest_target(landed, group.rank),
+        }
+
+    digests = run_collectively(group, digest, "verifies what has landed", seconds)
+    checker.compare(
+        add_all([report["sent"] for report in digests.values()]),
+        {rank: report["landed"] for rank, report in digests.items()},
+    )
 
 
 def _quantize(

@@ -183,7 +183,7 @@ class Checker:
 
     @functools.cached_property
     def _tensors(self) -> tuple[np.ndarray, list[str | None]]:
-        """The number of the source tensor of each region, and their names; None for those that do not travel whole.
+        """The number of the source tensor of each region, and their names; None if it does not travel whole.
 
         A region that travels several times counts once; the other times its number is -1.
         """

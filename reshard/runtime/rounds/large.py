@@ -7,14 +7,15 @@ broadcast of the transport replaces the trees: it knows the links inside its hos
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from reshard.plan import MessageTable, Plan, cut_chunks
+from reshard.ragged import NO_RANK
 from reshard.runtime.rounds.steps import aligned
-from reshard.sharding import AnyLayout
+from reshard.sharding import Shards
 
 #: Bytes that a rank sends, and receives, in a round without a buffer.
 DIRECT_ROUND_BYTES = 128 * 2**20
@@ -67,7 +68,7 @@ def join_messages(plan: Plan, messages: MessageTable, direct: np.ndarray, at: np
     keys = np.stack([at, messages.sender[direct], messages.receiver[direct], tensor])
     order = np.lexsort((starts[:, 0], *keys[::-1]))
     same = (keys[:, order[1:]] == keys[:, order[:-1]]).all(axis=0) & (stops[order[:-1], 0] == starts[order[1:], 0])
-    joinable = np.array([_has_one_region_each(spec.shape, (spec.src, spec.dst)) for spec in plan.tensors])
+    joinable = _are_in_one_piece(plan)
     number = np.cumsum(np.concatenate([[True], ~(same & joinable[tensor[order[1:]]])]))
     return dict(zip(messages.id[direct[order]].tolist(), number.tolist(), strict=True))
 
@@ -129,8 +130,7 @@ def find_broadcasts(plan: Plan, messages: MessageTable, moves: np.ndarray, room:
 
 def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
     """``(3, regions)``: the round of each region, its broadcast, and its part of that."""
-    joinable = np.array([_has_one_region_each(spec.shape, (spec.src, spec.dst)) for spec in plan.tensors])
-    joinable = joinable[regions.tensor] & regions.is_direct
+    joinable = _are_in_one_piece(plan)[regions.tensor] & regions.is_direct
     has_rows = regions.starts.shape[1] > 0
     begin, end = (
         side[:, 0] if has_rows else np.zeros(len(side), dtype=np.int64) for side in (regions.starts, regions.stops)
@@ -190,6 +190,11 @@ def _number_other_boxes(plan: Plan, transfer: np.ndarray) -> np.ndarray:
     return found
 
 
-def _has_one_region_each(shape: Sequence[int], layouts: Sequence[AnyLayout]) -> bool:
-    """Whether each rank holds at most one region on each side."""
-    return all(len(layout.regions(shape, rank)) < 2 for layout in layouts for rank in layout.ranks)
+def _are_in_one_piece(plan: Plan) -> np.ndarray:
+    """``(tensors,)`` bool: whether each rank holds at most one piece of a tensor on each side."""
+    return np.array([all(map(_has_one_piece_each, (spec.src_shards, spec.dst_shards))) for spec in plan.tensors])
+
+
+def _has_one_piece_each(shards: Shards) -> bool:
+    _, counts = np.unique(shards.ranks[shards.ranks != NO_RANK], return_counts=True)
+    return bool((counts < 2).all())

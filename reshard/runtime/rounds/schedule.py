@@ -132,7 +132,7 @@ class _Rounds:
         self.relays = _Relays(messages, _find_relays(plan, messages), plan.staging_bytes // 2)
 
     def assign(self, direct: frozenset[int]) -> dict[int, int]:
-        """The round of each message; ``direct`` are the rows of those that need no buffer."""
+        """The round of each message; ``direct`` has the rows that need no buffer."""
         return _assign_rounds(self.messages, self._inside, self.moves, self.room, self.relays, direct)
 
 
