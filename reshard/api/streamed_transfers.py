@@ -89,5 +89,5 @@ class StreamedTransfers:
         self.on_stream = None
 
 
-def _no_exchange(recvs: Sequence[Any], sends: Sequence[Any]) -> None:
+def _no_exchange(recvs: Sequence[Any], sends: Sequence[Any], broadcasts: Sequence[Any]) -> None:
     """The exchange of a plan with one rank, which has no messages."""

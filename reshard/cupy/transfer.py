@@ -250,8 +250,9 @@ class Mover:
                 f"{side} is {spec.dtype} {list(shape or ())}"
             )
 
-    def _exchange(self, recvs: Sequence[Posted], sends: Sequence[Posted]) -> None:
-        """Post one round as one group."""
+    def _exchange(self, recvs: Sequence[Posted], sends: Sequence[Posted], broadcasts: Sequence[Posted] = ()) -> None:
+        """Post one round as one group. Its rounds have no broadcasts."""
+        assert not broadcasts
         kind, stream = self._nccl.NCCL_UINT8, self._stream.ptr
         self._nccl.groupStart()
         try:

@@ -15,7 +15,7 @@ import pytest
 import reshard.cupy
 from reshard import Layout, Mesh, RegionLayout, Topology, make_plan
 from reshard.errors import ArgumentError, DisagreementError, PlanError
-from reshard.runtime.rounds.schedule import check_calls
+from reshard.runtime.rounds.replay import check_calls
 from tests.support.fake_cupy import Communicator, make_module, run_ranks
 from tests.support.tensors import take_shard
 

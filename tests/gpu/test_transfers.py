@@ -310,7 +310,8 @@ class _InProcessExchange:
     def __init__(self):
         self.condition, self.queues = threading.Condition(), defaultdict(deque)
 
-    def __call__(self, rank, recvs, sends):
+    def __call__(self, rank, recvs, sends, broadcasts):
+        assert not broadcasts
         stream, ready = torch.cuda.current_stream(), torch.cuda.Event()
         ready.record()
         sent = [(buffer, ready, torch.cuda.Event(), threading.Event()) for buffer, _ in sends]

@@ -22,10 +22,9 @@ from reshard.runtime.cpu.staging import TorchMemory, carrier
 from reshard.runtime.program import build_program
 from reshard.runtime.rounds import large, schedule
 from reshard.runtime.rounds.executor import RoundRunner
+from reshard.runtime.rounds.replay import Call, calls_of, check_calls
 from reshard.runtime.rounds.schedule import (
     ROUND_SECONDS,
-    calls_of,
-    check_calls,
     find_large_rounds,
     find_rounds,
     rounds_of,
@@ -45,8 +44,8 @@ def runner_of(plan, rank, staging_bytes=None, memory=None, copier=None):
     return RoundRunner(build_program(plan, rank), find_rounds(plan), memory, itemsizes, copier, staging_bytes)
 
 
-def _calls(plan):
-    round_of = find_rounds(plan)
+def _calls(plan, find=find_rounds):
+    round_of = find(plan)
     return {rank: calls_of(rounds_of(build_program(plan, rank), round_of)) for rank in plan.ranks}
 
 
@@ -66,6 +65,7 @@ def test_rounds_of_any_plan_finish_and_move_every_element(case, strategy):
         if source is not None and source in round_of:
             assert round_of[source] < index
     check_calls(_calls(plan))
+    check_calls(_calls(plan, find_large_rounds))
     whole = whole_tensor(shape)
     outs = {r: [s if s is None else torch.full_like(s, -1)] for r in plan.ranks for s in [take_shard(dst, r, whole)]}
     staged = run_in_threads(plan, {r: [take_shard(src, r, whole)] for r in plan.ranks}, outs, in_rounds=True)
@@ -225,32 +225,59 @@ def _boundary(staging_bytes=2**26):
     )
 
 
+def _replay_corrupted(calls, rank, change):
+    corrupted = copy.deepcopy(calls)
+    change(corrupted[rank])
+    check_calls(corrupted)
+
+
 def test_check_calls_finds_planted_faults():
     *_, plan = _boundary()
     good = _calls(plan)
     check_calls(good)
     rank, at = next((r, i) for r, groups in good.items() for i, group in enumerate(groups) if len(groups) > i + 1)
-
-    def corrupted(change):
-        calls = copy.deepcopy(good)
-        change(calls[rank])
-        return calls
-
     with pytest.raises(PlanError, match="deadlock"):
-        check_calls(corrupted(lambda groups: groups[at].pop()))
+        _replay_corrupted(good, rank, lambda groups: groups[at].pop())
     with pytest.raises(PlanError, match="which receives"):
-        check_calls(corrupted(lambda groups: groups[at].append((*groups[at].pop()[:2], 1))))
-    crossed = {0: [[(True, 1, 8)], [(False, 1, 8)]], 1: [[(True, 0, 8)], [(False, 0, 8)]]}  # both send first
+        _replay_corrupted(good, rank, lambda groups: groups[at].append(groups[at].pop()._replace(nbytes=1)))
+    send, receive = (lambda peer: Call("send", peer, 8)), (lambda peer: Call("receive", peer, 8))
+    both_send_first = {0: [[send(1)], [receive(1)]], 1: [[send(0)], [receive(0)]]}
     with pytest.raises(
         PlanError, match=r"ranks \[0, 1\] deadlock: rank 0 waits in its group 0 to send 8 bytes to rank 1"
     ):
-        check_calls(crossed)
-    check_calls({0: [[(True, 1, 8), (False, 1, 8)]], 1: [[(True, 0, 8), (False, 0, 8)]]})  # correct in one group
+        check_calls(both_send_first)
+    check_calls({0: [[send(1), receive(1)]], 1: [[send(0), receive(0)]]})  # correct in one group
     with pytest.raises(PlanError, match="rank 0 sends 8 bytes to rank 1, which receives 4"):
-        check_calls({0: [[(True, 1, 8)]], 1: [[(False, 0, 4)]]})
+        check_calls({0: [[send(1)]], 1: [[Call("receive", 0, 4)]]})
 
 
-def _by_gloo(recvs, sends):
+def test_check_calls_finds_joined_messages_in_another_order():
+    src, dst = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2", first_rank=2))
+    shapes = {"a": (2**12, 1024), "b": (2**13, 1024)}
+    sides = [dict.fromkeys(shapes, layout) for layout in (src, dst)]
+    plan = make_plan(*sides, shapes, dict.fromkeys(shapes, "float32"), strategy="send_recv")
+    good = _calls(plan, find_large_rounds)
+    assert len(set(find_large_rounds(plan).joined.values())) > 1
+    check_calls(good)
+    with pytest.raises(PlanError, match="which receives"):
+        _replay_corrupted(good, 2, lambda groups: groups[0].reverse())
+
+
+def test_check_calls_finds_faults_of_broadcasts():
+    plan = make_plan(Layout(Mesh([0])), Layout(Mesh.of("3", first_rank=1)), (4096,), "float32", strategy="multicast")
+    good = _calls(plan, find_large_rounds)
+    assert all(call.kind == "broadcast" for groups in good.values() for group in groups for call in group)
+    check_calls(good)
+    with pytest.raises(PlanError, match=r"ranks \[0, 1, 2\] deadlock: rank 0 waits in its group 0 to broadcast"):
+        _replay_corrupted(good, 3, lambda groups: groups[0].pop())
+    with pytest.raises(
+        PlanError, match=r"rank 0 posts: broadcast 16384 bytes from rank 0; but rank 2 posts: .* rank 1"
+    ):
+        _replay_corrupted(good, 2, lambda groups: groups[0].append(groups[0].pop()._replace(peer=1)))
+
+
+def _by_gloo(recvs, sends, broadcasts):
+    assert not broadcasts
     ops = [dist.P2POp(dist.irecv, buffer, rank) for buffer, rank in recvs]
     ops += [dist.P2POp(dist.isend, buffer, rank) for buffer, rank in sends]
     for work in dist.batch_isend_irecv(ops) if ops else []:
@@ -356,7 +383,7 @@ def test_contiguous_boxes_are_sent_without_packing(spec, packs):
     memory = _CountingCopies(torch.device("cpu"))
     runner = runner_of(plan, 0, memory=memory)
     sent = []
-    runner.run([torch.arange(32.0).reshape(8, 4)], [None], lambda recvs, sends: sent.extend(sends))
+    runner.run([torch.arange(32.0).reshape(8, 4)], [None], lambda recvs, sends, broadcasts: sent.extend(sends))
     assert len(sent) == plan.num_messages
     assert (memory.copies > 0) == (packs > 0)
 
@@ -426,7 +453,7 @@ def test_buffer_is_allocated_by_the_first_run_and_released():
     assert runner.nbytes > 0
     assert runner.allocated_bytes == 0
     sides = [[None], [torch.zeros(plan.tensors[0].dst_shards.local_shape(4))]]
-    runner.run(*sides, lambda recvs, sends: None)
+    runner.run(*sides, lambda recvs, sends, broadcasts: None)
     assert runner.allocated_bytes == runner.nbytes
     runner.release()
     assert runner.allocated_bytes == 0
@@ -456,6 +483,6 @@ def test_rounds_need_events_only_to_pack_several_of_them(rows, turned, num_group
     plan = make_plan(Layout(Mesh([0])), dst, (rows, 1024), "float32", strategy="send_recv")
     array, groups, streams = torch.zeros(rows, 1024), [], _CountingStreams()
     runner = runner_of(plan, 0, plan.staging_bytes)
-    runner.run([array], [None], lambda recvs, sends: groups.append((len(recvs), len(sends))), streams)
+    runner.run([array], [None], lambda recvs, sends, broadcasts: groups.append((len(recvs), len(sends))), streams)
     assert len(groups) == num_groups
     assert bool(streams.calls) == (turned and num_groups > 1)

@@ -14,6 +14,8 @@ from collections import defaultdict
 
 import numpy as np
 
+from reshard.runtime.rounds.replay import Call
+
 _posted = threading.local()
 
 
@@ -147,7 +149,9 @@ def _group_end():
             assert len(received) == count
             ctypes.memmove(address, received, count)
     if _posted.calls:
-        _posted.calls[0][0].groups.append([(is_send, peer, count) for _, is_send, peer, _, count in _posted.calls])
+        _posted.calls[0][0].groups.append(
+            [Call("send" if is_send else "receive", peer, count) for _, is_send, peer, _, count in _posted.calls]
+        )
     del _posted.calls
 
 

@@ -195,8 +195,11 @@ class RoundRunner:
                 packed = streams.mark()
             streams.wait(packed)
             streams.wait(unpacked[after] if after >= 0 else None)
-            lists = (step.recvs, step.sends, step.broadcasts) if step.broadcasts else (step.recvs, step.sends)
-            exchange(*([self._bytes_of(part, flats, buffer, extra) for part in parts] for parts in lists))
+            recvs, sends, broadcasts = (
+                [self._bytes_of(part, flats, buffer, extra) for part in parts]
+                for parts in (step.recvs, step.sends, step.broadcasts)
+            )
+            exchange(recvs, sends, broadcasts)
             exchanged.append(streams.mark())
             with streams.on(UNPACK):
                 streams.wait(exchanged[-1])

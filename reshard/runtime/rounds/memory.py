@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from reshard.runtime.program import Slices
@@ -13,11 +13,22 @@ from reshard.runtime.strided_regions import RegionTable
 Array = Any
 #: A flat uint8 buffer and the rank at the other end.
 Posted = tuple[Array, int]
-#: ``exchange(recvs, sends)`` posts receives and sends as one group. Work that is enqueued on the current stream later
-#: runs after them. Only a transport of :class:`~.large.LargeRounds` gets a third list: broadcasts, each with its root.
-Exchange = Callable[..., None]
 #: Names of the streams.
 EXCHANGE, PACK, UNPACK = "exchange", "pack", "unpack"
+
+
+class Exchange(Protocol):
+    """Posts one round as one group. Work that is enqueued on the current stream later runs after it."""
+
+    def __call__(self, recvs: Sequence[Posted], sends: Sequence[Posted], broadcasts: Sequence[Posted], /) -> None:
+        """Post receives, sends and broadcasts.
+
+        Args:
+            recvs: buffers to receive into, each with its sender.
+            sends: buffers to send, each with its receiver.
+            broadcasts: buffers to broadcast, each with its root. Empty unless the rounds are
+                :class:`~.large.LargeRounds`.
+        """
 
 
 class Copier(Protocol):

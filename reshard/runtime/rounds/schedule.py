@@ -12,12 +12,11 @@ Messages between two ranks match because both ranks post them in the same order:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.errors import PlanError
 from reshard.plan import MessageTable, Plan, tabulate_messages
 from reshard.runtime.program import RankProgram, Recv, Send
 from reshard.runtime.rounds.large import (
@@ -285,67 +284,3 @@ def _rounds_of_broadcasts(program: RankProgram, sends: Sequence[Send], large: La
             ops.setdefault(number, []).append(parts[index][number, part])
         rounds.append(Round((), (), tuple(Broadcast(large.roots[number], tuple(ops[number])) for number in ops)))
     return tuple(rounds)
-
-
-#: A call of the transport: ``(is_send, peer, bytes)``.
-Call = tuple[bool, int, int]
-
-
-def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
-    """Replay the groups of all ranks on a transport that matches by order.
-
-    A message moves when both ends are posted. A group finishes when all its messages have moved; its rank then posts
-    its next group.
-
-    Args:
-        calls: ``{rank: groups}``, each group a list of calls.
-
-    Raises:
-        PlanError: the two ends of a message differ in size, or ranks deadlock.
-    """
-    at = dict.fromkeys(calls, 0)
-    left = {rank: list(groups[0]) if groups else [] for rank, groups in calls.items()}
-    moving = True
-    while moving:
-        moving = False
-        for rank, posted in left.items():
-            for call in [call for call in posted if call[0]]:
-                _match(rank, call, left)
-        for rank, groups in calls.items():
-            while not left[rank] and at[rank] < len(groups):
-                at[rank] += 1
-                left[rank] = list(groups[at[rank]]) if at[rank] < len(groups) else []
-                moving = True
-    stuck = [rank for rank, posted in left.items() if posted]
-    if stuck:
-        rank = stuck[0]
-        is_send, peer, nbytes = left[rank][0]
-        raise PlanError(
-            f"ranks {stuck} deadlock: rank {rank} waits in its group {at[rank]} to "
-            f"{f'send {nbytes} bytes to' if is_send else f'receive {nbytes} bytes from'} rank {peer}"
-        )
-
-
-def _match(sender: int, call: Call, left: Mapping[int, list[Call]]) -> None:
-    """Move one message if its receiver has posted the other end: its first receive from that sender."""
-    _, receiver, nbytes = call
-    if next(item for item in left[sender] if item[:2] == call[:2]) is not call:
-        return  # an earlier message to the same rank has not moved
-    end = next((item for item in left.get(receiver, ()) if item[:2] == (False, sender)), None)
-    if end is None:
-        return
-    if end[2] != nbytes:
-        raise PlanError(f"rank {sender} sends {nbytes} bytes to rank {receiver}, which receives {end[2]}")
-    left[sender].remove(call)
-    left[receiver].remove(end)
-
-
-def calls_of(rounds: Iterable[Round]) -> list[list[Call]]:
-    """The groups of a rank, for :func:`check_calls`."""
-    return [
-        [
-            *((False, recv.sender, recv.nbytes) for recv in item.recvs),
-            *((True, send.receiver, send.nbytes) for send in item.sends),
-        ]
-        for item in rounds
-    ]
