@@ -56,7 +56,7 @@ def reshard(
     is not recorded: the result requires no grad.
 
     CUDA tensors move over NCCL. With ``verify``, ``on_loss``, ``max_error``, or a ``compression`` that only the CPU
-    codes, copies of them in host memory move over Gloo.
+    encodes, they are copied to host memory and move over Gloo.
 
     To move several tensors in one plan, pass ``{name: shard}`` as ``tensor``, with the same names on every rank and
     None where a rank has no shard. Meshes, specs and ``dst_dtype`` are then one value for all, or ``{name: value}``.
@@ -89,8 +89,8 @@ def reshard(
     Raises:
         ReshardError: an error of :mod:`reshard.errors`, the same on every calling rank. If an argument is wrong or
             ranks disagree, no data has moved.
-        RankLostError: with ``on_loss="offer"``, ranks were lost; with ``"recover"``, also regions that other ranks
-            need.
+        RankLostError: with ``on_loss="offer"``, ranks were lost; with ``"recover"``, regions that surviving ranks need
+            were lost with them.
     """
     return reshard_async(
         tensor,
@@ -104,7 +104,7 @@ def reshard(
         group=group,
         out=out,
         base=base,
-        **options,
+        **read_options(TransferOptions, options, "reshard"),
     ).wait()
 
 
@@ -137,8 +137,8 @@ def reshard_async(
     try:
         found = find_group(group)
     except ReshardError as error:
-        for element in known_groups(group):  # their other ranks may wait for this one
-            leave_call(element, error, functools.partial(find_members, tensor, src_mesh, dst_mesh, element))
+        for known in known_groups(group):  # their other ranks may wait for this one
+            leave_call(known, error, functools.partial(find_members, tensor, src_mesh, dst_mesh, known))
         raise
     given = {
         "tensor": tensor, "base": base, "src_mesh": src_mesh, "dst_mesh": dst_mesh, "src_spec": src_spec,

@@ -88,12 +88,12 @@ def encode_source(array: torch.Tensor | None, spec: TensorSpec) -> tuple[torch.T
     if array is None:
         return None, ErrorSums()
     assert spec.codec is not None
-    source, num_rows = array.contiguous(), spec.ndim - 1
-    num_elements = spec.codec.num_elements(array.shape[num_rows:], 0)
+    source, num_row_dims = array.contiguous(), spec.ndim - 1
+    num_elements = spec.codec.num_elements(array.shape[num_row_dims:], 0)
     encoded = torch.empty(
-        (*array.shape[:num_rows], num_elements, spec.itemsize), dtype=torch.uint8, device=array.device
+        (*array.shape[:num_row_dims], num_elements, spec.itemsize), dtype=torch.uint8, device=array.device
     )
-    return encoded, spec.codec.encode_measured(source, encoded, num_rows)
+    return encoded, spec.codec.encode_measured(source, encoded, num_row_dims)
 
 
 def wire_target(

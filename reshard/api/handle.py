@@ -18,7 +18,7 @@ from reshard.formatting import describe_ranks
 from reshard.public_api import not_compiled
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cuda.nccl_library import NcclError
-from reshard.runtime.cuda.stream import Mark, StreamTransfers, is_capturing
+from reshard.runtime.cuda.stream import Mark, StreamRunner, is_capturing
 from reshard.timeouts import check_wait_timeout
 
 #: How long process exit waits for transfers in progress.
@@ -282,7 +282,7 @@ class StreamWatch(Watch):
     It holds no array. The allocator knows which streams still use the memory.
     """
 
-    def __init__(self, channel: Channel, generation: int, transfers: StreamTransfers, deadline: float) -> None:
+    def __init__(self, channel: Channel, generation: int, transfers: StreamRunner, deadline: float) -> None:
         super().__init__(channel, generation)
         self._group = channel.group  # the channel does not keep the group alive
         self._transfers, self._deadline = transfers, deadline
@@ -374,7 +374,7 @@ class StreamHandle(Handle):
     :meth:`StreamWatch.begin_at` is called.
     """
 
-    def __init__(self, watch: StreamWatch, finish: Callable[[], Any], transfers: StreamTransfers) -> None:
+    def __init__(self, watch: StreamWatch, finish: Callable[[], Any], transfers: StreamRunner) -> None:
         self._watch: StreamWatch
         super().__init__(watch, finish)
         self._transfers = transfers

@@ -100,7 +100,7 @@ class LosslessTransfers:
     def _start_buckets(self, transfer: LosslessTransfer) -> tuple[Handle, list[torch.Tensor | None]]:
         """The handle of this rank's part of the transfer, and the buffers that receive its buckets.
 
-        An error is raised when the ranks confirm the transfer: a rank without buckets learns of it only then.
+        An error is raised when the ranks confirm the transfer, because ranks without buckets take part only in that.
         """
         watch = Watch(self._channel, self._channel.generation)
         own = Handle(watch, lambda: None)

@@ -80,13 +80,16 @@ def check_on_loss(on_loss: Any) -> None:
 
 
 def needs_cpu(options: TransferOptions) -> bool:
-    """Whether a valid option is for transfers on the CPU only."""
-    is_plain = not options["verify"] and options["on_loss"] == "raise" and options["max_error"] is None
-    return not is_plain or encodes_on_cpu(options["compression"])
+    """Whether a transfer with these valid options needs its tensors in host memory."""
+    if options["verify"] or options["on_loss"] != "raise" or options["max_error"] is not None:
+        return True
+    return encodes_on_cpu(options["compression"])
 
 
 def encodes_on_cpu(codec: Any) -> bool:
-    """Whether only the CPU encodes tensors of this codec: one of the caller or without loss, or ``"auto"``."""
-    if codec is None or codec == AUTO_CODEC or is_lossless(codec):
-        return codec is not None
+    """Whether only the CPU encodes tensors of this codec: a custom one, a lossless one, or ``"auto"``."""
+    if codec is None:
+        return False
+    if codec == AUTO_CODEC or is_lossless(codec):
+        return True
     return isinstance(find_codec(codec), CustomCodec)

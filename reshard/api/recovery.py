@@ -124,8 +124,8 @@ class Recovery:
         missing = sum(math.prod(spec.shape) * spec.itemsize * len(spec.dst.ranks) for spec in self._plan.tensors)
         return RankLostError(
             f"{describe_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in a "
-            f"transfer; ranks {format_ranks(self._plan.ranks)} can move the {missing} missing bytes among "
-            "themselves: call recover() of this error on every surviving rank",
+            f"transfer; {describe_ranks(self._plan.ranks)} can move the {missing} missing bytes: call recover() of "
+            "this error on every surviving rank",
             lost,
             plan=self._plan,
             recover=self._accept,

@@ -17,7 +17,7 @@ from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfer_arrays import call_arrays, finish_call
 from reshard.coordination import Channel
 from reshard.errors import RankLostError, ReshardError
-from reshard.formatting import format_ranks
+from reshard.formatting import describe_ranks
 
 
 def start_plain(prepared: Prepared) -> Handle:
@@ -92,4 +92,4 @@ def failed_handle(channel: Channel, generation: int, error: ReshardError, finish
 
 def describe_loss(lost: Collection[int]) -> RankLostError:
     """The error of a transfer that ranks missed."""
-    return RankLostError(f"ranks {format_ranks(sorted(lost))} did not call in time")
+    return RankLostError(f"{describe_ranks(sorted(lost))} did not call in time")

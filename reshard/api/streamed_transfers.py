@@ -15,7 +15,7 @@ from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.cuda.coding import DeviceDecodedTarget
 from reshard.runtime.cuda.nccl_library import NcclError
-from reshard.runtime.cuda.stream import STREAMS, StreamTransfers, is_capturing
+from reshard.runtime.cuda.stream import STREAMS, StreamRunner, is_capturing
 
 
 class StreamedTransfers:
@@ -39,7 +39,7 @@ class StreamedTransfers:
         device = runner.memory.device
         exchange = self._channel.exchange(self._generation, device, connection, runner.rounds, timeout_seconds)
         streams = STREAMS[device.type](device) if exchange is None else exchange.streams
-        self.on_stream: StreamTransfers | None = StreamTransfers(runner, exchange or _no_exchange, streams)
+        self.on_stream: StreamRunner | None = StreamRunner(runner, exchange or _no_exchange, streams)
         self._channel.group.resources.add_user(self)
 
     @property

@@ -29,7 +29,7 @@ from typing import Any
 
 from reshard import _native
 from reshard.codecs.elements import ElementCodec, ErrorSums
-from reshard.codecs.raw_bytes import FORMATS, flat_bytes, format_of, num_columns
+from reshard.codecs.raw_bytes import DTYPE_NUMBERS, dtype_number, flat_bytes, num_columns
 
 #: Values that share a scale.
 SCALE_VALUES = 32
@@ -57,7 +57,6 @@ class BlockCodec(ElementCodec):
 
     kind: str
     values: int = 128
-    is_lossless = False
 
     @property
     def name(self) -> str:
@@ -104,12 +103,12 @@ class BlockCodec(ElementCodec):
         self.check_size(data, target, num_row_dims)
         into = flat_bytes(target)
         if len(into):
-            form = format_of(target, self.name)
+            form = dtype_number(target, self.name)
             _native.decode_blocks(number, form, columns, self.values, flat_bytes(data), into, accumulate)
 
     def _encode(self, source: Any, out: Any, num_row_dims: int | None, measure: bool) -> tuple[float, float]:
         number, columns = _KINDS[self.kind][0], num_columns(source, num_row_dims)
-        form = format_of(source, self.name)
+        form = dtype_number(source, self.name)
         self.check_size(out, source, num_row_dims)
         values = flat_bytes(source)
         if not len(values):
@@ -120,7 +119,7 @@ class BlockCodec(ElementCodec):
 #: Names of the block codecs with elements of 128 values.
 BLOCK_CODECS = tuple(BlockCodec(kind).name for kind in _KINDS)
 #: Dtypes that block codecs code.
-CODED_DTYPES = tuple(FORMATS)
+CODED_DTYPES = tuple(DTYPE_NUMBERS)
 
 
 @functools.cache

@@ -54,13 +54,13 @@ class Codec(Protocol):
 
 
 class TransferPolicy(Protocol):
-    """What knows the codec of a transfer, as :class:`reshard.compression.Policy` does."""
+    """An object that names the codec of a transfer, such as :class:`reshard.compression.Policy`."""
 
     def transfer_codec(self) -> str:
         """The name of the codec.
 
         Raises:
-            ArgumentError: it has no codec for transfers, or others, which a transfer would ignore.
+            ArgumentError: it sets no codec for transfers, or sets codecs that a transfer would ignore.
         """
 
 
@@ -91,11 +91,11 @@ def parse_codec(name: Any) -> BlockCodec:
             "a Mover and reshard.ray.reshard send; here a codec with blocks of fixed size is needed: "
             f"{', '.join(BLOCK_CODECS)}"
         )
-    raise ArgumentError(f"there is no codec {brief(name)}; codecs are {', '.join(BLOCK_CODECS + LOSSLESS_CODECS)}")
+    raise ArgumentError(f"there is no codec {brief(name)}; codecs are {', '.join(BLOCK_CODECS)}")
 
 
 def is_lossless(name: Any) -> bool:
-    """Whether a codec has this name that makes output whose size depends on the values."""
+    """Whether this names a codec whose output size depends on the values."""
     return isinstance(name, str) and name in LOSSLESS_CODECS
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from reshard.codecs.elements import ElementCodec, ErrorSums
-from reshard.codecs.raw_bytes import flat_bytes, format_of, num_columns, write_into
+from reshard.codecs.raw_bytes import dtype_number, flat_bytes, num_columns, write_into
 from reshard.errors import ArgumentError, CompressionError
 from reshard.formatting import brief
 
@@ -125,7 +125,7 @@ class CustomCodec(ElementCodec):
         return padded.reshape(-1, self.values)
 
     def _check(self, array: Any) -> None:
-        format_of(array, self.name)
+        dtype_number(array, self.name)
         self.check_implemented()
 
     def check_implemented(self) -> None:

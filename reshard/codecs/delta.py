@@ -1,9 +1,9 @@
 """The lossless codec ``delta``: what changed in an array since a base that the receiver holds.
 
 One byte counts the unchanged words before each changed one, and one byte holds the difference in units in the last
-place; ``native/codecs/delta.h`` describes the format. If 1 % of bf16 values change by a few units, the differences take
-1/97 of the array. An encoded array begins with a byte that tells whether differences or the plain bytes follow, so it
-never has more than :data:`HEADER_BYTES` bytes in addition to the plain ones.
+place; ``native/codecs/delta.h`` describes the format. If 1 % of bf16 values change by a few units, the differences are
+97 times smaller than the array. An encoded array begins with a byte that tells whether differences or the plain bytes
+follow, so it never has more than :data:`HEADER_BYTES` bytes in addition to the plain ones.
 """
 
 from __future__ import annotations

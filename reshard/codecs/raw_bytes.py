@@ -10,8 +10,8 @@ import numpy as np
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 
-#: Number by which the native kernels know a format.
-FORMATS = {"float32": 0, "bfloat16": 1, "float16": 2}
+#: Number of a dtype for the native and GPU kernels.
+DTYPE_NUMBERS = {"float32": 0, "bfloat16": 1, "float16": 2}
 
 
 def decoded_dtype(dtype: Any) -> str:
@@ -20,7 +20,7 @@ def decoded_dtype(dtype: Any) -> str:
     All receivers must use the same one: a value beyond the range of the result is limited while it is decoded only.
     """
     name = dtype_name(dtype)
-    return name if name in FORMATS else "float32"
+    return name if name in DTYPE_NUMBERS else "float32"
 
 
 def flat_bytes(array: Any) -> np.ndarray:
@@ -49,12 +49,12 @@ def write_into(target: Any, values: Any) -> None:
         target.copy_(values)
 
 
-def format_of(array: Any, codec: str) -> int:
-    """The format number of an array's dtype; raises ArgumentError if the codec cannot code it."""
+def dtype_number(array: Any, codec: str) -> int:
+    """The number of an array's dtype for the kernels; raises ArgumentError if the codec cannot encode it."""
     name = dtype_name(array.dtype)
-    if name not in FORMATS:
-        raise ArgumentError(f"codec {codec} codes {', '.join(FORMATS)}, not {name}")
-    return FORMATS[name]
+    if name not in DTYPE_NUMBERS:
+        raise ArgumentError(f"codec {codec} encodes {', '.join(DTYPE_NUMBERS)}, not {name}")
+    return DTYPE_NUMBERS[name]
 
 
 def num_columns(array: Any, num_row_dims: int | None) -> int:

@@ -1,4 +1,4 @@
-"""The lossless format ``xor-zstd``: the bytes of all words XOR their base, place by place, compressed by zstd.
+"""The lossless format ``xor-zstd``: words XOR their base, regrouped by byte position, compressed by zstd.
 
 The first bytes of all words come first, then the second ones, and so on. In bf16, nearly all high bytes of the XOR are
 0. Compression is that of Python 3.14's ``compression.zstd`` at level 1, or of its backport ``backports.zstd``. Without

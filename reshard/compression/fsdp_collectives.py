@@ -41,7 +41,7 @@ class _Encoded:
         """Raise ArgumentError unless the codec encodes ``tensor``, and ``whole`` holds a ``part`` of each rank."""
         if tensor.device.type != "cpu" or dtype_name(tensor.dtype) not in CODED_DTYPES:
             raise ArgumentError(
-                f"codec {self.codec.name} codes {', '.join(CODED_DTYPES)} on the CPU, not "
+                f"codec {self.codec.name} encodes {', '.join(CODED_DTYPES)} on the CPU, not "
                 f"{dtype_name(tensor.dtype)} on {tensor.device.type}"
             )
         world = dist.get_world_size(group)

@@ -137,7 +137,7 @@ def check_compression(compression: Any, dtypes: Mapping[str, str]) -> None:
         )
     for name, dtype in dtypes.items():
         if FORMATS[compression].dtype not in ("", dtype):
-            raise ArgumentError(f"tensor {name!r}: {compression} codes {FORMATS[compression].dtype}, not {dtype}")
+            raise ArgumentError(f"tensor {name!r}: {compression} encodes {FORMATS[compression].dtype}, not {dtype}")
 
 
 def _ranks(side: str, buckets: Mapping[str, Bucket]) -> set[int]:

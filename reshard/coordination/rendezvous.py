@@ -3,8 +3,8 @@
 The messages travel over the connections of :mod:`reshard.coordination.control_channel`.
 
 The first member waits no longer than the shortest timeout of any member. A member whose deadline has passed tells the
-first member, and leaves only if it then gets no answer. A rank that leaves alone marks the members as out of sync (see
-:mod:`reshard.coordination.liveness.membership`).
+first member, and leaves only if it then gets no answer. A rank that leaves while the others stay marks the members as
+out of sync (see :mod:`reshard.coordination.liveness.membership`).
 """
 
 from __future__ import annotations
@@ -42,7 +42,13 @@ from reshard.coordination.liveness.membership import (
     mark_out_of_sync,
 )
 from reshard.coordination.liveness.presence import has_ended
-from reshard.coordination.liveness.status import LOST_SECONDS, HeartbeatReader, is_reported_dead, publish_status
+from reshard.coordination.liveness.status import (
+    LOST_SECONDS,
+    SILENCE_SECONDS,
+    HeartbeatReader,
+    is_reported_dead,
+    publish_status,
+)
 from reshard.coordination.liveness.survivors import propose_exclusion, read_exclusions
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
 from reshard.formatting import format_ranks
@@ -237,7 +243,8 @@ class Rendezvous:
     def _decide(self, hub: Hub, args: _RoundArgs) -> Decision:
         """The decision on the requests that have arrived.
 
-        If members are lost, or a member may be about to exclude this rank, the store must accept it first.
+        If members are lost, or a member may be about to exclude this rank, the decision counts only once the store has
+        accepted it.
         """
         while True:
             hub.drain()  # a rank may have withdrawn or timed out
@@ -450,9 +457,9 @@ class Rendezvous:
         if not is_silent and not self._has_ended(rank, seconds) and not (status and is_reported_dead(status)):
             return
         if not fault_tolerant:
-            why = f"it sent no heartbeat for {LOST_SECONDS:g} s" if is_silent else "its process has ended"
+            why = f"it sent no heartbeat for {SILENCE_SECONDS:g} s" if is_silent else "its process has ended"
             text = f"rank {rank} is gone: {why}"
-            raise RoundEndedError(Decision(error=("RemoteError", text), out_of_sync=text * is_silent))
+            raise RoundEndedError(Decision(error=("RemoteError", text), out_of_sync=text if is_silent else ""))
         self._dead.add(rank)
         if rank == self.members[0]:
             raise EOFError(f"rank {rank} is gone")

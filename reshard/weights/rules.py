@@ -245,7 +245,7 @@ class Rope:
             whole = made[name]
             rows, half = whole.shape[0] if whole.shape else 0, self.head_dim // 2
             if rows % self.head_dim:
-                raise ArgumentError(f"{self}: {name!r} has {rows} rows, which are no whole heads")
+                raise ArgumentError(f"{self}: {name!r} has {rows} rows, not a multiple of head_dim={self.head_dim}")
             parts: list[Part] = []
             for head in range(0, rows, self.head_dim):
                 for turn in range(2):

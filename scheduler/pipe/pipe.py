@@ -35,8 +35,8 @@ from .partition.single_block import whole_model
 from .partition.stage_graph import Cut, FakeModel, StageGraph, find_ties
 from .partition.tracing import TracedCut, UntraceableError
 from .placement import (
+    PlacedStages,
     Placement,
-    Strategy,
     check_world,
     ddp,
     find_meshes,
@@ -84,7 +84,7 @@ class Pipe:
         cut_before: Sequence[str] = (),
         *,
         stages: str | Sequence[Placement] = (),
-        training_plan: Strategy | None = None,
+        training_plan: PlacedStages | None = None,
         init: Init | None = None,
         autocast: torch.dtype | None = None,
         loss: Callable[..., Any] | None = None,
@@ -356,7 +356,7 @@ def _check_compile(schedule: Any, num_microbatches: Any) -> int:
     return num_microbatches
 
 
-def _schedule_of(training_plan: Strategy) -> ScheduleBuilder:
+def _schedule_of(training_plan: PlacedStages) -> ScheduleBuilder:
     """A builder of the training plan's schedule. For another number of microbatches, it runs :func:`auto_schedule`."""
 
     def build(

@@ -171,7 +171,7 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**31
 
 
-class Strategy(Protocol):
+class PlacedStages(Protocol):
     """The result of a strategy search for a model: its cuts, and the placements and the schedule of its stages."""
 
     @property

@@ -89,7 +89,7 @@ def simulate_schedule(schedule: Schedule, pipeline: Pipeline) -> PipelineTimelin
 def simulate_within(
     schedule: Schedule, pipeline: Pipeline, limit_seconds: float, after_seconds: Sequence[float]
 ) -> PipelineTimeline | None:
-    """:func:`simulate_schedule`, but stop as soon as no pp rank can be done by a limit.
+    """:func:`simulate_schedule`, but stop as soon as some pp rank certainly ends after a limit.
 
     Args:
         schedule, pipeline: what to simulate.

@@ -97,7 +97,7 @@ def _explain(action: Action, schedule: Schedule, pipeline: Pipeline) -> str:
     ends = {schedule.pp_rank_of_stage[stage] for stage in (src, dst) if stage < schedule.num_stages}
     if len(ends) == 1:
         return f"; both ends of edge {src} -> {dst} are on one pp rank, which needs no transfer"
-    return f"; the pipeline has an edge {src} -> {dst}: was the schedule made for another pipeline?"
+    return f"; each microbatch crosses edge {src} -> {dst} of the pipeline once: was the schedule made for another one?"
 
 
 def _check_order(schedule: Schedule, pipeline: Pipeline, pp_rank: int, actions: tuple[Action, ...]) -> None:

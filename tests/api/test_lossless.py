@@ -336,7 +336,7 @@ def _lossless(rank):
     out = handle.wait()
     assert out is None or same_bytes(out, take_shard(dst, rank, whole))
     assert handle.report.encoded_bytes < handle.report.plain_bytes / 1.38 and handle.report.because == ""
-    with pytest.raises(ArgumentError, match=r"^the tensor: bf16-lossless codes bfloat16, not float32$"):
+    with pytest.raises(ArgumentError, match=r"^the tensor: bf16-lossless encodes bfloat16, not float32$"):
         reshard.reshard(take_shard(src, rank, whole.float()), src, dst, **{**options, "dtype": "float32"})
     with pytest.raises(ArgumentError, match=r"bf16-lossless makes output .* which a plan does not know"):
         reshard.make_plan(src, dst, whole.shape, "bfloat16", compression="bf16-lossless")

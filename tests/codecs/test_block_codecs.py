@@ -176,7 +176,7 @@ def test_names_parse_back_and_wrong_ones_are_refused():
 
 def test_arrays_that_do_not_fit_are_refused():
     codec = parse_codec("int8x128")
-    with pytest.raises(ArgumentError, match="codes float32, bfloat16, float16, not int64"):
+    with pytest.raises(ArgumentError, match="encodes float32, bfloat16, float16, not int64"):
         codec.encode(np.zeros(128, np.int64), np.empty(132, np.uint8))
     with pytest.raises(ArgumentError, match=r"in 132 bytes, but the encoded array has 131"):
         codec.encode(np.zeros(128, np.float32), np.empty(131, np.uint8))

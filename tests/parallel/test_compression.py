@@ -85,7 +85,7 @@ def check_bytes(rank):
         parallelize(make_gpt(), grids[0], compression=Policy(dp="int8x128", tp="int8x128"))
     with pytest.raises(ArgumentError, match="has optimizer=, but there is no optimizer state"):
         relayout(model, grids[0], compression=Policy(optimizer="int8x128"))
-    with pytest.raises(ArgumentError, match="exp_avg': bf16-lossless codes bfloat16, not float32"):
+    with pytest.raises(ArgumentError, match="exp_avg': bf16-lossless encodes bfloat16, not float32"):
         relayout(model, grids[0], optimizer, compression=Policy(optimizer="bf16-lossless"))
     return found
 

@@ -172,7 +172,7 @@ def test_broadcast_in_rotation_above_the_host_limit(monkeypatch):
         ({"edge_at": [0, 7, 2]}, "strategy odd: edge_at must rise from 0 to 2 in 2 steps"),
         ({"sender": [0.0, 1.0]}, r"strategy odd: sender must have shape \[2\] and hold integers, .* dtype float64"),
         ({"stop": [[4]]}, r"strategy odd: stop must have shape \[2, 1\] and hold integers, for 2 routes"),
-        (None, r"strategy odd: routes are for tasks \[0, 2\], but the tasks are 0 to 1"),
+        (None, "strategy odd: index 2 of tasks in the routes: the tasks are 0 to 1"),
     ],
 )
 def test_a_strategy_function_that_returns_a_wrong_index_is_named(changes, message):

@@ -86,7 +86,7 @@ class _Stream:
 def test_allocator_knows_that_the_stream_uses_the_buffer():
     runner, on = _make_runner(), _Stream()
     source = torch.zeros(32, 48, dtype=torch.uint8)
-    stream.StreamTransfers(runner, lambda recvs, sends, broadcasts: None, on).start([source], [None])
+    stream.StreamRunner(runner, lambda recvs, sends, broadcasts: None, on).start([source], [None])
     assert {array.data_ptr() for array in on.arrays} == {source.data_ptr(), runner.buffer().data_ptr()}
 
 
@@ -108,7 +108,7 @@ def cuda_streams(monkeypatch):
 def test_transfers_start_after_the_upload_of_their_tables(cuda_streams):
     """The upload runs on the stream that is current when the Mover is made, and not when a transfer starts."""
     caller, own, waits = cuda_streams
-    stream.StreamTransfers(_make_runner(), lambda recvs, sends, broadcasts: None, stream.CudaTransferStream(CPU))
+    stream.StreamRunner(_make_runner(), lambda recvs, sends, broadcasts: None, stream.CudaTransferStream(CPU))
     assert waits == [(own, caller)]
 
 
@@ -222,7 +222,7 @@ class _Capture:
 
 def test_buffers_of_a_captured_transfer_are_never_freed():
     runner = _make_runner()
-    transfers = stream.StreamTransfers(runner, lambda recvs, sends, broadcasts: None, _Capture())
+    transfers = stream.StreamRunner(runner, lambda recvs, sends, broadcasts: None, _Capture())
     assert transfers.start([torch.zeros(32, 48, dtype=torch.uint8)], [None]) is None
     held = runner.allocated_bytes
     runner.release()  # as a later call with another plan does
@@ -338,7 +338,7 @@ def test_number_of_streams_depends_on_communicators_and_not_on_movers(cuda_strea
     streams = stream.CudaTransferStream(CPU)
     for _ in range(40):
         runner = stream.make_runner(plan, build_program(plan, 0), "cuda")
-        stream.StreamTransfers(runner, lambda recvs, sends, broadcasts: None, streams)
+        stream.StreamRunner(runner, lambda recvs, sends, broadcasts: None, streams)
     assert made == [(CPU, -1)] * 3
 
 

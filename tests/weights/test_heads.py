@@ -360,7 +360,7 @@ def test_rules_of_heads_survive_json_and_have_inverses():
         (lambda: Rope("q", 4, to="thirds"), "to is 'thirds'"),
         (lambda: GroupHeads(("q", "k"), "qk", 0), "groups is 0"),
         (lambda: UngroupHeads("qk", ("q", "k"), "2"), "groups is '2'"),
-        (lambda: Rope("q", 4), "'q' has 6 rows, which are no whole heads"),
+        (lambda: Rope("q", 4), "'q' has 6 rows, not a multiple of head_dim=4"),
         (lambda: GroupHeads(("q", "k"), "qk", 4), "4 groups do not divide the 6 rows of 'q'"),
         (lambda: GroupHeads(("q", "v"), "qv", 2), "lacks 'v'"),
         (lambda: UngroupHeads("q", ("k", "q2"), 2), "the destination lacks 'q2'"),

@@ -381,7 +381,7 @@ def check_dtypes(codec: str, specs: Iterable[TensorSpec]) -> None:
     for spec in specs:
         if codec == "bf16-lossless" and spec.dtype != DTYPE:
             what = f"tensor {spec.name!r}" if spec.name else "the tensor"
-            raise ArgumentError(f"{what}: {codec} codes {DTYPE}, not {spec.dtype}")
+            raise ArgumentError(f"{what}: {codec} encodes {DTYPE}, not {spec.dtype}")
 
 
 def check_lossless_codec(codec: Any, plan: Plan) -> None:

@@ -18,6 +18,7 @@ from reshard.coordination.liveness.presence import Presence
 from reshard.coordination.liveness.status import (
     BEAT_SECONDS,
     LOST_SECONDS,
+    SILENCE_SECONDS,
     HeartbeatReader,
     beat_key,
     format_beat,
@@ -158,7 +159,7 @@ class Monitor:
                 for transfer in transfers:
                     if rank in transfer.members:
                         transfer.stop(
-                            RemoteError(f"rank {rank} sent no heartbeat for {LOST_SECONDS:g} s during a transfer")
+                            RemoteError(f"rank {rank} sent no heartbeat for {SILENCE_SECONDS:g} s during a transfer")
                         )
 
 

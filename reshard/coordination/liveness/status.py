@@ -18,8 +18,10 @@ from reshard.errors import RemoteError
 
 #: A rank sends a heartbeat this often.
 BEAT_SECONDS = 1.0
-#: A rank that sends no heartbeat for this long counts as lost: 30 s after the next one was due at the latest.
-LOST_SECONDS = 30.0 + 2 * BEAT_SECONDS
+#: A rank counts as lost if it sends no heartbeat for this long after one was due.
+SILENCE_SECONDS = 30.0
+#: The longest age of the last heartbeat, which is written and read a second apart, of a rank that does not.
+LOST_SECONDS = SILENCE_SECONDS + 2 * BEAT_SECONDS
 #: A pause in the reading of heartbeats, of this process or of the store, which would look like silence.
 GAP_SECONDS = 5.0
 

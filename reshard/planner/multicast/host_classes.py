@@ -12,7 +12,8 @@ from reshard.planner.multicast.classes import Classes, group_rows, sum_by
 from reshard.ragged import NO_RANK, distinct_values, ranges
 from reshard.topology import Topology
 
-#: Chunks through the busiest port if messages have no latency. With this many, filling the pipeline takes little time.
+#: Slots of a plan if messages have no latency: a slot is the time of one chunk on the busiest port. With this many,
+#: filling the pipeline takes little time.
 SLOTS = 256
 #: Limit on chunks x receiving hosts; with more hosts there are fewer chunks, but at least ``_MIN_SLOTS``.
 _MAX_ARRIVALS = 2**14
@@ -32,7 +33,7 @@ _MAX_LOADS_AT_ONCE = 10_000
 _NO_HOST = np.iinfo(np.int64).max
 
 #: Rows of different lengths as ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
-Members = tuple[np.ndarray, np.ndarray]
+RaggedRows = tuple[np.ndarray, np.ndarray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,15 +44,15 @@ class HostClasses:
         classes: the classes, ordered by host class.
         host_class: ``(classes,)`` host class of each class, ascending.
         nbytes: ``(host_classes,)``.
-        holders, destinations: hosts of each host class as :data:`Members`; a destination is not a holder. A host class
-            without destinations moves only inside hosts.
+        holders: hosts that hold the data of each host class, as :data:`RaggedRows`.
+        destinations: other hosts that receive it. A host class without destinations moves only inside hosts.
     """
 
     classes: Classes
     host_class: np.ndarray
     nbytes: np.ndarray
-    holders: Members
-    destinations: Members
+    holders: RaggedRows
+    destinations: RaggedRows
 
     @classmethod
     def of(cls, classes: Classes, topology: Topology) -> HostClasses:
@@ -95,12 +96,12 @@ def _hosts(ranks: np.ndarray, topology: Topology) -> np.ndarray:
     return hosts
 
 
-def members_of(ranks: np.ndarray) -> Members:
-    """Rows of ranks padded with -1, as :data:`Members`."""
+def members_of(ranks: np.ndarray) -> RaggedRows:
+    """Rows of ranks padded with -1, as :data:`RaggedRows`."""
     return _members(ranks, NO_RANK)
 
 
-def _members(table: np.ndarray, padding: int) -> Members:
+def _members(table: np.ndarray, padding: int) -> RaggedRows:
     real = table != padding
     return np.concatenate([[0], np.cumsum(real.sum(axis=1))]), table[real]
 
@@ -152,14 +153,14 @@ def _sum_rows(key: np.ndarray, amount: np.ndarray, size: int) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _FanOut:
-    """Traffic inside hosts: chunks of ``host_class[i]`` arrive at ``host[i]`` and are forwarded ``times[i]`` times.
+    """Traffic inside hosts: chunks of ``host_class[i]`` arrive at ``host[i]`` and move on ``num_forwards[i]`` times.
 
     ``num_ranks`` is ``(hosts,)``, the receiving ranks that share the work.
     """
 
     host: np.ndarray
     host_class: np.ndarray
-    times: np.ndarray
+    num_forwards: np.ndarray
     num_ranks: np.ndarray
     bytes_per_second: float
     latency_seconds: float
@@ -175,7 +176,7 @@ class _FanOut:
         return cls(
             host=host_classes.destinations[1],
             host_class=host_class,
-            times=np.maximum(receivers / np.maximum(hosts, 1) - 1, 0)[host_class],
+            num_forwards=np.maximum(receivers / np.maximum(hosts, 1) - 1, 0)[host_class],
             num_ranks=np.bincount(topology.host_by_rank[ranks], minlength=topology.num_hosts),
             bytes_per_second=topology.inside_bytes_per_second or math.inf,
             latency_seconds=topology.inside_latency_seconds,
@@ -188,8 +189,8 @@ class _FanOut:
             counts, nbytes: ``(rows, host_classes)`` number of chunks, and bytes of a chunk.
         """
         per_chunk = self.latency_seconds + nbytes[:, self.host_class] / self.bytes_per_second
-        total = _sum_rows(self.host, counts[:, self.host_class] * self.times * per_chunk, len(self.num_ranks))
-        steps = np.where(self.times < LONGEST_CHAIN, self.times, 2 * np.log2(self.times + 1))
+        total = _sum_rows(self.host, counts[:, self.host_class] * self.num_forwards * per_chunk, len(self.num_ranks))
+        steps = np.where(self.num_forwards < LONGEST_CHAIN, self.num_forwards, 2 * np.log2(self.num_forwards + 1))
         last = (steps * per_chunk).max(axis=1, initial=0.0)
         return (total / np.maximum(self.num_ranks, 1)).max(axis=1, initial=0.0) + last
 
@@ -199,8 +200,8 @@ def is_fast_inside(topology: Topology, host_classes: HostClasses) -> bool:
     if topology.inside_bytes_per_second is None:
         return True
     fastest = max(nic.ingress_bytes_per_second for host in topology.hosts for nic in host.nics)
-    times = float(_FanOut.of(host_classes, topology).times.max(initial=0.0))
-    branches = min(times, 1.0 if times < LONGEST_CHAIN else 2.0)
+    num_forwards = float(_FanOut.of(host_classes, topology).num_forwards.max(initial=0.0))
+    branches = min(num_forwards, 1.0 if num_forwards < LONGEST_CHAIN else 2.0)
     return branches * fastest <= _MAX_INSIDE_SHARE * topology.inside_bytes_per_second
 
 
@@ -239,7 +240,7 @@ _NodeLoads = tuple[np.ndarray, np.ndarray]
 
 
 def _arrivals_and_departures(
-    holders: Members, destinations: Members, moves: np.ndarray
+    holders: RaggedRows, destinations: RaggedRows, moves: np.ndarray
 ) -> tuple[_NodeLoads, _NodeLoads]:
     """``(node, host_class)`` pairs of hosts or pods: destinations, and sole holders of a class that moves."""
     arriving = destinations[1], np.repeat(np.arange(len(moves)), np.diff(destinations[0]))
@@ -247,7 +248,7 @@ def _arrivals_and_departures(
     return arriving, (holders[1][holders[0][:-1][alone]], alone)
 
 
-def _pod_table(members: Members, pod_of: np.ndarray, count: int) -> np.ndarray:
+def _pod_table(members: RaggedRows, pod_of: np.ndarray, count: int) -> np.ndarray:
     """``(host_classes, pods)`` True where a member host is in the pod."""
     found = np.zeros((len(members[0]) - 1, count), dtype=bool)
     found[np.repeat(np.arange(len(found)), np.diff(members[0])), pod_of[members[1]]] = True
@@ -269,8 +270,8 @@ def busiest_port_seconds(topology: Topology, host_classes: HostClasses) -> float
     )
 
 
-#: Part of the estimated time that chunks which end where classes end must save if they make more messages, because the
-#: time of messages on the CPU is not estimated.
+#: Chunks that end where classes end, but need more messages, must save at least this share of the estimated time: the
+#: CPU time of messages is not part of the estimate.
 MIN_GAIN = 0.05
 
 
@@ -373,7 +374,7 @@ class _ChunkTimes:
         )
 
     def cheapest(self, numbers: Sequence[int], cap: float, min_counts: np.ndarray) -> int:
-        """The number of slots that takes the shortest time, the smallest of several.
+        """The fastest number of slots; the smallest if several are equally fast.
 
         Args:
             numbers: the numbers to compare.
@@ -401,8 +402,12 @@ class _ChunkTimes:
         """
         seconds = {number: self._seconds(number, num_classes) for number in (count, *aligned)}
         max_messages = _num_pieces(count, num_classes)
-        limits = seconds[count] * (1.0 - MIN_GAIN), seconds[count]
-        faster = [n for n in aligned if seconds[n] <= limits[_num_pieces(n, num_classes) <= max_messages]]
+        with_more = seconds[count] * (1.0 - MIN_GAIN)
+        faster = [
+            number
+            for number in aligned
+            if seconds[number] <= (seconds[count] if _num_pieces(number, num_classes) <= max_messages else with_more)
+        ]
         return min(faster, key=lambda number: (seconds[number], number), default=count)
 
     def _seconds(self, number: int, num_classes: int) -> float:

@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.planner.multicast.host_classes import Members
+from reshard.planner.multicast.host_classes import RaggedRows
 
 #: Size of a chunk between the fastest ports, in the unit of :attr:`Workload.host_class_size`.
 UNITS = 1024
@@ -61,7 +61,7 @@ class Workload:
 
     A class is a set of regions with the same holder and receiver ranks. A host class is a set of classes with the same
     holder and destination hosts. Hosts exchange chunks of host classes. Ranks exchange pieces: the part of a chunk that
-    belongs to one class. All :data:`Members` are ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
+    belongs to one class. All :data:`RaggedRows` are ``(at, values)``: row k is ``values[at[k]:at[k + 1]]``.
 
     A clock step is the time that a port of rate 1 needs for a chunk of size :data:`UNITS`.
 
@@ -80,12 +80,12 @@ class Workload:
         inside_each, inside_per_byte: cost of a message inside a host, fixed and per byte, in clock steps.
     """
 
-    host_class_holders: Members
-    host_class_receivers: Members
+    host_class_holders: RaggedRows
+    host_class_receivers: RaggedRows
     host_class_size: np.ndarray
     host_class_of: np.ndarray
-    class_holders: Members
-    class_receivers: Members
+    class_holders: RaggedRows
+    class_receivers: RaggedRows
     piece_at: np.ndarray
     piece_class: np.ndarray
     piece_bytes: np.ndarray
@@ -120,7 +120,7 @@ class Workload:
         return int((destinations * (hosts + holders + destinations)).sum())
 
 
-def rows_of(members: Members) -> list[list[int]]:
-    """Rows of :data:`Members` as lists."""
+def rows_of(members: RaggedRows) -> list[list[int]]:
+    """Rows of :data:`RaggedRows` as lists."""
     at, values = members[0].tolist(), members[1].tolist()
     return [values[a:b] for a, b in itertools.pairwise(at)]

@@ -73,7 +73,7 @@ class PlanProblem:
         """Put the unit tasks of all tensors in one table.
 
         Raises:
-            TopologyError: the topology lacks a rank. PlanError: there are no tensors, or they lack different names.
+            TopologyError: the topology lacks a rank. PlanError: there are no tensors, or two have the same name.
         """
         check_tensors(tensors)
         for spec in tensors:
@@ -246,7 +246,8 @@ def _indices(values: Any, count: int, what: str) -> np.ndarray:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise PlanError(f"indices of {what} must be one list of integers, not {brief(values)}")
     if array.size and not 0 <= array.min() <= array.max() < count:
-        raise PlanError(f"routes are for {what} {array.tolist()}, but the {what} are 0 to {count - 1}")
+        wrong = array[(array < 0) | (array >= count)][0]
+        raise PlanError(f"index {wrong} of {what} in the routes: the {what} are 0 to {count - 1}")
     return array.astype(np.int64)
 
 
@@ -291,7 +292,7 @@ def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, i
 
     Args:
         problem, routes: the problem, and routes for it. staging_bytes: staging memory of each rank in bytes.
-        is_trusted: whether the transfers may use the arrays of the routes without a check or a copy.
+        is_trusted: True if the routes come from this package, so that their arrays need no check and no copy.
 
     Raises:
         PlanError: ``staging_bytes`` is below 64 KiB.

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from reshard.codecs import BlockCodec
-from reshard.codecs.raw_bytes import FORMATS, format_of, num_columns
+from reshard.codecs.raw_bytes import DTYPE_NUMBERS, dtype_number, num_columns
 from reshard.errors import ArgumentError
 from reshard.runtime.array_bytes import flat_bytes
 
@@ -264,7 +264,7 @@ def _prepare(
     codec: BlockCodec, plain: torch.Tensor, encoded: torch.Tensor, num_row_dims: int | None
 ) -> tuple[int, Any, tuple[int, int, int]]:
     """The format of the plain values, the values as words, and the numbers of blocks, columns, and blocks a row."""
-    form = format_of(plain, codec.name)
+    form = dtype_number(plain, codec.name)
     codec.check_size(encoded, plain, num_row_dims)
     if plain.device != encoded.device:
         raise ArgumentError(f"codec {codec.name}: plain values on {plain.device}, encoded ones on {encoded.device}")
@@ -272,7 +272,7 @@ def _prepare(
         raise ArgumentError(f"codec {codec.name} needs contiguous tensors")
     columns = num_columns(plain, num_row_dims)
     per_row = -(-columns // codec.values) * (codec.values // 32)
-    words = flat_bytes(plain).view(torch.int32 if form == FORMATS["float32"] else torch.int16)
+    words = flat_bytes(plain).view(torch.int32 if form == DTYPE_NUMBERS["float32"] else torch.int16)
     num_blocks = math.prod(plain.shape) // columns * per_row
     if num_blocks > 2**31 - BLOCKS_PER_PROGRAM:  # the kernels count them in 32 bits
         raise ArgumentError(f"codec {codec.name} codes at most 2**36 values at once on a GPU, not {plain.numel()}")

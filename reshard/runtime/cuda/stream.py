@@ -265,7 +265,7 @@ class Breakable(Protocol):
         """Why the exchange failed; None if it works."""
 
 
-class StreamTransfers:
+class StreamRunner:
     """Starts the transfers of one program on its stream.
 
     All of them start after the work that the current stream holds now: the upload of the tables, and whatever used the

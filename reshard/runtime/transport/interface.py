@@ -33,6 +33,10 @@ class Transport(Protocol):
         """Start receiving exactly ``buffer.numel()`` bytes."""
         ...
 
+    def abort(self) -> None:
+        """Close the connections, so that operations under way fail and nothing writes into a buffer any more."""
+        ...
+
 
 class BrokenConnectionError(ConnectionError):
     """The connection to rank ``peer`` broke."""

@@ -147,7 +147,7 @@ class Request:
             try:
                 self._check(key, self.values[key])
             except ValueError as error:
-                raise ArgumentError(f"cannot read {key} in {self.checkpoint.place_of(key)}: {error}") from error
+                raise ArgumentError(f"cannot read {key} in {self.checkpoint.file_of(key)}: {error}") from error
         self.reads = self.checkpoint.find_reads(self.tensors)
 
     def _check(self, key: str, value: Any) -> None:
@@ -173,7 +173,7 @@ class Request:
             restore(self.values[key])
         except Exception as error:
             raise ArgumentError(
-                f"{key} in {self.checkpoint.place_of(key)} cannot be loaded: {type(error).__name__}: {error}"
+                f"{key} in {self.checkpoint.file_of(key)} cannot be loaded: {type(error).__name__}: {error}"
             ) from error
 
 

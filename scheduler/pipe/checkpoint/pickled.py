@@ -87,7 +87,7 @@ class PickledCheckpoint:
         self.read([(key, tensor)])
         return tensor
 
-    def place_of(self, _: str) -> Path:
+    def file_of(self, _: str) -> Path:
         """The folder, in which a value may be in any file."""
         return self.folder
 

@@ -22,16 +22,19 @@ from .values import decode, parse_json
 
 
 @dataclass(frozen=True)
-class Read:
+class ShardRead:
     """A part of a shard, and the memory that it fills.
 
     Attributes:
-        key, shard: what to read. inside: the part of the shard; a slice for each dim. target: a view of the same shape.
+        key: of the tensor.
+        shard: the shard to read from.
+        slices: the part of the shard, one for each dim.
+        target: a view of the same shape.
     """
 
     key: str
     shard: Shard
-    inside: tuple[slice, ...]
+    slices: tuple[slice, ...]
     target: torch.Tensor
 
 
@@ -42,7 +45,7 @@ class StoredCheckpoint:
         folder: of the checkpoint. tensors: ``{key: entry}``. values: keys of the other entries.
 
     Raises:
-        ArgumentError: the index is damaged, or the files with digests are others.
+        ArgumentError: the index is damaged, or the file of digests lists other files than the index.
     """
 
     def __init__(self, folder: Path, digests: Mapping[str, str]) -> None:
@@ -81,7 +84,7 @@ class StoredCheckpoint:
             if found != self._digests[name]:
                 raise ArgumentError(explain_difference(file, found, self._digests[name]))
 
-    def find_reads(self, copies: Sequence[tuple[str, torch.Tensor | JoinedTensor]]) -> list[Read]:
+    def find_reads(self, copies: Sequence[tuple[str, torch.Tensor | JoinedTensor]]) -> list[ShardRead]:
         """What to read to fill tensors, each of the shape of its key. Compares the headers of the files with the index.
 
         Raises:
@@ -99,7 +102,7 @@ class StoredCheckpoint:
                         pairs = list(zip(overlap, offsets, shard.offsets, strict=True))
                         target = local[tuple(slice(low - index, high - index) for (low, high), index, _ in pairs)]
                         inside = tuple(slice(low - index, high - index) for (low, high), _, index in pairs)
-                        reads.append(Read(key, shard, inside, target))
+                        reads.append(ShardRead(key, shard, inside, target))
         for file, reads_of_file in self._by_file(reads).items():
             with self._open(file) as opened:
                 for read in reads_of_file:
@@ -112,7 +115,7 @@ class StoredCheckpoint:
                         )
         return reads
 
-    def read(self, reads: Sequence[Read]) -> None:
+    def read(self, reads: Sequence[ShardRead]) -> None:
         """Fill the memory of each read.
 
         Raises:
@@ -121,7 +124,7 @@ class StoredCheckpoint:
         for file, reads_of_file in self._by_file(reads).items():
             with self._open(file) as opened:
                 for item in reads_of_file:
-                    stored = opened.get_slice(item.key)[item.inside] if item.inside else opened.get_tensor(item.key)
+                    stored = opened.get_slice(item.key)[item.slices] if item.slices else opened.get_tensor(item.key)
                     item.target.copy_(stored)
 
     def read_value(self, key: str) -> Any:
@@ -130,7 +133,7 @@ class StoredCheckpoint:
         Raises:
             ArgumentError: the file is no JSON of values; the text names the file and the key.
         """
-        file = self.place_of(key)
+        file = self.file_of(key)
         name = file.name
         try:
             if name not in self._parsed:
@@ -156,12 +159,12 @@ class StoredCheckpoint:
         self.read(self.find_reads([(key, tensor)]))
         return tensor
 
-    def place_of(self, key: str) -> Path:
-        """The file of a value, or of the index if the key is none of a value."""
+    def file_of(self, key: str) -> Path:
+        """The file that holds a value; the index file if the key is not that of a value."""
         return self.folder / self._index.values.get(key, INDEX_FILE)
 
-    def _by_file(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
-        found: dict[str, list[Read]] = {}
+    def _by_file(self, reads: Sequence[ShardRead]) -> dict[str, list[ShardRead]]:
+        found: dict[str, list[ShardRead]] = {}
         for read in reads:
             found.setdefault(read.shard.file, []).append(read)
         return found
