@@ -5,6 +5,16 @@ The messages travel over the connections of :mod:`reshard.coordination.control_c
 The first member waits no longer than the shortest timeout of any member. A member whose deadline has passed tells the
 first member, and leaves only if it then gets no answer. A rank that leaves while the others stay marks the members as
 out of sync (see :mod:`reshard.coordination.liveness.membership`).
+
+Words for a member that does not take part:
+
+- missing or absent: its request has not arrived.
+- withdrawn: it took its request back, because its deadline passed or its call failed.
+- left: it ended a call in which the others still wait. It counts that call, and they do not yet.
+- lagging: it still waits in a call that another member has left.
+- gone: its connection to the first member ended.
+- dead: gone, or without a process or heartbeats.
+- lost: dead, and the members have agreed in the store to continue without it.
 """
 
 from __future__ import annotations

@@ -64,6 +64,11 @@ class MemoryTransport:
     def recv(self, buffer, rank, tag):
         return self.hub.post(self.hub.recvs, self.hub.sends, (rank, self.rank, tag), buffer)
 
+    def abort(self):
+        with self.hub.condition:
+            for works in (*self.hub.sends.values(), *self.hub.recvs.values()):
+                works.clear()
+
 
 class MemoryExchange:
     """Exchanges a group of messages, matched by order only; complete on return."""
