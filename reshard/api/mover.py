@@ -46,7 +46,7 @@ class Mover:
         both_ways: another Mover transfers in the opposite direction between the same ranks at the same time, so each
             direction gets its own connections. The same on all ranks.
         fault_tolerant: ranks that do not join in time are excluded from the group permanently.
-        connection: on a GPU, Movers with the same number share a communicator and must start their transfers in the
+        communicator: on a GPU, Movers with the same number share a communicator and must start their transfers in the
             same order on every rank; Movers with different numbers use separate communicators. The same on all ranks.
         compression: ``"delta"`` or ``"bf16-lossless"``, for a plan without codecs; see :func:`reshard.reshard`. Each
             :meth:`start` then agrees on the sizes of the buckets, and plans again if they no longer fit. Every rank
@@ -70,7 +70,7 @@ class Mover:
         verify: bool = False,
         both_ways: bool = False,
         fault_tolerant: bool = False,
-        connection: int = 0,
+        communicator: int = 0,
         compression: str | None = None,
     ) -> None:
         opened = open_plan(
@@ -81,7 +81,7 @@ class Mover:
             verify=verify,
             both_ways=both_ways,
             fault_tolerant=fault_tolerant,
-            connection=connection,
+            communicator=communicator,
             compression=compression,
         )
         agreed = opened.agreed

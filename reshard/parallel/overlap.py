@@ -98,10 +98,10 @@ class _EarlySums:
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._buckets: list[_Bucket] = []
-        self._num_begun = 0
+        self.num_begun = 0
         self._work: queue.SimpleQueue[tuple[Future[torch.Tensor], torch.Tensor] | None] = queue.SimpleQueue()
         self._depth: Axis | None = None
-        self._has_ended, self._is_reported = False, False
+        self.has_ended, self._is_reported = False, False
         found: list[tuple[str, torch.Tensor, SumState]] = []
         for name, parameter, axes in reversed(list(declared_sums(model))):
             state, left = sum_state_of(parameter), axes_left(parameter, axes)
@@ -115,18 +115,19 @@ class _EarlySums:
             found.append((name, parameter, state))
         if self._depth is None:
             return
-        earlier: _EarlySums | None = self._depth.early_sums
-        if earlier is not None and not earlier._has_ended:
+        self._turns = Turns.of(self._depth, found[0][1].device)
+        earlier = self._turns.unfinished
+        if earlier is not None and not earlier.has_ended:
             raise ArgumentError(
                 "sync_during_backward is entered for two models on one grid; enter it once, for an nn.ModuleList of "
                 "both"
             )
-        self._turns = Turns.of(self._depth, found[0][1].device)
-        most = self._turns.take(Turn.BEGIN, digest_of_sums(model), 0 if earlier is None else earlier._num_begun)
+        num_begun = 0 if earlier is None else earlier.num_begun
+        num_begun = self._turns.take(Turn.BEGIN, digest_of_sums(model), num_begun)
         self._axis = self._depth.for_sums()
         if earlier is not None:
-            earlier._discard(most)
-            self._depth.early_sums = None
+            earlier.discard(num_begun)
+            self._turns.unfinished = None
         self._check_trained(found, self._depth)
         for _, parameter, state in found:
             if not parameter.requires_grad:
@@ -159,18 +160,18 @@ class _EarlySums:
                 state.on_gradient = partial(self._note_complete, bucket, number)
         self._thread = threading.Thread(target=self._sum_buckets, name="reshard-gradient-sums", daemon=True)
         self._thread.start()
-        self._depth.early_sums = self
+        self._turns.unfinished = self
 
     def _note_complete(self, bucket: _Bucket, number: int) -> None:
         bucket.complete.add(number)
-        while self._num_begun < len(self._buckets):
-            following = self._buckets[self._num_begun]
+        while self.num_begun < len(self._buckets):
+            following = self._buckets[self.num_begun]
             if len(following.complete) < len(following.entries):
                 return
             self._begin_sum(following)
 
     def _begin_sum(self, bucket: _Bucket) -> None:
-        self._num_begun += 1
+        self.num_begun += 1
         for parameter, state in bucket.entries:
             state.is_early = True
             if parameter.grad is None:
@@ -196,9 +197,9 @@ class _EarlySums:
             return
         # If this rank's part of the batch does not use a layer, the rank still joins the sums that others have begun.
         self._is_reported = True
-        most = self._turns.take(Turn.END, value=self._num_begun)
-        while self._num_begun < most:
-            self._begin_sum(self._buckets[self._num_begun])
+        most = self._turns.take(Turn.END, value=self.num_begun)
+        while self.num_begun < most:
+            self._begin_sum(self._buckets[self.num_begun])
         with torch.no_grad():
             for bucket in self._buckets[:most]:
                 assert bucket.total is not None
@@ -211,24 +212,24 @@ class _EarlySums:
         """End the thread. After a failed step, mark its gradients as not summed."""
         if self._depth is None:
             return
-        self._has_ended = True
+        self.has_ended = True
         self._work.put(None)
         for bucket in self._buckets:
             for _, state in bucket.entries:
                 state.on_gradient = None
                 state.is_early = state.is_early and is_complete
         if is_complete:
-            self._depth.early_sums = None
+            self._turns.unfinished = None
         elif not self._is_reported:
             self._turns.report_failure()
 
-    def _discard(self, most: int) -> None:
+    def discard(self, num_begun: int) -> None:
         """After a failed step, take part in the sums that other ranks have begun, so that none waits in the next step.
 
         Args:
-            most: the largest number of sums that any rank has begun.
+            num_begun: the largest number of sums that any rank has begun.
         """
         self._thread.join()
-        for bucket in self._buckets[self._num_begun : most]:
+        for bucket in self._buckets[self.num_begun : num_begun]:
             numel = sum(local_of(parameter).numel() for parameter, _ in bucket.entries)
             self._axis.all_reduce(torch.zeros(numel, dtype=bucket.entries[0][0].dtype))

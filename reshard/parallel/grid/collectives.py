@@ -35,27 +35,31 @@ class Axis:
         ranks: global ranks.
         index: position of this rank.
         timeout: of the process groups that the axis makes; default: the backend's.
+        failures: errors of the collectives of this rank, shared by the axes of a grid.
+        explain: makes the error to raise after a collective failed; default: one that names the ranks of the axis.
     """
 
     def __init__(
-        self, name: str, group: Any, ranks: Sequence[int], index: int, timeout: timedelta | None = None
+        self,
+        name: str,
+        group: Any,
+        ranks: Sequence[int],
+        index: int,
+        timeout: timedelta | None = None,
+        *,
+        failures: Failures | None = None,
+        explain: Explain | None = None,
     ) -> None:
         self.name, self.group, self.ranks, self.index = name, group, tuple(ranks), index
         self._timeout = timeout
-        #: Makes the error to raise after a collective failed; a grid replaces it.
-        self.explain: Explain = self._describe
-        #: Errors of collectives; a grid lets its axes share them.
-        self.failures = Failures()
+        self.failures = Failures() if failures is None else failures
+        self._explain: Explain = self._describe if explain is None else explain
         #: Two levels, if :meth:`split_by_host` found that they help.
         self.levels: TwoLevelAxis | None = None
         #: Where the ranks move CPU tensors if all are on one host.
         self._memory: SharedMemory | None = None
         self._for_sums: Axis | None = None
         self._for_backwards: Axis | None = None
-        #: What ranks do next with their gradients; see :mod:`.turns`.
-        self.turns: Any = None
-        #: Sums that run during a backward, or that did not end.
-        self.early_sums: Any = None
         # torch sorts the ranks of a group: member g of the group is at position _order[g] of the axis.
         order = sorted(range(self.size), key=lambda position: self.ranks[position])
         self._order = None if order == list(range(self.size)) else order
@@ -142,9 +146,9 @@ class Axis:
         """An axis of the ranks at ``positions``, with a new process group."""
         ranks = [self.ranks[position] for position in positions]
         group = new_group(ranks, self._timeout, dist.get_backend(self.group), shares_thread=True)
-        axis = Axis(name, group, ranks, positions.index(self.index), self._timeout)
+        index = positions.index(self.index)
+        axis = Axis(name, group, ranks, index, self._timeout, failures=self.failures, explain=self._explain)
         end_with(axis, [group])
-        axis.explain, axis.failures = self.explain, self.failures
         return axis
 
     @property
@@ -316,7 +320,7 @@ class Axis:
     def _explain_failure(self, error: RuntimeError) -> ReshardError:
         is_backward = self._of_call() is not self
         awaited = [error.rank] if isinstance(error, NotStartedError) else [r for r in self.ranks if r != self._own_rank]
-        return self.failures.add(self.explain(error, awaited, is_backward))
+        return self.failures.add(self._explain(error, awaited, is_backward))
 
     def _of_call(self) -> Axis:
         return self if self._for_backwards is None or not is_in_backward() else self._for_backwards

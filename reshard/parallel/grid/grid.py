@@ -71,15 +71,13 @@ class Grid:
         k, i, j = coordinate
         self._timeout = None if timeout_seconds is None else timedelta(seconds=check_timeout(timeout_seconds))
         of_axis = {"depth": ranks[:, i, j], "row": ranks[k, :, j], "col": ranks[k, i, :]}
+        self._finder = RootCauseFinder(ranks.flatten().tolist(), device_mesh.shape)
+        self._failures = Failures(self._finder.report)
         self._axes = {
-            name: Axis(name, device_mesh.get_group(name), members.tolist(), self.index[name], self._timeout)
+            name: self._make_axis(name, device_mesh.get_group(name), members.tolist(), self.index[name])
             for name, members in of_axis.items()
         }
         self._axes["layer"] = self._make_layer_axis(ranks[k].flatten().tolist())
-        finder = RootCauseFinder(ranks.flatten().tolist(), device_mesh.shape)
-        self._finder, self._failures = finder, Failures(finder.report)
-        for axis in self._axes.values():
-            axis.explain, axis.failures = finder.explain, self._failures
         self._split_axes_by_host()
         for name in ("row", "col", "layer"):
             self._axes[name].separate_backwards()
@@ -318,9 +316,13 @@ class Grid:
             return self._axes["row"]
         backend = dist.get_backend(self._axes["col"].group)
         group = new_group(ranks, self._timeout, backend, shares_thread=True)
-        axis = Axis("layer", group, ranks, self.row * self.cols + self.col, self._timeout)
+        axis = self._make_axis("layer", group, ranks, self.row * self.cols + self.col)
         end_with(axis, [group])
         return axis
+
+    def _make_axis(self, name: str, group: Any, ranks: Sequence[int], index: int) -> Axis:
+        explain = self._finder.explain
+        return Axis(name, group, ranks, index, self._timeout, failures=self._failures, explain=explain)
 
 
 def check_device_type(device_type: Any) -> None:

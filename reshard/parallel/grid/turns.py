@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import weakref
+from typing import Protocol
 
 import torch
 
@@ -30,6 +32,16 @@ class Turn(enum.Enum):
 _TURNS = list(Turn)
 
 
+class UnfinishedSums(Protocol):
+    """Sums of gradients that run during a backward, or that its failure ended."""
+
+    has_ended: bool
+    num_begun: int
+
+    def discard(self, num_begun: int) -> None:
+        """Take part in the sums that other ranks have begun, of which there are at most ``num_begun``."""
+
+
 class Turns:
     """The exchange of turns along an axis. It has its own process group, where all messages have the same size.
 
@@ -37,21 +49,24 @@ class Turns:
         axis: an axis of a grid. All its ranks make one.
         device: of the gradients.
 
+    Attributes:
+        unfinished: sums that run during a backward, or that did not end.
+
     Raises:
         RemoteError: another rank did not make one within the time-out of the axis.
     """
 
     def __init__(self, axis: Axis, device: torch.device) -> None:
         self._device = device
+        self.unfinished: UnfinishedSums | None = None
         self._axis = axis.make_twin("called sync_gradients or entered sync_during_backward")
 
     @classmethod
     def of(cls, axis: Axis, device: torch.device) -> Turns:
         """The exchange of an axis."""
-        if axis.turns is None:
-            axis.turns = cls(axis, device)
-        turns: Turns = axis.turns
-        return turns
+        if axis not in _TURNS_OF:
+            _TURNS_OF[axis] = cls(axis, device)
+        return _TURNS_OF[axis]
 
     def take(self, turn: Turn, digest: int = 0, value: int = 0) -> int:
         """Compare what the ranks do, and with which gradients.
@@ -92,3 +107,7 @@ class Turns:
     def _start(self, turn: Turn, digest: int, value: int) -> Pending:
         own = torch.tensor([[_TURNS.index(turn), digest, value]], dtype=torch.int64, device=self._device)
         return self._axis.gather(own, [1] * self._axis.size)
+
+
+#: The exchange of each axis that has one.
+_TURNS_OF: weakref.WeakKeyDictionary[Axis, Turns] = weakref.WeakKeyDictionary()
