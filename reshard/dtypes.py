@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from reshard.errors import ArgumentError
-from reshard.formatting import brief
+from reshard.formatting import brief, did_you_mean
 
 _BY_SIZE = {
     1: "bool int8 uint8 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
@@ -47,5 +47,8 @@ def dtype_name(dtype: Any) -> str:
         name = name.removeprefix("torch.")
         name = _ALIASES.get(name, name)
     if not isinstance(name, str) or name not in ITEMSIZE:
-        raise ArgumentError(f"dtype {brief(name)} is not supported; supported dtypes are {', '.join(sorted(ITEMSIZE))}")
+        known = sorted(ITEMSIZE)
+        raise ArgumentError(
+            f"dtype {brief(name)} is not supported; supported dtypes are {', '.join(known)}{did_you_mean(name, known)}"
+        )
     return name

@@ -25,6 +25,14 @@ def brief(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """The end of an error that refuses a name: ``"; did you mean 'int8x128'?"``, or empty if no known name is close."""
+    import difflib  # only errors need it
+
+    close = difflib.get_close_matches(name, list(known), 1) if isinstance(name, str) and len(name) < 100 else []
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
 def cut_lines(text: str) -> str:
     """The text, with the middle of each very long line left out."""
     if len(text) <= MAX_LINE:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard import __version__
 from reshard.errors import ArgumentError, ReshardError, TopologyError
-from reshard.formatting import format_ranks
+from reshard.formatting import did_you_mean, format_ranks
 from reshard.sharding import Layout, Mesh
 from reshard.topology import MACHINES, Topology, load_preset, read_topology
 
@@ -62,6 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = ",".join(["plan", "demo", "info", "doctor", *sorted(entries)])
     commands = parser.add_subparsers(dest="command", metavar=f"{{{names}}}")
     _add_own_commands(commands)
+    _check_command(parser, sys.argv[1:] if arguments is None else arguments, list(commands.choices) + sorted(entries))
     others = {name: entry.load() for name, entry in sorted(entries.items())}
     for name, module in others.items():
         command = commands.add_parser(name, help=module.HELP, description=_as_sentence(module.HELP))
@@ -91,6 +92,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     parser.print_help()
     return 2
+
+
+def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str], commands: Sequence[str]) -> None:
+    """End the process if the first argument is no command, and name a close one."""
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in commands:
+        meant = did_you_mean(arguments[0], commands)
+        parser.error(f"there is no command {arguments[0]!r}; commands are {', '.join(commands)}{meant}")
 
 
 def _add_own_commands(commands: Any) -> None:
@@ -140,7 +148,9 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="float32", help="element type (default: float32)")
     parser.add_argument("--src-mesh", required=True, help="source mesh, for example 2x4 or dp=2,tp=4")
     parser.add_argument(
-        "--src", default="", help="source layout, for example 'S0 R R' or '(dp, -, -)'; empty: replicated"
+        "--src",
+        default="",
+        help="source layout, for example 'S0 R R', '(dp, -, -)' or 'Shard(0), Replicate()'; empty: replicated",
     )
     parser.add_argument("--dst-mesh", required=True, help="destination mesh")
     parser.add_argument("--dst", default="", help="destination layout")
@@ -182,11 +192,13 @@ def _plan(options: argparse.Namespace) -> int:
     dst_mesh = Mesh.of(options.dst_mesh, first_rank=first)
     topology = _topology(options.topology, src_mesh, dst_mesh)
 
+    shape = _parse_shape(options.shape)
+
     def plan_with(strategy: str | None) -> Plan:
         return make_plan(
-            Layout(src_mesh, options.src),
-            Layout(dst_mesh, options.dst),
-            _parse_shape(options.shape),
+            Layout(src_mesh, options.src, ndim=len(shape)),
+            Layout(dst_mesh, options.dst, ndim=len(shape)),
+            shape,
             options.dtype,
             strategy=strategy,
             topology=topology,
@@ -314,7 +326,7 @@ def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
     except TopologyError as error:
         if "." in given or "/" in given:
             raise
-        raise TopologyError(f"{error}; presets are {', '.join(MACHINES)}") from None
+        raise TopologyError(f"{error}; presets are {', '.join(MACHINES)}{did_you_mean(given, MACHINES)}") from None
 
 
 def default_topology(src: Mesh, dst: Mesh) -> Topology:

@@ -10,7 +10,7 @@ from reshard.codecs.block import BLOCK_CODECS, BlockCodec, find_block_codec
 from reshard.codecs.custom import wrap_codec
 from reshard.codecs.elements import ElementCodec
 from reshard.errors import ArgumentError
-from reshard.formatting import brief
+from reshard.formatting import brief, did_you_mean
 
 #: Lossless codecs whose output has no fixed size.
 LOSSLESS_CODECS = ("bf16-lossless", "delta")
@@ -91,7 +91,10 @@ def parse_codec(name: Any) -> BlockCodec:
             "a Mover and reshard.ray.reshard send; here a codec with blocks of fixed size is needed: "
             f"{', '.join(BLOCK_CODECS)}"
         )
-    raise ArgumentError(f"there is no codec {brief(name)}; codecs are {', '.join(BLOCK_CODECS)}")
+    raise ArgumentError(
+        f"there is no codec {brief(name)}; codecs are {', '.join(BLOCK_CODECS)}, and for calls that move tensors also "
+        f"{', '.join(LOSSLESS_CODECS)}{did_you_mean(name, BLOCK_CODECS + LOSSLESS_CODECS)}"
+    )
 
 
 def is_lossless(name: Any) -> bool:

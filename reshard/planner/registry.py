@@ -9,6 +9,7 @@ receiving rank ("total").
 from __future__ import annotations
 
 from reshard.errors import ArgumentError
+from reshard.formatting import did_you_mean
 from reshard.planner.multicast.strategy import multicast
 from reshard.planner.strategies.branch_and_bound import broadcast_search
 from reshard.planner.strategies.broadcast import broadcast_greedy, broadcast_naive, broadcast_size
@@ -51,5 +52,8 @@ def find_strategy(strategy: str | Strategy | None) -> tuple[str, Strategy | None
     if strategy == "broadcast":  # the broadcast with the best order
         strategy = "broadcast_greedy"
     if strategy not in STRATEGIES:
-        raise ArgumentError(f"no strategy {strategy!r}; choose one of {AUTO}, {', '.join(STRATEGIES)}")
+        names = (AUTO, *STRATEGIES)
+        raise ArgumentError(
+            f"no strategy {strategy!r}; strategies are {', '.join(names)}{did_you_mean(strategy, names)}"
+        )
     return strategy, STRATEGIES[strategy]

@@ -9,6 +9,7 @@ axis names          ``("dp", None, ("tp", "cp"))``              for each tensor 
 axis names as text  ``"(dp, -, tp+cp)"``                        the same, as printed in plans
 2023 notation       ``"S0 R S12"``                              for each tensor dim; digits are positions of axes
 torch placements    ``[Shard(0), Shard(2), Shard(2)]``          for each mesh axis, the dim that it shards
+placements as text  ``"Shard(0), Shard(2), Shard(2)"``          the same
 JAX                 ``PartitionSpec("dp", None, ("tp", "cp"))``  as axis names
 ==================  ==========================================  ====================================================
 
@@ -30,6 +31,8 @@ from reshard.formatting import brief, count_of
 from reshard.sharding.mesh import Mesh
 
 _SPEC_2023 = re.compile(r"R|S([0-9]+)")
+_HAS_PLACEMENTS = re.compile(r"(Shard|Replicate|Partial)\(")
+_PLACEMENT = re.compile(r"Shard\((?:dim=)?(-?[0-9]{1,3})\)|Replicate\(\)|Partial\([^()]*\)")
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,10 @@ def read_spec(mesh: Mesh, spec: Any, ndim: int | None = None) -> Spec:
     if spec is None:
         steps: list[tuple[Step, ...]] = []
     elif isinstance(spec, str):
-        steps = list(parse_axis_names(spec)) if spec.lstrip().startswith("(") else _read_2023(mesh, spec)
+        if _HAS_PLACEMENTS.search(spec):
+            steps = _read_placements(mesh, _parse_placements(spec), ndim)
+        else:
+            steps = list(parse_axis_names(spec)) if spec.lstrip().startswith("(") else _read_2023(mesh, spec)
     elif type(spec).__name__ == "PartitionSpec" or hasattr(
         spec, "UNCONSTRAINED"
     ):  # newer versions of JAX name the class P
@@ -142,6 +148,38 @@ def _read_axis_names(mesh: Mesh, entries: list[Any]) -> list[tuple[Step, ...]]:
             if not isinstance(split_factor_of(step), int) or split_factor_of(step) < 1:
                 raise LayoutError(f"split factor of {step} must be an integer of at least 1")
     return steps
+
+
+@dataclass(frozen=True)
+class _TextPlacement:
+    """A placement of torch that was given as text, such as ``Shard(dim=0)`` or ``Replicate()``."""
+
+    text: str
+    dim: int | None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def is_shard(self) -> bool:
+        return self.dim is not None
+
+    def is_replicate(self) -> bool:
+        return self.text.startswith("Replicate")
+
+    def is_partial(self) -> bool:
+        return self.text.startswith("Partial")
+
+
+def _parse_placements(text: str) -> list[Any]:
+    inner = text.strip()
+    if (inner[0], inner[-1]) in (("[", "]"), ("(", ")")):
+        inner = inner[1:-1]
+    matches = list(_PLACEMENT.finditer(inner))
+    if _PLACEMENT.sub("", inner).replace(",", "").strip():
+        raise LayoutError(
+            f"spec {brief(text)} has text beside its placements; write one for each mesh axis: 'Shard(0), Replicate()'"
+        )
+    return [_TextPlacement(match[0], None if match[1] is None else int(match[1])) for match in matches]
 
 
 def _is_placement(entry: Any) -> bool:

@@ -30,6 +30,7 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 #: JSON keys with a single number; each has the name of a field of :class:`Topology`.
 _LATENCIES = ("latency_seconds", "inside_latency_seconds")
+_POD_KEYS = ("hosts_per_pod", "oversubscription")
 _NUMBERS = (
     *_LATENCIES,
     "turn_seconds",
@@ -118,11 +119,14 @@ def topology_from_json(data: Any) -> Topology:
 
     Otherwise it lists the hosts::
 
-        {"hosts": [{"devices": 4, "nics": ["25 Gbit/s"], "count": 2, "pod": 0}, ...],
-         "pods": ["100 Gbit/s", {"egress": ..., "ingress": ...}],
+        {"hosts": [{"devices": 8, "nics": "8 x 400 Gbit/s", "count": 2, "pod": 0}, ...],
+         "pods": ["3.2 Tbit/s", {"egress": ..., "ingress": ...}],
          "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
          "send_buffer_bytes": 0, "burst_bytes": 0,
          "codecs": {"int8x128": {"encode": "6 GB/s", "decode": "8 GB/s"}}}
+
+    In place of ``pods``, ``"oversubscription": 2`` gives each pod an uplink of half the rates of its NICs, and
+    ``"hosts_per_pod": 4`` puts each four consecutive hosts into a pod.
 
     ``count`` repeats a host. Ranks are assigned to hosts consecutively, in the order of the list. To assign them
     explicitly, replace ``"devices"`` by ``"ranks": [...]`` in every host. A host with several NICs may give the NIC of
@@ -139,18 +143,16 @@ def topology_from_json(data: Any) -> Topology:
             raise TopologyError("host_of_rank must be a list")
         topology = Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
         return replace(topology, **_options(data))
-    _check_keys(data, {"hosts", "pods", "inside", "codecs", *_NUMBERS}, "topology")
+    _check_keys(data, {"hosts", "pods", "inside", "codecs", *_POD_KEYS, *_NUMBERS}, "topology")
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
-    pods = data.get("pods", [])
-    if not isinstance(pods, list):
-        raise TopologyError("pods must be a list of ports")
+    hosts, pods = _read_pods(data, hosts)
     inside = data.get("inside")
     return Topology(
         host_of_rank,
         hosts,
         nic_of_rank,
-        tuple(_read_port(pod) for pod in pods),
+        pods,
         None if inside is None else parse_rate(inside),
         **_options(data),
     )
@@ -159,6 +161,39 @@ def topology_from_json(data: Any) -> Topology:
 def _options(data: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: data[name] for name in _NUMBERS if name in data}
     return numbers | {"codec_rates": _read_codecs(data.get("codecs", {}))}
+
+
+def _read_pods(data: dict[str, Any], hosts: tuple[Host, ...]) -> tuple[tuple[Host, ...], tuple[Port, ...]]:
+    """The hosts with their pods, and the uplink of each pod."""
+    uplinks, per_pod = data.get("pods"), data.get("hosts_per_pod")
+    if uplinks is not None and not isinstance(uplinks, list):
+        raise TopologyError("pods must be a list of ports")
+    if per_pod is not None:
+        if isinstance(per_pod, bool) or not isinstance(per_pod, int) or per_pod < 1:
+            raise TopologyError(f"hosts_per_pod is {brief(per_pod)}; it must be a positive integer")
+        if any(host.pod is not None for host in hosts):
+            raise TopologyError("hosts_per_pod and the pod of a host exclude each other: give one of them")
+        hosts = tuple(replace(host, pod=number // per_pod) for number, host in enumerate(hosts))
+    if "oversubscription" not in data:
+        return hosts, tuple(map(_read_port, uplinks or []))
+    if uplinks is not None:
+        raise TopologyError("pods and oversubscription exclude each other: both give the uplinks of the pods")
+    if any(host.pod is None for host in hosts):
+        raise TopologyError("oversubscription needs hosts_per_pod, or the pod of every host")
+    factor = check_rate(data["oversubscription"], "oversubscription")
+    members: dict[int, list[Host]] = {}
+    for host in hosts:
+        assert host.pod is not None
+        members.setdefault(host.pod, []).append(host)
+    if sorted(members) != list(range(len(members))):
+        raise TopologyError(f"with oversubscription, pods are numbered from 0 without gaps, not {sorted(members)[:8]}")
+    return hosts, tuple(
+        Port(
+            sum(host.egress_bytes_per_second for host in members[pod]) / factor,
+            sum(host.ingress_bytes_per_second for host in members[pod]) / factor,
+        )
+        for pod in range(len(members))
+    )
 
 
 def topology_to_json(topology: Topology) -> dict[str, Any]:
@@ -226,12 +261,16 @@ def _port_to_json(port: Port) -> Any:
     return {"egress": port.egress_bytes_per_second, "ingress": port.ingress_bytes_per_second}
 
 
-_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)\s*([KMGT]?)(bit|B)/s\s*")
-_PREFIX = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+_RATE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]{1,2})?)\s*([kKMGT]?)(i?)(bits?|b|B)(?:/s|ps)\s*")
+_PREFIXES = {"": 0, "k": 1, "K": 1, "M": 2, "G": 3, "T": 4}
+#: Several equal NICs, such as ``"8 x 400 Gbit/s"``.
+_COUNTED = re.compile(r"\s*([0-9]{1,4})\s*[xX*]\s*(.+)")
 
 
 def parse_rate(value: Any) -> float:
     """Convert a rate to bytes per second: a number stays as it is, text is such as ``"25 Gbit/s"`` or ``"450 GB/s"``.
+
+    ``Gbit/s``, ``Gb/s`` and ``Gbps`` are 10^9 bits, ``GB/s`` are 10^9 and ``GiB/s`` 2^30 bytes.
 
     Raises:
         TopologyError: the value is not a rate, or the rate is not positive and finite.
@@ -241,9 +280,11 @@ def parse_rate(value: Any) -> float:
     match = _RATE.fullmatch(value) if isinstance(value, str) and len(value) < 60 else None
     if match is None:
         raise TopologyError(
-            f"a rate must be a positive number of bytes per second or text such as '25 Gbit/s', not {brief(value)}"
+            "a rate must be a positive number of bytes per second or text such as '25 Gbit/s', '25Gbps' or '3 GiB/s', "
+            f"not {brief(value)}"
         )
-    return check_rate(float(match[1]) * _PREFIX[match[2]] / (8 if match[3] == "bit" else 1), "a rate")
+    unit = (1024.0 if match[3] else 1000.0) ** _PREFIXES[match[2]]
+    return check_rate(float(match[1]) * unit / (1 if match[4] == "B" else 8), "a rate")
 
 
 def _check_keys(data: dict[Any, Any], known: set[str], what: str) -> None:
@@ -281,10 +322,7 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
     if ("devices" in row) == ("ranks" in row):
         raise TopologyError("a host must have either devices (a number) or ranks (a list)")
     count = row.get("count", 1)
-    ports = row.get("nics", [TEN_GBIT])
-    if not isinstance(ports, list):
-        raise TopologyError("nics must be a list of ports")
-    host = Host(tuple(_read_port(port) for port in ports), row.get("pod"))
+    host = Host(_read_nics(row.get("nics", [TEN_GBIT])), row.get("pod"))
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANKS:
         raise TopologyError(f"count is {brief(count)}; it must be an integer from 1 to {MAX_RANKS}")
     devices: int | list[int]
@@ -300,6 +338,17 @@ def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
     if nic_of_device is not None and not isinstance(nic_of_device, list):
         raise TopologyError("nic_of_device must be a list")
     return host, count, devices, None if nic_of_device is None else list(check_indices(nic_of_device, "NICs"))
+
+
+def _read_nics(data: Any) -> tuple[Port, ...]:
+    """The NICs of a host: a list of ports, or text such as ``"8 x 400 Gbit/s"``."""
+    if isinstance(data, str):
+        counted = _COUNTED.fullmatch(data)
+        number, rate = (int(counted[1]), counted[2]) if counted else (1, data)
+        return (_read_port(rate),) * number
+    if not isinstance(data, list):
+        raise TopologyError(f"nics must be a list of ports, or text such as '8 x 400 Gbit/s', not {brief(data)}")
+    return tuple(map(_read_port, data))
 
 
 def _place_ranks(

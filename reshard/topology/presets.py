@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import TopologyError
-from reshard.formatting import brief
+from reshard.formatting import brief, did_you_mean
 from reshard.sharding import check_integer
 from reshard.topology.model import MAX_RANKS, MESSAGE_SECONDS, Host, Port, Topology
 
@@ -101,7 +101,7 @@ def load_preset(name: str, num_ranks: int) -> Topology:
         TopologyError: the name is unknown, or ``num_ranks`` is not an integer from 1 to ``MAX_RANKS``.
     """
     if not isinstance(name, str) or name not in MACHINES:
-        raise TopologyError(f"no preset {brief(name)}; choose one of {', '.join(MACHINES)}")
+        raise TopologyError(f"no preset {brief(name)}; presets are {', '.join(MACHINES)}{did_you_mean(name, MACHINES)}")
     num_ranks = check_integer(num_ranks, "num_ranks", 1, MAX_RANKS, TopologyError)
     machine = MACHINES[name]
     return Topology(

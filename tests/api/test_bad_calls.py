@@ -200,7 +200,7 @@ def _cases(rank):
             "disagree on the destination layout",
         ),
         "different strategy": (valid | {"strategy": "send_recv" if rank == 1 else None}, "disagree on strategy"),
-        "unknown strategy": (valid | {"strategy": "teleport"}, "choose one of auto, send_recv"),
+        "unknown strategy": (valid | {"strategy": "teleport"}, "strategies are auto, send_recv"),
         "different topology": (valid | {"topology": Topology((0, 0, 1, 1)) if rank else None}, "disagree on topology"),
         "on_loss of the wrong kind on one rank": (
             valid | {"on_loss": np.array([1, 2]) if rank == 1 else "raise"},

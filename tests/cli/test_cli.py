@@ -154,6 +154,10 @@ def test_default_hosts_follow_the_meshes():
         (["--shape", "4", "--src-mesh", "2", "--src", "S3", "--dst-mesh", "2"], "LayoutError: spec 'S3' names axis 3"),
         (["--shape", "4", "--src-mesh", "0", "--dst-mesh", "2"], "MeshError"),
         (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--strategy", "x"], "no strategy 'x'"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--strategy", "multcast"], "did you mean 'multicast'?"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", "dgxh100"], "did you mean 'dgx_h100'?"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--dtype", "flaot32"], "did you mean 'float32'?"),
+        (["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--compression", "int8"], "did you mean 'int8x128'?"),
         (
             ["--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--rank", "9"],
             "rank 9 is not in the plan, whose ranks are 0-3",
@@ -171,6 +175,21 @@ def test_errors_of_bad_arguments_are_one_line(arguments, text, capsys):
     assert err.startswith("reshard: ")
     assert text in err
     assert err.count("\n") == 1
+
+
+def test_unknown_command_names_a_close_one(capsys):
+    with pytest.raises(SystemExit):
+        main(["plna"])
+    assert "there is no command 'plna'; commands are plan, demo" in (err := capsys.readouterr().err)
+    assert "did you mean 'plan'?" in err
+
+
+def test_layouts_may_be_placements_of_torch(capsys):
+    shape = ["plan", "--shape", "64,64", "--src-mesh", "2x4", "--dst-mesh", "2x4", "--format", "summary"]
+    assert main([*shape, "--src", "Shard(0), Shard(-1)", "--dst", "Replicate(), Shard(0)"]) == 0
+    placements = capsys.readouterr().out
+    assert main([*shape, "--src", "S0 S1", "--dst", "S1 R"]) == 0
+    assert capsys.readouterr().out == placements
 
 
 def test_too_many_messages_require_a_rank(capsys, monkeypatch):

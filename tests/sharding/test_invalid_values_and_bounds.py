@@ -89,6 +89,11 @@ def test_equal_meshes_from_text_arrays_and_jax_compare_equal():
         ((("dp", "dp"),), LayoutError, "twice"),
         ((3,), LayoutError, "must be None, an axis name"),
         (7, LayoutError, "must be a string such as"),
+        ("Shard(0)", LayoutError, "1 placement for the 2 axes"),
+        ("Shard(dp), Replicate()", LayoutError, "has text beside its placements"),
+        ("Shard(0), tp", LayoutError, "has text beside its placements"),
+        ("Shard(-1), Replicate()", LayoutError, "a negative dim needs the number of tensor dims"),
+        ("Partial(sum), Replicate()", PartialError, "reduce it first"),
     ],
 )
 def test_invalid_specs_are_refused(spec, error, text):
@@ -114,6 +119,8 @@ def test_spec_notations_are_equivalent():
     ours = Layout(mesh, ("dp", None, "tp"))
     assert ours == Layout(mesh, "S0 R S1") == Layout(mesh, [Shard(0), Shard(2)])
     assert ours == Layout(mesh, P("dp", None, ("tp",), None))
+    assert ours == Layout(mesh, "Shard(0), Shard(2)") == Layout(mesh, str((Shard(0), Shard(2))))
+    assert ours == Layout(mesh, "[Shard(0), Shard(-1)]", ndim=3)
     with pytest.raises(LayoutError, match="must be None, an axis name"):
         Layout(mesh, P("dp", P.UNCONSTRAINED))
     assert ours.to_2023(4) == "S0 R S1 R"

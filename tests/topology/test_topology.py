@@ -73,7 +73,7 @@ def test_presets_fill_hosts_in_order(name):
 
 
 def test_unknown_preset_error_lists_the_presets():
-    with pytest.raises(TopologyError, match=r"no preset 'dgx'; choose one of p3\.8xlarge, dgx_a100"):
+    with pytest.raises(TopologyError, match=r"no preset 'dgx'; presets are p3\.8xlarge, dgx_a100"):
         load_preset("dgx", 8)
 
 
@@ -152,8 +152,10 @@ def test_invalid_topology_json_is_refused(change, match):
 def test_rates_are_parsed_and_wrong_ones_refused():
     assert parse_rate("10 Gbit/s") == 1.25e9
     assert parse_rate("450GB/s") == 450e9
+    assert parse_rate("25Gbps") == parse_rate("25 Gb/s") == 3.125e9
+    assert parse_rate("3 GiB/s") == 3 * 2**30
     assert parse_rate(1000) == 1000.0
-    for wrong in ("10", "10 Gbps", "-1 Gbit/s", "0 bit/s", "1e400 B/s", None, True, [], "9" * 500 + " B/s"):
+    for wrong in ("10", "10 Gbpm", "10 gb/s", "-1 Gbit/s", "0 bit/s", "1e400 B/s", None, True, [], "9" * 500 + " B/s"):
         with pytest.raises(TopologyError):
             parse_rate(wrong)
 
@@ -322,3 +324,40 @@ def test_text_of_a_topology_groups_equal_hosts():
         "inside a host: 100 GB/s for each rank",
         "latency: 100 us between hosts, 50 us inside",
     ]
+
+
+def test_pods_of_equal_hosts_in_one_line():
+    """A cluster as people describe it: 16 hosts of 8 NICs, four in a pod, half of their rate between pods."""
+    short = topology_from_json(
+        {
+            "hosts": [{"devices": 8, "count": 16, "nics": "8 x 400 Gbit/s"}],
+            "hosts_per_pod": 4,
+            "oversubscription": 2,
+        }
+    )
+    written_out = topology_from_json(
+        {
+            "hosts": [{"devices": 8, "count": 4, "nics": [50e9] * 8, "pod": pod} for pod in range(4)],
+            "pods": ["800 GB/s"] * 4,
+        }
+    )
+    assert short == written_out == topology_from_json(topology_to_json(short))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"oversubscription": 2}, "needs hosts_per_pod, or the pod of every host"),
+        ({"hosts_per_pod": 1, "oversubscription": 0}, r"oversubscription is 0\.0; it must be positive"),
+        ({"hosts_per_pod": 1, "oversubscription": 2, "pods": []}, "pods and oversubscription exclude each other"),
+        ({"hosts_per_pod": 0}, "hosts_per_pod is 0; it must be a positive integer"),
+        ({"hosts": [{"devices": 1, "pod": 0}], "hosts_per_pod": 1}, "hosts_per_pod and the pod of a host exclude"),
+        ({"hosts": [{"devices": 1, "pod": 1}], "oversubscription": 2}, r"numbered from 0 without gaps, not \[1\]"),
+        ({"hosts": [{"devices": 1, "nics": "2000 x 1 GB/s"}]}, "a host has 1 to 128 NICs, not 2000"),
+        ({"hosts": [{"devices": 1, "nics": "2 x fast"}]}, "a rate must be .*, not 'fast'"),
+        ({"hosts": [{"devices": 1, "nics": 5}]}, "nics must be a list of ports, or text such as .*, not 5"),
+    ],
+)
+def test_wrong_short_forms_are_named(changes, message):
+    with pytest.raises(TopologyError, match=message):
+        topology_from_json({"hosts": [{"devices": 1, "count": 2}], **changes})
