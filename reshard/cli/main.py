@@ -1,7 +1,7 @@
 """The ``reshard`` command line: plan, demo, info and doctor, and the commands of other packages.
 
-Other packages register a module in the entry-point group :data:`COMMAND_GROUP`, under the name of the command. The
-module has ``HELP``, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(options) -> exit status``.
+``plan`` is a module with ``HELP``, ``EXAMPLES``, ``add_arguments(parser)`` and ``run(options) -> exit status``. Other
+packages register such modules in the entry-point group :data:`COMMAND_GROUP`, under the name of the command.
 """
 
 from __future__ import annotations
@@ -9,24 +9,16 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard import __version__
-from reshard.errors import ArgumentError, ReshardError, TopologyError
-from reshard.formatting import did_you_mean, format_ranks
-from reshard.sharding import Layout, Mesh
-from reshard.topology import MACHINES, Topology, load_preset, read_topology
+from reshard.errors import ArgumentError, ReshardError
+from reshard.formatting import did_you_mean
 
-if TYPE_CHECKING:
-    from reshard.plan import Plan
-
-#: ``--format json`` refuses to print more messages than this.
-MAX_PRINTED_MESSAGES = 1_000_000
 #: Entry points of further commands.
 COMMAND_GROUP = "reshard.commands"
 _MAX_ERROR_CHARS = 2000
@@ -58,27 +50,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="reshard", description=_INTRO, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--version", action="version", version=f"reshard {__version__}")
-    entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=COMMAND_GROUP)}
-    names = ",".join(["plan", "demo", "info", "doctor", *sorted(entries)])
-    commands = parser.add_subparsers(dest="command", metavar=f"{{{names}}}")
-    _add_own_commands(commands)
-    _check_command(parser, sys.argv[1:] if arguments is None else arguments, list(commands.choices) + sorted(entries))
-    others = {name: entry.load() for name, entry in sorted(entries.items())}
-    for name, module in others.items():
+    entries = sorted(importlib.metadata.entry_points(group=COMMAND_GROUP), key=lambda entry: entry.name)
+    loaders: dict[str, Callable[[], Any]] = {"plan": _load_plan, **{entry.name: entry.load for entry in entries}}
+    names = ["plan", "demo", "info", "doctor", *(entry.name for entry in entries)]
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    _check_command(parser, given, names)
+    commands = parser.add_subparsers(dest="command", metavar=f"{{{','.join(names)}}}")
+    # only the modules that this command line needs: their imports take a while
+    modules = {name: load() for name, load in loaders.items() if not given or given[0] in (name, "-h", "--help")}
+    for name, module in modules.items():
         command = commands.add_parser(name, help=module.HELP, description=_as_sentence(module.HELP))
         module.add_arguments(_with_examples(command, *module.EXAMPLES))
+    _add_own_commands(commands)
     options = parser.parse_args(arguments)
     try:
-        if options.command == "plan":
-            return _plan(options)
         if options.command == "demo":
             return _demo(options)
         if options.command == "info":
             return _info()
         if options.command == "doctor":
             return _doctor(options.timeout)
-        if options.command in others:
-            status: int = others[options.command].run(options)
+        if options.command in modules:
+            status: int = modules[options.command].run(options)
             return status
     except ReshardError as error:
         text = str(error)
@@ -101,15 +94,14 @@ def _check_command(parser: argparse.ArgumentParser, arguments: Sequence[str], co
         parser.error(f"there is no command {arguments[0]!r}; commands are {', '.join(commands)}{meant}")
 
 
+def _load_plan() -> Any:
+    from reshard.cli import plan
+
+    return plan
+
+
 def _add_own_commands(commands: Any) -> None:
-    """Declare the commands that come with this package."""
-    plan = commands.add_parser("plan", help="print the messages of a plan", description=_plan.__doc__)
-    _add_plan(_with_examples(
-        plan,
-        'reshard plan --shape 1024,1024 --src-mesh 2x2 --src "S0 R" --dst-mesh 1x2 --dst "R S1"',
-        "reshard plan --shape 16384,16384 --src-mesh 8x8 --src S0 --dst-mesh 8x8 --topology dgx_h100 --strategy all",
-        "reshard plan --shape 4096 --src-mesh 4 --src S0 --dst-mesh 2 --format html > plan.html",
-    ))  # fmt: skip
+    """Declare the small commands of this package."""
     help_of_demo = "move real tensors between processes"
     demo = commands.add_parser("demo", help=help_of_demo, description=_as_sentence(help_of_demo))
     _with_examples(
@@ -141,210 +133,6 @@ def _with_examples(parser: argparse.ArgumentParser, *examples: str) -> argparse.
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "\n  ".join(["examples:", *examples])
     return parser
-
-
-def _add_plan(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--shape", required=True, help="global shape, for example 1024,1024,512; empty for a scalar")
-    parser.add_argument("--dtype", default="float32", help="element type (default: float32)")
-    parser.add_argument("--src-mesh", required=True, help="source mesh, for example 2x4 or dp=2,tp=4")
-    parser.add_argument(
-        "--src",
-        default="",
-        help="source layout, for example 'S0 R R', '(dp, -, -)' or 'Shard(0), Replicate()'; empty: replicated",
-    )
-    parser.add_argument("--dst-mesh", required=True, help="destination mesh")
-    parser.add_argument("--dst", default="", help="destination layout")
-    parser.add_argument(
-        "--dst-first-rank",
-        type=int,
-        help="first destination rank (default: the first after the source ranks; without --topology, on other hosts)",
-    )
-    parser.add_argument("--compression", help="a codec such as int8x128, or auto with codecs in --topology")
-    parser.add_argument(
-        "--max-error",
-        type=float,
-        help="with --compression auto: limit on the codec's relative error of normally distributed values",
-    )
-    parser.add_argument(
-        "--strategy",
-        help="auto (default), multicast, send_recv, {local,global}_all_gather, broadcast_{naive,size,greedy,search}; "
-        "all: a table that compares them",
-    )
-    parser.add_argument(
-        "--topology",
-        help=f"{', '.join(MACHINES)}, or a JSON or YAML file: "
-        '{"hosts": [{"devices": 4, "nics": ["25 Gbit/s"]}, ...]}; for pods and rates see docs/concepts.md. A file '
-        "assigns ranks to hosts; a preset fills its hosts in rank order. Default: the last axis of each mesh counts "
-        "the devices of a host, each host has a 10 Gbit/s NIC, a message takes 100 us between hosts, 50 us inside",
-    )
-    parser.add_argument("--rank", type=int, help="print only the messages of this rank")
-    parser.add_argument(
-        "--format", choices=("text", "summary", "json", "html"), default="text", help="output format (default: text)"
-    )
-
-
-def _plan(options: argparse.Namespace) -> int:
-    """Print a plan, and a lower bound on the time that the network needs."""
-    from reshard.planner import make_plan
-
-    src_mesh = Mesh.of(options.src_mesh)
-    first = src_mesh.size if options.dst_first_rank is None else options.dst_first_rank
-    dst_mesh = Mesh.of(options.dst_mesh, first_rank=first)
-    topology = _topology(options.topology, src_mesh, dst_mesh)
-
-    shape = _parse_shape(options.shape)
-
-    def plan_with(strategy: str | None) -> Plan:
-        return make_plan(
-            Layout(src_mesh, options.src, ndim=len(shape)),
-            Layout(dst_mesh, options.dst, ndim=len(shape)),
-            shape,
-            options.dtype,
-            strategy=strategy,
-            topology=topology,
-            compression=options.compression,
-            max_error=options.max_error,
-        )
-
-    if options.strategy == "all":
-        if options.rank is not None or options.format != "text":
-            raise ArgumentError("--strategy all prints a table; omit --rank and --format")
-        return _compare(plan_with)
-    plan = plan_with(options.strategy)
-    if options.rank is not None and options.rank not in plan.ranks:
-        raise ArgumentError(f"rank {options.rank} is not in the plan, whose ranks are {format_ranks(plan.ranks)}")
-    _print_plan(plan, options.format, options.rank)
-    return 0
-
-
-def _print_plan(plan: Plan, form: str, rank: int | None) -> None:
-    """Print a plan in the form that ``--format`` names; with ``rank``, only the messages of that rank."""
-    from reshard.cli.html_report import plan_to_html
-    from reshard.cli.report import describe_plan
-
-    if form == "json":
-        _print_json(plan, rank)
-    elif form == "html":
-        if rank is not None:
-            raise ArgumentError("--format html draws the whole plan; omit --rank")
-        print(plan_to_html(plan), end="")
-    elif form == "summary":
-        if rank is not None:
-            raise ArgumentError("--format summary covers the whole plan; omit --rank")
-        print(describe_plan(plan, max_lines=0).split("\n\n")[0])
-    elif rank is None:
-        print(describe_plan(plan))
-    else:
-        print(describe_plan(plan, max_lines=0).split("...")[0])
-        _print_messages(plan, rank)
-
-
-def _print_messages(plan: Plan, rank: int) -> None:
-    from reshard.plan import expand_messages
-
-    for message in expand_messages(plan, rank):
-        boxes = " + ".join(
-            f"t{tensor} [{', '.join(f'{a}:{b}' for a, b in zip(start, stop, strict=True))}]"
-            for tensor, start, stop in message.boxes
-        )
-        after = "" if message.source is None else f" after {message.source}"
-        print(f"{message.id}: {boxes} {message.sender} -> {message.receiver}{after}")
-
-
-def _print_json(plan: Plan, rank: int | None) -> None:
-    if rank is None and plan.num_messages > MAX_PRINTED_MESSAGES:
-        raise ArgumentError(f"the plan has {plan.num_messages} messages; select one rank with --rank")
-    if rank is not None and plan.count_messages(rank) > MAX_PRINTED_MESSAGES:
-        raise ArgumentError(
-            f"rank {rank} has {plan.count_messages(rank)} messages; at most {MAX_PRINTED_MESSAGES} can be printed"
-        )
-    sys.stdout.write(json.dumps(_to_json(plan, rank)))  # dumps is faster than dump: it encodes in C
-    print()
-
-
-def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
-    """The plan's JSON together with its cost."""
-    from reshard.cost import CostReport
-    from reshard.plan import plan_to_json
-
-    report = CostReport(plan)
-    cost = {
-        "lower_bound_seconds": report.lower_bound_seconds,
-        "lower_bound_reason": report.bound.reason,
-        "predicted_seconds": report.predicted_seconds,
-        "is_estimate": report.makespan.is_estimate,
-    }
-    return plan_to_json(plan, rank) | cost
-
-
-def _compare(plan_with: Callable[[str | None], Plan]) -> int:
-    """Print a table that compares all strategies."""
-    from reshard.cli.progress import print_line, track
-    from reshard.cost import CostReport, find_bound
-    from reshard.planner import AUTO, STRATEGIES
-
-    chosen = plan_with(None)
-    bound = find_bound(chosen).seconds
-    print(f"lower bound  {bound:.6g} s: {find_bound(chosen).reason}")
-    titles = f"{'messages':>10} {'MiB between hosts':>18} {'MiB inside':>11} {'predicted, s':>13} {'x bound':>8}"
-    print(f"{'':20} {titles} {'latency':>8}")
-    for name in track([AUTO, *(name for name in STRATEGIES if name != AUTO)], "strategies"):
-        plan = plan_with(name)
-        across, inside, _ = plan.bytes_moved()
-        report = CostReport(plan)
-        seconds = report.predicted_seconds
-        cells = [
-            f"{'<' * report.makespan.is_estimate}{seconds:.6g}",
-            f"{seconds / bound:.3f}" if bound else "-",
-            "-" if report.makespan.is_estimate else f"{100 * report.latency_fraction:.0f} %",
-        ]
-        title = f"{name} ({plan.strategy})" if plan.strategy != name else name
-        sizes = f"{across / 2**20:>18.1f} {inside / 2**20:>11.1f}"
-        print_line(f"{title:20} {plan.num_messages:>10} {sizes} {cells[0]:>13} {cells[1]:>8} {cells[2]:>8}")
-    print("latency: its share of the predicted time; the bound ignores latency; <: estimated, not simulated")
-    return 0
-
-
-def _parse_shape(text: str) -> list[int]:
-    try:
-        sizes = [size.strip() for size in text.split(",")] if text.strip() else []
-        if not all(size.isascii() and size.isdigit() for size in sizes):
-            raise ValueError
-        return [int(size) for size in sizes]
-    except ValueError:
-        raise ArgumentError(f"shape {text!r} is not of the form 1024,1024,512") from None
-
-
-def _topology(given: str | None, src: Mesh, dst: Mesh) -> Topology:
-    """The topology of a preset or of a file; the default if ``given`` is None."""
-    if given is None:
-        return default_topology(src, dst)
-    if given in MACHINES:
-        return load_preset(given, 1 + max(*src.ranks, *dst.ranks))
-    try:
-        return read_topology(given)
-    except TopologyError as error:
-        if "." in given or "/" in given:
-            raise
-        raise TopologyError(f"{error}; presets are {', '.join(MACHINES)}{did_you_mean(given, MACHINES)}") from None
-
-
-def default_topology(src: Mesh, dst: Mesh) -> Topology:
-    """One host per row of each mesh, with 10 Gbit/s each way. The last axis counts the devices of a host.
-
-    If a destination row contains source ranks, its other ranks are on the host of the first such rank.
-    """
-    host_of: dict[int, int] = {}
-    count = 0
-    for mesh in (src, dst):
-        devices = mesh.sizes[-1] if mesh.sizes else 1
-        for index in range(0, mesh.size, devices):
-            row = mesh.ranks[index : index + devices]
-            host = next((host_of[rank] for rank in row if rank in host_of), count)
-            count = max(count, host + 1)
-            for rank in row:
-                host_of.setdefault(rank, host)
-    return Topology(tuple(host_of.get(rank, count) for rank in range(1 + max(host_of))))
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -13,7 +13,8 @@ import torch
 
 from reshard.cli import demo
 from reshard.cli.demo_cases import gpu_cases
-from reshard.cli.main import MAX_PRINTED_MESSAGES, default_topology, main
+from reshard.cli.main import main
+from reshard.cli.plan import MAX_PRINTED_MESSAGES, default_topology
 from reshard.errors import ArgumentError
 from reshard.plan.json import plan_from_json
 from reshard.planner.registry import STRATEGIES
@@ -196,10 +197,10 @@ def test_too_many_messages_require_a_rank(capsys, monkeypatch):
     big = ["plan", "--shape", "64,64,2", "--src-mesh", "16x4", "--src", "R S01 R", "--dst-mesh", "16x4"]
     big += ["--dst", "S01 R R", "--strategy", "send_recv", "--format", "json"]
     assert MAX_PRINTED_MESSAGES == 1_000_000
-    monkeypatch.setattr("reshard.cli.main.MAX_PRINTED_MESSAGES", 4095)
+    monkeypatch.setattr("reshard.cli.plan.MAX_PRINTED_MESSAGES", 4095)
     assert main(big) == 2
     assert "4096 messages; select one rank with --rank" in capsys.readouterr().err
-    monkeypatch.setattr("reshard.cli.main.MAX_PRINTED_MESSAGES", 4096)
+    monkeypatch.setattr("reshard.cli.plan.MAX_PRINTED_MESSAGES", 4096)
     assert main(big) == 0
 
 
