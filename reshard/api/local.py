@@ -11,7 +11,7 @@ from typing import Any, Unpack
 import numpy as np
 import xxhash
 
-from reshard.api.options import PlanOptions, read_options, shows_options
+from reshard.api.options import PlanOptions, TransferOptions, read_options, shows_options
 from reshard.codecs import ErrorSums, is_lossless
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
@@ -20,7 +20,7 @@ from reshard.formatting import brief
 from reshard.plan import Plan, ensure_checked, expand_messages
 from reshard.planner import compress_tensors, plan_tensors
 from reshard.public_api import not_compiled
-from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape
+from reshard.sharding import AnyLayout, Layout, Mesh, RegionLayout, Shards, TensorSpec, check_shape, find_global_shape
 
 Array = Any
 
@@ -136,25 +136,28 @@ def _move(plan: Plan, shards: Sequence[Mapping[int, Array]]) -> list[dict[int, A
 @not_compiled
 @shows_options(PlanOptions)
 def reshard_local(
-    shards: Mapping[int, Array],
-    src: AnyLayout | Mesh,
-    dst: AnyLayout | Mesh,
+    shards: Mapping[Any, Any],
+    src: Any,
+    dst: Any,
     *,
     src_spec: Any = None,
     dst_spec: Any = None,
-    shape: Sequence[int],
+    shape: Any = None,
     dst_dtype: Any = None,
     base: Mapping[int, Array] | None = None,
     out: Mapping[int, Array] | None = None,
     **options: Unpack[PlanOptions],
-) -> dict[int, Array]:
-    """Reshard a tensor whose shards are all in this process.
+) -> dict[Any, Any]:
+    """Reshard a tensor whose shards are all in this process, or several tensors.
+
+    For several tensors pass ``{name: shards}``, one plan for each. The other arguments are then one value for all, or
+    ``{name: value}``.
 
     Args:
         shards: ``{source rank: local array}``, NumPy or torch.
         src, dst: a layout or a mesh.
         src_spec, dst_spec: how the mesh shards the tensor. Default: every rank of the mesh holds the whole tensor.
-        shape: the global shape.
+        shape: the global shape. Default: computed from the shards.
         dst_dtype: dtype of the result. Default: the source's.
         base, out: with ``compression="delta"``: the source shards of an earlier version, and the destination shards
             that hold it, ``{rank: array}``. They are not changed. Unless digests find the same version in both, the
@@ -163,7 +166,7 @@ def reshard_local(
             A tensor over ``max_error`` moves without the codec.
 
     Returns:
-        ``{destination rank: local array}``, new arrays that require no grad.
+        ``{destination rank: local array}``, new arrays that require no grad. For several tensors ``{name: arrays}``.
 
     Raises:
         ArgumentError: a shard is missing, has the wrong shape or dtype, or cannot be cast to ``dst_dtype``; or
@@ -176,18 +179,50 @@ def reshard_local(
     >>> rows = Layout(Mesh.of("2"), "S0")
     >>> cols = Layout(Mesh.of("2", first_rank=2), "R S0")
     >>> whole = np.arange(16).reshape(4, 4)
-    >>> reshard_local({0: whole[:2], 1: whole[2:]}, rows, cols, shape=(4, 4))[3][0]
+    >>> reshard_local({0: whole[:2], 1: whole[2:]}, rows, cols)[3][0]
     array([2, 3])
     """
     given = read_options(PlanOptions, options, "reshard_local")
-    topology, compression, max_error = given["topology"], given["compression"], given["max_error"]
+    arguments = {
+        "src": src, "dst": dst, "src_spec": src_spec, "dst_spec": dst_spec, "shape": shape, "dst_dtype": dst_dtype,
+    }  # fmt: skip
+    if not isinstance(shards, Mapping) or not any(isinstance(value, Mapping) for value in shards.values()):
+        return _reshard_one(None, shards, **arguments, base=base, out=out, options=given)
+    if base is not None or out is not None:
+        raise ArgumentError("base= and out= are for one tensor; call reshard_local for each")
+    return {
+        name: _reshard_one(
+            str(name), arrays, **{key: _value_of(name, key, value) for key, value in arguments.items()}, options=given
+        )
+        for name, arrays in shards.items()
+    }
+
+
+def _value_of(name: Any, argument: str, value: Any) -> Any:
+    """The value of an argument for one of several tensors."""
+    if not isinstance(value, Mapping):
+        return value
+    if name not in value:
+        raise ArgumentError(f"{argument} has no value for tensor {name!r}: pass one value for all, or {{name: value}}")
+    return value[name]
+
+
+def _reshard_one(
+    name: str | None, shards: Any, *, src: Any, dst: Any, src_spec: Any, dst_spec: Any, shape: Any, dst_dtype: Any,
+    base: Mapping[int, Array] | None = None, out: Mapping[int, Array] | None = None, options: TransferOptions,
+) -> dict[int, Array]:  # fmt: skip
+    """As :func:`reshard_local`, for the tensor of this name, or the only one."""
+    what = "the tensor" if name is None else f"tensor {name!r}"
+    topology, compression, max_error = options["topology"], options["compression"], options["max_error"]
     src_layout, dst_layout = _read_layouts(src, dst, src_spec, dst_spec)
     if not isinstance(shards, Mapping) or not shards:
-        raise ArgumentError(f"pass shards as {{source rank: local array}}, not {type(shards).__name__}")
+        raise ArgumentError(f"{what}: pass shards as {{source rank: local array}}, not {type(shards).__name__}")
     for rank in shards:
         if rank not in src_layout.ranks:
-            raise ArgumentError(f"rank {rank} has a shard, but is not in the source layout")
+            raise ArgumentError(f"{what}: rank {rank} has a shard, but is not in the source layout")
     shards = _read_shards(shards)
+    if shape is None:
+        shape = find_global_shape(what, {rank: array.shape for rank, array in shards.items()}, src_layout)
     if compression is not None:
         _check_values(shards, "shards")
     dtype = dtype_on_wire = dtype_name(next(iter(shards.values())).dtype)
@@ -195,13 +230,13 @@ def reshard_local(
         from reshard.api.casts import check_cast, wire_dtype  # imports torch
 
         dst_dtype = dtype_name(dst_dtype)
-        check_cast(dtype, dst_dtype, "the tensor")
+        check_cast(dtype, dst_dtype, what)
         dtype_on_wire = wire_dtype(dtype, dst_dtype)
-    make = functools.partial(plan_tensors, strategy=given["strategy"], topology=topology)
+    make = functools.partial(plan_tensors, strategy=options["strategy"], topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)
     if not (isinstance(compression, str) and compression == "delta") and (base is not None or out is not None):
         raise ArgumentError(f"base= and out= are for compression='delta', not {brief(compression)}")
-    _check_shards(tensor.src_shards, dtype, shards, None)
+    _check_shards(tensor.src_shards, dtype, shards, name)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
     if is_lossless(compression):

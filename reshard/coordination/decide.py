@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from reshard.coordination.groups.messages import (
     Decision,
@@ -15,9 +14,9 @@ from reshard.coordination.groups.messages import (
     rebuild_error,
 )
 from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
-from reshard.formatting import count_of, describe_ranks, format_ranks
+from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
-from reshard.sharding import AnyLayout, Layout, RegionLayout, axis_of, cut_shards
+from reshard.sharding import AnyLayout, cut_shards, find_global_shape, find_minority
 from reshard.topology import topology_to_json
 
 #: Maximum number of characters of an argument in an error text.
@@ -96,17 +95,6 @@ def _raise_local_errors(requests: Sequence[Request]) -> None:
         raise rebuild_error(name, text if everywhere else name_rank(failed[0].rank, text))
 
 
-def find_minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]] | None:
-    """Ranks with the most common value (in a tie, the lowest rank's) and with the next; None if all are equal."""
-    ranks_of: dict[Any, list[int]] = {}
-    for rank in sorted(values):
-        ranks_of.setdefault(values[rank], []).append(rank)
-    if len(ranks_of) < 2:
-        return None
-    most, odd, *_ = sorted(ranks_of.values(), key=len, reverse=True)
-    return most, odd
-
-
 def _raise_disagreements(requests: Sequence[Request]) -> None:
     arguments = {request.rank: request.arguments for request in requests}
     for entries in zip(*arguments.values(), strict=False):
@@ -180,58 +168,8 @@ def _resolve_shape(what: str, tensors: Mapping[int, TensorRequest], src: AnyLayo
         raise DisagreementError(f"{what}: ranks disagree on the global shape: {', '.join(texts)}")
     if given:
         return list(next(iter(given.values())))
-    if isinstance(src, RegionLayout):
-        boxes = [box for _, row in src.boxes for box in row]
-        return [max((box[dim][1] for box in boxes), default=0) for dim in range(src.ndim)]
-    return _shape_from_shards(what, {rank: tensors[rank].local for rank in src.ranks if rank in tensors}, src)
-
-
-def _shape_from_shards(what: str, local: Mapping[int, tuple[list[int], str] | None], src: Layout) -> list[int]:
-    """The global shape: along each dim, the sum of the sizes of the shards along a line of the mesh.
-
-    Raises:
-        ArgumentError: no global shape gives the ranks shards of these sizes.
-    """
-    sizes: dict[int, tuple[int, ...]] = {}
-    for rank in src.ranks:
-        shard = local.get(rank)
-        if shard is None:
-            raise ArgumentError(
-                f"{what}: rank {rank} does not know the shape; pass shape=, or a shard on each source rank"
-            )
-        sizes[rank] = tuple(shard[0])
-    found = find_minority({rank: len(size) for rank, size in sizes.items()})
-    if found is not None:
-        (most, *_), (odd, *_) = found
-        raise ArgumentError(
-            f"{what}: rank {odd} passes a shard of shape {list(sizes[odd])}, rank {most} one of {list(sizes[most])}; "
-            "shards of one tensor have the same number of dims"
-        )
-    ndim = len(sizes[src.ranks[0]])
-    if len(src.spec) > ndim:
-        raise ArgumentError(
-            f"{what}: layout {src} shards dim {len(src.spec) - 1}, but shards have {count_of(ndim, 'dim')}"
-        )
-    shape = []
-    for dim in range(ndim):
-        axes = [src.mesh.axes.index(axis_of(step)) for step in (src.spec[dim] if dim < len(src.spec) else ())]
-        if not axes:
-            found = find_minority({rank: size[dim] for rank, size in sizes.items()})
-            shape.append(sizes[src.ranks[0] if found is None else found[0][0]][dim])
-            continue
-        line = src.mesh.array[tuple(slice(None) if i in axes else 0 for i in range(len(src.mesh.axes)))]
-        shape.append(sum(sizes[rank][dim] for rank in line.ravel().tolist()))
-    shards = cut_shards(src, shape)
-    for rank, size in sizes.items():
-        expected = shards.local_shape(rank)
-        if size != expected:
-            dim = next(dim for dim in range(ndim) if size[dim] != expected[dim])
-            rule = "the dim is not sharded" if shape[dim] == expected[dim] else f"{src} shards {shape[dim]} elements"
-            raise ArgumentError(
-                f"{what}: rank {rank} passes {size[dim]} elements along dim {dim}, but should pass {expected[dim]}, "
-                f"because {rule}; pass shape= if another rank is wrong, or a RegionLayout if the shards are right"
-            )
-    return shape
+    sizes = {rank: tensors[rank].local for rank in src.ranks if rank in tensors}
+    return find_global_shape(what, {rank: local[0] for rank, local in sizes.items() if local is not None}, src)
 
 
 def _check_locals(

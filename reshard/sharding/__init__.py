@@ -6,6 +6,7 @@ Imports only the modules at the root of :mod:`reshard`, and the sizes of :mod:`r
 from reshard.sharding.block_grid import compress_tensor
 from reshard.sharding.box_search import find_overlapping, locate_points
 from reshard.sharding.dim_cuts import MAX_NDIM, check_shape
+from reshard.sharding.global_shape import find_global_shape, find_minority
 from reshard.sharding.layout import AnyLayout, Box, Layout, RegionLayout, format_box
 from reshard.sharding.mesh import MAX_RANK, Mesh, check_integer, parse_ranks
 from reshard.sharding.spec import Strided, axis_of, parse_axis_names, read_spec, write_2023, write_axis_names
@@ -30,6 +31,8 @@ __all__ = [
     "check_tensors",
     "compress_tensor",
     "cut_shards",
+    "find_global_shape",
+    "find_minority",
     "find_overlapping",
     "find_overlaps",
     "format_box",

@@ -1,0 +1,54 @@
+"""reshard_local: shapes that it derives, and several tensors."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+
+from reshard import Layout, Mesh, reshard_local
+from reshard.errors import ArgumentError
+from tests.support.strategies_of_cases import cases
+from tests.support.tensors import same_bytes, take_shard, whole_tensor
+
+ROWS, COLS = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
+WHOLE = np.arange(20, dtype="int32").reshape(5, 4)
+HALVES = {0: WHOLE[:3], 1: WHOLE[3:]}
+
+
+@given(cases())
+def test_shape_is_computed_from_the_shards(case):
+    shape, src, dst, topology = case
+    whole = whole_tensor(shape)
+    shards = {rank: take_shard(src, rank, whole) for rank in src.ranks}
+    moved = reshard_local(shards, src, dst, topology=topology)
+    for rank in dst.ranks:
+        assert same_bytes(moved[rank], take_shard(dst, rank, whole))
+
+
+def test_several_tensors_have_arguments_of_their_own():
+    moved = reshard_local(
+        {"a": HALVES, "b": {0: torch.ones(1), 1: torch.zeros(1)}},
+        ROWS,
+        {"a": COLS, "b": ROWS},
+        dst_dtype={"a": "int64", "b": "float64"},
+    )
+    assert moved["a"][3].dtype == np.int64 and (moved["a"][3] == WHOLE[:, 2:]).all()
+    assert moved["b"][0].dtype == torch.float64 and moved["b"][0].item() == 1.0
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: reshard_local({0: WHOLE[:3]}, ROWS, COLS), "the tensor: rank 1 does not know the shape; pass shape="),
+        (lambda: reshard_local({0: WHOLE[:1], 1: WHOLE[1:]}, ROWS, COLS), "rank 0 passes 1 elements along dim 0, but"),
+        (lambda: reshard_local({"a": HALVES, "b": 3}, ROWS, COLS), "tensor 'b': pass shards as"),
+        (lambda: reshard_local({"a": HALVES}, ROWS, {"c": COLS}), "dst has no value for tensor 'a'"),
+        (lambda: reshard_local({"a": HALVES}, ROWS, COLS, out={2: WHOLE}), "base= and out= are for one tensor"),
+        (lambda: reshard_local({"a": {**HALVES, 5: WHOLE}}, ROWS, COLS), "tensor 'a': rank 5 has a shard, but"),
+    ],
+)
+def test_wrong_arguments_are_named(call, text):
+    with pytest.raises(ArgumentError, match=text):
+        call()
