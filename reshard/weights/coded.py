@@ -99,14 +99,13 @@ class CodedTransfers:
             return {**report_formats(is_timed), "memory_bytes": options.memory_bytes}
 
         reports = self.exchange(describe, "compares formats")
-        if choice is not None:
-            choice.agree(reports)
         limit = max(1, min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES)
         held, needed = (_sum_by_rank(self._buckets, side) for side in ("holders", "receivers"))
         most = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
         self.num_rounds = max(1, -(-most // limit))
         self.plain_bytes = sum(bucket.nbytes for bucket in self._buckets.values())
-        self._encoders, self._decoders = (self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed))
+        if choice is not None:
+            choice.agree(reports, *(self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed)))
         self._rounds = [self._find_round(number) for number in range(self.num_rounds)]
         self._mover: Mover | None = None
         self._capacity: dict[str, int] = {}
@@ -176,7 +175,7 @@ class CodedTransfers:
             views, names, gain = list(bucket.views(new, "src")), [], 0.0
             bases = [None] * len(views) if old is None else bucket.views(old, "src")
             for view, base in zip(views, bases, strict=True):
-                chosen, saved = self._choice.choose(view, base, self._encoders, self._decoders)
+                chosen, saved = self._choice.choose(view, base)
                 names.append(chosen)
                 gain += saved
                 plain[chosen] = plain.get(chosen, 0) + view.numel() * view.itemsize

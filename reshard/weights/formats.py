@@ -52,15 +52,18 @@ class FormatChoice:
         self._allowed = allowed
         self._formats: tuple[str, ...] = ()
         self._rates: Mapping[str, Any] = {}
+        self._encoders = self._decoders = 1.0
         self._link_rates: list[float] = []
         self._first_rate: float | None = None  # of a transfer that also connected the ranks
 
-    def agree(self, reports: Mapping[int, Any]) -> None:
+    def agree(self, reports: Mapping[int, Any], encoders: float = 1.0, decoders: float = 1.0) -> None:
         """Use the formats that all ranks of a route know, and the rates of the slowest one.
 
         Args:
             reports: result of :func:`report_formats` of each rank.
+            encoders, decoders: by how many times faster than one rank all ranks together code.
         """
+        self._encoders, self._decoders = encoders, decoders
         known = [report["known"] for report in reports.values()]
         self._formats = tuple(
             name
@@ -92,18 +95,16 @@ class FormatChoice:
         """Whether some format is faster than raw if few words have changed. True if that is not known yet."""
         if self.link_rate is None or not self._rates:
             return True
-        rates, unchanged = Rates(self.link_rate, self._rates), Sample(0.0, 1.0)
+        rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
+        unchanged = Sample(0.0, 1.0)
         coded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
         return min(coded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
 
-    def choose(
-        self, region: torch.Tensor, base: torch.Tensor | None, encoders: float, decoders: float
-    ) -> tuple[str, float]:
+    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
         """The format of a region, and how many seconds it is predicted to save.
 
         Args:
             region, base: on the CPU; base is None if the receivers hold none.
-            encoders, decoders: by how many times faster than one rank all ranks together code.
         """
         dtype, width, nbytes = dtype_name(region.dtype), word_width(region.itemsize), region.numel() * region.itemsize
         allowed = [
@@ -116,7 +117,7 @@ class FormatChoice:
             return name, 0.0
         if self.link_rate is None:
             return "raw", 0.0
-        rates = Rates(self.link_rate, self._rates, encoders, decoders)
+        rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
         sample = sample_region(region, base)
         name = choose_format(nbytes // width, width, sample, rates, allowed)
         raw = nbytes / self.link_rate

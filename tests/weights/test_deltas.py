@@ -215,7 +215,7 @@ def _fast_link(rank, _, store):
             assert _holds(model, 2, cut)
 
 
-RATES = {"raw": [[1e10, 1e10]] * 2, "delta": [[1e10, 1e9]] * 2}
+RATES = {name: [[1e10] * 3] * 2 for name in ("raw", "delta")}
 
 
 def test_nothing_is_compared_where_no_format_can_pay():
