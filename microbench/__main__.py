@@ -28,8 +28,11 @@ CASES = {
     "auto_compression": ("transfers.auto_compression", 'compression="auto" beside raw, 0.1 to 10 Gbit/s'),
     "gradient_sums": ("transfers.gradient_sums", "sums of gradients, beside Gloo's"),
     "weights": ("transfers.weights", "a whole model from a trainer to engines, beside other methods"),
-    "weight_sync": ("transfers.weight_sync", "weights as differences, beside raw ones"),
-    "sync_formats": ("transfers.sync_formats", "formats of weights on real updates; --parts: without a network"),
+    "weight_deltas": ("transfers.weight_deltas", "weights as differences, beside raw ones"),
+    "weight_formats": (
+        "transfers.weight_formats",
+        "formats of weights on real updates; --parts: without a network",
+    ),
     "quality": ("planner.quality", "simulated time over the lower bound, on 1,667 layout pairs"),
     "auto_quality": ("planner.auto_quality", "the auto strategy beside all strategies that it chooses from"),
     "planning_time": ("planner.planning_time", "time to plan nine layout pairs on three networks"),

@@ -4,6 +4,7 @@
 //   8 bytes            one bit per word, lowest first: whether it changed
 //   1 byte a change    the new word minus the old one, as a signed integer; 0 if it does not fit
 //   the new word       for each change whose byte is 0
+// Every 64 blocks, the encoder gives up if their code so far takes more than 3/4 of their words.
 // Words beyond the end of the array count as unchanged.
 //
 // Bytes are packed and unpacked eight at a time, without a branch that depends on the data: the time hardly depends on
@@ -30,6 +31,7 @@ namespace codecs {
 static_assert(std::endian::native == std::endian::little, "eight bytes are packed as one integer");
 
 constexpr size_t BITMAP_WORDS = 64, BITMAP_BYTES = 8, PACKED = 8;
+constexpr size_t CHECKED_WORDS = 64 * BITMAP_WORDS;
 // Bytes that a block may touch: its largest size, and what packing writes or reads beyond.
 template <class Word> constexpr size_t BLOCK_ROOM = BITMAP_BYTES + BITMAP_WORDS * (1 + sizeof(Word)) + PACKED;
 
@@ -123,13 +125,15 @@ template <class Word> RESHARD_INLINE uint8_t *encode_block(const Word *words, co
     return to;
 }
 
-// Writes the code of an array and returns its size; -1 if it would exceed `capacity` bytes.
+// Writes the code of an array and returns its size; -1 if it would exceed `capacity` bytes, or pays little.
 template <class Word>
 RESHARD_INLINE int64_t encode_bitmap(const Word *words, const Word *base, size_t count, uint8_t *out, size_t capacity) {
     const uint8_t *const end = out + capacity;
     uint8_t *to = out;
     for (size_t at = 0; at < count; at += BITMAP_WORDS) {
         const size_t num_words = std::min(BITMAP_WORDS, count - at);
+        if (at % CHECKED_WORDS == 0 && 4 * static_cast<size_t>(to - out) > 3 * at * sizeof(Word))
+            return -1;
         if (num_words == BITMAP_WORDS && static_cast<size_t>(end - to) >= BLOCK_ROOM<Word>) {
             prefetch_ahead(words + at, BITMAP_WORDS * sizeof(Word));
             prefetch_ahead(base + at, BITMAP_WORDS * sizeof(Word));

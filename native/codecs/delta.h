@@ -28,7 +28,8 @@ constexpr int MANY_CHANGES = 4;
 constexpr size_t FEW_CHANGES = 16;
 
 // A number of floating-point values of a format, as narrow as possible.
-template <class Word> using Steps = std::conditional_t<sizeof(Word) == 4, int64_t, int32_t>;
+template <class Word>
+using Steps = std::conditional_t<sizeof(Word) == 4, int64_t, std::conditional_t<sizeof(Word) == 2, int32_t, int16_t>>;
 
 // The position of a word among all floating-point values of its format, whose sign is its highest bit.
 template <class Word> RESHARD_INLINE Steps<Word> position(Word word) {
@@ -46,26 +47,51 @@ template <class Word> RESHARD_INLINE uint8_t code_of(Word word, Word base) {
     return is_minus_zero | (code < 0) | (code >= WHOLE) ? WHOLE : static_cast<uint8_t>(code);
 }
 
-// Writes entries one by one.
+// The same in 16 bits, so that vectors hold more words. Differences of more than 16 bits wrap around only if the signs
+// differ, and then to a code that is small only if the magnitude of both words is large.
+RESHARD_INLINE uint8_t code_of(uint16_t word, uint16_t base) {
+    constexpr uint16_t SIGN = 1 << 15;
+    const auto turn = [](uint16_t bits) { return static_cast<uint16_t>(bits & SIGN ? 0xFFFF : 0); }; // all bits, or none
+    const auto place = [&](uint16_t bits) {
+        return static_cast<uint16_t>(static_cast<uint16_t>(bits & ~SIGN) ^ turn(bits)) - turn(bits);
+    };
+    const auto steps = static_cast<uint16_t>(place(word) - place(base));
+    const auto distance = static_cast<uint16_t>(static_cast<uint16_t>(steps ^ turn(steps)) - turn(steps));
+    const auto code = static_cast<uint16_t>(2 * distance - 2 - turn(steps)); // large if the distance is 0
+    const auto far = static_cast<uint16_t>((word ^ base) & SIGN) != 0;
+    const bool is_whole = (code >= WHOLE) | (far & (static_cast<uint16_t>(word & ~SIGN) > 255)) | (word == SIGN);
+    return is_whole ? WHOLE : static_cast<uint8_t>(code);
+}
+
+// Writes the entries of one block after another.
 template <class Word> struct DeltaWriter {
     uint8_t *out, *const end;
     size_t next = 0; // the word after the last changed one
 
-    // Returns false if the entry does not fit.
-    RESHARD_INLINE bool add(size_t at, Word word, uint8_t code) {
-        size_t gap = at - next;
-        if (gap / 255 + 2 + sizeof(Word) + 1 > static_cast<size_t>(end - out))
+    // Writes the entries of a block of words that begins at `at`. Returns false if they may not fit.
+    template <class CodeOf> RESHARD_INLINE bool add(size_t at, const Word *words, uint64_t changed, CodeOf code_at) {
+        size_t gap = at + static_cast<size_t>(std::countr_zero(changed)) - next;
+        const size_t room = gap / 255 + static_cast<size_t>(std::popcount(changed)) * (2 + sizeof(Word));
+        if (room > static_cast<size_t>(end - out))
             return false;
         for (; gap >= 255; gap -= 255)
             *out++ = SKIP;
-        *out++ = static_cast<uint8_t>(gap);
-        *out++ = code;
-        if (code == WHOLE) {
-            std::memcpy(out, &word, sizeof(Word));
-            out += sizeof(Word);
+        while (true) {
+            const auto i = static_cast<size_t>(std::countr_zero(changed));
+            const uint8_t code = code_at(i);
+            *out++ = static_cast<uint8_t>(gap);
+            *out++ = code;
+            if (code == WHOLE) {
+                std::memcpy(out, words + i, sizeof(Word));
+                out += sizeof(Word);
+            }
+            changed &= changed - 1;
+            if (!changed) {
+                next = at + i + 1;
+                return true;
+            }
+            gap = static_cast<size_t>(std::countr_zero(changed)) - i - 1;
         }
-        next = at + 1;
-        return true;
     }
 };
 
@@ -98,6 +124,20 @@ template <class Word> RESHARD_INLINE uint64_t find_changes(const Word *words, co
     return changed;
 }
 
+// The words that differ in every 64th block of 64 bytes, and the words in these blocks.
+struct ChangesOfSample {
+    size_t changed = 0, count = 0;
+};
+template <class Word> RESHARD_INLINE ChangesOfSample sample_changes(const Word *words, const Word *base, size_t count) {
+    constexpr size_t per_block = 64 / sizeof(Word);
+    ChangesOfSample found;
+    for (size_t at = 0; at + per_block <= count; at += 64 * per_block) {
+        found.changed += static_cast<size_t>(std::popcount(find_changes(words + at, base + at)));
+        found.count += per_block;
+    }
+    return found;
+}
+
 // Writes the stream and returns its size; -1 if it could exceed `capacity` bytes.
 template <class Word>
 RESHARD_INLINE int64_t encode_delta(const Word *words, const Word *base, size_t count, uint8_t *out, size_t capacity) {
@@ -107,20 +147,23 @@ RESHARD_INLINE int64_t encode_delta(const Word *words, const Word *base, size_t 
     for (; at + per_block <= count; at += per_block) {
         prefetch_ahead(words + at, 64);
         prefetch_ahead(base + at, 64);
-        uint64_t changed = find_changes(words + at, base + at);
-        uint8_t codes[per_block];
-        const bool is_dense = std::popcount(changed) >= MANY_CHANGES;
-        if (is_dense)
-            for (size_t i = 0; i < per_block; ++i)
-                codes[i] = code_of(words[at + i], base[at + i]);
-        for (; changed; changed &= changed - 1) {
-            const auto i = static_cast<size_t>(std::countr_zero(changed));
-            if (!writer.add(at + i, words[at + i], is_dense ? codes[i] : code_of(words[at + i], base[at + i])))
+        const uint64_t changed = find_changes(words + at, base + at);
+        if (!changed)
+            continue;
+        if (std::popcount(changed) < MANY_CHANGES) {
+            if (!writer.add(at, words + at, changed, [&](size_t i) { return code_of(words[at + i], base[at + i]); }))
                 return -1;
+            continue;
         }
+        uint8_t codes[per_block];
+        for (size_t i = 0; i < per_block; ++i)
+            codes[i] = code_of(words[at + i], base[at + i]);
+        if (!writer.add(at, words + at, changed, [&](size_t i) { return codes[i]; }))
+            return -1;
     }
     for (; at < count; ++at)
-        if (words[at] != base[at] && !writer.add(at, words[at], code_of(words[at], base[at])))
+        if (words[at] != base[at] &&
+            !writer.add(at, words + at, 1, [&](size_t) { return code_of(words[at], base[at]); }))
             return -1;
     return writer.out - out;
 }

@@ -1,9 +1,11 @@
 // Python functions of the codecs of differences. See delta.h and bitmap.h.
 
 #include <stdexcept>
+#include <utility>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/pair.h>
 
 #include "bitmap.h"
 #include "delta.h"
@@ -30,6 +32,12 @@ using Apply = bool (*)(const uint8_t *data, size_t nbytes, uint8_t *words, size_
                                                size_t word_bytes) {                                                    \
         return apply_##codec(data, nbytes, reinterpret_cast<Word *>(words), word_bytes / sizeof(Word));                \
     }
+#define RESHARD_SAMPLE(Word)                                                                                           \
+    ChangesOfSample sample_##Word(const uint8_t *words, const uint8_t *base, size_t nbytes) {                          \
+        return sample_changes(reinterpret_cast<const Word *>(words), reinterpret_cast<const Word *>(base),             \
+                              nbytes / sizeof(Word));                                                                  \
+    }
+RESHARD_SAMPLE(uint8_t) RESHARD_SAMPLE(uint16_t) RESHARD_SAMPLE(uint32_t)
 #define RESHARD_DELTA(codec)                                                                                           \
     RESHARD_DELTA_OF(codec, uint8_t) RESHARD_DELTA_OF(codec, uint16_t) RESHARD_DELTA_OF(codec, uint32_t)
 RESHARD_DELTA(delta)
@@ -40,11 +48,15 @@ void check_words(size_t width, size_t nbytes, const void *data) {
         throw std::invalid_argument("a delta needs aligned words of 1, 2 or 4 bytes");
 }
 
-int64_t encode(const Encode (&of_width)[3], size_t width, Source words, Source base, Target out) {
+void check_pair(size_t width, const Source &words, const Source &base) {
     check_words(width, words.shape(0), words.data());
     check_words(width, base.shape(0), base.data());
     if (words.shape(0) != base.shape(0))
         throw std::invalid_argument("a delta needs a base of the same size");
+}
+
+int64_t encode(const Encode (&of_width)[3], size_t width, Source words, Source base, Target out) {
+    check_pair(width, words, base);
     const auto *a = words.data(), *b = base.data();
     auto *to = out.data();
     const size_t nbytes = words.shape(0), capacity = out.shape(0);
@@ -64,6 +76,16 @@ bool apply(const Apply (&of_width)[3], size_t width, Source data, Target words) 
 } // namespace
 
 void bind_delta_codec(nb::module_ &m) {
+    m.def(
+        "sample_changes",
+        [](size_t width, Source words, Source base) {
+            check_pair(width, words, base);
+            const auto sample = width == 1 ? sample_uint8_t : width == 2 ? sample_uint16_t : sample_uint32_t;
+            const auto found = sample(words.data(), base.data(), words.shape(0));
+            return std::make_pair(found.changed, found.count);
+        },
+        nb::arg("width"), nb::arg("words"), nb::arg("base"),
+        "The number of words that differ in every 64th block of 64 bytes, and the number of words in these blocks.");
     m.def(
         "encode_delta",
         [](size_t width, Source words, Source base, Target out) {

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.codecs.formats import FORMATS
+from reshard.codecs.formats import DENSE_SHARES, FORMATS
 
-#: Shares of changed words at which rates are measured; between and beyond them, the time of a byte is linear.
-SHARES = (0.02, 0.5)
+#: Shares of changed words at which rates are measured; between them, the time of a byte is linear.
+SHARES = (0.02, 0.08, 0.5)
 #: ``{format: (rates of encoding, rates of decoding)}``, in plain bytes per second at each of :data:`SHARES`.
 FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
 #: Formats whose time depends on the number of words, not on that of bytes; rates are those of words of 2 bytes.
@@ -24,6 +24,8 @@ SMALL_BYTES = 2**16
 MIN_GAIN = 0.97
 #: A sample is so many runs of so many words, at equal distances.
 RUNS, RUN_WORDS = 32, 64
+#: Encoded bytes per plain byte beyond which a bitmap is given up.
+MAX_BITMAP_SIZE = 0.75
 #: Encoded bytes per plain byte of bf16 weights without a base.
 BF16_SIZE = 0.71
 #: Entropy of normally distributed integers less the log2 of their mean magnitude.
@@ -64,12 +66,13 @@ class Rates:
 def find_size(name: str, width: int, sample: Sample) -> float:
     """Predict the encoded bytes of a format per plain byte, for words of ``width`` bytes."""
     changed, wide = sample.changed, sample.changed * (1 - sample.fits)
-    if name == "delta":
+    if name == "delta" and changed <= DENSE_SHARES[width]:
         long_gap = (1 - changed) ** 255  # the chance that 255 words after a changed one did not change
         skips = changed * long_gap / (1 - long_gap) if changed else 0.0
         size = (2 * changed + skips) / width + wide
-    elif name == "bitmap":
+    elif name in ("delta", "bitmap"):
         size = (1 / 8 + changed) / width + wide
+        size = size if size <= MAX_BITMAP_SIZE else 1.0
     elif name == "xor-zstd":
         shares = [share for share in (changed, 1 - changed) if share]
         bits = -sum(share * math.log2(share) for share in shares)  # which words changed
@@ -85,9 +88,11 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Ra
     """Predict the time that a tensor adds to a transfer in a format."""
 
     def code(measured: tuple[float, ...]) -> float:
-        first, last = 1 / measured[0], 1 / measured[-1]
-        slope = (last - first) / (SHARES[-1] - SHARES[0])
-        per_byte = max(first + slope * (sample.changed - SHARES[0]), min(first, last) / 2)
+        seconds = [1 / rate for rate in measured]
+        per_byte = float(np.interp(sample.changed, SHARES, seconds))
+        if sample.changed < SHARES[0]:
+            slope = (seconds[1] - seconds[0]) / (SHARES[1] - SHARES[0])
+            per_byte = max(per_byte - slope * (SHARES[0] - sample.changed), per_byte / 2)
         return per_byte * (2 / width if name in PER_WORD else 1)
 
     encode, decode = rates.formats[name]

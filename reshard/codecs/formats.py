@@ -11,11 +11,22 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard import _native
 from reshard.codecs.bitmap import BITMAP, apply_bitmap, encode_bitmap
 from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, write_plain
 from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_exponents
 from reshard.codecs.xor_planes import XOR_PLANES, apply_planes, encode_planes, zstd_version
 from reshard.errors import ArgumentError
+
+#: Share of changed words, by their bytes, from which ``bitmap`` is faster than ``delta`` and not much larger.
+DENSE_SHARES = {1: 1 / 16, 2: 1 / 10, 4: 1 / 10}
+
+
+def encode_changes(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: int) -> int:
+    """As :func:`encode_delta`, or as :func:`encode_bitmap` if many words changed."""
+    changed, count = _native.sample_changes(width, words, base)
+    encode = encode_bitmap if changed > DENSE_SHARES[width] * count else encode_delta
+    return encode(words, base, out, width)
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ class Format:
 FORMATS = {
     "raw": Format(lambda words, base, out, width: write_plain(words, out), has_base=False),
     "bf16-lossless": Format(lambda words, base, out, width: encode_exponents(words, out), has_base=False, dtype=DTYPE),
-    "delta": Format(encode_delta),
+    "delta": Format(encode_changes),
     "bitmap": Format(encode_bitmap),
     "xor-zstd": Format(encode_planes),
 }

@@ -5,4 +5,3 @@ from .fsdp_collectives import (
 )
 from .gradient_sum import GradientSum as GradientSum
 from .policy import Policy as Policy, parse_policy as parse_policy
-from .weight_sync import SyncReport as SyncReport, WeightSync as WeightSync

@@ -6,7 +6,7 @@ import contextlib
 import secrets
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ class Outcome:
     error: ReshardError | None = None
     digests: Mapping[str, Digests] = field(default_factory=dict)
     totals: Mapping[str, int] = field(default_factory=dict)
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, Any] = field(default_factory=dict)
     values: Mapping[str, Value] = field(default_factory=dict)
 
 
@@ -55,11 +55,11 @@ class _Job:
     Attributes:
         pending: the engines that neither hold it nor were dropped, by id.
         results: ``""`` for each engine that holds it, or why it does not.
-        attempts: how often it was sent.
+        attempts: how often it was sent to each engine.
         phase: ``"ping"``, ``"send"`` or ``"confirm"``.
         deadline: of the phase.
         answered: ``(id of the team, rank)`` of those who answered the last ping.
-        engines: to which it is being sent.
+        engines: to which it is being sent. base: the version that they hold, if it travels as differences.
         failed: engines to which it must be sent anew.
     """
 
@@ -67,14 +67,20 @@ class _Job:
     pending: dict[str, Member]
     results: dict[str, str]
     is_published: bool
-    attempts: int = 0
+    attempts: dict[str, int] = field(default_factory=dict)
     phase: str = "ping"
     nonce: str = ""
     deadline: float = 0.0
     answered: set[tuple[str, int]] = field(default_factory=set)
     engines: list[str] = field(default_factory=list)
+    base: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
-    times: Mapping[str, float] = field(default_factory=dict)
+    times: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def awaited(self) -> list[str]:
+        """The engines to which it is being sent, and of which nothing is known yet."""
+        return [engine for engine in self.engines if engine in self.pending and engine not in self.failed]
 
 
 class Dispatcher:
@@ -84,9 +90,20 @@ class Dispatcher:
         team: the trainer.
         manifest: its model.
         options: how long engines may take to answer, and to confirm a version.
+        find_base: returns the version to which differences may refer, if any.
+        describe_coding: what messages say about the coding of a version, given its base.
     """
 
-    def __init__(self, team: Team, manifest: Manifest, options: RouteOptions) -> None:
+    def __init__(
+        self,
+        team: Team,
+        manifest: Manifest,
+        options: RouteOptions,
+        find_base: Callable[[], int | None],
+        describe_coding: Callable[[int | None], Mapping[str, Any]],
+    ) -> None:
+        self._find_base, self._describe_coding = find_base, describe_coding
+        self._held: dict[str, int | None] = {}  # what engines hold to which this rank has sent
         self._team, self._manifest = team, manifest
         self._join_seconds, self._timeout_seconds = options.join_seconds, options.timeout_seconds
         self._job: _Job | None = None
@@ -168,7 +185,8 @@ class Dispatcher:
         return self._refused[engine.id]
 
     def _begin_attempt(self, job: _Job) -> None:
-        job.engines, job.failed = list(job.pending), {}
+        job.failed = {}
+        self._choose_engines(job)
         if not job.pending:
             self._finish(job)
         elif self._route is not None and self._route[1:] == (job.engines, self._ranks):
@@ -178,8 +196,14 @@ class Dispatcher:
             job.answered = set()
             ping = {"kind": "ping", "nonce": job.nonce, "reply": self._address}
             self._team.post_to_all(ping)
-            for engine in job.pending.values():
-                self._post(engine, ping)
+            for engine in job.engines:
+                self._post(job.pending[engine], ping)
+
+    def _choose_engines(self, job: _Job) -> None:
+        """Send to all engines at once, or first to those that hold the base, and to the others afterwards."""
+        base, roster = self._find_base(), self._team.roster
+        holders = [each for each in job.pending if base is not None and self._held.get(each, roster.held(each)) == base]
+        job.engines, job.base = (holders, base) if holders else (list(job.pending), None)
 
     def _check_pings(self, job: _Job) -> None:
         """Send once everybody who may still answer the ping has answered."""
@@ -197,7 +221,7 @@ class Dispatcher:
                 self._fail(job, error)
                 return
         is_complete = len(gone) == len(own)
-        for engine in list(job.pending.values()):
+        for engine in [job.pending[each] for each in job.engines if each in job.pending]:
             silent = [rank for rank in range(engine.manifest.size) if (engine.id, rank) not in job.answered]
             ended = [rank for rank in silent if self._team.roster.has_ended("engine", engine.id, rank)]
             if ended or (silent and is_late):
@@ -205,20 +229,23 @@ class Dispatcher:
                 self._drop(job, engine, f"{describe_ranks(ended or silent)} of the engine {why}")
             elif silent:
                 is_complete = False
-        if not job.pending:
-            self._finish(job)
+        job.engines = [each for each in job.engines if each in job.pending]
+        if not job.engines:
+            self._begin_attempt(job)
         elif is_complete:
-            job.engines = list(job.pending)
             self._send(job)
 
     def _send(self, job: _Job) -> None:
         if self._route is None or self._route[1:] != (job.engines, self._ranks):
             self._route = secrets.token_hex(8), job.engines, self._ranks
-        job.attempts += 1
+        for engine in job.engines:
+            job.attempts[engine] = job.attempts.get(engine, 0) + 1
+            self._held[engine] = None
         message = {"version": job.version, "route": self._route[0], "engines": job.engines, "ranks": self._ranks}
+        message |= self._describe_coding(job.base)
         self._enter(job, "send", self._timeout_seconds)
-        for engine in job.pending.values():
-            self._post(engine, {"kind": "receive", "trainer": self._team.id, **message})
+        for engine in job.engines:
+            self._post(job.pending[engine], {"kind": "receive", "trainer": self._team.id, **message})
         self._team.post_to_all({"kind": "send", **message})
 
     def _note_held(self, job: _Job, engine: str, failed: Any) -> None:
@@ -226,18 +253,18 @@ class Dispatcher:
             return
         if failed is None:
             job.results[engine] = ""
+            self._held[engine] = job.version
             del job.pending[engine]
         else:
             job.failed[engine] = failed[1]
-        if all(each in job.failed for each in job.pending):
+        if not job.awaited:
             self._end_attempt(job)
 
     def _end_attempt(self, job: _Job) -> None:
-        if job.pending and job.attempts >= MAX_ATTEMPTS:
-            for engine in job.pending:  # they stay, and get the next version
+        for engine in [each for each in job.engines if job.attempts.get(each, 0) >= MAX_ATTEMPTS]:
+            if job.pending.pop(engine, None) is not None:  # it stays, and gets the next version
                 job.results[engine] = f"failed {MAX_ATTEMPTS} times: {job.failed.get(engine, '')}"
-            job.pending = {}
-        if job.pending:
+        if job.failed:
             self._route = None
         self._begin_attempt(job)
 
@@ -246,7 +273,7 @@ class Dispatcher:
         if job.phase == "ping":
             self._check_pings(job)
         elif job.phase == "confirm":
-            for engine in [each for each in job.pending.values() if each.id not in job.failed]:
+            for engine in [job.pending[each] for each in job.awaited]:
                 ranks = range(engine.manifest.size)
                 ended = [rank for rank in ranks if self._team.roster.has_ended("engine", engine.id, rank)]
                 if ended or time.monotonic() > job.deadline:
@@ -254,7 +281,7 @@ class Dispatcher:
                     why = f"{describe_ranks(ended)} of the engine has ended" if ended else f"it {late}"
                     self._drop(job, engine, why)
                     self._route = None
-            if all(each in job.failed for each in job.pending):
+            if not job.awaited:
                 self._end_attempt(job)
         if self._job is job and job.phase != "send":
             self._tick(job)

@@ -17,6 +17,7 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
+from reshard.weights.formats import check_compression
 from reshard.weights.holdings import Shard, StateReader
 from reshard.weights.manifest import merge_states, state_of_rank
 from reshard.weights.quantize import Quantize, Quantizer
@@ -36,6 +37,9 @@ class PublishReport:
         seconds: from the first byte to the last one, on this rank.
         bound_seconds, predicted_seconds: lower bound and prediction of that time, for the links of the topology.
         nbytes: bytes of the model.
+        base: the version to which differences referred in the last transfer; None if all engines got whole tensors.
+        formats: ``{lossless format: bytes of the model}`` in the last transfer, with ``compression``.
+        encoded_bytes: bytes that travelled in it, each counted once.
     """
 
     version: int
@@ -44,6 +48,9 @@ class PublishReport:
     bound_seconds: float = 0.0
     predicted_seconds: float = 0.0
     nbytes: int = 0
+    base: int | None = None
+    formats: Mapping[str, int] = field(default_factory=dict)
+    encoded_bytes: int = 0
 
 
 def _find_dtype(dtype: Any) -> torch.dtype | None:
@@ -98,6 +105,10 @@ class Publisher:
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the snapshot of its own shards.
         dtype: dtype in which floating-point tensors are published. Default: their own.
+        compression: ``"delta"``: send what changed since the version before to engines that hold it, without loss, and
+            keep that version for this; ``"lossless"``: compress each version by itself. Each region of a tensor travels
+            in the format with the smallest predicted time of encoding, transfer and decoding, which may be raw. The
+            snapshots are then in host memory.
         quantize: which tensors are published in float8 instead, with the scales of their blocks.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
         timeout_seconds: limit of each transfer.
@@ -117,6 +128,7 @@ class Publisher:
         shards: Mapping[str, Shard] | None = None,
         memory_bytes: int = 1 << 30,
         dtype: Any = None,
+        compression: str | None = None,
         quantize: Sequence[Quantize] = (),
         join_seconds: float = 30.0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -133,14 +145,23 @@ class Publisher:
 
         def describe() -> dict[str, Any]:
             self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
-            return {"state": state_of_rank(reader.read(), _find_dtype(dtype))}
+            self._compression = check_compression(compression)
+            state = state_of_rank(reader.read(), _find_dtype(dtype))
+            return {"state": state if self._compression is None else {**state, "devices": ["cpu"]}}
 
         try:
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
             manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
             self._quantizer = Quantizer(quantize, manifest) if quantize else None
             self._manifest = manifest if self._quantizer is None else self._quantizer.manifest
-            self._snapshot = Snapshot(reader, manifest, _find_dtype(dtype), self._quantizer)
+            self._snapshot = Snapshot(
+                reader,
+                manifest,
+                _find_dtype(dtype),
+                self._quantizer,
+                on_host=self._compression is not None,
+                keeps_base=self._compression == "delta",
+            )
             claims = run_collectively(self._team.group, self._claim, "claims the name", AGREE_SECONDS)
             self._last = claims[0]["last"]
             self._sender = Sender(
@@ -149,6 +170,7 @@ class Publisher:
                 self._snapshot,
                 self._end,
                 self._options,
+                self._compression,
             )
             self._team.start(self._sender.act, self._fail, self._sender.close)
         except BaseException:
@@ -193,7 +215,7 @@ class Publisher:
 
         def copy() -> dict[str, Any]:
             check()
-            self._snapshot.take(self._snapshot.read(), measured, version, self._timeout_seconds)
+            self._snapshot.take(self._snapshot.read(), measured, version, self._last, self._timeout_seconds)
             return {"version": version}
 
         kept = "" if self._last is None else f"engines keep version {self._last}"

@@ -124,7 +124,11 @@ class Quantizer:
         return found
 
     def quantize(
-        self, holdings: Mapping[str, Holding], measured: Sequence[Mapping[str, Any]], known: dict[str, torch.Tensor]
+        self,
+        holdings: Mapping[str, Holding],
+        measured: Sequence[Mapping[str, Any]],
+        known: dict[str, torch.Tensor],
+        on_host: bool = False,
     ) -> None:
         """Quantize the tensors of the rules.
 
@@ -132,13 +136,15 @@ class Quantizer:
             holdings: what this rank holds, by name.
             measured: results of :meth:`measure` of all ranks.
             known: gets the quantized arrays and their scales by name; those of the last call are used again.
+            on_host: whether these are in host memory.
         """
         for name, scales_name in self._scale_names.items():
             if name not in holdings:
                 continue
             holding, (rows, columns) = holdings[name], self._blocks[name]
             device = holding.array.device
-            quantized = _reuse(known, name, holding.array.shape, _FLOAT8, device)
+            kept = torch.device("cpu") if on_host else device
+            quantized = _reuse(known, name, holding.array.shape, _FLOAT8, kept)
             outer, magnitudes = self._find_magnitudes(name, holding)
             shared = torch.from_numpy(_merge(name, measured, self._shared[name].shape)[_slices(outer)])
             magnitudes = torch.maximum(magnitudes, shared.to(device))
@@ -155,7 +161,7 @@ class Quantizer:
             inverse, boxes = 1.0 / factors, _scale_boxes(holding.boxes, (rows, columns), name)
             parts = [inverse[_slices(box, outer)] for box in boxes]
             scales = torch.cat(parts, join_dim(boxes)) if parts else inverse
-            _reuse(known, scales_name, scales.shape, torch.float32, device).copy_(scales)
+            _reuse(known, scales_name, scales.shape, torch.float32, kept).copy_(scales)
 
     def _find_magnitudes(self, name: str, holding: Holding) -> tuple[Box, torch.Tensor]:
         """The largest magnitude in each block of what a rank holds, and the region of the scales in which they are."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
+from reshard.weights.coded import CodedTransfers, share_memory
 from reshard.weights.holdings import Value
 from reshard.weights.install import Arrays, Installer, ReceiveInPlace
 from reshard.weights.mailbox import Message
@@ -61,6 +62,7 @@ class Receiver:
         self._changed = threading.Condition()
         self._errand: tuple[Callable[[], None], Future[None]] | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
+        self._coded: CodedTransfers | None = None  # over the route
         self._pieces: list[Piece] = []
         self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
@@ -130,7 +132,7 @@ class Receiver:
         """Close the connections."""
         if self._route is not None:
             self._route[1].close()
-            self._route = None
+            self._route = self._coded = None
 
     def act(self, message: Message) -> None:
         """Act on a message."""
@@ -163,15 +165,32 @@ class Receiver:
             route = self._find_route(message)
             if isinstance(self._installer, ReceiveInPlace):
                 self._stop_serving()
+            held = self._complete
             if _shares(self._shadow, self._complete_arrays):
                 self._complete = None
-            route.receive(self._shadow)
+            if message.get("coded"):
+                self._receive_coded(route, message["base"], held)
+            else:
+                route.receive(self._shadow)
             self._arrived = message["version"]
         except Exception as error:
             self._problem = str(error)
             self.close()
         if "holder" in message:  # no trainer will send digests
             self._verify(message)
+
+    def _receive_coded(self, route: Route, base: int | None, held: int | None) -> None:
+        """Receive a version into the shadow, as differences to a base if there is one.
+
+        Args:
+            held: the version that this rank holds.
+        """
+        if self._coded is None:
+            self._coded = CodedTransfers(route, self._options, None)
+        problem = ""
+        if base is not None and (base != held or self._shadow.keys() != self._complete_arrays.keys()):
+            problem = f"the engine does not hold version {base}, to which differences refer"
+        self._coded.receive(self._shadow, None if base is None else self._complete_arrays, problem)
 
     def _stop_serving(self) -> None:
         """Wait until all ranks are in ``update``; their models hold no version from then on."""
@@ -217,7 +236,8 @@ class Receiver:
                 pieces = [compose(held, wanted) for wanted in pieces]
             place = 1 + message["engines"].index(self._team.id)
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            route = Route(store, source, list(targets.values()), pieces, place, self._team.rank, self._options)
+            options = share_memory(self._options) if message.get("compression") else self._options
+            route = Route(store, source, list(targets.values()), pieces, place, self._team.rank, options)
             self._route = message["route"], route
         is_installed = self._installer.keeps_last and _shares(self._shadow, self._kept[0])
         if is_installed:

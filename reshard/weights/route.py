@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.api.handle import Handle
 from reshard.api.mover import Mover
 from reshard.coordination import join
 from reshard.coordination.topology_discovery import find_topology
@@ -24,6 +25,9 @@ from reshard.weights.holdings import synchronize
 from reshard.weights.manifest import Manifest
 from reshard.weights.pieces import Piece, Side, Specs, gather_pieces
 from reshard.weights.verify import view_of
+
+#: Number of sets of arrays whose views a :class:`Route` keeps: two versions of the source.
+MAX_VIEWED = 2
 
 
 def find_ranks(sizes: Sequence[int]) -> list[int]:
@@ -61,6 +65,27 @@ class RouteOptions:
             raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
 
 
+@dataclass(frozen=True)
+class Landing:
+    """Where the tensors of a plan arrive on a rank.
+
+    Attributes:
+        arrays: memory for them by name. copies: the parts of the local shards that get what arrived in a tensor.
+        shards: the local shards.
+    """
+
+    arrays: dict[str, torch.Tensor]
+    copies: list[tuple[list[torch.Tensor], torch.Tensor]]
+    shards: list[torch.Tensor]
+
+    def finish(self) -> None:
+        """Write the local shards, once all has arrived."""
+        for views, tensor in self.copies:
+            for view, part in zip(views, tensor.unbind() if len(views) > 1 else [tensor], strict=True):
+                view.copy_(part)
+        synchronize(self.shards)
+
+
 class Route:
     """Connects the ranks of a source model with those of destination models. Used by one thread.
 
@@ -89,7 +114,7 @@ class Route:
     ) -> None:
         models = [source, *targets]
         firsts = find_ranks([model.size for model in models])
-        self._rank_in_route, self._timeout_seconds = firsts[place] + rank, options.timeout_seconds
+        self.rank, self._timeout_seconds = firsts[place] + rank, options.timeout_seconds
         gathered = gather_pieces(dict(zip(firsts[1:], pieces, strict=True)))
         specs = Specs(source, dict(zip(firsts[1:], targets, strict=True)))
         bundles = specs.bundle(gathered)
@@ -97,14 +122,14 @@ class Route:
         tensors = [specs.spec(bundle, name) for bundle, name in zip(bundles, names, strict=True)]
         self._sides = [[_side_of(pieces, firsts[place], place == 0) for pieces in bundle] for bundle in bundles]
         self._model, self._rank = models[place], rank
-        self._arrays: dict[str, torch.Tensor] = {}
-        self._views: list[list[torch.Tensor]] = [[] for _ in bundles]
-        self._group = join(store, self._rank_in_route, sum(model.size for model in models))
+        self._views: list[tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]] = []
+        self.group = join(store, self.rank, sum(model.size for model in models))
         try:
-            found = find_topology(self._group, timeout_seconds=options.join_seconds)
-            plan = plan_tensors(tensors, topology=options.topology or found, staging_bytes=options.memory_bytes)
+            found = find_topology(self.group, timeout_seconds=options.join_seconds)
+            self.topology = options.topology or found
+            plan = plan_tensors(tensors, topology=self.topology, staging_bytes=options.memory_bytes)
             self.device = "cpu" if any(model.device != "cuda" for model in models) else "cuda"
-            self._mover = Mover(plan, self._group, timeout_seconds=options.timeout_seconds, device=self.device)
+            self._mover = Mover(plan, self.group, timeout_seconds=options.timeout_seconds, device=self.device)
         except BaseException:
             self.close()
             raise
@@ -120,51 +145,71 @@ class Route:
             self._predicted = {"bound_seconds": bound, "predicted_seconds": seconds, "nbytes": nbytes}
         return self._predicted
 
-    def start_sending(self, arrays: Mapping[str, torch.Tensor]) -> Any:
+    def start_sending(self, arrays: Mapping[str, torch.Tensor]) -> Handle:
         """Start to send; returns the handle.
 
         Args:
             arrays: the local shards of the source model by name.
         """
-        sent: dict[str | None, Any] = {}
-        for spec, views in zip(self.plan.tensors, self._find_views(arrays), strict=True):
-            sent[spec.name] = None if not views else _one(views).to(self.device)
+        sent: dict[str | None, Any] = {spec.name: None for spec in self.plan.tensors}
+        for name, tensor in self.gather(arrays).items():
+            sent[name] = tensor.to(self.device)
         return self._mover.start(sent)
 
     def receive(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Receive into the local shards of the destination model of this rank, given by name."""
-        out: dict[str | None, Any] = {}
-        landed = []
-        for spec, views in zip(self.plan.tensors, self._find_views(arrays), strict=True):
-            if not views:
-                out[spec.name] = None
-            elif len(views) == 1 and views[0].device.type == self.device:
-                out[spec.name] = views[0]
-            else:
-                like = views[0]
-                shape = (len(views), *like.shape) if len(views) > 1 else like.shape
-                buffer = out[spec.name] = torch.empty(shape, dtype=like.dtype, device=self.device)
-                landed.append((views, buffer))
+        landing = self.land(arrays)
+        out: dict[str | None, Any] = {spec.name: landing.arrays.get(spec.name or "") for spec in self.plan.tensors}
         self._mover.start(dict.fromkeys(out), out=out).wait(self._timeout_seconds)
-        for views, buffer in landed:
-            for view, part in zip(views, buffer.unbind() if len(views) > 1 else [buffer], strict=True):
-                view.copy_(part)
-        synchronize(arrays.values())
+        landing.finish()
+
+    def gather(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What this rank holds of the plan's tensors, from its local shards by name."""
+        pairs = zip(self.plan.tensors, self._find_views(arrays), strict=True)
+        return {spec.name or "": _one(views) for spec, views in pairs if views}
+
+    def land(self, arrays: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None) -> Landing:
+        """Where the plan's tensors arrive for the local shards of a destination model, by name.
+
+        Args:
+            base: what the tensors hold before, by the same names; None: anything.
+        """
+        found: dict[str, torch.Tensor] = {}
+        copies = []
+        bases = self._find_views(arrays if base is None else base)
+        for spec, views, old in zip(self.plan.tensors, self._find_views(arrays), bases, strict=True):
+            if not views:
+                continue
+            if len(views) == 1 and views[0].device.type == self.device:
+                tensor = views[0]
+                if base is not None and old[0] is not tensor:
+                    tensor.copy_(old[0])
+            elif base is not None:
+                tensor = _one(old).to(self.device)
+                copies.append((views, tensor))
+            else:
+                shape = (len(views), *views[0].shape) if len(views) > 1 else views[0].shape
+                tensor = torch.empty(shape, dtype=views[0].dtype, device=self.device)
+                copies.append((views, tensor))
+            found[spec.name or ""] = tensor
+        return Landing(found, copies, list(arrays.values()))
 
     def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
         """What this rank holds of the pieces of each bundle: all of them or none. Kept for the same arrays."""
-        if not _are_same(arrays, self._arrays):
-            self._views = []
-            for sides in self._sides:
-                found = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
-                self._views.append([view for view in found if view is not None])
-            self._arrays = dict(arrays)
-        return self._views
+        for known, views in self._views:
+            if _are_same(arrays, known):
+                return views
+        found = []
+        for sides in self._sides:
+            each = (None if side is None else view_of(side, self._model, arrays, self._rank) for side in sides)
+            found.append([view for view in each if view is not None])
+        self._views = [*self._views[1 - MAX_VIEWED :], (dict(arrays), found)]
+        return found
 
     def close(self) -> None:
         """Close the connections."""
         with contextlib.suppress(Exception):  # the group may have failed
-            self._group.close()
+            self.group.close()
 
 
 def _side_of(pieces: Mapping[int, Piece], first: int, is_source: bool) -> Side | None:

@@ -11,7 +11,9 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
+from reshard.weights.coded import CodedTransfers, RawHandle, SendingHandle, share_memory
 from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
+from reshard.weights.formats import FormatChoice
 from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
 from reshard.weights.manifest import Manifest
@@ -35,6 +37,7 @@ class Sender:
         snapshot: what to send. It is there before the dispatcher hears of a version.
         end: is called with the outcome of each version.
         options: of its routes.
+        compression: ``"delta"``, ``"lossless"`` or None; see :class:`reshard.weights.Publisher`.
     """
 
     def __init__(
@@ -44,13 +47,17 @@ class Sender:
         snapshot: Snapshot,
         end: Callable[[Mapping[str, Any]], None],
         options: RouteOptions,
+        compression: str | None = None,
     ) -> None:
         self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
-        self._options = options
+        self._options, self._compression = options, compression
+        self._choice = FormatChoice()
+        self._coded: CodedTransfers | None = None
+        self._seen: set[tuple[str, bool]] = set()  # routes over which versions have travelled, coded or not
         self._route: tuple[str, Route] | None = None
         self._checkers: dict[str, Checker] = {}
         self._rank = team.rank  # among the ranks that send
-        self._dispatcher = Dispatcher(team, manifest, options) if team.is_leader else None
+        self._dispatcher = self._make_dispatcher() if team.is_leader else None
 
     def act(self, message: Message) -> None:
         """Act on a message."""
@@ -70,7 +77,19 @@ class Sender:
         """Close the connections."""
         if self._route is not None:
             self._route[1].close()
-            self._route = None
+            self._route = self._coded = None
+
+    def _make_dispatcher(self) -> Dispatcher:
+        return Dispatcher(self._team, self._manifest, self._options, self._find_base, self._describe_coding)
+
+    def _find_base(self) -> int | None:
+        """The version to which differences may refer."""
+        return self._snapshot.base_version if self._compression == "delta" and self._choice.may_pay() else None
+
+    def _describe_coding(self, base: int | None) -> dict[str, Any]:
+        """What a message says about the coding of a version."""
+        is_coded = self._compression is not None and self._choice.may_pay()
+        return {"compression": self._compression, "coded": is_coded, "base": base}
 
     def watch(self, is_done: Callable[[], bool]) -> None:
         """Let the first rank that lives lead the trainer, if those before it end while a version is on its way.
@@ -104,12 +123,12 @@ class Sender:
     def _lead(self) -> None:
         """Take over from the ranks before this one, which have ended."""
         if self._snapshot.version is not None:
-            self._dispatcher = Dispatcher(self._team, self._manifest, self._options)
+            self._dispatcher = self._make_dispatcher()
             self._dispatcher.take_over(self._snapshot.version)
 
     def _send(self, message: Message) -> None:
         """Send the snapshot to the engines of a message; every rank of the trainer does so at the same time."""
-        times: dict[str, float] = {}
+        times: dict[str, Any] = {}
         values: dict[str, Value] = {}
         seconds = self._options.timeout_seconds + AGREE_SECONDS  # others may still be sending
         key, ranks = message["route"], message["ranks"]
@@ -123,11 +142,11 @@ class Sender:
             begun = time.monotonic()
             with self._snapshot.sending(message["version"]):
                 values.update(self._snapshot.values)
-                handle = route.start_sending(self._snapshot.arrays)
+                handle = self._start(route, message)
                 digests = self._digest()
-                handle.wait(self._options.timeout_seconds)
+                sent = handle.wait(self._options.timeout_seconds)
             times.update(seconds=time.monotonic() - begun, **route.predict())
-            return {"digests": digests}
+            return {"digests": digests, "seconds": sent.seconds, "nbytes": sent.nbytes, "formats": sent.formats}
 
         try:
             group = self._team.group_of(ranks, key)
@@ -137,6 +156,8 @@ class Sender:
             outcome = Outcome(error=error)
         else:
             outcome = Outcome(times=times, values=values)
+            if self._compression is not None:
+                times |= self._note_transfer(message, reports, times["nbytes"])
             if self._dispatcher is not None:
                 digests = {
                     engine: add_all([report["digests"][engine] for report in reports.values()])
@@ -148,6 +169,32 @@ class Sender:
                 outcome = Outcome(digests=digests, totals=totals, times=times, values=values)
         if self._dispatcher is not None:
             self._dispatcher.end_sending(message, outcome)
+
+    def _start(self, route: Route, message: Message) -> SendingHandle | RawHandle:
+        """Start to send the snapshot over a route."""
+        if not message["coded"]:
+            return RawHandle(route, self._snapshot.arrays)
+        if self._coded is None:
+            self._coded = CodedTransfers(route, self._options, self._choice)
+        base, snapshot = message["base"], self._snapshot
+        problem = ""
+        if base is not None and base != snapshot.base_version:
+            problem = (
+                f"the trainer holds version {snapshot.base_version} in place of {base}, to which differences refer"
+            )
+        return self._coded.start_sending(snapshot.arrays, None if base is None else snapshot.base, problem)
+
+    def _note_transfer(self, message: Message, reports: Mapping[int, Any], plain: int) -> dict[str, Any]:
+        """Learn the rate of the link from a transfer; returns what the report of the version says about its coding."""
+        way = message["route"], message["coded"]
+        seconds, nbytes = (max(report[name] for report in reports.values()) for name in ("seconds", "nbytes"))
+        self._choice.add_transfer(nbytes, seconds, plain, is_first=way not in self._seen)
+        self._seen = {each for each in self._seen if each[0] == message["route"]} | {way}
+        formats: dict[str, int] = {}
+        for report in reports.values():
+            for name, size in report["formats"].items():
+                formats[name] = formats.get(name, 0) + size
+        return {"formats": formats, "encoded_bytes": nbytes, "base": message["base"]}
 
     def _find_route(self, key: str, ranks: Sequence[int], engines: Mapping[str, Manifest]) -> Route:
         if self._route is None or self._route[0] != key:
@@ -162,7 +209,8 @@ class Sender:
                 twin = next((other for other in self._checkers if engines[other] == target), None)
                 checker = Checker(manifest, target, pieces[name]) if twin is None else self._checkers[twin]
                 self._checkers[name] = checker
-            route = Route(store, manifest, targets, list(pieces.values()), 0, self._rank, self._options)
+            options = self._options if self._compression is None else share_memory(self._options)
+            route = Route(store, manifest, targets, list(pieces.values()), 0, self._rank, options)
             self._route = key, route
         return self._route[1]
 

@@ -24,10 +24,12 @@ class Snapshot:
         manifest: of the model when it was first read.
         dtype: dtype of floating-point tensors; None: their own.
         quantizer: of tensors that are published in float8.
+        on_host: whether the copy is in host memory. keeps_base: whether the version before is kept, too.
 
     Attributes:
         arrays, values: tensors, and numbers and strings, by name.
         version: which one it is; None while there is none.
+        base, base_version: the tensors of the version that was published before it, and its number.
     """
 
     def __init__(
@@ -36,8 +38,14 @@ class Snapshot:
         manifest: Manifest,
         dtype: torch.dtype | None,
         quantizer: Quantizer | None,
+        *,
+        on_host: bool = False,
+        keeps_base: bool = False,
     ) -> None:
         self.arrays: dict[str, torch.Tensor] = {}
+        self.base: dict[str, torch.Tensor] = {}
+        self.base_version: int | None = None
+        self._on_host, self._keeps_base = on_host, keeps_base
         self.values: dict[str, Value] = {}
         self._reader, self._manifest, self._dtype, self._quantizer = reader, manifest, dtype, quantizer
         self._checked: ModelState | None = None
@@ -64,12 +72,15 @@ class Snapshot:
         self._checked = state
         return state
 
-    def take(self, state: ModelState, measured: Sequence[Mapping[str, Any]], version: int, seconds: float) -> None:
+    def take(
+        self, state: ModelState, measured: Sequence[Mapping[str, Any]], version: int, last: int | None, seconds: float
+    ) -> None:
         """Copy the weights of a model.
 
         Args:
             state: of the model.
             measured: what all ranks have measured for the quantizer.
+            version: its number. last: the last one that all ranks have published.
             seconds: how long to wait for a version that is being sent.
 
         Raises:
@@ -78,18 +89,20 @@ class Snapshot:
         if not self._lock.acquire(timeout=seconds):
             raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
         try:
+            if self._keeps_base and self.version is not None and self.version == last:
+                self.arrays, self.base, self.base_version = self.base, self.arrays, last
             self.version = None
             for name, holding in state.holdings.items():
                 if self._quantizer is not None and name in self._quantizer.names:
                     continue
                 known, array = self.arrays.get(name), holding.array
                 if known is None or known.shape != array.shape:
-                    kept = self._kept(array)
-                    known = self.arrays[name] = torch.empty(array.shape, dtype=kept, device=array.device)
+                    device = "cpu" if self._on_host else array.device
+                    known = self.arrays[name] = torch.empty(array.shape, dtype=self._kept(array), device=device)
                 known.copy_(array)
             if self._quantizer is not None:
-                self._quantizer.quantize(state.holdings, measured, self.arrays)
-            synchronize(self.arrays.values())
+                self._quantizer.quantize(state.holdings, measured, self.arrays, self._on_host)
+            synchronize(holding.array for holding in state.holdings.values())
             self.values.clear()
             self.values.update(state.values)
             self.version = version

@@ -9,7 +9,6 @@ import torch
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.compression import WeightSync
 from reshard.coordination import Monitor
 from reshard.testing.processes import run_processes
 from tests.support.tensors import result_or_error, whole_tensor
@@ -112,22 +111,6 @@ def _start_twice(rank):
 def test_a_mover_does_not_decode_two_transfers_into_one_array():
     for text in run_processes(_start_twice, 2):
         assert "out lies in memory that an unfinished transfer writes" in text
-
-
-def _sync_into_a_result_before_wait(rank):
-    source, out = torch.full((4, 4), rank + 1.0), torch.zeros(8, 2, dtype=torch.float64)
-    sync = WeightSync(ROWS, COLS, {"w": (8, 4)}, "float64")
-    handle = reshard.reshard_async(source, ROWS, COLS, out=out, dst_dtype="float64")
-    text = result_or_error(lambda: sync({"w": source.double()}, {"w": out}, version=1))
-    handle.wait()
-    sync({"w": source.double() * 2}, {"w": out}, version=1)
-    assert out[:, 0].tolist() == [2.0] * 4 + [4.0] * 4
-    return text
-
-
-def test_weights_are_not_written_to_a_result_before_wait():
-    for text in run_processes(_sync_into_a_result_before_wait, 2):
-        assert "rank 0: out of 'w' lies in memory that an unfinished transfer writes" in text
 
 
 def _use_a_result_as_base_before_wait(rank):

@@ -31,7 +31,6 @@ from safetensors.torch import load_file
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.compression import WeightSync
 from reshard.coordination import all_gather_json
 from reshard.scheduler import Edge, Pipe, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.pipe.profile import StageProfile, StageTimes
@@ -122,20 +121,6 @@ class Movers(Calls):
     def close(self):
         """Close the Mover."""
         self.mover.close()
-
-
-class Syncs(Calls):
-    """Versions of a WeightSync."""
-
-    def __init__(self, group, folder):
-        self.sync = WeightSync(ROWS, COLUMNS, {"w": SHAPE}, "float32", group=group, timeout_seconds=TIMEOUT_SECONDS)
-        self.out, self.version = torch.zeros(SHAPE[0], SHAPE[1] // 2), 0
-
-    def run(self, source):
-        """Send the next version."""
-        self.version += 1
-        self.sync({"w": source}, {"w": self.out}, version=self.version)
-        return self.out.clone()
 
 
 class Steps(Calls):
@@ -249,7 +234,6 @@ class _Times(torch.nn.Module):
 KINDS = {
     "reshard": Calls,
     "mover": Movers,
-    "weight_sync": Syncs,
     "engine": Steps,
     "save": Saves,
     "load": Loads,

@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.compression import GradientSum, WeightSync
+from reshard.compression import GradientSum
 from reshard.formatting import brief
 from reshard.scheduler import Pipe, one_f_one_b
 from reshard.testing.processes import run_processes
@@ -159,19 +159,6 @@ def _move(group, change):
     return mover(**change("move", {"tensor": torch.ones(2, 6)}, "tensor out base"))
 
 
-def _sync(group, change):
-    arguments = {
-        "src": interrupts.ROWS,
-        "dst": interrupts.COLUMNS,
-        "shape": {"w": interrupts.SHAPE},
-        "dtype": "float32",
-    }
-    known = "src dst shape dtype topology compression timeout_seconds"
-    sync = WeightSync(**change("weight sync", arguments | _options(group), known))
-    arguments = {"tensors": {"w": torch.ones(2, 6)}, "out": {"w": torch.zeros(4, 3)}, "version": 1}
-    return sync(**change("sync", arguments, "tensors out version"))
-
-
 def _sum(group, change):
     known = "codec host_of_rank average feedback module"
     summed = GradientSum(**change("gradient sum", {"codec": "int8x128", "group": group}, known))
@@ -204,7 +191,6 @@ def _options(group):
 DOORS = {
     "transfer": _transfer,
     **dict.fromkeys(("mover", "move"), _move),
-    **dict.fromkeys(("weight sync", "sync"), _sync),
     **dict.fromkeys(("gradient sum", "sum"), _sum),
     **dict.fromkeys(("compile", "step", "save", "load"), _train),
 }

@@ -242,10 +242,6 @@ def _of_compression():
     linear = nn.Linear(3, 2)
     summed = compression.GradientSum("int8x128", average=True, feedback=True)
     scatter = compression.CompressedReduceScatter("int8x128", feedback=True)
-    whole = Layout(Mesh.of(1), "R R")
-    sync = {"src": {"w": whole}, "dst": {"w": whole}, "shape": {"w": (4, 3)}, "dtype": "float32", "group": None}
-    sync |= {"topology": None, "compression": "auto", "timeout_seconds": 10.0}
-    made = compression.WeightSync(**sync)
     return {
         "Policy": (compression.Policy, policy),
         "Policy.pair": (compression.Policy(pp="int8x128").pair, {"dimension": "pp"}),
@@ -270,8 +266,6 @@ def _of_compression():
         ),
         "GradientSum call": (summed, {"gradients": gradients}),
         "GradientSum.load_state_dict": (summed.load_state_dict, {"state": summed.state_dict()}),
-        "WeightSync": (compression.WeightSync, sync),
-        "WeightSync call": (made, {"tensors": {"w": torch.ones(4, 3)}, "out": {"w": torch.ones(4, 3)}, "version": 1}),
         "find_codec": (find_codec, {"codec": "int8x128"}),
     }
 

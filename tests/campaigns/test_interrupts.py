@@ -13,7 +13,7 @@ from tests.campaigns import interrupts
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "every"),
-    [("reshard", 120), ("mover", 50), ("weight_sync", 250), ("engine", 350), ("save", 900), ("load", 900)],
+    [("reshard", 120), ("mover", 50), ("engine", 350), ("save", 900), ("load", 900)],
 )
 def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):
     num, wrong = interrupts.run_campaign(kind, every, first=every // 2)

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import reshard
 from reshard import Layout, Mesh, Topology
-from reshard.compression import GradientSum, WeightSync
+from reshard.compression import GradientSum
 from reshard.runtime.cuda import host_copies
 from reshard.testing import LaunchError, run_processes
 from reshard.topology import CodecRate
@@ -126,23 +126,6 @@ def test_copies_are_recovered_when_a_rank_is_lost(copied):
     with pytest.raises(LaunchError) as caught:
         run_processes(_lose_a_rank, 4, grace_seconds=40.0)
     assert caught.value.results == {1: True, 2: True, 3: True}
-
-
-def _sync(rank):
-    source, out = take_shard(SRC, rank, WHOLE), take_shard(DST, rank, WHOLE)
-    out = None if out is None else torch.zeros_like(out)
-    sync = WeightSync(SRC, DST, {"w": WHOLE.shape}, WHOLE.dtype)
-    bases = []
-    for version in (1, 2):
-        weights = None if source is None else {"w": source * version}
-        report = sync(weights, None if out is None else {"w": out}, version=version)
-        bases.append(report.base)
-        assert out is None or torch.equal(out, take_shard(DST, rank, WHOLE) * version)
-    return bases
-
-
-def test_weights_are_synced_through_copies(copied):
-    assert run_processes(_sync, 4) == [[None, 1]] * 4
 
 
 def _sum(rank):

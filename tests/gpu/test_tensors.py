@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import reshard
 from reshard import Layout, Mesh
-from reshard.compression import GradientSum, WeightSync
+from reshard.compression import GradientSum
 from tests.gpu.ranks import DEVICE, MARKS, RANKS, run
 from tests.support.random_problems import random_problem
 from tests.support.tensors import same_bytes, take_shard, whole_tensor
@@ -119,7 +119,7 @@ OPTIONS = [
 
 
 def _use_options_of_the_cpu(rank):
-    """Calls, Movers, WeightSync and GradientSum that move CUDA tensors through copies in host memory."""
+    """Calls, Movers and GradientSum that move CUDA tensors through copies in host memory."""
     whole = torch.randn(32, 1536, generator=torch.Generator().manual_seed(0)).bfloat16()
     source, wanted = _on_device(take_shard(SRC, rank, whole)), _on_device(take_shard(DST, rank, whole))
     for options in OPTIONS:
@@ -135,11 +135,6 @@ def _use_options_of_the_cpu(rank):
         with reshard.Mover(plan, device=DEVICE, **options) as mover:
             moved = mover(None if source is None else source * 2, out=out)
             assert moved is out and (out is None or torch.equal(out, wanted * 2)), options
-    sync = WeightSync(SRC, DST, {"w": whole.shape}, whole.dtype)
-    for version in (1, 2):
-        weights = None if source is None else {"w": source * version}
-        sync(weights, None if out is None else {"w": out}, version=version)
-        assert out is None or torch.equal(out, wanted * version)
     gradients = {"a": torch.full((40, 3), rank + 1.0, device=DEVICE)}
     GradientSum(None, average=False)(gradients)
     assert gradients["a"].unique().tolist() == [10.0]

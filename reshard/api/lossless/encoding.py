@@ -5,8 +5,8 @@ A region is cut into pieces that fit a core's cache, so that coding and hashing 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,11 +16,8 @@ from reshard.api.lossless.regions import Bucket, bytes_of
 from reshard.codecs.delta import HEADER_BYTES, word_width
 from reshard.codecs.formats import FORMATS, decode_piece
 from reshard.codecs.raw_bytes import write_into
-from reshard.dtypes import dtype_name
 
 Shards = Mapping[str, torch.Tensor]
-#: Chooses the format of a region, from its bytes, those of its base or None, its dtype, and the bytes of a word.
-Choose = Callable[[np.ndarray, np.ndarray | None, str, int], str]
 
 #: Bytes of a piece of a region; a multiple of the blocks of all codecs.
 PIECE_BYTES = 2**20
@@ -39,14 +36,12 @@ class EncodedBucket:
     Attributes:
         buffer: flat uint8: the bucket, then zero padding. nbytes: of the bucket.
         digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not requested.
-        formats: ``{format: plain bytes that were to travel in it}``.
     """
 
     buffer: np.ndarray
     nbytes: int
     digest: int | None
     base_digest: int | None = None
-    formats: dict[str, int] = field(default_factory=dict)
 
     @property
     def data(self) -> np.ndarray:
@@ -80,18 +75,16 @@ def encode_bucket(
     bucket: Bucket,
     tensors: Shards,
     base: Shards | None,
-    codec: str | Choose = "delta",
+    codec: str = "delta",
     *,
     with_digest: bool = True,
     with_base_digest: bool = False,
-    buffer: np.ndarray | None = None,
 ) -> EncodedBucket:
     """Encode the regions of a bucket.
 
     Args:
         tensors: the source shards by name. base: the source shards of the version to which differences refer; None
-            sends the plain bytes. codec: the format of all regions, or a function that chooses it for each.
-        buffer: memory that the result may use.
+            sends the plain bytes. codec: the format of all regions.
     """
     plain = [bytes_of(view) for view in bucket.views(tensors, "src")]
     num_pieces = sum(-(-len(words) // PIECE_BYTES) for words in plain)
@@ -99,18 +92,12 @@ def encode_bucket(
     # Differences are usually few, and the pages of a large buffer take longer to map than they take to encode.
     few = _ENTRY_BYTES * num_pieces + 2 * (PIECE_BYTES + HEADER_BYTES)
     out = np.zeros(most if base is None else min(most, few), dtype=np.uint8)
-    if buffer is not None and len(out) <= len(buffer) <= most:
-        out = buffer
     at, sizes, hasher, base_hasher = _ENTRY_BYTES * num_pieces, [], xxhash.xxh3_64(), xxhash.xxh3_64()
-    formats: dict[str, int] = {}
     bases = [None] * len(plain) if base is None else bucket.views(base, "src")
     for words, old_view, view in zip(plain, bases, bucket.views(tensors, "src"), strict=True):
         old = None if old_view is None else bytes_of(old_view)
         width = word_width(view.element_size())
-        name = codec if isinstance(codec, str) else codec(words, old, dtype_name(view.dtype), width)
-        formats[name] = formats.get(name, 0) + len(words)
-        if old is None and FORMATS[name].has_base:
-            name = "raw"
+        name = "raw" if old is None and FORMATS[codec].has_base else codec
         for start in range(0, len(words), PIECE_BYTES):
             piece = words[start : start + PIECE_BYTES]
             old_piece = None if old is None else old[start : start + PIECE_BYTES]
@@ -132,7 +119,6 @@ def encode_bucket(
         at,
         hasher.intdigest() if with_digest else None,
         base_hasher.intdigest() if with_base_digest and base is not None else None,
-        formats,
     )
 
 

@@ -7,10 +7,12 @@ import numpy as np
 WORDS = 64
 
 
-def encode(words: np.ndarray, base: np.ndarray) -> bytes:
-    """The code that turns ``base`` into ``words``, unsigned integers of equal size."""
+def encode(words: np.ndarray, base: np.ndarray) -> bytes | None:
+    """The code that turns ``base`` into ``words``, unsigned integers of equal size; None if it pays little."""
     out, span = bytearray(), 1 << (8 * words.itemsize)
     for index in range(0, len(words), WORDS):
+        if index % (64 * WORDS) == 0 and 4 * len(out) > 3 * index * words.itemsize:
+            return None
         new, old = words[index : index + WORDS], base[index : index + WORDS]
         changed = np.flatnonzero(new != old)
         steps = (new[changed].astype(np.int64) - old[changed] + span // 2) % span - span // 2

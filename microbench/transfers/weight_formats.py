@@ -1,9 +1,12 @@
-"""Time the formats of a WeightSync on real updates.
+"""Time the formats in which a Publisher sends versions, on real updates.
 
 Seven runs continue the training of a small GPT in bf16 with fp32 masters, by AdamW or SGD at different learning rates.
-They change from about 1 % to nearly all of the bf16 weights a step. On emulated hosts, four trainer ranks send each
-version to four replicas, once in each format, once by ``compression="auto"``, and once with a plain Mover. All send the
-same version in turns. Replicas compare each result bit for bit.
+They change from about 1 % to nearly all of the bf16 weights a step. On emulated hosts, four trainer ranks publish each
+version to four engines, once in each format, once with ``compression="delta"``, which chooses, and once without
+compression ("raw"). All send the same version in turns, and engines compare each result bit for bit.
+
+``--parts`` measures coding alone, in CPU time, and computes the time of the link: a trainer rank encodes its quarter,
+and an engine decodes all. The time of the choice counts, too. Raw versions need no coding.
 """
 
 from __future__ import annotations
@@ -16,24 +19,24 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+import torch.distributed as dist
 
-import reshard
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.harness.options import add_number, add_rates
 from microbench.harness.worker import Stopwatch
-from reshard.api.lossless.encoding import Choose, decode_bucket, encode_bucket
-from reshard.api.lossless.regions import find_buckets
+from reshard import weights
 from reshard.cli.progress import print_line, track
 from reshard.codecs.formats import known_formats
 from reshard.codecs.rates import time_formats
-from reshard.compression import WeightSync
-from reshard.compression.sync_formats import SyncFormats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology, topology_from_json
+from reshard.weights.coding import decode_region, encode_region, largest_size
+from reshard.weights.formats import FormatChoice
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
 ROWS, WARMUP_STEPS, WARMUP_RATE = 2, 10, 1e-3
@@ -47,10 +50,11 @@ RUNS = (
 RATES = ("0.1 Gbit/s", "0.4 Gbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s")
 #: The first versions of a run, which change buffers, are not timed.
 UNTIMED = 2
+#: Trainer ranks.
+NUM_TRAINERS = 4
 
-SRC, DST = reshard.Layout(reshard.Mesh.of(4), "S0"), reshard.Layout(reshard.Mesh.of(4, first_rank=4))
 #: Runs of each part, of which the fastest counts.
-PARTS_REPEATS = 3
+PARTS_REPEATS = 5
 
 Weights = dict[str, torch.Tensor]
 
@@ -92,84 +96,111 @@ def share_of_changes(old: Weights, new: Weights) -> float:
     return changed / sum(item.numel() for item in new.values())
 
 
+class FixedChoice(FormatChoice):
+    """One format for all regions.
+
+    Args:
+        name: of the format.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = name
+
+    def may_pay(self) -> bool:
+        """See :class:`FormatChoice`."""
+        return True
+
+    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
+        """See :class:`FormatChoice`."""
+        return ("raw" if base is None else self._name), 1.0
+
+
 def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topology) -> None:
-    """Report for each run: by contender, seconds of each timed version on this rank, and formats and bytes of it."""
+    """Report for each run: by contender, seconds of each timed version on this rank, and its report."""
     runs = torch.load(path, mmap=True)
-    shapes = {name: tuple(item.shape) for name, item in runs[0][0].items()}
-    numel = sum(item.numel() for item in runs[0][0].values()) // 4 * 4
-    plan = reshard.make_plan(SRC, DST, (numel,), "bfloat16", topology=topology)
-    flat = torch.zeros(numel // 4, dtype=torch.bfloat16) if rank < 4 else None
-    syncs = {
-        name: WeightSync(SRC, DST, shapes, "bfloat16", topology=topology, compression=name)
-        for name in ("auto", *known_formats())
-    }
-    outs = {
-        name: {item: torch.zeros(shape, dtype=torch.bfloat16) for item, shape in shapes.items()} if rank >= 4 else None
-        for name in syncs
-    }
+    groups = [dist.new_group(range(4)), *(dist.new_group([engine]) for engine in range(4, 8))]
+    store = dist.distributed_c10d._get_default_store()
+    models: dict[str, Weights] = {}
+    sides: dict[str, Any] = {}
+    is_trainer = rank < NUM_TRAINERS
+    for name in ("raw", "auto", *(each for each in known_formats() if each != "raw")):
+        cut = {item: value.tensor_split(4)[rank] if is_trainer else value for item, value in runs[0][0].items()}
+        models[name] = {item: torch.zeros_like(value) for item, value in cut.items()}
+        options: dict[str, Any] = {"name": name, "group": groups[max(0, rank - 3)], "topology": topology}
+        if is_trainer:
+            options["shards"] = {item: _stated(runs[0][0][item], rank) for item in cut}
+            options["compression"] = None if name == "raw" else "delta"
+        sides[name] = (weights.Publisher if is_trainer else weights.Subscriber)(models[name], store, **options)
+        if is_trainer and name not in ("raw", "auto"):
+            sides[name]._sender._choice = FixedChoice(name)
     stopwatch, number = Stopwatch(), 0
-    with reshard.Mover(plan) as mover:
-        flat_out = mover.empty_out()
-        for which, versions in enumerate(runs):
-            found: dict[str, list[tuple[float, Any]]] = {name: [] for name in ("Mover", *syncs)}
-            for place, whole in enumerate(versions):
-                number += 1
-                shards = None
-                if rank < 4:
-                    shards = {name: item.tensor_split(4)[rank].clone() for name, item in whole.items()}
-                for name, timed in found.items():
-                    stopwatch.start()
-                    sent: Any = None
-                    if name == "Mover":
-                        mover(flat, out=flat_out)
-                    else:
-                        sent = syncs[name](shards, outs[name], version=number)
-                    seconds = stopwatch.stop().seconds
-                    if place >= UNTIMED:
-                        timed.append((seconds, sent and (sent.formats, sent.encoded_bytes, sent.plain_bytes)))
-                    out = outs.get(name)
-                    assert out is None or all(
-                        torch.equal(out[item].view(torch.int16), whole[item].view(torch.int16)) for item in shapes
-                    )
-            report((which, found))
+    for which, versions in enumerate(runs):
+        found: dict[str, list[tuple[float, Any]]] = {name: [] for name in sides}
+        for place, whole in enumerate(versions):
+            number += 1
+            for name, side in sides.items():
+                if is_trainer:
+                    for item, value in whole.items():
+                        models[name][item].copy_(value.tensor_split(4)[rank])
+                stopwatch.start()
+                sent = side.publish(number).wait(600) if is_trainer else None
+                seconds = stopwatch.stop().seconds
+                if place >= UNTIMED:
+                    timed = sent and (dict(sent.formats), sent.encoded_bytes or sent.nbytes, sent.nbytes)
+                    found[name].append((seconds, timed))
+                if not is_trainer:
+                    assert side.update(600) == number
+                    assert all(torch.equal(models[name][item], value) for item, value in whole.items()), name
+        report((which, found))
+    for side in sides.values():
+        side.close()
 
 
-def time_parts(old: Weights, new: Weights) -> dict[str, tuple[float, float, int]]:
-    """By format: CPU seconds of a trainer that encodes its quarter and a replica that decodes all, and the bytes."""
-    return {name: _fastest_parts(old, new, name) for name in known_formats()}
+def _stated(weight: torch.Tensor, rank: int) -> tuple[Any, list[Any]]:
+    """The global shape, and the region that a trainer rank holds."""
+    rows = [len(part) for part in weight.tensor_split(NUM_TRAINERS)]
+    first = sum(rows[:rank])
+    return weight.shape, [[(first, first + rows[rank]), *((0, size) for size in weight.shape[1:])]]
 
 
-def _fastest_parts(old: Weights, new: Weights, codec: Any) -> tuple[float, float, int]:
-    buffers: dict[int, Any] = {}
-    taken = [_code(old, new, codec, buffers) for _ in range(PARTS_REPEATS)]
-    return min(item[0] for item in taken), min(item[1] for item in taken), taken[0][2]
+Parts = tuple[float, float, float, dict[str, int]]
 
 
-def _code(old: Weights, new: Weights, codec: Any, buffers: dict[int, Any]) -> tuple[float, float, int]:
-    """One run; ``buffers`` keeps the memory of encoded buckets for the next one, as a WeightSync does."""
-    encoded, out = [], {name: item.clone() for name, item in old.items()}
-    seconds = []
-    for rank in range(4):
-        (bucket,) = (item for item in _find_all(new, rank).values() if item.holders == (rank,))
-        shards, base = ({name: item.tensor_split(4)[rank] for name, item in side.items()} for side in (new, old))
+def time_parts(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
+    """CPU seconds of a trainer rank that chooses and encodes its quarter, and of an engine that decodes all; the bytes
+    as they travel; and the plain bytes in each format. The fastest of some runs.
+    """
+    taken = [_code(old, new, choice) for _ in range(PARTS_REPEATS)]
+    return min(each[0] for each in taken), min(each[1] for each in taken), taken[0][2], taken[0][3]
+
+
+def _code(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
+    seconds, codes, gain = [], [], 0.0
+    formats: dict[str, int] = {}
+    out = {name: value.clone() for name, value in old.items()}
+    buffers = {name: np.zeros(largest_size(value), dtype=np.uint8) for name, value in new.items()}
+    for rank in range(NUM_TRAINERS):
+        pairs = [(name, *(side[name].tensor_split(NUM_TRAINERS)[rank] for side in (new, old))) for name in new]
         begun = time.thread_time()
-        made = encode_bucket(bucket, shards, base, codec, buffer=buffers.get(rank))
-        encoded.append((rank, made.data))
+        chosen = [choice.choose(value, base) for _, value, base in pairs]
+        gain += sum(saved for _, saved in chosen)
+        if gain > 0:
+            for (format_name, _), (name, value, base) in zip(chosen, pairs, strict=True):
+                size = encode_region(value, base, format_name, buffers[name])
+                codes.append((name, rank, buffers[name][:size].copy()))
         seconds.append(time.thread_time() - begun)
-        buffers[rank] = made.buffer
-    buckets = {bucket.holders: bucket for bucket in _find_all(new, 4).values()}
+        for (format_name, _), (_, value, _) in zip(chosen, pairs, strict=True):
+            formats[format_name] = formats.get(format_name, 0) + value.nbytes
+    plain = sum(value.nbytes for value in new.values())
+    if gain <= 0:
+        return max(seconds), 0.0, plain, {"raw": plain}
     begun = time.thread_time()
-    for rank, data in encoded:
-        decode_bucket(buckets[rank,], data, out, with_digest=False)
+    for name, rank, data in codes:
+        decode_region(data, out[name].tensor_split(NUM_TRAINERS)[rank])
     decoding = time.thread_time() - begun
-    assert all(torch.equal(out[name].view(torch.int16), item.view(torch.int16)) for name, item in new.items())
-    return max(seconds), decoding, sum(len(data) for _, data in encoded)
-
-
-def _find_all(weights: Weights, rank: int) -> dict[str, Any]:
-    """All buckets, with regions as a rank holds them."""
-    specs = [reshard.TensorSpec(tuple(weight.shape), "bfloat16", SRC, DST, name) for name, weight in weights.items()]
-    return find_buckets(specs, rank)
+    assert all(torch.equal(out[name].view(torch.int16), value.view(torch.int16)) for name, value in new.items())
+    return max(seconds), decoding, sum(len(data) for *_, data in codes), formats
 
 
 def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
@@ -177,35 +208,30 @@ def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
     codec_rates = time_formats()
     for versions in runs:
         old, new = versions[-2:]
-        parts, plain = time_parts(old, new), sum(item.nbytes for item in new.values())
+        plain = sum(item.nbytes for item in new.values())
+        fixed = {name: time_parts(old, new, FixedChoice(name)) for name in known_formats() if name != "raw"}
         for rate in rates:
             topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
             link = topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
-            choice = SyncFormats("auto", _find_all(new, 0), plain / link)
-            choice.agree({0: choice.report() | {"rates": codec_rates}})
-            chosen: dict[str, int] = {}
-            parts["auto"] = _fastest_parts(old, new, choice)
-            _code(old, new, _counting(choice, chosen), {})
-            seconds = {name: encode + nbytes / link + decode for name, (encode, decode, nbytes) in parts.items()}
-            auto, raw = seconds.pop("auto"), seconds["raw"]
+            choice = FormatChoice()
+            choice.agree({0: {"known": known_formats(), "rates": codec_rates}}, encoders=NUM_TRAINERS)
+            choice.add_transfer(plain, plain / link, plain, is_first=False)
+            seconds = {"raw": plain / link}
+            seconds |= {name: encode + nbytes / link + decode for name, (encode, decode, nbytes, _) in fixed.items()}
+            auto, formats = seconds["raw"], {"raw": plain}
+            if choice.may_pay():
+                encode, decode, nbytes, formats = time_parts(old, new, choice)
+                auto = encode + nbytes / link + decode
             best = min(seconds, key=seconds.__getitem__)
-            most = ", ".join(f"{name} {n / plain:.0%}" for name, n in chosen.items() if n > 0.02 * plain)
+            most = ", ".join(f"{name} {n / plain:.0%}" for name, n in formats.items() if n > 0.02 * plain)
             print_line(
                 f"{rate:10} {share_of_changes(old, new):6.1%}  auto {1e3 * auto:8.2f} ms  / {best} "
-                f"{auto / seconds[best]:.3f}  / raw {auto / raw:.3f}  ({most})  "
+                f"{auto / seconds[best]:.3f}  / raw {auto / seconds['raw']:.3f}  ({most})  "
                 + "  ".join(
-                    f"{name} {1e3 * value:.1f} ms 1/{plain / parts[name][2]:.1f}" for name, value in seconds.items()
+                    f"{name} {1e3 * value:.1f} ms" + (f" 1/{plain / fixed[name][2]:.1f}" if name in fixed else "")
+                    for name, value in seconds.items()
                 )
             )
-
-
-def _counting(choice: SyncFormats, chosen: dict[str, int]) -> Choose:
-    def choose(words: Any, base: Any, dtype: str, width: int) -> str:
-        name = choice(words, base, dtype, width)
-        chosen[name] = chosen.get(name, 0) + len(words)
-        return name
-
-    return choose
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -218,7 +244,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print a row for each rate and run."""
-    runs = make_runs(UNTIMED + options.repeats)
+    runs = make_runs(UNTIMED if options.parts else UNTIMED + options.repeats)
     print_line(f"{sum(item.nbytes for item in runs[0][0].values()) / 2**20:.1f} MiB of bf16")
     shares = [share_of_changes(versions[-2], versions[-1]) for versions in runs]
     if options.parts:
@@ -256,7 +282,7 @@ def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tu
         medians[contender] = statistics.median(turns)
         sent = ranks[0][contender][-1][1]
         ratios[contender] = "" if sent is None else f" 1/{sent[2] / sent[1]:.1f}"
-    fixed = {median: value for median, value in medians.items() if median not in ("Mover", "auto")}
+    fixed = {median: value for median, value in medians.items() if median != "auto"}
     best = min(fixed, key=fixed.__getitem__)
     plain = ranks[0]["auto"][-1][1]
     chosen = ", ".join(f"{item} {part:.0%}" for item, nbytes in plain[0].items() if (part := nbytes / plain[2]) > 0.02)

@@ -1,0 +1,135 @@
+"""Weights as differences beside whole ones, on emulated hosts.
+
+Four trainer ranks on two hosts each hold a quarter of 64 MiB of bf16 weights. Four engines of one rank on two other
+hosts each need all weights. Between versions, a share of the weights changes by one or two units in the last place. A
+:class:`reshard.Mover` sends the whole weights ("raw"). ``publish`` is the time from
+:meth:`reshard.weights.Publisher.publish` until every engine holds the version, verified, without compression and with
+``compression="delta"``; ``update`` then swaps the version in. :func:`reshard.reshard` sends differences with
+``compression="delta"``, and with ``"bf16-lossless"`` the whole weights without loss. Every engine compares each result
+with the trainers' weights bit for bit. The CPU time is that of all eight ranks together.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import reshard
+from microbench.harness.options import add_number, add_rates
+from microbench.harness.turns import Times, equal_hosts, format_seconds, medians_of, run_on_hosts, slowest
+from microbench.harness.worker import Stopwatch
+from reshard import weights
+from reshard.cli.progress import print_line, track
+from reshard.topology import Topology
+
+COLUMNS = 4096
+RATES = ("0.4 Gbit/s", "1 Gbit/s")
+#: Methods in the order in which each version is sent.
+METHODS = ("raw", "publish", "publish delta", "update delta", "reshard delta", "reshard bf16-lossless")
+#: Versions that are sent in full, connect ranks or allocate buffers.
+UNTIMED = 3
+
+
+def measure(
+    rank: int, report: Callable[[Any], None], mib: int, share: float, repeats: int, topology: Topology
+) -> tuple[Times, Times, float]:
+    """Measure all methods on this rank, once per version.
+
+    Args:
+        mib: size of the weights in MiB. share: fraction of the weights that change. repeats: number of timed versions.
+
+    Returns:
+        Seconds of each method, one value per version; its CPU seconds; and plain bytes over bytes of the last
+        differences on ranks of the trainer.
+    """
+    src = reshard.Layout(reshard.Mesh.of(4), "S0")
+    dst = reshard.Layout(reshard.Mesh.of(4, first_rank=4))
+    shape = (mib * 2**20 // 2 // COLUMNS, COLUMNS)
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    lo, hi = (each * shape[0] // 4 for each in (rank, rank + 1))
+    groups = [dist.new_group(range(4)), *(dist.new_group([engine]) for engine in range(4, 8))]
+    held = {"w": torch.zeros_like(whole[lo:hi] if rank < 4 else whole)}
+    models: dict[str, dict[str, torch.Tensor]] = {
+        name: {"w": held["w"].clone()} for name in ("publish", "publish delta")
+    }
+    store = dist.distributed_c10d._get_default_store()
+    sides: dict[str, Any] = {}
+    for name, model in models.items():
+        options: dict[str, Any] = {"name": name, "group": groups[max(0, rank - 3)], "topology": topology}
+        if rank < 4:
+            options["shards"] = {"w": (shape, [((lo, hi), (0, COLUMNS))])}
+            options["compression"] = "delta" if name == "publish delta" else None
+        sides[name] = (weights.Publisher if rank < 4 else weights.Subscriber)(model, store, **options)
+    outs: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.bfloat16) if rank >= 4 else None for name in METHODS}
+    plan = reshard.make_plan(src, dst, shape, "bfloat16", topology=topology)
+    call = functools.partial(reshard.reshard, shape=shape, dtype="bfloat16", topology=topology)
+    stopwatch = Stopwatch()
+    seconds: Times = {name: [] for name in METHODS}
+    used: Times = {name: [] for name in METHODS}
+    old, ratio = None, 1.0
+    with reshard.Mover(plan) as mover:
+        for version in range(1, repeats + UNTIMED + 1):
+            words, changed = whole.view(torch.int16), torch.rand(shape, generator=generator) < share
+            words += changed.short() * torch.randint(1, 3, shape, generator=generator).short()
+            shard = whole[lo:hi].clone() if rank < 4 else None
+            for name in METHODS:
+                method, _, kind = name.partition(" ")
+                if name in models and shard is not None:
+                    models[name]["w"].copy_(shard)
+                stopwatch.start()
+                begun = time.process_time()
+                if method == "raw":
+                    mover(shard, out=outs[name])
+                elif method == "publish":
+                    if rank < 4:
+                        found = sides[name].publish(version).wait(600)
+                        assert list(found.engines.values()) == [""] * 4, found
+                        ratio = found.nbytes / (found.encoded_bytes or found.nbytes)
+                elif method == "update":
+                    if rank >= 4:
+                        assert sides["publish delta"].update(600) == version
+                else:
+                    call(shard, src, dst, compression=kind, out=outs[name], base=old if kind == "delta" else None)
+                took = stopwatch.stop().seconds
+                if version > UNTIMED:
+                    seconds[name].append(took)
+                    used[name].append(time.process_time() - begun)
+                if method == "update" and rank >= 4:
+                    outs[name].copy_(models["publish delta"]["w"])
+                assert rank < 4 or method == "publish" or torch.equal(outs[name].view(torch.int16), words), name
+            old = shard
+    for side in sides.values():
+        side.close()
+    return seconds, used, ratio
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    add_number(parser, "--mib", 64, "MiB of weights", high=1024)
+    add_number(parser, "--share", 0.01, "share of the weights that change", low=0, high=1)
+    add_rates(parser, RATES)
+    add_number(parser, "--repeats", 7, "timed turns")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Measure at each link rate, and print a row for each method."""
+    for rate in track(options.rate or RATES, "rates"):
+        topology = equal_hosts(rate)
+        ranks = run_on_hosts(topology, measure, options.mib, options.share, options.repeats, topology)
+        times = slowest([seconds for seconds, *_ in ranks])
+        median = medians_of(times)
+        print_line(f"{rate}, load {os.getloadavg()[0]:.1f}; the differences are 1/{ranks[0][2]:.0f} of the weights")
+        for name in METHODS:
+            used = statistics.median(map(sum, zip(*(used[name] for _, used, _ in ranks), strict=True)))
+            faster = median["raw"] / median[name]
+            print_line(
+                f"  {name:21} {format_seconds(times[name])}  {faster:5.1f}x raw  {1e3 * used:.0f} ms of CPU time"
+            )

@@ -1,0 +1,382 @@
+"""Versions over a route in lossless formats, as differences if the destinations hold an earlier version."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from reshard.api.handle import Handle, times_of
+from reshard.api.lossless.encoding import find_capacities
+from reshard.api.lossless.regions import Bucket, Region, find_buckets
+from reshard.api.mover import Mover
+from reshard.codecs.choice import SMALL_BYTES
+from reshard.errors import DisagreementError, RemoteError
+from reshard.formatting import format_ranks
+from reshard.planner import plan_tensors
+from reshard.sharding import Layout, Mesh, TensorSpec
+from reshard.weights.coding import decode_region, encode_region, largest_size
+from reshard.weights.formats import FormatChoice, report_formats
+from reshard.weights.route import Route, RouteOptions
+from reshard.weights.team import run_collectively
+
+Arrays = Mapping[str, torch.Tensor]
+#: Parts of ``memory_bytes``: for the buffers, for the staging of their transfers, and for that of raw ones.
+NUM_SHARES = 3
+
+
+@dataclass
+class SendingReport:
+    """How a version was sent.
+
+    Attributes:
+        seconds: that transfers took. nbytes: that travelled, each counted once.
+        formats: ``{format: plain bytes}``, on this rank.
+    """
+
+    seconds: float = 0.0
+    nbytes: int = 0
+    formats: dict[str, int] = field(default_factory=dict)
+
+    def add(self, handle: Handle, nbytes: int) -> None:
+        """Add a transfer that has ended."""
+        begun, ended = times_of(handle)
+        self.seconds += (ended or 0.0) - (begun or 0.0)
+        self.nbytes += nbytes
+
+
+def share_memory(options: RouteOptions) -> RouteOptions:
+    """The options of a route whose transfers may also be coded."""
+    return replace(options, memory_bytes=options.memory_bytes // NUM_SHARES)
+
+
+@dataclass(frozen=True)
+class BucketChoice:
+    """The formats of a bucket.
+
+    Attributes:
+        names: the format of each region. plain: ``{format: plain bytes}``.
+        gain: seconds that they are predicted to save. All regions are raw if that is not more than 0.
+        counts: whether this rank is the first holder, which reports the gain.
+    """
+
+    names: list[str]
+    gain: float
+    plain: dict[str, int]
+    counts: bool
+
+
+class CodedTransfers:
+    """Moves versions over a route. Every rank of the route makes one at the same time. Used by the thread of the route.
+
+    The regions that the same ranks hold and need are a bucket. If the buckets of a rank are larger than its share of
+    memory, they travel in several rounds, in each an equal part of every bucket.
+
+    Args:
+        route: the route.
+        options: of this rank; all ranks use the least memory of any.
+        choice: of formats; None on a rank of a destination.
+
+    Raises:
+        ReshardError: a rank did not come; the same on all ranks.
+    """
+
+    def __init__(self, route: Route, options: RouteOptions, choice: FormatChoice | None) -> None:
+        self.route, self.timeout_seconds, self._choice = route, options.timeout_seconds, choice
+        self._staging_bytes = options.memory_bytes // NUM_SHARES
+        self._rank, specs = route.rank, route.plan.tensors
+        self._buckets = find_buckets(specs, self._rank)
+        self._itemsize = {spec.name or "": spec.itemsize for spec in specs}
+        is_timed = any(bucket.nbytes >= SMALL_BYTES for bucket in self._buckets.values())
+
+        def describe() -> dict[str, Any]:
+            return {**report_formats(is_timed), "memory_bytes": options.memory_bytes}
+
+        reports = self.exchange(describe, "compares formats")
+        limit = max(1, min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES)
+        held, needed = (_sum_by_rank(self._buckets, side) for side in ("holders", "receivers"))
+        most = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
+        self.num_rounds = max(1, -(-most // limit))
+        self.plain_bytes = sum(bucket.nbytes for bucket in self._buckets.values())
+        if choice is not None:
+            choice.agree(reports, *(self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed)))
+        self._rounds = [self._find_round(number) for number in range(self.num_rounds)]
+        self._mover: Mover | None = None
+        self._capacity: dict[str, int] = {}
+        self._sent: dict[str, np.ndarray] = {}
+        self._received: dict[str, np.ndarray] = {}
+
+    def start_sending(self, arrays: Arrays, base: Arrays | None, problem: str = "") -> SendingHandle:
+        """Start to send a version.
+
+        Args:
+            arrays: the local shards of the source model by name, on the CPU.
+            base: those of the version that the destinations hold; None if they need not hold any.
+            problem: why this rank cannot send, as an error for all ranks.
+        """
+        new = self.route.gather(arrays)
+        old = None if base is None else self.route.gather(base)
+        return SendingHandle(self, arrays, new, old, problem)
+
+    def receive(self, arrays: Arrays, base: Arrays | None, problem: str = "") -> None:
+        """Receive into the local shards of the destination model of this rank.
+
+        Args:
+            arrays: by name; they change only after all ranks are known to hold the base.
+            base: shards of the version to which differences refer, in the same or in other memory.
+            problem: why this rank cannot receive, as an error for all ranks.
+        """
+        landing = None
+        for number in range(self.num_rounds):
+            reports = self.exchange(functools.partial(_raise_problem, problem))
+            if number == 0:
+                if not _pays(reports):
+                    self.route.receive(arrays)
+                    return
+                landing = self.route.land(arrays, base)
+            assert landing is not None
+            self.move(reports)[0].wait(self.timeout_seconds)
+            try:
+                self._decode(number, landing.arrays)
+            except Exception as error:  # the other ranks hear of it in the next round
+                problem = f"{type(error).__name__}: {error}"
+        _raise_problem(problem)
+        assert landing is not None
+        landing.finish()
+
+    def exchange(self, function: Callable[[], Mapping[str, Any]], purpose: str = "offers a version") -> dict[int, Any]:
+        """The results of a function on all ranks of the route. If it raises an error on one, all raise it."""
+        return run_collectively(self.route.group, function, purpose, self.timeout_seconds)
+
+    def _find_round(self, number: int) -> dict[str, _Part]:
+        """The part of each bucket that travels in a round."""
+        found = {}
+        for name, bucket in self._buckets.items():
+            lo, hi = (bucket.nbytes * each // self.num_rounds for each in (number, number + 1))
+            cut = list(_cut_regions(bucket.regions, self._itemsize, lo, hi))
+            regions = tuple(region for _, region in cut)
+            found[name] = _Part(replace(bucket, regions=regions), [number for number, _ in cut])
+        return found
+
+    def choose(self, new: Arrays, old: Arrays | None) -> dict[str, BucketChoice]:
+        """The formats of the buckets that this rank holds, the same on all ranks that hold a bucket."""
+        assert self._choice is not None
+        found = {}
+        for name, bucket in self._buckets.items():
+            if self._rank not in bucket.holders:
+                continue
+            plain: dict[str, int] = {}
+            views, names, gain = list(bucket.views(new, "src")), [], 0.0
+            bases = [None] * len(views) if old is None else bucket.views(old, "src")
+            for view, base in zip(views, bases, strict=True):
+                chosen, saved = self._choice.choose(view, base)
+                names.append(chosen)
+                gain += saved
+                plain[chosen] = plain.get(chosen, 0) + view.numel() * view.itemsize
+            if gain <= 0:
+                names, plain = ["raw"] * len(views), {"raw": bucket.nbytes}
+            found[name] = BucketChoice(names, gain, plain, counts=bucket.holders[0] == self._rank)
+        return found
+
+    def encode(
+        self, number: int, new: Arrays, old: Arrays | None, choices: Mapping[str, BucketChoice]
+    ) -> dict[str, Any]:
+        """Encode this rank's buckets of a round into buffers; returns their sizes and digests."""
+        found = {}
+        for name, part, views in self._sources(number, new):
+            if name not in choices:
+                continue
+            bases = [None] * len(views) if old is None else list(part.bucket.views(old, "src"))
+            most = find_capacities({name: sum(map(largest_size, views))}, {})[name]
+            if len(self._sent.get(name, ())) < most:
+                self._sent[name] = np.empty(most, dtype=np.uint8)  # only pages that are used take memory
+            out, at = self._sent[name], 0
+            for region, view, base in zip(part.numbers, views, bases, strict=True):
+                at += encode_region(view, base, choices[name].names[region], out[at:])
+            found[name] = at, xxhash.xxh3_64(out[:at].data).intdigest()
+        return found
+
+    def raw_sizes(self, number: int, new: Arrays) -> dict[str, Any]:
+        """What :meth:`encode` returns if all regions are raw, but without digests."""
+        return {name: (sum(map(largest_size, views)), None) for name, _, views in self._sources(number, new)}
+
+    def _sources(self, number: int, new: Arrays) -> Iterator[tuple[str, _Part, list[torch.Tensor]]]:
+        """What this rank sends in a round."""
+        for name, part in self._rounds[number].items():
+            if self._rank in part.bucket.holders:
+                yield name, part, list(part.bucket.views(new, "src"))
+
+    def _decode(self, number: int, arrays: Arrays) -> None:
+        for name, part in self._rounds[number].items():
+            if self._rank in part.bucket.receivers:
+                data, at = self._received[name], 0
+                for view in part.bucket.views(arrays, "dst"):
+                    at += decode_region(data[at:], view)
+
+    def move(self, reports: Mapping[int, Any]) -> tuple[Handle, int]:
+        """Start the transfer of the buckets of a round; returns its handle, and the bytes of all buckets."""
+        sizes = {}
+        for name, bucket in self._buckets.items():
+            offers = [tuple(reports[rank]["buckets"][name]) for rank in bucket.holders]
+            if any(offer != offers[0] for offer in offers):
+                raise DisagreementError(
+                    f"ranks {format_ranks(bucket.holders)} hold the same regions, but other weights in them"
+                )
+            sizes[name] = offers[0][0]
+        mover = self._find_mover(sizes)
+        sent: dict[str | None, Any] = dict.fromkeys(sizes)
+        received: dict[str | None, Any] = dict.fromkeys(sizes)
+        for name, bucket in self._buckets.items():
+            if self._rank in bucket.holders:
+                sent[name] = torch.from_numpy(self._sent[name][: self._capacity[name]])
+            if self._rank in bucket.receivers:
+                received[name] = torch.from_numpy(self._received[name])
+        return mover.start(sent, out=received), sum(sizes.values())
+
+    def _find_mover(self, sizes: Mapping[str, int]) -> Mover:
+        """A Mover whose buffers hold buckets of these sizes; kept while they are not much larger than needed."""
+        capacity = find_capacities(sizes, self._capacity)
+        if self._mover is not None and capacity == self._capacity:
+            return self._mover
+        if self._mover is not None:
+            self._mover.close()
+        self._capacity = capacity
+        specs = [
+            TensorSpec(
+                (self._capacity[name],), "uint8", Layout(Mesh(bucket.holders)), Layout(Mesh(bucket.receivers)), name
+            )
+            for name, bucket in self._buckets.items()
+        ]
+        plan = plan_tensors(specs, topology=self.route.topology, staging_bytes=self._staging_bytes)
+        self._mover = Mover(plan, self.route.group, timeout_seconds=self.timeout_seconds)
+        self._received = {
+            name: np.empty(self._capacity[name], dtype=np.uint8)
+            for name, bucket in self._buckets.items()
+            if self._rank in bucket.receivers
+        }
+        return self._mover
+
+
+class SendingHandle:
+    """A version on its way: the first round has begun, and :meth:`wait` does the others.
+
+    Args:
+        transfers: of the route. arrays: the local shards of the source model by name. new, old: the tensors of the
+            route, now and at the base.
+        problem: why this rank cannot send, as an error for all ranks.
+    """
+
+    def __init__(
+        self, transfers: CodedTransfers, arrays: Arrays, new: Arrays, old: Arrays | None, problem: str
+    ) -> None:
+        self._transfers, self._new, self._old = transfers, new, old
+        self._choices: dict[str, BucketChoice] = {}
+        self.report = SendingReport()
+
+        def offer() -> dict[str, Any]:
+            _raise_problem(problem)
+            self._choices = transfers.choose(new, old)
+            gain = sum(choice.gain for choice in self._choices.values() if choice.counts)
+            coded = {name: choice for name, choice in self._choices.items() if choice.gain > 0}
+            return {"gain": gain, "buckets": transfers.raw_sizes(0, new) | transfers.encode(0, new, old, coded)}
+
+        reports = transfers.exchange(offer)
+        if not _pays(reports):
+            self._num_rounds = 1
+            self._handle, self._nbytes = transfers.route.start_sending(arrays), transfers.plain_bytes
+            self.report.formats = {"raw": sum(sum(choice.plain.values()) for choice in self._choices.values())}
+            return
+        self._num_rounds = transfers.num_rounds
+        transfers.encode(0, new, old, {name: choice for name, choice in self._choices.items() if choice.gain <= 0})
+        for choice in self._choices.values():
+            for name, nbytes in choice.plain.items():
+                self.report.formats[name] = self.report.formats.get(name, 0) + nbytes
+        self._handle, self._nbytes = transfers.move(reports)
+
+    def wait(self, timeout_seconds: float) -> SendingReport:
+        """Wait until all data has left."""
+        self._handle.wait(timeout_seconds)
+        self.report.add(self._handle, self._nbytes)
+        for number in range(1, self._num_rounds):
+            reports = self._transfers.exchange(functools.partial(self._offer, number))
+            handle, nbytes = self._transfers.move(reports)
+            handle.wait(timeout_seconds)
+            self.report.add(handle, nbytes)
+        return self.report
+
+    def _offer(self, number: int) -> dict[str, Any]:
+        return {"buckets": self._transfers.encode(number, self._new, self._old, self._choices)}
+
+
+class RawHandle:
+    """A version on its way as it is.
+
+    Args:
+        route: the route. arrays: the local shards of the source model by name.
+    """
+
+    def __init__(self, route: Route, arrays: Arrays) -> None:
+        self._handle, self._nbytes = route.start_sending(arrays), int(route.predict()["nbytes"])
+
+    def wait(self, timeout_seconds: float) -> SendingReport:
+        """Wait until all data has left."""
+        self._handle.wait(timeout_seconds)
+        report = SendingReport(formats={"raw": self._nbytes})
+        report.add(self._handle, self._nbytes)
+        return report
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A part of a bucket, and the numbers in the whole bucket of its regions."""
+
+    bucket: Bucket
+    numbers: list[int]
+
+
+def _pays(reports: Mapping[int, Any]) -> bool:
+    """Whether the formats that all ranks offer are predicted to save time."""
+    return sum(report.get("gain", 0.0) for report in reports.values()) > 0
+
+
+def _raise_problem(problem: str) -> dict[str, Any]:
+    if problem:
+        raise RemoteError(problem)
+    return {}
+
+
+def _sum_by_rank(buckets: Mapping[str, Bucket], side: str) -> dict[int, int]:
+    """Bytes of the buckets that each rank holds or needs."""
+    found: dict[int, int] = {}
+    for bucket in buckets.values():
+        for rank in getattr(bucket, side):
+            found[rank] = found.get(rank, 0) + bucket.nbytes
+    return found
+
+
+def _cut_regions(
+    regions: Sequence[Region], itemsize: Mapping[str, int], lo: int, hi: int
+) -> Iterator[tuple[int, Region]]:
+    """The rows of regions that begin at some of their bytes, each with the number of its region."""
+    at = 0
+    for number, region in enumerate(regions):
+        slices = region.src or region.dst
+        if slices is None:  # this rank neither holds nor needs it
+            continue
+        shape = [each.stop - each.start for each in slices]
+        rows = shape[0] if shape else 1
+        row_bytes = math.prod(shape) * itemsize[region.tensor] // rows
+        first, last = (min(rows, max(0, -(-(edge - at) // row_bytes))) for edge in (lo, hi))
+        if first < last:
+            sides = [
+                side and (slice(side[0].start + first, side[0].start + last), *side[1:])
+                for side in (region.src, region.dst)
+            ]
+            yield number, Region(region.tensor, *sides)
+        at += rows * row_bytes

@@ -1,0 +1,118 @@
+"""Regions of tensors as bytes in a lossless format: choose a sample, encode, and decode in place.
+
+A region is cut into pieces that fit a core's cache. In its code, the number of bytes of each piece comes before the
+piece, in eight bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from reshard.api.lossless.regions import bytes_of
+from reshard.codecs.choice import RUN_WORDS, RUNS, Sample, take_sample
+from reshard.codecs.delta import HEADER_BYTES, word_width
+from reshard.codecs.formats import FORMATS, decode_piece
+from reshard.codecs.raw_bytes import write_into
+from reshard.errors import ArgumentError
+
+#: Bytes of a piece, if a slice of the region along its last dim has no more.
+PIECE_BYTES = 2**20
+#: Bytes of the number before a piece.
+_NUMBER_BYTES = 8
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def cut_pieces(region: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The pieces of a region. They depend on its shape and dtype only, so both ends cut alike."""
+    row_bytes = math.prod(region.shape[1:]) * region.itemsize
+    if region.ndim > 1 and row_bytes > PIECE_BYTES:
+        for row in region:
+            yield from cut_pieces(row)
+    elif region.numel():
+        yield from region.reshape(-1).split(1) if not region.ndim else region.split(max(1, PIECE_BYTES // row_bytes))
+
+
+def largest_size(region: torch.Tensor) -> int:
+    """The most bytes that the code of a region may have: those of raw."""
+    num_pieces = sum(1 for _ in cut_pieces(region))
+    return region.numel() * region.itemsize + (_NUMBER_BYTES + HEADER_BYTES) * num_pieces
+
+
+def encode_region(region: torch.Tensor, base: torch.Tensor | None, name: str, out: np.ndarray) -> int:
+    """Encode a region.
+
+    Args:
+        region, base: on the CPU, of one shape. name: of the format. out: flat uint8, of :func:`largest_size` or more.
+
+    Returns:
+        The number of bytes written.
+    """
+    width, at = word_width(region.itemsize), 0
+    pieces = cut_pieces(region)
+    bases = pieces if base is None else cut_pieces(base)
+    for piece in pieces:
+        words = bytes_of(piece)
+        old = words if base is None else bytes_of(next(bases))
+        first = at + _NUMBER_BYTES
+        size = FORMATS[name].encode(words, old, out[first : first + len(words) + HEADER_BYTES], width)
+        out[at:first] = np.frombuffer(size.to_bytes(_NUMBER_BYTES, "little"), dtype=np.uint8)
+        at = first + size
+    return at
+
+
+def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
+    """Turn the base into what :func:`encode_region` was given, in place.
+
+    Args:
+        data: flat uint8; more bytes may follow. region: on the CPU.
+
+    Returns:
+        The number of bytes read.
+
+    Raises:
+        ArgumentError: ``data`` is not the code of such a region. Some of it may have changed.
+    """
+    width, at = word_width(region.itemsize), 0
+    for piece in cut_pieces(region):
+        words, first = bytes_of(piece), at + _NUMBER_BYTES
+        size = int.from_bytes(data[at:first].tobytes(), "little")
+        if not 0 < size <= len(data) - first:
+            raise ArgumentError(f"a piece of {size} bytes is not among the {len(data) - first} bytes that are left")
+        decode_piece(data[first : first + size], words, width)
+        if not piece.is_contiguous():
+            kind = torch.uint8 if piece.itemsize == 1 else piece.dtype  # torch cannot copy uint4
+            write_into(piece.view(kind), torch.from_numpy(words).view(kind).view(piece.shape))
+        at = first + size
+    return at
+
+
+def sample_region(region: torch.Tensor, base: torch.Tensor | None) -> Sample:
+    """Sample the changes of a region, at the same places on all ranks that hold it.
+
+    Args:
+        region, base: on the CPU, of one shape.
+    """
+    width = word_width(region.itemsize)
+    return take_sample(_take_runs(region), None if base is None else _take_runs(base), width)
+
+
+def _take_runs(region: torch.Tensor) -> np.ndarray:
+    """Some runs of elements, at equal distances along each dim, as flat uint8; all elements of a small region."""
+    if region.numel() <= 2 * RUNS * RUN_WORDS or region.itemsize not in _WORDS:
+        return bytes_of(region)
+    array = region.view(_WORDS[region.itemsize]).numpy()
+    return np.ascontiguousarray(array[_find_places(region.shape)]).reshape(-1).view(np.uint8)
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_places(shape: torch.Size) -> tuple[np.ndarray, ...]:
+    run = min(RUN_WORDS, shape[-1])
+    runs = RUNS * RUN_WORDS // run
+    number = np.arange(runs)[:, None]
+    leading = [number * size // runs for size in shape[:-1]]
+    return *leading, number * (shape[-1] - run) // max(1, runs - 1) + np.arange(run)

@@ -1,0 +1,124 @@
+"""In which lossless format each region of a version travels: the one that is predicted to be fastest."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from reshard.codecs.choice import MIN_GAIN, SMALL_BYTES, Rates, Sample, choose_format, predict_seconds
+from reshard.codecs.delta import word_width
+from reshard.codecs.formats import FORMATS, known_formats
+from reshard.codecs.rates import measure_format_rates, slowest_rates
+from reshard.dtypes import dtype_name
+from reshard.errors import ArgumentError
+from reshard.formatting import brief
+from reshard.weights.coding import sample_region
+
+#: Values of ``compression=``: differences to the last version, or formats that need none.
+COMPRESSIONS = ("delta", "lossless")
+#: The rate of the link is the median of so many transfers.
+MAX_LINK_RATES = 5
+#: Transfers of less than this part of the plain bytes take too short to tell the rate of the link.
+MIN_PART = 1 / 16
+
+
+def check_compression(compression: Any) -> str | None:
+    """The compression of a Publisher.
+
+    Raises:
+        ArgumentError: it is none.
+    """
+    if compression is not None and compression not in COMPRESSIONS:
+        raise ArgumentError(f"compression is {brief(compression)}; it must be None, 'delta' or 'lossless'")
+    return None if compression is None else str(compression)
+
+
+def report_formats(is_timed: bool) -> dict[str, Any]:
+    """What a rank tells the others: the formats that it knows, and how fast it codes, if the choice needs that."""
+    return {"known": known_formats(), "rates": measure_format_rates() if is_timed else {}}
+
+
+class FormatChoice:
+    """The choice of formats on one rank of a trainer. All its ranks choose alike: they know the same rates.
+
+    Args:
+        allowed: names of the formats among which to choose, with ``"raw"``.
+    """
+
+    def __init__(self, allowed: tuple[str, ...] = tuple(FORMATS)) -> None:
+        self._allowed = allowed
+        self._formats: tuple[str, ...] = ()
+        self._rates: Mapping[str, Any] = {}
+        self._encoders = self._decoders = 1.0
+        self._link_rates: list[float] = []
+        self._first_rate: float | None = None  # of a transfer that also connected the ranks
+
+    def agree(self, reports: Mapping[int, Any], encoders: float = 1.0, decoders: float = 1.0) -> None:
+        """Use the formats that all ranks of a route know, and the rates of the slowest one.
+
+        Args:
+            reports: result of :func:`report_formats` of each rank.
+            encoders, decoders: by how many times faster than one rank all ranks together code.
+        """
+        self._encoders, self._decoders = encoders, decoders
+        known = [report["known"] for report in reports.values()]
+        self._formats = tuple(
+            name
+            for name in FORMATS
+            if name in self._allowed and name in known[0] and all(each.get(name) == known[0][name] for each in known)
+        )
+        self._rates = slowest_rates([report["rates"] for report in reports.values() if report["rates"]])
+
+    def add_transfer(self, nbytes: int, seconds: float, plain: int, is_first: bool) -> None:
+        """Take the rate of the link from a transfer.
+
+        Args:
+            nbytes: that travelled. seconds: the longest of any rank. plain: bytes of the model.
+            is_first: whether the transfer was the first one of its connections.
+        """
+        if seconds <= 0 or nbytes < MIN_PART * plain:
+            return
+        if is_first:
+            self._first_rate = nbytes / seconds
+        else:
+            self._link_rates = [*self._link_rates, nbytes / seconds][-MAX_LINK_RATES:]
+
+    @property
+    def link_rate(self) -> float | None:
+        """Bytes per second of all regions together; None before the first transfer."""
+        return statistics.median(self._link_rates) if self._link_rates else self._first_rate
+
+    def may_pay(self) -> bool:
+        """Whether some format is faster than raw if few words have changed. True if that is not known yet."""
+        if self.link_rate is None or not self._rates:
+            return True
+        rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
+        unchanged = Sample(0.0, 1.0)
+        coded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
+        return min(coded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
+
+    def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
+        """The format of a region, and how many seconds it is predicted to save.
+
+        Args:
+            region, base: on the CPU; base is None if the receivers hold none.
+        """
+        dtype, width, nbytes = dtype_name(region.dtype), word_width(region.itemsize), region.numel() * region.itemsize
+        allowed = [
+            name
+            for name in self._formats
+            if FORMATS[name].dtype in ("", dtype) and not (base is None and FORMATS[name].has_base)
+        ]
+        if not self._rates or nbytes < SMALL_BYTES:
+            name = "delta" if "delta" in allowed else allowed[0]
+            return name, 0.0
+        if self.link_rate is None:
+            return "raw", 0.0
+        rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
+        sample = sample_region(region, base)
+        name = choose_format(nbytes // width, width, sample, rates, allowed)
+        raw = nbytes / self.link_rate
+        return name, MIN_GAIN * raw - predict_seconds(name, nbytes // width, width, sample, rates)
