@@ -1,6 +1,7 @@
 from .families import megatron as megatron, original_llama as original_llama
 from .publisher import Publisher as Publisher, PublishHandle as PublishHandle, PublishReport as PublishReport
 from .quantize import Quantize as Quantize
+from .recorded_loader import record as record
 from .rules import (
     Concatenate as Concatenate,
     Drop as Drop,

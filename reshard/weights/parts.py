@@ -141,3 +141,28 @@ def join_tensors(tensors: Sequence[Made], dim: int, what: str) -> Made:
         parts += tensor.placed(dim, range(size, size + tensor.shape[dim]))
         size += tensor.shape[dim]
     return Made((*first[:dim], size, *first[dim + 1 :]), tuple(parts))
+
+
+def compose_parts(view: Made, base: Made) -> Made:
+    """A view of a made tensor, from the parts of that.
+
+    Args:
+        view: its parts are regions of the made tensor.
+        base: the made tensor.
+    """
+    found = []
+    for part in view.parts:
+        for inner in base.parts:
+            overlap = tuple(map(meet, part.region, inner.place))
+            if not all(overlap):
+                continue
+            region, dims, place = list(inner.region), [-1] * len(inner.dims), list(part.place)
+            for dim, at in enumerate(inner.dims):
+                if at >= 0:
+                    region[dim] = pick(region[dim], positions(overlap[at], inner.place[at]))
+                    dims[dim] = part.dims[at]
+            for at, dim in enumerate(part.dims):
+                if dim >= 0:
+                    place[dim] = pick(part.place[dim], positions(overlap[at], part.region[at]))
+            found.append(Part(inner.source, tuple(region), tuple(place), tuple(dims)))
+    return Made(view.shape, tuple(found))
