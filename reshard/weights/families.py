@@ -18,6 +18,7 @@ from reshard.weights.rules import (
     Stack,
     Transpose,
     Trim,
+    apply_rules,
     inverted,
 )
 
@@ -162,15 +163,20 @@ def original_llama(head_dim: int) -> tuple[Rule, ...]:
     )
 
 
-def find_rules(given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes) -> tuple[Rule, ...]:
-    """The rules between two models.
+def find_rules(
+    given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes
+) -> tuple[tuple[Rule, ...], dict[str, Made]]:
+    """The rules between two models, and what they make of the tensors of the source.
 
     Args:
         given: by the user; None: those of the families that fit.
         shapes: of the source, by name. wanted: of the destination.
+
+    Raises:
+        ArgumentError: a rule of the user does not fit the tensors.
     """
     if given is not None:
-        return tuple(given)
+        return tuple(given), apply_rules(given, shapes, wanted)
     made = {name: Made.of(name, shape) for name, shape in shapes.items()}
     chosen: list[Rule] = []
     for group in GROUPS:
@@ -191,7 +197,7 @@ def find_rules(given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes) -> 
         rule.apply(trial, wanted)
         if trial.keys() != made.keys() and not (made.keys() - trial.keys()) & wanted.keys():
             made, chosen = trial, [*chosen, rule]
-    return tuple(chosen)
+    return tuple(chosen), made
 
 
 def _fitting(made: Mapping[str, Made], wanted: Shapes) -> set[str]:
