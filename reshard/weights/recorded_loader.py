@@ -16,6 +16,7 @@ from reshard.sharding import Box
 from reshard.weights.holdings import Holding, ModelState, join_dim
 from reshard.weights.loader_trace import Copy, Fill, Place, Tensors, trace_loader
 from reshard.weights.manifest import Manifest, state_of_rank
+from reshard.weights.param_meta import read_metas
 from reshard.weights.parts import Region
 from reshard.weights.pieces import Side
 from reshard.weights.rules import Drop, match_names
@@ -31,10 +32,13 @@ class RecordedLoader:
 
     load_weights: LoadWeights
     kept: tuple[str, ...]
+    source: Manifest | None
 
 
 @check_arguments()
-def record(load_weights: LoadWeights, *, kept: Sequence[str] = ()) -> RecordedLoader:
+def record(
+    load_weights: LoadWeights, *, kept: Sequence[str] = (), metas: Sequence[Any] | None = None
+) -> RecordedLoader:
     """Rules for a :class:`Subscriber`, from the loader of its engine, so that each rank receives only what it loads.
 
     When the Subscriber is made, the loader runs once with tensors of the trainer's names, shapes and dtypes, on the
@@ -46,8 +50,13 @@ def record(load_weights: LoadWeights, *, kept: Sequence[str] = ()) -> RecordedLo
         load_weights: takes an iterable of ``(name, tensor)`` pairs, as ``load_weights`` of vLLM's models does. Tensors
             that it leaves out do not travel to the engine.
         kept: patterns of parameters that it need not write, for example ``"{p}.k_scale"``.
+        metas: what the trainer will publish, as vLLM's ``ParamMeta`` of each tensor. Default: what it publishes when
+            the Subscriber is made.
+
+    Raises:
+        ArgumentError: an entry of ``metas`` is not valid.
     """
-    return RecordedLoader(load_weights, tuple(kept))
+    return RecordedLoader(load_weights, tuple(kept), None if metas is None else read_metas(metas))
 
 
 class Recording:

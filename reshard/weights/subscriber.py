@@ -43,7 +43,7 @@ class Subscriber:
         memory_bytes: memory for data in transit on each rank, beyond the received version.
         rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.rules`. Default: those of the
             families of models that fit. ``record(load_weights)``: those that the loader of the engine states; then a
-            trainer must publish the name within ``join_seconds``.
+            trainer must publish the name within ``join_seconds``, unless ``record`` knows what it will publish.
         load_weights: the loader of an engine that cuts, fuses or packs its weights by itself, with ``model=None``. It
             is called with ``(name, whole tensor)`` pairs, tied tensors under each name, in the thread that calls
             ``update``. Each rank then receives every tensor whole, in host memory, and keeps the version before, which
@@ -88,7 +88,7 @@ class Subscriber:
             if isinstance(rules, RecordedLoader):
                 if model is None or mode != "shadow" or shards is not None:
                     raise ArgumentError('rules=record(...) needs a model and mode="shadow", and takes no shards')
-                recordings.append(Recording(rules, model, self._find_source(join_seconds)))
+                recordings.append(Recording(rules, model, rules.source or self._find_source(join_seconds)))
                 return {"state": recordings[0].state()}
             return {"state": None if model is None else state_of_rank(read_state(model, shards))}
 
