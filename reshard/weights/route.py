@@ -147,8 +147,7 @@ class Route:
                 landed.append((views, buffer))
         self._mover.start(dict.fromkeys(out), out=out).wait(self._timeout_seconds)
         for views, buffer in landed:
-            for view, part in zip(views, buffer.unbind() if len(views) > 1 else [buffer], strict=True):
-                view.copy_(part)
+            torch._foreach_copy_(views, list(buffer.unbind()) if len(views) > 1 else [buffer])
         synchronize(arrays.values())
 
     def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
