@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <optional>
 #include <stdexcept>
 #include <vector>
 
@@ -23,6 +24,9 @@ using Ints = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::c
 
 constexpr uint32_t LOW_INDEX = 0x9E3779B1, HIGH_INDEX = 0x85EBCA77;
 constexpr uint32_t FIRST = 0x7FEB352D, SECOND = 0x846CA68B, THIRD = 0xC2B2AE35;
+
+// A region of at most this many words is digested without giving up Python's lock.
+constexpr size_t MAX_HELD = 1 << 14;
 
 struct Sums {
     uint32_t low = 0, high = 0;
@@ -121,7 +125,9 @@ uint64_t digest(nb::ndarray<const Word, nb::device::cpu> words, Ints index_strid
     const Word *data = words.data();
     Sums sums;
     {
-        nb::gil_scoped_release release;
+        std::optional<nb::gil_scoped_release> release;
+        if (words.size() > MAX_HELD) // to take the lock again may take longer than a small region
+            release.emplace();
         add_elements(data, merged, first, sums);
     }
     return static_cast<uint64_t>(sums.high) << 32 | sums.low;
@@ -131,7 +137,7 @@ uint64_t digest(nb::ndarray<const Word, nb::device::cpu> words, Ints index_strid
 
 void bind_digest(nb::module_ &m) {
     const char *doc = "The digest of elements; see reshard.weights.digests.";
-    m.def("digest_elements", &digest<uint8_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
-    m.def("digest_elements", &digest<uint16_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
     m.def("digest_elements", &digest<uint32_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
+    m.def("digest_elements", &digest<uint16_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
+    m.def("digest_elements", &digest<uint8_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
 }

@@ -1,6 +1,8 @@
 from .families import megatron as megatron, original_llama as original_llama
+from .param_meta import param_metas as param_metas
 from .publisher import Publisher as Publisher, PublishHandle as PublishHandle, PublishReport as PublishReport
 from .quantize import Quantize as Quantize
+from .recorded_loader import record as record
 from .rules import (
     Concatenate as Concatenate,
     Drop as Drop,

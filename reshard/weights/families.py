@@ -18,6 +18,7 @@ from reshard.weights.rules import (
     Stack,
     Transpose,
     Trim,
+    apply_rules,
     inverted,
 )
 
@@ -50,6 +51,29 @@ _FUSED: tuple[tuple[Rule, ...], ...] = (
     (Concatenate(("{p}.q_a_proj.{t}", "{p}.kv_a_proj_with_mqa.{t}"), "{p}.fused_qkv_a_proj.{t}"),),
 )
 
+_GATE = Rename("{p}.mlp.gate.weight", "{p}.block_sparse_moe.gate.weight")
+#: Experts that transformers has stacked: in vLLM's names; Mixtral in vLLM's, and in those of its checkpoints.
+_STACKED: tuple[tuple[Rule, ...], ...] = (
+    (
+        Rename("{p}.experts.gate_up_proj", "{p}.experts.w13_weight"),
+        Rename("{p}.experts.down_proj", "{p}.experts.w2_weight"),
+    ),
+    (
+        _GATE,
+        Rename("{p}.mlp.experts.gate_up_proj", "{p}.block_sparse_moe.experts.w13_weight"),
+        Rename("{p}.mlp.experts.down_proj", "{p}.block_sparse_moe.experts.w2_weight"),
+    ),
+    (
+        _GATE,
+        *(
+            Rename(f"{{p}}.mlp.experts.{name}", f"{{p}}.block_sparse_moe.experts.{name}")
+            for name in ("gate_up_proj", "down_proj")
+        ),
+        *inverted(_fuse_experts(("w1", "w3"), "{p}.experts.gate_up_proj")),
+        *inverted(_fuse_experts(("w2",), "{p}.experts.down_proj")),
+    ),
+)
+
 #: Tensors with a row for each token, which may be padded.
 VOCABULARY = "{p}.embed_tokens.weight", "{p}.wte.weight", "lm_head.weight"
 
@@ -57,6 +81,8 @@ VOCABULARY = "{p}.embed_tokens.weight", "{p}.wte.weight", "lm_head.weight"
 GROUPS: tuple[tuple[Rule, ...], ...] = (
     *_FUSED,
     *(inverted(group) for group in reversed(_FUSED)),
+    *_STACKED,
+    *map(inverted, _STACKED),
     tuple(Transpose(f"{{p}}.{name}.weight") for name in ("c_attn", "c_proj", "c_fc")),  # GPT-2
     *(
         (kind(name),)
@@ -162,15 +188,20 @@ def original_llama(head_dim: int) -> tuple[Rule, ...]:
     )
 
 
-def find_rules(given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes) -> tuple[Rule, ...]:
-    """The rules between two models.
+def find_rules(
+    given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes
+) -> tuple[tuple[Rule, ...], dict[str, Made]]:
+    """The rules between two models, and what they make of the tensors of the source.
 
     Args:
         given: by the user; None: those of the families that fit.
         shapes: of the source, by name. wanted: of the destination.
+
+    Raises:
+        ArgumentError: a rule of the user does not fit the tensors.
     """
     if given is not None:
-        return tuple(given)
+        return tuple(given), apply_rules(given, shapes, wanted)
     made = {name: Made.of(name, shape) for name, shape in shapes.items()}
     chosen: list[Rule] = []
     for group in GROUPS:
@@ -191,7 +222,7 @@ def find_rules(given: Sequence[Rule] | None, shapes: Shapes, wanted: Shapes) -> 
         rule.apply(trial, wanted)
         if trial.keys() != made.keys() and not (made.keys() - trial.keys()) & wanted.keys():
             made, chosen = trial, [*chosen, rule]
-    return tuple(chosen)
+    return tuple(chosen), made
 
 
 def _fitting(made: Mapping[str, Made], wanted: Shapes) -> set[str]:

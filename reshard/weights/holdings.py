@@ -131,7 +131,9 @@ def _entries(model: Any) -> Iterator[tuple[str, Any]]:
 def _flatten(entries: Mapping[Any, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in entries.items():
         name = f"{prefix}{key}"
-        if isinstance(value, Mapping):
+        if isinstance(value, torch.Tensor):  # most are, and this is the fastest question
+            yield name, value
+        elif isinstance(value, Mapping):
             yield from _flatten(value, f"{name}.")
         elif isinstance(value, (list, tuple)):
             yield from _flatten(dict(enumerate(value)), f"{name}.")
@@ -154,8 +156,9 @@ def write_values(model: Any, values: Mapping[str, Value]) -> None:
 
 def synchronize(arrays: Iterable[torch.Tensor]) -> None:
     """Wait for the work on the GPUs of some arrays, because another thread uses them next, on another stream."""
-    for device in {array.device for array in arrays if array.device.type == "cuda"}:
-        torch.cuda.synchronize(device)
+    if torch.cuda.is_initialized():
+        for device in {array.device for array in arrays if array.device.type == "cuda"}:
+            torch.cuda.synchronize(device)
 
 
 def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holding:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -12,9 +12,8 @@ from reshard.errors import ArgumentError, VerificationError
 from reshard.runtime.autograd import mark_written
 from reshard.weights.holdings import Shard, Value, read_state, synchronize, write_values
 from reshard.weights.pieces import Piece
+from reshard.weights.recorded_loader import LoadWeights, Recording
 
-#: A loader of an engine: it takes ``(name, whole tensor)`` pairs.
-LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 Arrays = dict[str, torch.Tensor]
 #: Elements that are cast at a time.
 _CAST_ELEMENTS = 1 << 20
@@ -134,6 +133,31 @@ class LoadThroughEngine:
             raise VerificationError("the loader of the engine has changed the tensors that it was given")
 
 
+class CopyAsRecorded:
+    """Copies the regions that a loader takes to where it puts them."""
+
+    keeps_last = False
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
+        """See :class:`Installer`."""
+        recording, found = self._recording, {}
+        for name, dtype in {piece.target.name: piece.dtype for piece in pieces}.items():
+            if name in recording.held:
+                found[name] = _allocate(recording.shape(name), dtype, recording.device, known.get(name))
+        return found
+
+    def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
+        """See :class:`Installer`. What has arrived is verified, and compared with the parameters bit for bit."""
+        regions = list(self._recording.replay(arrays))
+        synchronize(region for region, _ in regions)
+        mark_written(self._recording.parameters())
+        if not is_right(arrays) or not all(_is_cast(region, arrived) for region, arrived in regions):
+            raise VerificationError("a parameter differs from what was copied into it; has another thread written?")
+
+
 def _allocate(shape: Sequence[int], dtype: str, device: torch.device, known: torch.Tensor | None) -> torch.Tensor:
     wanted = getattr(torch, dtype)
     if known is not None and (tuple(known.shape), known.dtype, known.device) == (tuple(shape), wanted, device):
@@ -145,7 +169,19 @@ def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
     """A parameter in the dtype in which it arrived; what arrived, if it is the cast of that."""
     if array.dtype == arrived.dtype:
         return array
-    rows = max(1, _CAST_ELEMENTS // max(1, array[:1].numel())) if array.ndim else 1
-    parts = zip(array.split(rows), arrived.split(rows), strict=True) if array.ndim else ((array, arrived),)
-    is_cast = all(torch.equal(part, other.to(array.dtype)) for part, other in parts)
-    return arrived if is_cast else array.to(arrived.dtype)
+    return arrived if _is_cast(array, arrived) else array.to(arrived.dtype)
+
+
+def _is_cast(array: torch.Tensor, arrived: torch.Tensor) -> bool:
+    """Whether an array holds the bits of another one in its dtype. Compares a few rows at a time."""
+    if not array.ndim:
+        array, arrived = array[None], arrived[None]
+    rows = max(1, _CAST_ELEMENTS // max(1, array[:1].numel()))
+    pairs = zip(array.split(rows), arrived.split(rows), strict=True)
+    return all(torch.equal(_bits(part), _bits(other.to(array.dtype))) for part, other in pairs)
+
+
+def _bits(array: torch.Tensor) -> torch.Tensor:
+    """An array as integers, of which each equals itself, or as it is if none are so long."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return array.view(words[array.itemsize]) if array.itemsize in words else array

@@ -44,7 +44,15 @@ class Postman:
         Raises:
             RuntimeError: the store did not answer, or is lost.
         """
-        text = json.dumps({**message, "id": secrets.token_hex(8)})  # two equal messages are two messages
+        self._append(address, _encode(message), seconds)
+
+    def post_all(self, addresses: Iterable[str], message: Mapping[str, Any]) -> None:
+        """Append a message to several mailboxes."""
+        text = _encode(message)
+        for address in addresses:
+            self._append(address, text, LOST_STORE_SECONDS)
+
+    def _append(self, address: str, text: str, seconds: float) -> None:
         number = self._next.get(address)
         if number is None:
             tail = f"{address}/read"
@@ -53,10 +61,10 @@ class Postman:
             number += 1
         self._next[address] = number + 1
 
-    def post_all(self, addresses: Iterable[str], message: Mapping[str, Any]) -> None:
-        """Append a message to several mailboxes."""
-        for address in addresses:
-            self.post(address, message)
+
+def _encode(message: Mapping[str, Any]) -> str:
+    """The text of a message. Two equal messages are two messages, so they differ."""
+    return json.dumps({**message, "id": secrets.token_hex(8)})
 
 
 class Mailbox:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
 
@@ -69,8 +70,8 @@ class Made:
     @classmethod
     def of(cls, name: str, shape: tuple[int, ...]) -> Made:
         """A source tensor itself."""
-        whole = tuple(map(range, shape))
-        return cls(shape, (Part(name, whole, whole, tuple(range(len(shape)))),))
+        whole, dims = _whole(shape)
+        return cls(shape, (Part(name, whole, whole, dims),))
 
     def cut(self, dim: int, wanted: range) -> Made:
         """The slices at some indices along a dim."""
@@ -82,20 +83,25 @@ class Made:
                 if dim in part.dims:
                     source = part.dims.index(dim)
                     region[source] = pick(region[source], positions(kept, part.place[dim]))
-                parts.append(replace(part, region=tuple(region), place=_at(part.place, dim, positions(kept, wanted))))
+                place = _at(part.place, dim, positions(kept, wanted))
+                parts.append(Part(part.source, tuple(region), place, part.dims))
         return Made((*self.shape[:dim], len(wanted), *self.shape[dim + 1 :]), tuple(parts))
 
     def placed(self, dim: int, at: range) -> tuple[Part, ...]:
         """The parts, with the slices along a dim moved to other indices."""
-        return tuple(replace(part, place=_at(part.place, dim, pick(at, part.place[dim]))) for part in self.parts)
+        return tuple(
+            Part(part.source, part.region, _at(part.place, dim, pick(at, part.place[dim])), part.dims)
+            for part in self.parts
+        )
 
     def with_dim(self, dim: int) -> Made:
         """The same with a new dim of size 1."""
         parts = tuple(
-            replace(
-                part,
-                place=(*part.place[:dim], range(1), *part.place[dim:]),
-                dims=tuple(other + (other >= dim) for other in part.dims),
+            Part(
+                part.source,
+                part.region,
+                (*part.place[:dim], range(1), *part.place[dim:]),
+                tuple([other + (other >= dim) for other in part.dims]),
             )
             for part in self.parts
         )
@@ -106,16 +112,27 @@ class Made:
         parts = []
         for part in self.parts:
             dims = tuple(-1 if other == dim else other - (other > dim) for other in part.dims)
-            parts.append(replace(part, place=(*part.place[:dim], *part.place[dim + 1 :]), dims=dims))
+            parts.append(Part(part.source, part.region, (*part.place[:dim], *part.place[dim + 1 :]), dims))
         return Made((*self.shape[:dim], *self.shape[dim + 1 :]), tuple(parts))
 
     def transposed(self) -> Made:
         """The same with its two dims exchanged."""
         parts = tuple(
-            replace(part, place=part.place[::-1], dims=tuple(1 - dim if dim >= 0 else dim for dim in part.dims))
+            Part(
+                part.source,
+                part.region,
+                part.place[::-1],
+                tuple(1 - dim if dim >= 0 else dim for dim in part.dims),
+            )
             for part in self.parts
         )
         return Made(self.shape[::-1], parts)
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> tuple[Region, tuple[int, ...]]:
+    """All of a tensor, and its dims."""
+    return tuple(map(range, shape)), tuple(range(len(shape)))
 
 
 def _at(region: Region, dim: int, indices: range) -> Region:
@@ -141,3 +158,28 @@ def join_tensors(tensors: Sequence[Made], dim: int, what: str) -> Made:
         parts += tensor.placed(dim, range(size, size + tensor.shape[dim]))
         size += tensor.shape[dim]
     return Made((*first[:dim], size, *first[dim + 1 :]), tuple(parts))
+
+
+def compose_parts(view: Made, base: Made) -> Made:
+    """A view of a made tensor, from the parts of that.
+
+    Args:
+        view: its parts are regions of the made tensor.
+        base: the made tensor.
+    """
+    found = []
+    for part in view.parts:
+        for inner in base.parts:
+            overlap = tuple(map(meet, part.region, inner.place))
+            if not all(overlap):
+                continue
+            region, dims, place = list(inner.region), [-1] * len(inner.dims), list(part.place)
+            for dim, at in enumerate(inner.dims):
+                if at >= 0:
+                    region[dim] = pick(region[dim], positions(overlap[at], inner.place[at]))
+                    dims[dim] = part.dims[at]
+            for at, dim in enumerate(part.dims):
+                if dim >= 0:
+                    place[dim] = pick(part.place[dim], positions(overlap[at], part.region[at]))
+            found.append(Part(inner.source, tuple(region), tuple(place), tuple(dims)))
+    return Made(view.shape, tuple(found))

@@ -20,7 +20,7 @@ from reshard.weights.families import find_rules
 from reshard.weights.holdings import join_dim
 from reshard.weights.manifest import Entry, Manifest
 from reshard.weights.parts import Part, Region, meet, pick, positions
-from reshard.weights.rules import Drop, Pad, Rule, Trim, apply_rules
+from reshard.weights.rules import Drop, Pad, Rule, Trim
 
 #: Number of names that an error lists.
 MAX_NAMES = 10
@@ -143,8 +143,7 @@ def match(source: Manifest, target: Manifest, what: str) -> list[Piece]:
             tied on the destination to one that differs on the source. The text lists the first names.
     """
     shapes, wanted = ({name: entry.shape for name, entry in side.entries.items()} for side in (source, target))
-    rules = find_rules(target.rules, shapes, wanted)
-    made = apply_rules(rules, shapes, wanted)
+    rules, made = find_rules(target.rules, shapes, wanted)
     names_of: dict[str, list[str]] = {}
     for name in wanted:
         names_of.setdefault(target.tied.get(name, name), []).append(name)

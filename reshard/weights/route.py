@@ -81,8 +81,7 @@ class Landing:
     def finish(self) -> None:
         """Write the local shards, once all has arrived."""
         for views, tensor in self.copies:
-            for view, part in zip(views, tensor.unbind() if len(views) > 1 else [tensor], strict=True):
-                view.copy_(part)
+            torch._foreach_copy_(views, list(tensor.unbind()) if len(views) > 1 else [tensor])
         synchronize(self.shards)
 
 

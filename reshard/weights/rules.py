@@ -440,8 +440,9 @@ def match_names(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[s
         text += f"(?P={name})" if name in seen else f"(?P<{name}>{'[0-9]+' if found[2] else '.+'})"
         seen.add(name)
         at = found.end()
-    compiled = re.compile(text + re.escape(pattern[at:]))
-    matches = ((name, compiled.fullmatch(name)) for name in made)
+    end = pattern[at:]
+    compiled = re.compile(text + re.escape(end))
+    matches = ((name, compiled.fullmatch(name)) for name in made if name.endswith(end))
     return [(name, match.groupdict()) for name, match in matches if match is not None]
 
 

@@ -49,6 +49,8 @@ class Snapshot:
         self.values: dict[str, Value] = {}
         self._reader, self._manifest, self._dtype, self._quantizer = reader, manifest, dtype, quantizer
         self._checked: ModelState | None = None
+        self._paired: ModelState | None = None
+        self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.version: int | None = None
         self._lock = threading.Lock()
 
@@ -91,15 +93,12 @@ class Snapshot:
         try:
             if self._keeps_base and self.version is not None and self.version == last:
                 self.arrays, self.base, self.base_version = self.base, self.arrays, last
+                self._paired = None
             self.version = None
-            for name, holding in state.holdings.items():
-                if self._quantizer is not None and name in self._quantizer.names:
-                    continue
-                known, array = self.arrays.get(name), holding.array
-                if known is None or known.shape != array.shape:
-                    device = "cpu" if self._on_host else array.device
-                    known = self.arrays[name] = torch.empty(array.shape, dtype=self._kept(array), device=device)
-                known.copy_(array)
+            if state is not self._paired:
+                self._pairs, self._paired = self._pair(state), state
+            if self._pairs[0]:
+                torch._foreach_copy_(*self._pairs)
             if self._quantizer is not None:
                 self._quantizer.quantize(state.holdings, measured, self.arrays, self._on_host)
             synchronize(holding.array for holding in state.holdings.values())
@@ -108,6 +107,21 @@ class Snapshot:
             self.version = version
         finally:
             self._lock.release()
+
+    def _pair(self, state: ModelState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Where the weights of a model are copied, and from where."""
+        copies, arrays = [], []
+        for name, holding in state.holdings.items():
+            if self._quantizer is not None and name in self._quantizer.names:
+                continue
+            known, array = self.arrays.get(name), holding.array
+            if known is None or known.shape != array.shape:
+                device = "cpu" if self._on_host else array.device
+                known = torch.empty(array.shape, dtype=self._kept(array), device=device)
+            self.arrays[name] = known
+            copies.append(known)
+            arrays.append(array)
+        return copies, arrays
 
     @contextlib.contextmanager
     def sending(self, version: int) -> Iterator[None]:

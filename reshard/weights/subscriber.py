@@ -12,12 +12,16 @@ from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.holdings import Shard, read_state
-from reshard.weights.install import CopyIntoModel, Installer, LoadThroughEngine, LoadWeights, ReceiveInPlace
+from reshard.weights.install import CopyAsRecorded, CopyIntoModel, Installer, LoadThroughEngine, ReceiveInPlace
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
+from reshard.weights.recorded_loader import LoadWeights, RecordedLoader, Recording
 from reshard.weights.route import RouteOptions
 from reshard.weights.rules import Rule, check_rules
 from reshard.weights.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
+
+#: How long to wait before looking again whether a trainer is there.
+_LOOK_SECONDS = 0.05
 
 
 class Subscriber:
@@ -38,7 +42,8 @@ class Subscriber:
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the received version.
         rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.rules`. Default: those of the
-            families of models that fit.
+            families of models that fit. ``record(load_weights)``: those that the loader of the engine states; then a
+            trainer must publish the name within ``join_seconds``, unless ``record`` knows what it will publish.
         load_weights: the loader of an engine that cuts, fuses or packs its weights by itself, with ``model=None``. It
             is called with ``(name, whole tensor)`` pairs, tied tensors under each name, in the thread that calls
             ``update``. Each rank then receives every tensor whole, in host memory, and keeps the version before, which
@@ -61,7 +66,7 @@ class Subscriber:
         mode: str = "shadow",
         shards: Mapping[str, Shard] | None = None,
         memory_bytes: int = 1 << 30,
-        rules: Sequence[Rule] | None = None,
+        rules: Sequence[Rule] | RecordedLoader | None = None,
         load_weights: LoadWeights | None = None,
         join_seconds: float = 30.0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
@@ -70,28 +75,38 @@ class Subscriber:
         self._team = Team(store, name, "engine", group, AGREE_SECONDS)
         self._attempt = 0
 
+        recordings: list[Recording] = []
+
         def describe() -> dict[str, Any]:
             self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
-            check_rules(rules)
+            if not isinstance(rules, RecordedLoader):
+                check_rules(rules)
             if (model is None) == (load_weights is None):
                 raise ArgumentError("a Subscriber takes a model, or load_weights in its place")
             if mode not in ("shadow", "in_place") or (mode == "in_place" and load_weights is not None):
                 raise ArgumentError(f'mode is {mode!r:.40}; it must be "shadow", or "in_place" with a model')
+            if isinstance(rules, RecordedLoader):
+                if model is None or mode != "shadow" or shards is not None:
+                    raise ArgumentError('rules=record(...) needs a model and mode="shadow", and takes no shards')
+                recordings.append(Recording(rules, model, rules.source or self._find_source(join_seconds)))
+                return {"state": recordings[0].state()}
             return {"state": None if model is None else state_of_rank(read_state(model, shards))}
 
         try:
-            states = run_collectively(self._team.group, describe, "describes the engine", AGREE_SECONDS)
+            waits = isinstance(rules, RecordedLoader) and isinstance(join_seconds, (int, float))
+            seconds = AGREE_SECONDS + (join_seconds if waits else 0)
+            states = run_collectively(self._team.group, describe, "describes the engine", seconds)
             if load_weights is None:
                 manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the engine")
             else:
                 manifest = Manifest(self._team.size, {}, {}, {}, "cpu", takes_all=True)
-            manifest = replace(manifest, rules=check_rules(rules))
-            self._receiver = Receiver(
-                self._team,
-                manifest,
-                _make_installer(model, shards, mode, load_weights),
-                self._options,
-            )
+            if recordings:
+                manifest = recordings[0].without_unused(manifest)
+                installer: Installer = CopyAsRecorded(recordings[0])
+            else:
+                manifest = replace(manifest, rules=check_rules(rules))
+                installer = _make_installer(model, shards, mode, load_weights)
+            self._receiver = Receiver(self._team, manifest, installer, self._options)
             self._team.start(self._receiver.act, self._receiver.fail, self._receiver.close)
             if self._team.is_leader:
                 self._team.roster.write_manifest("engine", self._team.id, manifest)
@@ -99,6 +114,17 @@ class Subscriber:
         except BaseException:
             self._team.close()
             raise
+
+    def _find_source(self, seconds: float) -> Manifest:
+        """What the trainer publishes, once it does."""
+        deadline = time.monotonic() + seconds
+        while (trainer := self._team.roster.publisher()) is None:
+            if time.monotonic() > deadline:
+                raise TransferTimeoutError(
+                    f"no trainer publishes this name within {seconds:g} s, and a loader is recorded with its tensors"
+                )
+            time.sleep(_LOOK_SECONDS)
+        return trainer.manifest
 
     @property
     def version(self) -> int | None:

@@ -99,8 +99,9 @@ class Request:
     payload: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values."""
-        return asdict(self)
+        """A dict of plain values. They are those of the request: a payload may be large."""
+        tensors = {name: vars(tensor) for name, tensor in self.tensors.items()}
+        return {**vars(self), "tensors": tensors, "caller": asdict(self.caller)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Request:

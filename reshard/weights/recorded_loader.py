@@ -1,0 +1,269 @@
+"""Rules that an engine's own loader states: which regions of the trainer's tensors go to which of its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.arguments import check_arguments
+from reshard.errors import ArgumentError
+from reshard.formatting import count_of
+from reshard.sharding import Box
+from reshard.weights.holdings import Holding, ModelState, join_dim
+from reshard.weights.loader_trace import Copy, Fill, Place, Tensors, trace_loader
+from reshard.weights.manifest import Manifest, state_of_rank
+from reshard.weights.param_meta import read_metas
+from reshard.weights.parts import Region
+from reshard.weights.pieces import Side
+from reshard.weights.rules import Drop, match_names
+from reshard.weights.strided import view_of_tensor
+
+#: A loader of an engine: it takes ``(name, tensor)`` pairs.
+LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
+
+
+@dataclass(frozen=True)
+class RecordedLoader:
+    """What :func:`record` returns: rules that are found when the tensors of the trainer are known."""
+
+    load_weights: LoadWeights
+    kept: tuple[str, ...]
+    source: Manifest | None
+
+
+@check_arguments()
+def record(
+    load_weights: LoadWeights, *, kept: Sequence[str] = (), metas: Sequence[Any] | None = None
+) -> RecordedLoader:
+    """Rules for a :class:`Subscriber`, from the loader of its engine, so that each rank receives only what it loads.
+
+    When the Subscriber is made, the loader runs once with tensors of the trainer's names, shapes and dtypes, on the
+    meta device. It may take views (``narrow``, ``chunk``, ``view``, ``transpose``, an index), join them, cast them,
+    ``copy_`` them to parameters, and fill parameters with a number. Nothing is written. Versions then go the recorded
+    ways, and the loader does not run again.
+
+    Args:
+        load_weights: takes an iterable of ``(name, tensor)`` pairs, as ``load_weights`` of vLLM's models does. Tensors
+            that it leaves out do not travel to the engine.
+        kept: patterns of parameters that it need not write, for example ``"{p}.k_scale"``.
+        metas: what the trainer will publish, as vLLM's ``ParamMeta`` of each tensor. Default: what it publishes when
+            the Subscriber is made.
+
+    Raises:
+        ArgumentError: an entry of ``metas`` is not valid.
+    """
+    return RecordedLoader(load_weights, tuple(kept), None if metas is None else read_metas(metas))
+
+
+class Recording:
+    """What the loader of one rank does.
+
+    Args:
+        loader: of the engine.
+        model: a module, or a mapping of tensors, as the loader writes it.
+        source: the trainer's tensors.
+
+    Attributes:
+        held: the regions of the trainer's tensors that this rank receives, by name; of tied ones, by the first.
+        device: where they arrive.
+
+    Raises:
+        ArgumentError: the loader computes or fails, writes an element twice, or leaves some of a parameter out.
+    """
+
+    def __init__(self, loader: RecordedLoader, model: Any, source: Manifest) -> None:
+        tensors, parameters = _tensors_of(model)
+        entries = {name: (entry.shape, getattr(torch, entry.dtype)) for name, entry in source.entries.items()}
+        steps = trace_loader(loader.load_weights, tensors, entries)
+        # one tensor for all names of a tied one; each copy once
+        self._steps = tuple(dict.fromkeys(_resolve_tie(step, source.tied) for step in steps))
+        self._model, self._source = model, source
+        self._geometry = {name: (tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()}
+        self._devices = sorted({tensor.device.type for tensor in tensors.values()})
+        self.device = next(iter(tensors.values())).device
+        kept = {name for pattern in loader.kept for name, _ in match_names(pattern, tensors)}
+        _check_writes(self._steps, tensors, parameters - kept)
+        regions: dict[str, list[Region]] = {}
+        for step in self._steps:
+            if isinstance(step, Copy):
+                regions.setdefault(step.source.name, []).append(step.source.region)
+        self.held = {name: cover(found) for name, found in regions.items()}
+
+    def state(self) -> dict[str, Any]:
+        """What this rank tells the others, see :func:`reshard.weights.manifest.state_of_rank`."""
+        holdings = {}
+        for name, boxes in self.held.items():
+            entry = self._source.entries[name]
+            array = torch.empty(self.shape(name), dtype=getattr(torch, entry.dtype), device="meta")
+            holdings[name] = Holding(array, entry.shape, boxes)
+        return {**state_of_rank(ModelState(holdings, {}, {})), "devices": self._devices}
+
+    def without_unused(self, manifest: Manifest) -> Manifest:
+        """The manifest of the engine, with rules that drop the trainer's tensors that no rank of it takes."""
+        tied = self._source.tied
+        unused = [name for name in self._source.entries if tied.get(name, name) not in manifest.entries]
+        return replace(manifest, rules=tuple(map(Drop, unused)))
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the local array with the regions of a tensor."""
+        boxes = self.held[name]
+        sizes = [hi - lo for lo, hi in boxes[0]]
+        if len(boxes) > 1:
+            at = join_dim(boxes)
+            sizes[at] = sum(box[at][1] - box[at][0] for box in boxes)
+        return tuple(sizes)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters that it writes."""
+        tensors, _ = _tensors_of(self._model)
+        return [tensors[name] for name in dict.fromkeys(step.target.name for step in self._steps)]
+
+    def replay(self, arrays: Tensors) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """Write what has arrived into the parameters; then yield each region of them beside what belongs there.
+
+        Args:
+            arrays: local arrays with the regions ``held``.
+
+        Raises:
+            ArgumentError: a parameter is gone, or has another shape.
+        """
+        tensors, _ = _tensors_of(self._model)
+        for name in {step.target.name for step in self._steps}:
+            tensor = tensors.get(name)
+            if tensor is None or (tensor.shape, tensor.stride(), tensor.dtype) != self._geometry[name]:
+                raise ArgumentError(f"{name!r} is gone or has another shape; make a new Subscriber")
+        with torch.no_grad():
+            for step in self._steps:
+                view = step.target.view(tensors[step.target.name])
+                if isinstance(step, Copy):
+                    view.copy_(self._view(step.source, arrays))
+                else:
+                    view.fill_(step.value)
+        for step in self._steps:
+            if isinstance(step, Copy):
+                yield step.target.view(tensors[step.target.name]), self._view(step.source, arrays)
+
+    def _view(self, side: Side, arrays: Tensors) -> torch.Tensor:
+        return side.view(arrays[side.name], self.held[side.name])
+
+
+def _tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The parameters and buffers of a model by name, and the names of the parameters. Tied ones have one name."""
+    if isinstance(model, torch.nn.Module):
+        parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
+        found = {**parameters, **dict(model.named_buffers())}
+    elif isinstance(model, Mapping):
+        found = parameters = {name: each for name, each in model.items() if isinstance(each, torch.Tensor)}
+    else:
+        raise ArgumentError(f"a model is a torch.nn.Module or a mapping of tensors, not {type(model).__name__}")
+    if not found:
+        raise ArgumentError("the model has no tensors")
+    first_name: dict[Any, str] = {}
+    for name, tensor in found.items():
+        if tensor.is_meta:
+            raise ArgumentError(f"{name!r} is on the meta device: give it memory first (model.to_empty)")
+        first_name.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)
+    return {name: found[name] for name in first_name.values()}, set(parameters)
+
+
+def _resolve_tie(step: Copy | Fill, tied: Mapping[str, str]) -> Copy | Fill:
+    if isinstance(step, Fill):
+        return step
+    name = tied.get(step.source.name, step.source.name)
+    return Copy(Side(name, step.source.region, step.source.dims), step.target)
+
+
+def cover(regions: Iterable[Region]) -> tuple[Box, ...]:
+    """The least disjoint boxes, along one dim, that cover some regions of a tensor; one box if there are no such."""
+    boxes = {tuple((indices[0], indices[-1] + 1) for indices in region) for region in regions}
+    ndim, size = len(next(iter(boxes))), 0
+    while size != len(boxes):
+        size = len(boxes)
+        for dim in range(ndim):
+            boxes = _join_along(boxes, dim)
+    found = tuple(sorted(boxes))
+    differing = [dim for dim in range(ndim) if len({box[dim] for box in found}) > 1]
+    if len(differing) <= 1:
+        return found
+    return (tuple((min(lo for lo, _ in sides), max(hi for _, hi in sides)) for sides in zip(*found, strict=True)),)
+
+
+def _join_along(boxes: set[Box], dim: int) -> set[Box]:
+    """Boxes that differ along one dim only, and touch or overlap there, as one."""
+    rows: dict[Any, list[tuple[int, int]]] = {}
+    for box in boxes:
+        rows.setdefault((box[:dim], box[dim + 1 :]), []).append(box[dim])
+    found = set()
+    for (before, after), sides in rows.items():
+        begin, end = min(sides)
+        for lo, hi in sorted(sides):
+            if lo > end:
+                found.add((*before, (begin, end), *after))
+                begin = lo
+            end = max(end, hi)
+        found.add((*before, (begin, end), *after))
+    return found
+
+
+def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[str]) -> None:
+    """Raise ArgumentError unless each element of a parameter is loaded or filled once.
+
+    Args:
+        needed: names of the parameters that must be loaded whole.
+    """
+    of_name: dict[str, list[tuple[Region, bool]]] = {name: [] for name in tensors}
+    for step in steps:
+        for region in _regions_in(step.target, tensors[step.target.name]):
+            of_name[step.target.name].append((region, isinstance(step, Copy)))
+    left_out = []
+    for name, writes in of_name.items():
+        count = _count_written(name, [region for region, _ in writes], [is_copy for _, is_copy in writes])
+        if name in needed and count < tensors[name].numel():
+            left_out.append(f"{tensors[name].numel() - count} of {tensors[name].numel()} elements of {name!r}")
+    if left_out:
+        more = f", and elements of {count_of(len(left_out) - 5, 'more parameter')}" if len(left_out) > 5 else ""
+        raise ArgumentError(
+            f"load_weights leaves out {', '.join(left_out[:5])}{more}; if that is right, name them in record(kept=)"
+        )
+
+
+def _regions_in(place: Place, tensor: torch.Tensor) -> list[Region]:
+    """The regions of a parameter that a place consists of, with its dims in the order in which they lie in memory."""
+    order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
+    ordered = tensor.permute(order)
+    if not ordered.is_contiguous():
+        raise ArgumentError(f"{place.name!r} has gaps in its memory, so its loader cannot be recorded")
+    return [part.region for part in view_of_tensor(place.name, ordered.shape, *_geometry_of(place)).parts]
+
+
+def _geometry_of(place: Place) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    return place.shape, place.strides, place.offset
+
+
+def _count_written(name: str, regions: Sequence[Region], is_copy: Sequence[bool]) -> int:
+    """Number of elements in some regions of a parameter. A copy may lie where the parameter was filled before."""
+    if not regions:
+        return 0
+    edges = []
+    for along in zip(*regions, strict=True):
+        found = [np.array([edge for each in along for edge in (each.start, each[-1] + 1)])]
+        found += [np.concatenate([np.array(each), np.array(each) + 1]) for each in along if each.step > 1]
+        edges.append(np.unique(np.concatenate(found)))
+    written = np.zeros([len(each) - 1 for each in edges], dtype=np.uint8)
+    for region, copied in zip(regions, is_copy, strict=True):
+        cells = []
+        for indices, at in zip(region, edges, strict=True):
+            starts = np.array(indices) if indices.step > 1 else at[(at >= indices[0]) & (at <= indices[-1])]
+            cells.append(np.searchsorted(at, starts))
+        where = np.ix_(*cells)
+        if (written[where] == 2).any():
+            raise ArgumentError(f"load_weights writes elements of {name!r} twice, so it cannot be recorded")
+        written[where] = 2 if copied else 1
+    sizes = np.ones_like(written, dtype=np.int64)
+    for dim, at in enumerate(edges):
+        sizes *= np.diff(at).reshape([-1 if other == dim else 1 for other in range(len(edges))])
+    return int(sizes[written > 0].sum())

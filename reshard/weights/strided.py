@@ -1,0 +1,107 @@
+"""Where a strided view lies in the tensor whose memory it shows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from reshard.errors import ArgumentError
+from reshard.weights.parts import Made, Part
+
+#: A view that takes more separate regions of a tensor than this is refused.
+MAX_PARTS = 1 << 16
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Elements at equal distances along one dim of a view, which run along one dim of the tensor.
+
+    Attributes:
+        dim: of the view. place_step: how far its index moves from one element to the next.
+        base_dim: of the tensor. step: how far the index along it moves.
+        count: number of elements, at least 2.
+    """
+
+    dim: int
+    place_step: int
+    base_dim: int
+    step: int
+    count: int
+
+
+def view_of_tensor(
+    name: str, base_shape: Sequence[int], shape: Sequence[int], strides: Sequence[int], offset: int
+) -> Made:
+    """A view, as regions of a contiguous tensor.
+
+    Args:
+        name: of the tensor. base_shape: of the tensor.
+        shape, strides, offset: of the view; strides and offset in elements.
+
+    Raises:
+        ArgumentError: the view shows an element twice, or its elements lie along no dims of the tensor.
+    """
+    if math.prod(shape) == 0:
+        return Made(tuple(shape), ())
+    base_strides = [math.prod(base_shape[dim + 1 :]) for dim in range(len(base_shape))]
+    runs = [
+        run
+        for dim, (count, stride) in enumerate(zip(shape, strides, strict=True))
+        if count > 1
+        for run in _find_runs(dim, count, stride, base_shape, base_strides)
+    ]
+    first, rest = [], offset
+    for size, stride in zip(base_shape, base_strides, strict=True):
+        index, rest = divmod(rest, stride)
+        first.append(index)
+        reach = sum(run.step * (run.count - 1) for run in runs if run.base_dim == len(first) - 1)
+        if index + reach >= size:
+            raise ArgumentError(f"a view of {name!r} takes elements that are no slices of its dims")
+    return Made(tuple(shape), _parts_of(name, runs, first, len(shape)))
+
+
+def _find_runs(dim: int, count: int, stride: int, base_shape: Sequence[int], base_strides: Sequence[int]) -> list[_Run]:
+    """The runs of one dim of a view: several if it joins dims of the tensor."""
+    found, place_step = [], 1
+    while count > 1:
+        at = next((d for d, size in enumerate(base_shape) if size > 1 and 0 < base_strides[d] <= stride), None)
+        if at is None or stride % base_strides[at]:
+            raise ArgumentError(f"a view with stride {stride} of a tensor of shape {list(base_shape)} cannot be traced")
+        step = stride // base_strides[at]
+        inside = -(-base_shape[at] // step)  # elements until the dim ends
+        if count <= inside:
+            inside = count
+        elif base_shape[at] % step or count % inside:
+            raise ArgumentError(f"a view of a tensor of shape {list(base_shape)} joins dims in part")
+        if inside == 1:
+            raise ArgumentError(f"a view of a tensor of shape {list(base_shape)} leaves it")
+        found.append(_Run(dim, place_step, at, step, inside))
+        count, stride, place_step = count // inside, stride * inside, place_step * inside
+    return found
+
+
+def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) -> tuple[Part, ...]:
+    """One part for each combination of the runs that share a dim with a longer one."""
+    kept: list[_Run] = []
+    for run in sorted(runs, key=lambda each: -each.count):
+        if all(run.dim != other.dim and run.base_dim != other.base_dim for other in kept):
+            kept.append(run)
+    unrolled = [run for run in runs if run not in kept]
+    if math.prod(run.count for run in unrolled) > MAX_PARTS:
+        raise ArgumentError(f"a view of {name!r} consists of more than {MAX_PARTS} regions")
+    parts = []
+    for numbers in itertools.product(*(range(run.count) for run in unrolled)):
+        begin, at, dims = list(first), [0] * ndim, [-1] * len(first)
+        for run, number in zip(unrolled, numbers, strict=True):
+            begin[run.base_dim] += number * run.step
+            at[run.dim] += number * run.place_step
+        region, place = ([range(index, index + 1) for index in indices] for indices in (begin, at))
+        for run in kept:
+            begun, placed = begin[run.base_dim], at[run.dim]
+            region[run.base_dim] = range(begun, begun + (run.count - 1) * run.step + 1, run.step)
+            place[run.dim] = range(placed, placed + (run.count - 1) * run.place_step + 1, run.place_step)
+            dims[run.base_dim] = run.dim
+        parts.append(Part(name, tuple(region), tuple(place), tuple(dims)))
+    return tuple(parts)
