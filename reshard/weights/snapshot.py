@@ -42,7 +42,8 @@ class Snapshot:
         self._reader, self._manifest, self._dtype, self._quantizer = reader, manifest, dtype, quantizer
         self._checked: ModelState | None = None
         self.version: int | None = None
-        self._lock = threading.Lock()
+        self._idle = threading.Condition()  # held while copying; told when sending ends
+        self._is_sending = False
 
     def read(self) -> ModelState:
         """The state of the model.
@@ -75,9 +76,9 @@ class Snapshot:
         Raises:
             TransferTimeoutError: a version is still being sent.
         """
-        if not self._lock.acquire(timeout=seconds):
-            raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
-        try:
+        with self._idle:  # released by an interrupt at any line
+            if not self._idle.wait_for(lambda: not self._is_sending, seconds):
+                raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
             self.version = None
             for name, holding in state.holdings.items():
                 if self._quantizer is not None and name in self._quantizer.names:
@@ -93,8 +94,6 @@ class Snapshot:
             self.values.clear()
             self.values.update(state.values)
             self.version = version
-        finally:
-            self._lock.release()
 
     @contextlib.contextmanager
     def sending(self, version: int) -> Iterator[None]:
@@ -103,10 +102,16 @@ class Snapshot:
         Raises:
             ArgumentError: it is not of this version.
         """
-        with self._lock:
+        with self._idle:
             if self.version != version:
                 raise ArgumentError(f"version {version} is no longer there; the trainer holds {self.version}")
+            self._is_sending = True
+        try:
             yield
+        finally:
+            with self._idle:
+                self._is_sending = False
+                self._idle.notify_all()
 
     def _kept(self, array: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and array.is_floating_point() else array.dtype
