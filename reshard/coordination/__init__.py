@@ -20,7 +20,12 @@ from reshard.coordination.liveness.call_sequence import (
 from reshard.coordination.liveness.claims import join
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, publishing_lost_ranks
-from reshard.coordination.liveness.interruptions import keep_exceptions_local, mark_published, publish_exceptions
+from reshard.coordination.liveness.interruptions import (
+    is_published,
+    keep_exceptions_local,
+    mark_published,
+    publish_exceptions,
+)
 from reshard.coordination.liveness.membership import count_call, remaining_ranks
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import report_dead
@@ -46,6 +51,7 @@ __all__ = [
     "find_group",
     "gather_reports",
     "has_ended",
+    "is_published",
     "join",
     "keep_exceptions_local",
     "known_groups",

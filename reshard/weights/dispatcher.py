@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch.distributed as dist
 
 from reshard.coordination import describe_error
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError
@@ -328,9 +329,14 @@ class Dispatcher:
         timer.start()
 
     def _post_tick(self, message: Message) -> None:
-        if not self._team.is_closed:
-            with contextlib.suppress(RuntimeError):  # the store is lost, and the thread of the team says so
+        while not self._team.is_closed:
+            try:
                 self._team.post.post(self._address, message)
+                return
+            except dist.DistNetworkError:  # the store is lost, and the thread of the team says so
+                return
+            except RuntimeError:  # it is silent: without ticks, the version would wait for ever
+                continue
 
     def _post(self, member: Member, message: Message) -> None:
         self._team.post.post(member.address(), message)

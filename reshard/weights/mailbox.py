@@ -56,7 +56,7 @@ class Postman:
         number = self._next.get(address)
         if number is None:
             tail = f"{address}/read"
-            number = int(self._store.get(tail, seconds)) if self._store.check([tail], seconds) else 0
+            number = self._store.read(tail, int, seconds) if self._store.check([tail], seconds) else 0
         while self._store.compare_set(f"{address}/{number}", "", text, seconds) != text.encode():
             number += 1
         self._next[address] = number + 1
@@ -90,7 +90,7 @@ class Mailbox:
             self._store.set(key, _READ)
             self._number += 1
             self._store.set(f"{self.address}/read", str(self._number))
-            with contextlib.suppress(ValueError):  # another program has written to the mailbox
+            with contextlib.suppress(ValueError, RecursionError):  # another program has written to the mailbox
                 message = json.loads(text)
                 if isinstance(message, dict) and isinstance(message.get("kind"), str):
                     return message

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from reshard.coordination import describe_error, rebuild_error
+from reshard.coordination import describe_error, publish_exceptions, rebuild_error
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
@@ -149,7 +149,7 @@ class Publisher:
             state = state_of_rank(reader.read(), _find_dtype(dtype))
             return {"state": state if self._compression is None else {**state, "devices": ["cpu"]}}
 
-        try:
+        with self._team.closing_on_error():
             states = run_collectively(self._team.group, describe, "describes the trainer", AGREE_SECONDS)
             manifest = merge_states({rank: each["state"] for rank, each in states.items()}, "the trainer")
             self._quantizer = Quantizer(quantize, manifest) if quantize else None
@@ -173,15 +173,13 @@ class Publisher:
                 self._compression,
             )
             self._team.start(self._sender.act, self._fail, self._sender.close)
-        except BaseException:
-            self._team.close()
-            raise
 
     @property
     def version(self) -> int | None:
         """The last version that was published under the name, also by an earlier trainer; None if none was."""
         return self._last
 
+    @publish_exceptions(lambda error, args, _: args[0]._team.leave_unbegun(error))
     def publish(self, version: int) -> PublishHandle:
         """Publish the weights as they are now. Every rank of the trainer calls it; it returns before they are sent.
 
@@ -196,7 +194,12 @@ class Publisher:
 
         Raises:
             ArgumentError: the version is not larger, or the tensors of the model have changed; on all ranks alike.
+            RemoteError: an interrupt has ended this call or an earlier one on another rank: make a new Publisher.
         """
+        with self._team.ending_calls():
+            return self._publish(version)
+
+    def _publish(self, version: int) -> PublishHandle:
         if self._handle is not None and not self._handle.done():
             with contextlib.suppress(ReshardError):
                 self._handle.wait(self._timeout_seconds)

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
+from reshard.weights.attempts import SWAP, key_of
 from reshard.weights.coded import CodedTransfers, share_memory
 from reshard.weights.holdings import Value
 from reshard.weights.install import Arrays, Installer, ReceiveInPlace
@@ -27,6 +28,8 @@ from reshard.weights.verify import Checker, Digests
 
 #: What the first rank passes on to all ranks, so that they act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
+#: What a thread does for another one, and its result.
+Errand = tuple[Callable[[], None], Future[None]]
 
 
 class Receiver:
@@ -40,6 +43,7 @@ class Receiver:
 
     Attributes:
         live: the version in the model.
+        swapped: number of the last attempt that has ended in a swap.
         swap_error: why the last swap failed.
     """
 
@@ -58,9 +62,10 @@ class Receiver:
         self._problem = ""  # why the last version did not arrive
         self._num_waiting = 0  # threads of the user in ``update``
         self._is_receiving = False  # into the model
-        self._swapped = -1  # number of the last attempt that has ended in a swap
+        self.swapped = -1
+        self._given_up: tuple[int, ReshardError] | None = None
         self._changed = threading.Condition()
-        self._errand: tuple[Callable[[], None], Future[None]] | None = None  # for the thread that waits in ``update``
+        self._errand: Errand | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
         self._coded: CodedTransfers | None = None  # over the route
         self._pieces: list[Piece] = []
@@ -87,16 +92,20 @@ class Receiver:
         """Wait until an attempt has ended in a swap; returns whether it has. Meanwhile do what the swap asks for.
 
         A version that is arriving in the model is waited for.
+
+        Raises:
+            ReshardError: a rank has given the attempt up, or the thread has failed.
         """
         deadline = time.monotonic() + seconds
         interrupt: BaseException | None = None
+        errand: Errand | None = None
         with self._changed:
             self._num_waiting += 1
             self._changed.notify_all()
             try:
                 while True:
                     self._changed.wait_for(
-                        lambda: self._swapped >= attempt or self._failure is not None or self._errand is not None,
+                        lambda: self._has_ended(attempt) or self._errand is not None,
                         max(0.0, deadline - time.monotonic()),
                     )
                     errand, self._errand = self._errand, None
@@ -108,13 +117,31 @@ class Receiver:
                     finally:
                         self._changed.acquire()
                 self._changed.wait_for(lambda: not self._is_receiving or self._failure is not None)
+            except BaseException as error:
+                if errand is not None:
+                    self._leave_errand(errand, error)
+                raise
             finally:
                 self._num_waiting -= 1
             if interrupt is not None:
                 raise interrupt
-            if self._swapped < attempt:
+            if self.swapped < attempt:
                 self.check_usable()
-            return self._swapped >= attempt
+                if self._given_up is not None and self._given_up[0] >= attempt:
+                    raise self._given_up[1]
+            return self.swapped >= attempt
+
+    def _leave_errand(self, errand: Errand, error: BaseException) -> None:
+        """Put back what an exception has kept this thread from doing; what has begun has failed."""
+        future = errand[1]
+        if future.running():
+            future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))
+        elif not future.done():
+            self._errand = errand
+
+    def _has_ended(self, attempt: int) -> bool:
+        is_given_up = self._given_up is not None and self._given_up[0] >= attempt
+        return self.swapped >= attempt or is_given_up or self._failure is not None
 
     def describe_failure(self) -> str:
         """Why the last version did not arrive, as the end of a sentence."""
@@ -144,6 +171,10 @@ class Receiver:
                 self._team.post_to_all({**message, "relayed": True})
             else:
                 getattr(self, f"_{kind}")(message)
+        elif kind == "given_up":
+            with self._changed:
+                self._given_up = message["attempt"], rebuild_error(*message["failed"])
+                self._changed.notify_all()
         elif self._leader is not None:
             self._leader.act(message)
 
@@ -322,7 +353,7 @@ class Receiver:
                     self._install(*self._kept)
                     self.live = last
         with self._changed:
-            self.swap_error, self._swapped = error, message["attempt"]
+            self.swap_error, self.swapped = error, message["attempt"]
             self._changed.notify_all()
 
     def _install(self, arrays: Arrays, values: Mapping[str, Value], digests: Digests) -> None:
@@ -423,9 +454,8 @@ class _Leader:
         for attempt, ranks in sorted(self._wants.items()):
             if len(ranks) == self._team.size:
                 del self._wants[attempt]
-                decision = f"swap {self._complete}"
-                key = f"engine/{self._team.id}/swap/{attempt}"
-                if self._team.store.compare_set(key, "", decision, AGREE_SECONDS).decode() == decision:
+                key = key_of(self._team.id, attempt)
+                if self._team.store.compare_set(key, "", SWAP, AGREE_SECONDS) == SWAP.encode():
                     self._given = self._complete
                     self._team.post_to_all(
                         {"kind": "swap", "attempt": attempt, "version": self._complete, "relayed": True}

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.coordination import has_ended
+from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
 from reshard.weights.holdings import Value
@@ -80,8 +81,8 @@ class Roster:
     def member(self, kind: str, team_id: str) -> Member:
         """A trainer or an engine by its id."""
         if team_id not in self._members:
-            text = self._store.get(f"{kind}/{team_id}/manifest", STORE_SECONDS)
-            self._members[team_id] = Member(kind, team_id, Manifest.from_json(text))
+            manifest = self._store.read(f"{kind}/{team_id}/manifest", Manifest.from_json, STORE_SECONDS)
+            self._members[team_id] = Member(kind, team_id, manifest)
         return self._members[team_id]
 
     def targets(self, trainer: Manifest, engines: Iterable[str]) -> dict[str, Manifest]:
@@ -99,7 +100,7 @@ class Roster:
         """
         claim, known = json.dumps([team_id, hostname, pid]), ""
         while (holder := self._store.compare_set(_PUBLISHER, known, claim, STORE_SECONDS).decode()) != claim:
-            other, other_host, other_pid = json.loads(holder)
+            other, other_host, other_pid = self._store.parse(_PUBLISHER, holder.encode(), _read_claim)
             if not self.has_ended("trainer", other, 0):
                 raise ArgumentError(
                     f"process {other_pid} on host {other_host} already publishes this name; close its Publisher first, "
@@ -113,11 +114,11 @@ class Roster:
         """The trainer that claimed the name last."""
         if not self._store.check([_PUBLISHER], STORE_SECONDS):
             return None
-        return self.member("trainer", json.loads(self._store.get(_PUBLISHER, STORE_SECONDS))[0])
+        return self.member("trainer", self._store.read(_PUBLISHER, _read_claim, STORE_SECONDS)[0])
 
     def has_ended(self, kind: str, team_id: str, rank: int) -> bool:
         """Whether the process of a rank of a team has ended, or has closed its side."""
-        return has_ended(self._store.under(_join_prefix(kind, team_id)), rank)
+        return has_ended(self._store.under(_join_prefix(kind, team_id)), rank, STORE_SECONDS)
 
     def first_living(self, kind: str, team_id: str, ranks: range) -> int | None:
         """The first of some ranks of a team whose process is not known to have ended."""
@@ -141,7 +142,8 @@ class Roster:
         present = [
             team_id
             for team_id in dict.fromkeys(self._engines)
-            if self._store.check([_state_key(team_id)]) and not self._store.get(_state_key(team_id), STORE_SECONDS)
+            if self._store.check([_state_key(team_id)], STORE_SECONDS)
+            and not self._store.get(_state_key(team_id), STORE_SECONDS)
         ]
         return [self.member("engine", team_id) for team_id in present]
 
@@ -154,8 +156,7 @@ class Roster:
         key = f"held/{team_id}"
         if not self._store.check([key], STORE_SECONDS):
             return None
-        version: int | None = json.loads(self._store.get(key, STORE_SECONDS))
-        return version
+        return self._store.read(key, _read_version, STORE_SECONDS)
 
     def set_latest(self, latest: Latest) -> None:
         """Note the last version."""
@@ -165,7 +166,7 @@ class Roster:
         """The last version; None if none was sent."""
         if not self._store.check([_LATEST], STORE_SECONDS):
             return None
-        return Latest(**json.loads(self._store.get(_LATEST, STORE_SECONDS)))
+        return self._store.read(_LATEST, _read_latest, STORE_SECONDS)
 
 
 def ranks_store(raw: dist.Store, kind: str, team_id: str) -> dist.PrefixStore:
@@ -176,6 +177,22 @@ def ranks_store(raw: dist.Store, kind: str, team_id: str) -> dist.PrefixStore:
 def _join_prefix(kind: str, team_id: str) -> str:
     """The prefix of the group that the ranks of a team join in :func:`ranks_store`."""
     return f"{kind}/{team_id}/ranks/reshard/join"
+
+
+def _read_claim(text: bytes) -> list[Any]:
+    """Id of the trainer, and host and process of its first rank."""
+    found: list[Any] = read_json(text, (str, str, int))
+    return found
+
+
+def _read_version(text: bytes) -> int | None:
+    version: int | None = None if text == b"null" else read_json(text, int)
+    return version
+
+
+def _read_latest(text: bytes) -> Latest:
+    pattern = {"version": int, "trainer": str, "digests": {str: int}, "values": dict}
+    return Latest(**read_json(text, pattern))
 
 
 def _state_key(team_id: str) -> Any:

@@ -52,7 +52,8 @@ class Snapshot:
         self._paired: ModelState | None = None
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.version: int | None = None
-        self._lock = threading.Lock()
+        self._idle = threading.Condition()  # held while copying; told when sending ends
+        self._is_sending = False
 
     def read(self) -> ModelState:
         """The state of the model.
@@ -88,13 +89,14 @@ class Snapshot:
         Raises:
             TransferTimeoutError: a version is still being sent.
         """
-        if not self._lock.acquire(timeout=seconds):
-            raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
-        try:
-            if self._keeps_base and self.version is not None and self.version == last:
-                self.arrays, self.base, self.base_version = self.base, self.arrays, last
-                self._paired = None
-            self.version = None
+        with self._idle:  # released by an interrupt at any line
+            if not self._idle.wait_for(lambda: not self._is_sending, seconds):
+                raise TransferTimeoutError(f"version {self.version} is still being sent after {seconds:g} s")
+            held, self.version, self._paired = self.version, None, None if self._keeps_base else self._paired
+            if self._keeps_base and held is not None and held == last:
+                self.base_version = None  # first: an interrupt may come between the assignments
+                self.arrays, self.base = self.base, self.arrays
+                self.base_version = last
             if state is not self._paired:
                 self._pairs, self._paired = self._pair(state), state
             if self._pairs[0]:
@@ -105,8 +107,6 @@ class Snapshot:
             self.values.clear()
             self.values.update(state.values)
             self.version = version
-        finally:
-            self._lock.release()
 
     def _pair(self, state: ModelState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Where the weights of a model are copied, and from where."""
@@ -130,10 +130,16 @@ class Snapshot:
         Raises:
             ArgumentError: it is not of this version.
         """
-        with self._lock:
+        with self._idle:
             if self.version != version:
                 raise ArgumentError(f"version {version} is no longer there; the trainer holds {self.version}")
+            self._is_sending = True
+        try:
             yield
+        finally:
+            with self._idle:
+                self._is_sending = False
+                self._idle.notify_all()
 
     def _kept(self, array: torch.Tensor) -> torch.dtype:
         return self._dtype if self._dtype is not None and array.is_floating_point() else array.dtype

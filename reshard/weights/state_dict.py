@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from reshard.api.mover import Mover
-from reshard.coordination import Group, find_group
+from reshard.coordination import Group, find_group, leave_interrupted, publish_exceptions, publish_interruption
 from reshard.coordination.topology_discovery import find_topology
 from reshard.errors import ArgumentError
 from reshard.planner import plan_tensors
@@ -27,7 +28,27 @@ from reshard.weights.rules import Rule, check_rules
 from reshard.weights.team import run_collectively
 from reshard.weights.verify import Checker, add_all, view_of
 
+F = TypeVar("F", bound=Callable[..., Any])
 
+
+def _leave_interrupted(error: BaseException, _: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    group = find_group(kwargs.get("group"))
+    leave_interrupted(error, group, lambda: range(group.size))
+
+
+def _ending_on_all_ranks(function: F) -> F:
+    """Let an exception such as KeyboardInterrupt on one rank end a call of a group on all its ranks."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        group = find_group(kwargs.get("group"))
+        with publish_interruption(group, lambda: range(group.size)):
+            return function(*args, **kwargs)
+
+    return cast(F, publish_exceptions(_leave_interrupted)(call))
+
+
+@_ending_on_all_ranks
 def transfer_state_dict(
     src: Any = None,
     dst: Any = None,

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from reshard.coordination import describe_error, rebuild_error
-from reshard.errors import ArgumentError, TransferTimeoutError
+from reshard.coordination import describe_error, mark_published, publish_exceptions, rebuild_error
+from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
+from reshard.weights.attempts import AttemptLeftError, Attempts
 from reshard.weights.holdings import Shard, read_state
 from reshard.weights.install import CopyAsRecorded, CopyIntoModel, Installer, LoadThroughEngine, ReceiveInPlace
 from reshard.weights.manifest import Manifest, merge_states, state_of_rank
@@ -73,7 +75,7 @@ class Subscriber:
         topology: Topology | None = None,
     ) -> None:
         self._team = Team(store, name, "engine", group, AGREE_SECONDS)
-        self._attempt = 0
+        self._attempts = Attempts(self._team)
 
         recordings: list[Recording] = []
 
@@ -92,7 +94,7 @@ class Subscriber:
                 return {"state": recordings[0].state()}
             return {"state": None if model is None else state_of_rank(read_state(model, shards))}
 
-        try:
+        with self._team.closing_on_error():
             waits = isinstance(rules, RecordedLoader) and isinstance(join_seconds, (int, float))
             seconds = AGREE_SECONDS + (join_seconds if waits else 0)
             states = run_collectively(self._team.group, describe, "describes the engine", seconds)
@@ -111,9 +113,6 @@ class Subscriber:
             if self._team.is_leader:
                 self._team.roster.write_manifest("engine", self._team.id, manifest)
                 self._team.post.post(self._team.address(0), {"kind": "enlist"})
-        except BaseException:
-            self._team.close()
-            raise
 
     def _find_source(self, seconds: float) -> Manifest:
         """What the trainer publishes, once it does."""
@@ -131,6 +130,7 @@ class Subscriber:
         """The version that the model holds; None before the first update, and if a swap has failed."""
         return self._receiver.live
 
+    @publish_exceptions(lambda error, args, _: args[0]._leave(error))
     def update(self, timeout_seconds: float = 60.0) -> int:
         """Wait for a version that is newer than that of the model, and swap it in. Every rank of the engine calls it.
 
@@ -141,7 +141,8 @@ class Subscriber:
 
         Raises:
             TransferTimeoutError: no newer version came in time, or a rank of the engine did not call; the model is
-                unchanged on all ranks.
+                unchanged on all ranks. The first rank whose time is up ends the call on all.
+            RemoteError: an interrupt has ended the call on another rank; the model is unchanged on all ranks.
             VerificationError: the model differs from the version after the swap, so it is invalid; on all ranks.
             ReshardError: ``load_weights`` has failed. ``version`` is the one that was loaded again, or None.
             ArgumentError: the model does not fit that of the trainer.
@@ -149,50 +150,52 @@ class Subscriber:
         seconds = check_timeout(timeout_seconds)
         if self._team.is_closed:
             raise ArgumentError("this Subscriber is closed")
-        receiver, deadline = self._receiver, time.monotonic() + seconds
-        receiver.check_usable()
+        receiver, swapped = self._receiver, self._receiver.swapped
         try:
-            attempt = self._begin_attempt(seconds)
-        except RuntimeError as failure:
-            raise lost_store_error(failure) from failure
-        try:
-            is_swapped = receiver.wait_for_swap(attempt, max(0.0, deadline - time.monotonic()))
-        except BaseException:  # an interrupt, or the thread has failed
-            self._give_up(attempt)
+            self._wait_for_swap(seconds)
+        except ReshardError:
             raise
-        if not is_swapped and not self._give_up(attempt):
-            raise TransferTimeoutError(
-                f"rank {self._team.rank} of the engine: no newer version was complete on all ranks, or not all ranks "
-                f"called update, in {seconds:g} s; the model keeps version {receiver.live}{receiver.describe_failure()}"
-            )
-        error = receiver.swap_error
-        if error is not None:
-            raise rebuild_error(*describe_error(error))
+        except BaseException as error:
+            mark_published(error)
+            if receiver.swapped == swapped:
+                self._leave(error)
+            raise
+        if receiver.swap_error is not None:
+            raise rebuild_error(*describe_error(receiver.swap_error))
         assert receiver.live is not None
         return receiver.live
 
-    def _begin_attempt(self, seconds: float) -> int:
-        """Tell the first rank that this one waits for a swap; returns the number of the attempt."""
-        store = self._team.store
-        while store.check([self._key(self._attempt)], seconds) and store.get(self._key(self._attempt)) == b"abort":
-            self._attempt += 1  # other ranks have given this attempt up
-        want = {"kind": "want", "attempt": self._attempt, "rank": self._team.rank}
-        self._team.post.post(self._team.address(0), want, seconds)
-        self._attempt += 1
-        return self._attempt - 1
-
-    def _key(self, attempt: int) -> str:
-        """The key that decides whether the ranks swap in an attempt."""
-        return f"engine/{self._team.id}/swap/{attempt}"
-
-    def _give_up(self, attempt: int) -> bool:
-        """End an attempt on all ranks, unless the ranks swap already: then wait for the swap, and return True."""
+    def _wait_for_swap(self, seconds: float) -> None:
+        """Wait until the next attempt ends in a swap. If it ends otherwise, all ranks raise the same error."""
+        receiver, attempts, deadline = self._receiver, self._attempts, time.monotonic() + seconds
+        receiver.check_usable()
+        error: ReshardError
         try:
-            if self._team.store.compare_set(self._key(attempt), "", "abort", AGREE_SECONDS) == b"abort":
-                return False
-        except RuntimeError:  # the store is lost; the thread knows whether the ranks swap
-            pass
-        return self._receiver.wait_for_swap(attempt, AGREE_SECONDS)
+            attempts.begin(seconds)
+            if receiver.wait_for_swap(attempts.number, max(0.0, deadline - time.monotonic())):
+                return
+            error = TransferTimeoutError(
+                f"rank {self._team.rank} of the engine: no newer version was complete on all ranks, or not all ranks "
+                f"called update, in {seconds:g} s; the model keeps version {receiver.live}{receiver.describe_failure()}"
+            )
+        except AttemptLeftError as left:
+            raise left.error from None
+        except ReshardError as failed:  # of all ranks, or the thread has failed
+            error = failed
+        except RuntimeError as lost:
+            raise lost_store_error(lost) from lost
+        decided = None
+        with contextlib.suppress(RuntimeError):  # the store is lost, and the thread knows whether the ranks swap
+            decided = attempts.give_up(error)
+        if decided is None and receiver.wait_for_swap(attempts.number, AGREE_SECONDS):
+            return
+        raise decided or error
+
+    def _leave(self, error: BaseException) -> None:
+        """End the call on all ranks, because an exception has ended it on this one."""
+        with contextlib.suppress(RuntimeError):  # the store is lost, and so are the calls of all ranks
+            if not self._attempts.leave(self._team.left_error(error), self._receiver.swapped):
+                self._receiver.wait_for_swap(self._attempts.number, AGREE_SECONDS)
 
     def close(self) -> None:
         """Stop receiving. The model keeps its version."""

@@ -6,16 +6,29 @@ import atexit
 import contextlib
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.api.lossless.transfer import exchange_reports
-from reshard.coordination import Group, Monitor, calling, describe_error, find_channel, find_group, join
+from reshard.coordination import (
+    Group,
+    Monitor,
+    calling,
+    describe_error,
+    find_channel,
+    find_group,
+    is_published,
+    join,
+    leave_interrupted,
+    mark_published,
+    publish_interruption,
+    rebuild_error,
+)
 from reshard.coordination.groups.process_group import own_client
-from reshard.coordination.groups.store import Store
+from reshard.coordination.groups.store import ForeignValueError, Store
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.formatting import brief
 from reshard.weights.mailbox import Mailbox, Message, Postman
@@ -59,6 +72,8 @@ def lost_store_error(error: BaseException) -> ReshardError:
     """The error of ours for one that ended the thread of a team."""
     if isinstance(error, ReshardError):
         return error
+    if isinstance(error, ForeignValueError):
+        return RemoteError(str(error))
     if not isinstance(error, RuntimeError):  # a message without what it must have
         return RemoteError(f"another program has written to the store: {type(error).__name__}: {error}")
     return RemoteError(f"the store that trainer and engines share is lost: {str(error).splitlines()[0]}")
@@ -95,7 +110,13 @@ class Team:
         self.raw = dist.PrefixStore(f"reshard/weights/{name}", own_client(store))
         self.store = Store(self.raw)
         self.post, self.roster = Postman(self.store), Roster(self.store)
-        reports = exchange(self.group, {"token": secrets.token_hex(8)}, f"opens the {kind} of {name!r}", seconds)
+        purpose = f"opens the {kind} of {name!r}"
+        try:
+            with publish_interruption(self.group, self._ranks):
+                reports = exchange(self.group, {"token": secrets.token_hex(8)}, purpose, seconds)
+        except BaseException:
+            self.store.close()
+            raise
         self.id: str = reports[0]["token"]
         self._inner: Group | None = None
         self._survivors: tuple[tuple[int, ...], Group] | None = None
@@ -110,6 +131,49 @@ class Team:
     def address(self, rank: int) -> str:
         """The mailbox of a rank."""
         return f"{self.kind}/{self.id}/{rank}"
+
+    def _ranks(self) -> range:
+        return range(self.size)
+
+    @contextlib.contextmanager
+    def ending_calls(self) -> Iterator[None]:
+        """Let an exception such as KeyboardInterrupt end the call on all ranks, and all later calls of the team."""
+        try:
+            with publish_interruption(self.group, self._ranks):
+                yield
+        except ReshardError:
+            raise
+        except BaseException as error:
+            if not is_published(error):  # it came before publish_interruption could catch it
+                leave_interrupted(error, self.group, self._ranks)
+            self.leave(error)
+            raise
+
+    @contextlib.contextmanager
+    def closing_on_error(self) -> Iterator[None]:
+        """As :meth:`ending_calls`, for a constructor: also close this side."""
+        try:
+            with self.ending_calls():
+                yield
+        except BaseException:
+            self.close()
+            raise
+
+    def leave_unbegun(self, error: BaseException) -> None:
+        """As :meth:`leave`, for a call that has not reached :meth:`ending_calls`: others may wait for it in a round."""
+        leave_interrupted(error, self.group, self._ranks)
+        self.leave(error)
+
+    def leave(self, error: BaseException) -> None:
+        """Tell all ranks that an exception has ended a call on this one."""
+        mark_published(error)
+        failed = describe_error(self.left_error(error))
+        with contextlib.suppress(RuntimeError):  # the store is lost, and each rank knows
+            self.post_to_all({"kind": "left", "failed": failed})
+
+    def left_error(self, error: BaseException) -> RemoteError:
+        """The error of other ranks after an exception has ended a call on this one."""
+        return RemoteError(f"rank {self.rank} of the {self.kind} left a call: {type(error).__name__}")
 
     def post_to_all(self, message: Mapping[str, Any]) -> None:
         """Post a message to every rank of the team."""
@@ -152,7 +216,8 @@ class Team:
         """Start the thread.
 
         Args:
-            act: is called with each message. fail: with the error that ends the thread. end: at the end, in any case.
+            act: is called with each message. fail: with the error that ends the thread, or the calls of this team.
+            end: at the end, in any case.
         """
         mailbox = Mailbox(self.raw, self.address(self.rank))
         Monitor.of(self.inner_group())  # shows others that this process lives
@@ -164,7 +229,10 @@ class Team:
                 if gpu is not None:  # each thread has its own current device
                     torch.cuda.set_device(gpu)
                 while (message := mailbox.read())["kind"] != "close":
-                    act(message)
+                    if message["kind"] == "left":
+                        fail(rebuild_error(*message["failed"]))
+                    else:
+                        act(message)
             except BaseException as error:
                 fail(error)
             finally:

@@ -28,10 +28,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
 import reshard
-from reshard import Layout, Mesh
+from reshard import Layout, Mesh, weights
 from reshard.coordination import all_gather_json
+from reshard.runtime.torch_compat import store_of
 from reshard.scheduler import Edge, Pipe, Pipeline, Stage, StageOutput, one_f_one_b
 from reshard.scheduler.pipe.profile import StageProfile, StageTimes
 from reshard.scheduler.runtime.engine import Engine
@@ -60,7 +63,7 @@ class Interrupt(KeyboardInterrupt):
 
 
 class Tracer:
-    """Counts the lines of this package that run in a ``with`` block, and raises an exception at one of them.
+    """Counts the lines of this package that run from start to stop, and raises an exception at one of them.
 
     Args:
         at: number of the line, from 0; None: count only.
@@ -70,11 +73,12 @@ class Tracer:
         self.at, self.num_lines, self.where = at, 0, ""
         self.first_visits = {}  # place -> number of the line when it ran first
 
-    def __enter__(self):
+    def start(self):
+        """Trace the functions that are called from now on."""
         sys.settrace(self._enter_frame)
-        return self
 
-    def __exit__(self, *_):
+    def stop(self):
+        """Stop tracing."""
         sys.settrace(None)
 
     def _enter_frame(self, frame, event, argument):
@@ -98,6 +102,9 @@ class Calls:
 
     def __init__(self, group, folder):
         self.group = group
+
+    def prepare(self, step):
+        """What comes before the call of a step."""
 
     def run(self, source):
         """Move one tensor, whose rows this rank holds."""
@@ -201,6 +208,71 @@ class Loads(Saves):
         return self.weight.detach() + (loaded != step)
 
 
+class Transfers(Calls):
+    """Transfers of whole models."""
+
+    def run(self, source):
+        """Move a model with one tensor."""
+        out = _shard(torch.zeros(SHAPE[0], SHAPE[1] // 2), 1)
+        weights.transfer_state_dict(
+            {"w": _shard(source, 0)}, {"w": out}, group=self.group, timeout_seconds=TIMEOUT_SECONDS
+        )
+        return out.to_local()
+
+
+class Publishes(Calls):
+    """Versions that a trainer of both ranks publishes for an engine of both ranks."""
+
+    def __init__(self, group, folder):
+        self.rank, store = dist.get_rank(), store_of(dist.group.WORLD)
+        self.trained, self.served = torch.zeros(2, 6), torch.zeros(4, 3)
+        limits = {"join_seconds": TIMEOUT_SECONDS, "timeout_seconds": TIMEOUT_SECONDS, "group": group}
+        own = (2 * self.rank, 2 * self.rank + 2), (3 * self.rank, 3 * self.rank + 3)
+        held = ({"w": (SHAPE, [(own[0], (0, 6))])}, {"w": (SHAPE, [((0, 4), own[1])])})
+        self.subscriber = weights.Subscriber({"w": self.served}, store, shards=held[1], **limits)
+        try:
+            self.publisher = weights.Publisher({"w": self.trained}, store, shards=held[0], **limits)
+        except BaseException:
+            self.subscriber.close()
+            raise
+
+    def run(self, source):
+        """Publish the values of a step, until the engine holds them."""
+        step = _step_of(source, self.rank)
+        self.trained.copy_(source)
+        report = self.publisher.publish(step + 1).wait(TIMEOUT_SECONDS)
+        is_right = set(report.engines.values()) == {""}
+        return _values(step)[:, 3 * self.rank : 3 * self.rank + 3] + (not is_right)
+
+    def close(self):
+        """Close both ends. The engine must hold one version on both ranks before and after another update."""
+        try:
+            for _ in range(2):
+                version = self.subscriber.version
+                if version is not None:
+                    assert torch.equal(self.served, _values(version - 1)[:, 3 * self.rank : 3 * self.rank + 3])
+                assert len(set(all_gather_json(version))) == 1, "ranks of the engine hold different versions"
+                with contextlib.suppress(reshard.ReshardError):
+                    self.subscriber.update(1.0)
+        finally:
+            self.publisher.close()
+            self.subscriber.close()
+
+
+class Updates(Publishes):
+    """Updates of the engine of such versions."""
+
+    def prepare(self, step):
+        """Publish the values of a step."""
+        self.trained.copy_(_values(step)[2 * self.rank : 2 * self.rank + 2])
+        self.publisher.publish(step + 1).wait(TIMEOUT_SECONDS)
+
+    def run(self, source):
+        """Swap in the values of the step."""
+        version = self.subscriber.update(TIMEOUT_SECONDS)
+        return self.served + (version != _step_of(source, self.rank) + 1)
+
+
 class TwoStages(torch.nn.Module):
     def __init__(self):
         super().__init__()
@@ -237,6 +309,9 @@ KINDS = {
     "engine": Steps,
     "save": Saves,
     "load": Loads,
+    "transfer": Transfers,
+    "publish": Publishes,
+    "update": Updates,
 }
 #: Statements where only a tracer can raise: Python looks for signals after calls and at jumps, but a lock has been
 #: released after the call that ends its ``with`` block, and nothing is called before the ``try`` of a wrapper.
@@ -247,6 +322,11 @@ def _values(step):
     return torch.arange(24.0).view(SHAPE) + 100 * step
 
 
+def _shard(array, dim):
+    """A DTensor on both ranks from the shard of this one."""
+    return DTensor.from_local(array, DeviceMesh("cpu", [0, 1]), [Shard(dim)], run_check=False)
+
+
 def _step_of(source, rank):
     return round((float(source[0, 0]) - 12 * rank) / 100)
 
@@ -254,7 +334,7 @@ def _step_of(source, rank):
 def _call(calls, rank, step, interruption=None):
     """The outcome of a call: ``"right"``, ``"wrong"``, or the class and text of its error; and its seconds.
 
-    ``interruption`` is a :class:`Signal` that starts with the call.
+    ``interruption`` is a :class:`Tracer` or :class:`Signal` that starts with the call.
     """
     source, wanted = _values(step)[2 * rank : 2 * rank + 2], _values(step)[:, 3 * rank : 3 * rank + 3]
     begun = time.monotonic()
@@ -262,12 +342,15 @@ def _call(calls, rank, step, interruption=None):
     signal.alarm(HANG_SECONDS)
     outcome = ""
     try:
+        calls.prepare(step)
+        begun = time.monotonic()
         if interruption is not None:
             interruption.start()
         outcome = "right" if torch.equal(calls.run(source), wanted) else "wrong"
         if interruption is not None:
-            interruption.wait()
+            interruption.stop()
     except BaseException as error:
+        sys.settrace(None)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         has_begun = any(f.f_code.co_filename.startswith(PACKAGES) for f, _ in traceback.walk_tb(error.__traceback__))
         outcome = outcome or (f"{type(error).__module__}.{type(error).__name__}: {error}" if has_begun else NOT_BEGUN)
@@ -299,21 +382,22 @@ class Signal:
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGINT)
 
-    def wait(self):
+    def stop(self):
         """Wait until the signal was sent. Raises KeyboardInterrupt if it was not handled before."""
         self._thread.join()
 
 
 def count_lines(rank, kind, victim, once, folder):
     """Numbers of the lines of a call on this rank, and its seconds."""
-    calls = KINDS[kind](dist.new_group([0, 1]), folder)
-    _call(calls, rank, 0)
-    with Tracer() as tracer:
-        _call(calls, rank, 1)
+    calls, tracer = KINDS[kind](dist.new_group([0, 1]), folder), Tracer()
+    outcomes = [_call(calls, rank, 0), _call(calls, rank, 1, tracer)]
     dist.barrier()
-    _, seconds = _call(calls, rank, 2)
+    outcomes.append(_call(calls, rank, 2))
+    if any(outcome != "right" for outcome, _ in outcomes):
+        raise AssertionError(f"calls that nothing interrupts end with {outcomes}")
     dist.barrier()
-    return sorted(tracer.first_visits.values()) if once else list(range(tracer.num_lines)), seconds
+    calls.close()
+    return sorted(tracer.first_visits.values()) if once else list(range(tracer.num_lines)), outcomes[-1][1]
 
 
 def run_trial(rank, kind, victim, at, folder):
@@ -332,13 +416,8 @@ def run_trial(rank, kind, victim, at, folder):
         first = str(error)
     if all_gather_json(first) != ["right", "right"]:
         return None
-    if isinstance(at, float) and rank == victim:
-        interruption = Signal(at)
-        outcomes = [_call(calls, rank, 1, interruption)]
-    else:
-        with Tracer(at if rank == victim else -1) as interruption:
-            outcomes = [_call(calls, rank, 1)]
-    outcomes += [_call(calls, rank, 2)]
+    interruption = (Signal(at) if isinstance(at, float) else Tracer(at)) if rank == victim else None
+    outcomes = [_call(calls, rank, 1, interruption), _call(calls, rank, 2)]
     try:
         calls.close()
         closed = ""
@@ -348,7 +427,7 @@ def run_trial(rank, kind, victim, at, folder):
     del group, calls
     left = _left_since(before)
     dist.barrier()
-    return interruption.where, outcomes, closed, left
+    return "" if interruption is None else interruption.where, outcomes, closed, left
 
 
 def _resources():
@@ -378,8 +457,8 @@ def _left_since(before):
         if time.monotonic() - begun < TIMEOUT_SECONDS and any("in wait_for\n" in stack for stack in stacks):
             since = time.monotonic()
         if time.monotonic() - since > RELEASE_SECONDS:
-            num, more = now[0] - before[0], sorted(set(now[1].values()) - set(before[1].values()))
-            return f"{num} threads and {len(now[1]) - len(before[1])} descriptors are left: {stacks}, {more}"
+            num, more = now[0] - before[0], Counter(now[1].values()) - Counter(before[1].values())
+            return f"{num} threads and {len(now[1]) - len(before[1])} descriptors are left: {stacks}, {dict(more)}"
         time.sleep(0.1)
 
 

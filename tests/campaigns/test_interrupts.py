@@ -13,7 +13,10 @@ from tests.campaigns import interrupts
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "every"),
-    [("reshard", 120), ("mover", 50), ("engine", 350), ("save", 900), ("load", 900)],
+    [
+        *(("reshard", 120), ("mover", 50), ("engine", 350), ("save", 900), ("load", 900)),
+        *(("transfer", 1000), ("publish", 80), ("update", 35)),
+    ],
 )
 def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):
     num, wrong = interrupts.run_campaign(kind, every, first=every // 2)
@@ -22,7 +25,11 @@ def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):
 
 @pytest.mark.integration
 @pytest.mark.parametrize(
-    "kind", ["reshard", "mover", "engine", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("save", "load"))]
+    "kind",
+    [
+        *("reshard", "mover", "engine"),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("save", "load", "transfer", "publish", "update")),
+    ],
 )
 def test_signals_never_mix_data_and_release_everything(kind):
     _, wrong = interrupts.run_signals(kind, 3, seed=1, victim=0)

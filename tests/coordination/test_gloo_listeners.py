@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import reshard
 from reshard import Layout, Mesh
+from reshard.runtime.transport import gloo_listeners
 from reshard.testing import run_processes
 
 ROWS, COLUMNS = Layout(Mesh.of("2"), "S0 R"), Layout(Mesh.of("2"), "R S0")
@@ -74,3 +75,12 @@ def _move_beside_a_unix_socket(rank, port, folder):
 
 def test_ranks_connect_while_their_process_listens_at_a_unix_socket(tmp_path):
     assert run_processes(_move_beside_a_unix_socket, 2, tmp_path, init_group=False) == [True, True]
+
+
+def test_descriptor_that_another_thread_has_used_again_is_not_kept(monkeypatch):
+    file = os.eventfd(0)
+    monkeypatch.setattr(gloo_listeners, "_read_links", lambda: iter([(file, "socket:[1]"), (2**20, "socket:[2]")]))
+    before = len(os.listdir("/proc/self/fd"))
+    assert gloo_listeners.close_listeners([b"address"]) == 0
+    assert len(os.listdir("/proc/self/fd")) == before
+    os.close(file)

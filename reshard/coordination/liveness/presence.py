@@ -9,7 +9,7 @@ import socket
 from reshard.coordination.groups.addresses import is_loopback, own_address
 from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.process_group import Group
-from reshard.coordination.groups.store import Store
+from reshard.coordination.groups.store import STORE_SECONDS, Store
 from reshard.forks import close_in_child
 from reshard.runtime.transport.descriptors import has_descriptors
 
@@ -53,16 +53,17 @@ class Presence:
             self._listener.close()
 
 
-def has_ended(store: Store, rank: int) -> bool:
+def has_ended(store: Store, rank: int, seconds: float = STORE_SECONDS) -> bool:
     """Whether the process of a rank is known to have ended, or to have closed its group.
 
     Args:
         store: of the group.
         rank: in the group.
+        seconds: how long to wait for the store.
     """
-    if not store.check([_key(rank)]):
+    if not store.check([_key(rank)], seconds):
         return False
-    hostname, address, port = store.read(_key(rank), lambda text: read_json(text, (str, str, int)))
+    hostname, address, port = store.read(_key(rank), lambda text: read_json(text, (str, str, int)), seconds)
     if is_loopback(address) and hostname != socket.gethostname():
         return False
     try:

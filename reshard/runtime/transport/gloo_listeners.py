@@ -55,7 +55,7 @@ def _read_links() -> Iterator[tuple[int, str]]:
 def _listening_address(descriptor: int) -> bytes | None:
     """The address of a listening socket as in memory, which Gloo publishes; None for another descriptor."""
     try:
-        with socket.socket(fileno=os.dup(descriptor)) as one:
+        with _socket_of(os.dup(descriptor)) as one:
             if one.family not in (socket.AF_INET, socket.AF_INET6):
                 return None
             if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
@@ -65,6 +65,15 @@ def _listening_address(descriptor: int) -> bytes | None:
         return None
     family = socket.AF_INET6 if flow else socket.AF_INET
     return struct.pack("=H", family) + struct.pack("!H", port) + bytes(4 * bool(flow)) + socket.inet_pton(family, host)
+
+
+def _socket_of(descriptor: int) -> socket.socket:
+    """The socket of a descriptor, which is closed if it is none: another thread may have used its number again."""
+    try:
+        return socket.socket(fileno=descriptor)
+    except BaseException:
+        os.close(descriptor)
+        raise
 
 
 def _watches(loop: int, descriptor: int) -> bool:

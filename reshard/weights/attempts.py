@@ -1,0 +1,105 @@
+"""Attempts of an engine to swap a version in. The store decides each of them once, for all ranks."""
+
+from __future__ import annotations
+
+import json
+import secrets
+
+from reshard.coordination import describe_error, rebuild_error
+from reshard.errors import RemoteError, ReshardError
+from reshard.weights.team import AGREE_SECONDS, Team
+
+#: What the first rank writes for an attempt that ends in a swap.
+SWAP = "swap"
+
+
+def key_of(team_id: str, attempt: int) -> str:
+    """The key that decides an attempt of an engine. The first value wins: :data:`SWAP`, or an error for all ranks."""
+    return f"engine/{team_id}/swap/{attempt}"
+
+
+class AttemptLeftError(Exception):
+    """An exception on another rank has ended an attempt before this one took part in it."""
+
+    def __init__(self, error: ReshardError) -> None:
+        super().__init__(str(error))
+        self.error = error
+
+
+class Attempts:
+    """The attempts of one rank. Ranks match them by number.
+
+    Attributes:
+        number: of the attempt in which this rank takes part next, or does now.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team, self.number = team, 0
+
+    def begin(self, seconds: float) -> None:
+        """Take part in the next attempt.
+
+        Raises:
+            AttemptLeftError: it has ended already. Those that time limits have ended are passed over.
+        """
+        store, team = self._team.store, self._team
+        while store.check([key := key_of(team.id, self.number)], seconds):
+            error, rank = _read(store.get(key, seconds))
+            self.number += 1
+            if isinstance(error, RemoteError) and rank != team.rank:
+                raise AttemptLeftError(error)
+        want = {"kind": "want", "attempt": self.number, "rank": team.rank}
+        team.post.post(team.address(0), want, seconds)
+
+    def give_up(self, error: ReshardError) -> ReshardError | None:
+        """End the current attempt on all ranks with an error, unless it has ended.
+
+        Returns:
+            The error with which it ends on all ranks; None if the ranks swap.
+        """
+        decided, _ = self._decide(error)
+        if decided is not None:
+            self.number += 1
+        return decided
+
+    def leave(self, error: RemoteError, swapped: int) -> bool:
+        """End the attempt in which other ranks wait for this one, or will wait.
+
+        Args:
+            swapped: the last attempt whose swap this rank has made.
+
+        Returns:
+            Whether it has ended. Otherwise the ranks swap now.
+        """
+        is_first = False
+        while not is_first:
+            decided, is_first = self._decide(error)
+            if decided is None and self.number > swapped:
+                return False
+            self.number += 1
+        return True
+
+    def _decide(self, error: ReshardError) -> tuple[ReshardError | None, bool]:
+        """The decision on the current attempt: that it ends with this error, unless there is another one.
+
+        Returns:
+            The error with which it ends, None after a swap; and whether this call has decided it.
+        """
+        name, text = describe_error(error)
+        value = json.dumps([name, text, self._team.rank, secrets.token_hex(4)])
+        found = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, AGREE_SECONDS)
+        is_first = found == value.encode()
+        if is_first:
+            self._team.post_to_all({"kind": "given_up", "attempt": self.number, "failed": [name, text]})
+        return _read(found)[0], is_first
+
+
+def _read(value: bytes) -> tuple[ReshardError | None, int]:
+    """The error with which an attempt has ended, None after a swap; and the rank that wrote it."""
+    if value.decode(errors="replace") == SWAP:
+        return None, 0
+    try:
+        name, text, rank, _ = json.loads(value)
+        return rebuild_error(str(name), str(text)), int(rank)
+    except (ValueError, TypeError, RecursionError):
+        return RemoteError("another program has written to the store"), -1
