@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from reshard.api.mover import Mover
+from reshard.api.plan_per_host import plan_in_group
 from reshard.coordination import join
 from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
-from reshard.planner import plan_tensors, predict
+from reshard.planner import predict
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology
@@ -102,9 +103,15 @@ class Route:
         self._group = join(store, self._rank_in_route, sum(model.size for model in models))
         try:
             found = find_topology(self._group, timeout_seconds=options.join_seconds)
-            plan = plan_tensors(tensors, topology=options.topology or found, staging_bytes=options.memory_bytes)
             self.device = "cpu" if any(model.device != "cuda" for model in models) else "cuda"
-            self._mover = Mover(plan, self._group, timeout_seconds=options.timeout_seconds, device=self.device)
+            with plan_in_group(
+                self._group,
+                tensors,
+                topology=options.topology or found,
+                staging_bytes=options.memory_bytes,
+                timeout_seconds=options.join_seconds,
+            ) as plan:
+                self._mover = Mover(plan, self._group, timeout_seconds=options.timeout_seconds, device=self.device)
         except BaseException:
             self.close()
             raise
