@@ -321,12 +321,17 @@ class _Locator:
         for message in messages:
             for i, (tensor, start, stop) in enumerate(message.boxes):
                 rows.setdefault(tensor, []).append((message.id + i, start, stop))
+        # tensors of equal shape and layout have the same tiles
+        together: dict[tuple[int, tuple[int, ...]], list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+        shards: dict[int, Shards] = {}
         for tensor, boxes in rows.items():
             spec = plan.tensors[tensor]
-            layout = spec.src if side == "src" else spec.dst
-            if rank in layout.ranks:
-                inner = tuple(slice(0, size) for size in _inner_sizes(spec))
-                self._locate(spec.src_shards if side == "src" else spec.dst_shards, rank, boxes, inner)
+            if rank in (spec.src if side == "src" else spec.dst).ranks:
+                tiles = spec.src_shards if side == "src" else spec.dst_shards
+                shards[id(tiles)] = tiles
+                together.setdefault((id(tiles), _inner_sizes(spec)), []).extend(boxes)
+        for (number, sizes), boxes in together.items():
+            self._locate(shards[number], rank, boxes, tuple(slice(0, size) for size in sizes))
 
     def _locate(
         self,
