@@ -38,6 +38,7 @@ CASES = {
     "planning_time": ("planner.planning_time", "time to plan nine layout pairs on three networks"),
     "scaling": ("planner.scaling", "planning time and memory by number of ranks"),
     "large": ("planner.large", "plans for thousands of ranks and for whole models"),
+    "per_host": ("planner.per_host", "plans made once per host, beside plans made by each of its ranks"),
     "check_speed": ("planner.check_speed", "time and memory of check_plan by number of messages"),
     "strategy_search": (
         "planner.strategy_search",

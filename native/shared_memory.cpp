@@ -1,5 +1,5 @@
-// Memory that ranks on one host share, with counters on which other processes can wait. Linux only; reshard.parallel
-// does without it elsewhere. Counters are 32-bit words of a mapping. They wrap around.
+// Memory that ranks on one host share, with counters on which other processes can wait. Linux only; ranks do without it
+// elsewhere. Counters are 32-bit words of a mapping. They wrap around.
 
 #include <nanobind/nanobind.h>
 
@@ -53,8 +53,8 @@ struct Mapping {
 };
 
 // Maps a part of a file. The mapping ends with the last array that refers to it.
-static nb::ndarray<nb::numpy, uint8_t> map_shared(int descriptor, int64_t offset, size_t nbytes) {
-    void *address = mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, offset);
+static nb::ndarray<nb::numpy, uint8_t> map_shared(int descriptor, int64_t offset, size_t nbytes, bool writes) {
+    void *address = mmap(nullptr, nbytes, writes ? PROT_READ | PROT_WRITE : PROT_READ, MAP_SHARED, descriptor, offset);
     if (address == MAP_FAILED)
         throw_os_error();
     nb::capsule owner(new Mapping{address, nbytes}, [](void *pointer) noexcept {
@@ -101,7 +101,7 @@ static bool wait_for_number(Words words, size_t index, uint32_t number, double s
 void bind_shared_memory(nb::module_ &m) {
     m.def("create_memory", &create_memory, nb::arg("name"), "Create an unnamed file in memory; return its descriptor.");
     m.def("map_shared", &map_shared, nb::arg("descriptor"), nb::arg("offset"), nb::arg("nbytes"),
-          "Map a part of a file as bytes.");
+          nb::arg("writes") = true, "Map a part of a file as bytes. Without writes, the array must not be written.");
     m.def("add_to_counter", &add_to_counter, nb::arg("words"), nb::arg("index"), nb::arg("added"),
           "Add to a counter; return its new value.");
     m.def("publish_number", &publish_number, nb::arg("words"), nb::arg("index"), nb::arg("number"),

@@ -186,8 +186,8 @@ def best_stages(
 def create_memory(name: str) -> int:
     """Create an unnamed file in memory; return its descriptor. Linux only, as the next four."""
 
-def map_shared(descriptor: int, offset: int, nbytes: int) -> Any:
-    """Map a part of a file as bytes."""
+def map_shared(descriptor: int, offset: int, nbytes: int, writes: bool = ...) -> Any:
+    """Map a part of a file as bytes. Without ``writes``, the array must not be written."""
 
 def add_to_counter(words: Any, index: int, added: int) -> int:
     """Add to a counter; return its new value."""

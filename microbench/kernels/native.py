@@ -10,23 +10,30 @@ from collections.abc import Callable
 
 import numpy as np
 
+from reshard import _native
 from reshard.cli.progress import print_line, track
 from reshard.cost import flow, network_of
+from reshard.cost.in_turn import seconds_in_turn
 from reshard.plan import tabulate_messages
-from reshard.planner import make_plan
+from reshard.planner import NO_RANK, PlanProblem, make_plan, plan_tensors
+from reshard.planner.multicast.classes import Classes, group_rows
+from reshard.planner.strategies.problem import INSIDE_WINDOW, WINDOW
 from reshard.runtime.byte_runs import copy_runs
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 from tests.reference.byte_runs import copy_runs_python
+from tests.reference.exchange import direct_loads_python, number_rows_python, rotate_python
 from tests.reference.fluid import flow_python
+from tests.reference.in_turn import seconds_in_turn_python
 
 
 def _median_seconds(function: Callable[[], object], repeats: int = 15) -> float:
+    """The median CPU time of calls after the first one."""
     times = []
     for _ in range(repeats + 1):
-        begun = time.perf_counter()
+        begun = time.process_time()
         function()
-        times.append(time.perf_counter() - begun)
+        times.append(time.process_time() - begun)
     return statistics.median(times[1:])
 
 
@@ -60,6 +67,53 @@ def simulator() -> None:
         print_line(f"{title} {1e3 * native:6.1f} ms {1e3 * python:6.0f} ms {python / native:6.1f}")
 
 
+def exchanges() -> None:
+    """Time the loops of large exchanges on ``S0 R`` -> ``R S0`` between 32 to 128 ranks of hosts of 8."""
+    print("loops of exchanges                      native    python speed-up")
+    for ranks in track((32, 64, 128), "exchanges"):
+        src, dst = Layout(Mesh.of(ranks), "S0 R"), Layout(Mesh.of(ranks, first_rank=ranks), "R S0")
+        topology = Topology(tuple(rank // 8 for rank in range(2 * ranks)))
+        spec = TensorSpec((4096, 4096), "float32", src, dst)
+        problem = PlanProblem.of([spec], topology)
+        plan = plan_tensors([spec], topology=topology, strategy="send_recv")
+        rows = np.concatenate([problem.receivers // 8, problem.holders // 8], axis=1)
+        for name, native, python in (
+            ("rotate", *_rotation(problem)),
+            ("add_direct_loads", *_direct_loads(problem)),
+            ("number_rows", lambda rows=rows: group_rows(rows), lambda rows=rows: number_rows_python(rows)),
+            ("flow_in_turn", lambda plan=plan: seconds_in_turn(plan), lambda plan=plan: seconds_in_turn_python(plan)),
+        ):
+            fast, slow = _median_seconds(native, 5), _median_seconds(python, 3)
+            print_line(
+                f"{name:16} {ranks:4} ranks {ranks**2:6} messages {1e3 * fast:8.2f} ms {1e3 * slow:6.0f} ms "
+                f"{slow / fast:6.1f}"
+            )
+
+
+def _rotation(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The rotation of a problem by native code and by the reference."""
+    classes, topology = Classes.of(problem), problem.topology
+    holder, piece_at = classes.holders[:, 0].copy(), np.arange(len(classes) + 1)
+    count = int((classes.receivers != NO_RANK).sum())
+    outputs = [np.empty(count, dtype=np.int64) for _ in range(4)]
+    after = [np.empty(size, dtype=np.int64) for size in (count + 1, 2 * count, count)]
+    host, most = topology.host_by_rank, float(classes.nbytes.sum())
+    inputs = np.ascontiguousarray(classes.receivers), holder, classes.nbytes, piece_at, host, host
+
+    def native() -> object:
+        return _native.rotate(*inputs, topology.num_hosts, True, most, WINDOW, INSIDE_WINDOW, *outputs, *after)
+
+    return native, lambda: rotate_python(classes, holder.tolist(), piece_at.tolist(), topology, True, most)
+
+
+def _direct_loads(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], object]]:
+    """The loads of direct sends by native code and by the reference."""
+    holder, host = np.ascontiguousarray(problem.holders[:, 0]), problem.topology.host_by_rank
+    loads = [np.zeros(problem.topology.num_hosts) for _ in range(3)]
+    inputs = holder, np.ascontiguousarray(problem.receivers), problem.nbytes, host, host
+    return lambda: _native.add_direct_loads(*inputs, *loads), lambda: direct_loads_python(problem)
+
+
 def geometry() -> None:
     """Time the unit tasks of R S01 R -> S01 R R, where every source rank sends to every destination rank."""
     print("unit tasks of R S01 R -> S01 R R")
@@ -86,4 +140,5 @@ def run(options: argparse.Namespace) -> None:
     """Run all parts."""
     copies()
     simulator()
+    exchanges()
     geometry()

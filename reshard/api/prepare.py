@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,14 +15,16 @@ from reshard.api.agreement import Agreement
 from reshard.api.casts import wire_dtype
 from reshard.api.codec_errors import encode_measured
 from reshard.api.options import is_fault_tolerant
+from reshard.api.plan_per_host import plan_per_host
 from reshard.codecs import is_lossless
 from reshard.coordination import MAX_CACHED, Request, plan_arguments, resolve_partial, topology_of_names
 from reshard.errors import ReshardError
 from reshard.plan import Plan, ensure_checked
-from reshard.planner import compress_tensors, plan_tensors
+from reshard.planner import AUTO_CODEC, compress_tensors, plan_tensors
 from reshard.runtime.cuda.stream import make_runner
 from reshard.runtime.program import build_program
 from reshard.sharding import TensorSpec
+from reshard.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -80,23 +83,29 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
     if is_cacheable and key in channel.cache:
         channel.cache.move_to_end(key)
         return AgreedPlan(*channel.cache[key], channel=channel, call=agreement.call, decision=decision)
-    plan = program = runner = error = None
+    program = runner = error = None
     arguments: list[tuple[str, str]] = []
-    try:
-        plan = _make_plan(agreement, raw, buckets)
-        ensure_checked(plan)  # the strategy may be the caller's
-        program = build_program(plan, channel.group.rank)
-        runner = make_runner(plan, program, decision.device_type)
-        arguments = plan_arguments(plan)
-    except ReshardError as known:
-        error = (type(known).__name__, str(known))
-    except Exception as other:
-        error = ("ReshardError", f"{type(other).__name__}: {other}")
-    purpose = f"compares plans {agreement.purpose}".strip()
-    request = Request(channel.group.rank, arguments, error=error, purpose=purpose)
-    decide = functools.partial(resolve_partial, layouts={}, members=channel.members)
-    _, compared = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
-    assert plan is not None and program is not None
+    shares = is_cacheable and options["compression"] != AUTO_CODEC  # which makes several plans
+    with (
+        _plan_per_host(agreement, raw, buckets)
+        if shares
+        else nullcontext(functools.partial(_make_plan, agreement, raw, buckets)) as take_plan
+    ):
+        try:
+            plan = take_plan()
+            ensure_checked(plan)  # the strategy may be the caller's
+            program = build_program(plan, channel.group.rank)
+            runner = make_runner(plan, program, decision.device_type)
+            arguments = plan_arguments(plan)
+        except ReshardError as known:
+            error = (type(known).__name__, str(known))
+        except Exception as other:
+            error = ("ReshardError", f"{type(other).__name__}: {other}")
+        purpose = f"compares plans {agreement.purpose}".strip()
+        request = Request(channel.group.rank, arguments, error=error, purpose=purpose)
+        decide = functools.partial(resolve_partial, layouts={}, members=channel.members)
+        _, compared = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
+    assert program is not None
     if is_cacheable:
         channel.cache[key] = plan, program, runner
     if len(channel.cache) > MAX_CACHED:
@@ -104,16 +113,49 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
     return AgreedPlan(plan, program, runner, channel, agreement.call, decision, frozenset(compared.lost))
 
 
+def _plan_per_host(
+    agreement: Agreement, raw: Collection[str], buckets: Sequence[TensorSpec]
+) -> AbstractContextManager[Callable[[], Plan]]:
+    """A function that returns the plan of a call, which one rank of each host makes."""
+    options = agreement.inputs.options
+    try:
+        tensors, plan = _tensors_on_wire(agreement, raw, buckets)
+    except Exception:  # on all ranks alike
+        return nullcontext(functools.partial(_make_plan, agreement, raw, buckets))
+    return plan_per_host(
+        agreement.channel,
+        plan,
+        tensors,
+        topology=_topology_of(agreement),
+        staging_bytes=options["staging_bytes"],
+        timeout_seconds=options["timeout_seconds"],
+        fault_tolerant=is_fault_tolerant(options),
+        purpose=agreement.purpose,
+    )
+
+
 def _make_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequence[TensorSpec] = ()) -> Plan:
     """The plan of a call, the same on all ranks. Arguments as of :func:`agree_on_plan`."""
-    inputs, options = agreement.inputs, agreement.inputs.options
-    topology = options["topology"]
+    tensors, plan = _tensors_on_wire(agreement, raw, buckets)
+    return plan(tensors)
+
+
+def _topology_of(agreement: Agreement) -> Topology:
+    topology: Topology | None = agreement.inputs.options["topology"]
     if topology is None:
-        topology = topology_of_names(agreement.decision.hostnames, inputs.members[-1] + 1)
+        topology = topology_of_names(agreement.decision.hostnames, agreement.inputs.members[-1] + 1)
+    return topology
+
+
+def _tensors_on_wire(
+    agreement: Agreement, raw: Collection[str], buckets: Sequence[TensorSpec]
+) -> tuple[Sequence[TensorSpec], Callable[[Sequence[TensorSpec]], Plan]]:
+    """What a call moves, and a function that plans it. Arguments as of :func:`agree_on_plan`."""
+    inputs, options, topology = agreement.inputs, agreement.inputs.options, _topology_of(agreement)
     strategy, staging_bytes = options["strategy"], options["staging_bytes"]
     plan = functools.partial(plan_tensors, strategy=strategy, topology=topology, staging_bytes=staging_bytes)
     if buckets:
-        return plan(buckets)
+        return buckets, plan
     tensors = agreement.tensors
     on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, inputs.items, strict=True)]
     codec = None if is_lossless(options["compression"]) else options["compression"]
@@ -121,4 +163,4 @@ def _make_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequenc
     for index, item in enumerate(inputs.items):
         if item.name in raw:
             encoded[index] = replace(tensors[index], dtype=on_wire[index])
-    return plan(encoded)
+    return encoded, plan

@@ -45,11 +45,20 @@ def find_turns(plan: Plan) -> np.ndarray:
     return turns
 
 
-def find_waits(plan: Plan) -> Waits:
-    """The order constraints of a plan that ranks enforce."""
+def find_waits(plan: Plan, rank: int | None = None) -> Waits:
+    """The order constraints of a plan that ranks enforce.
+
+    Args:
+        rank: leave out constraints between transfers that this rank neither sends nor receives.
+    """
     transfers = plan.transfers
     later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_at))
     earlier = transfers.after
+    if rank is not None:
+        is_own = np.zeros(len(transfers), dtype=bool)
+        is_own[transfers.transfer_of_edge[(transfers.sender == rank) | (transfers.receiver == rank)]] = True
+        chosen = np.flatnonzero(is_own[later] | is_own[earlier])
+        later, earlier = later[chosen], earlier[chosen]
     order = earlier != transfers.source[later]  # the sender waits for its data in any case
     later, earlier = later[order], earlier[order]
     first = transfers.edge_at[:-1]

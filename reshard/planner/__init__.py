@@ -6,7 +6,7 @@ May import :mod:`reshard.cost` and the layers below it.
 from reshard.planner.auto import CANDIDATES
 from reshard.planner.compression import AUTO_CODEC, compress_tensors, predict
 from reshard.planner.estimates import Floors, floor_of_transfers
-from reshard.planner.planning import make_plan, plan_tensors
+from reshard.planner.planning import estimate_planning_seconds, make_plan, plan_tensors, restore_plan
 from reshard.planner.registry import AUTO, STRATEGIES, find_strategy
 from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy
 from reshard.ragged import NO_RANK
@@ -22,9 +22,11 @@ __all__ = [
     "Routes",
     "Strategy",
     "compress_tensors",
+    "estimate_planning_seconds",
     "find_strategy",
     "floor_of_transfers",
     "make_plan",
     "plan_tensors",
     "predict",
+    "restore_plan",
 ]

@@ -9,7 +9,17 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan import Message, Plan, check_ranks, expand_messages, find_waits, message_nbytes, name_box, recvs_ahead
+from reshard.plan import (
+    Message,
+    Plan,
+    check_ranks,
+    expand_messages,
+    find_waits,
+    is_sound,
+    message_nbytes,
+    name_box,
+    recvs_ahead,
+)
 from reshard.sharding import Shards, TensorSpec, format_box
 
 Slices = tuple[slice, ...]
@@ -113,7 +123,8 @@ def build_program(plan: Plan, rank: int) -> RankProgram:
         PlanError: the rank cannot carry out a message, or does not receive all that it needs. TopologyError: a rank of
             the plan is on no host.
     """
-    check_ranks(plan)
+    if not is_sound(plan):
+        check_ranks(plan)
     builder = _Builder(plan, rank)
     for message in builder.messages:
         if message.sender == message.receiver:
@@ -237,7 +248,7 @@ def _find_events(
         ``(waits, awaited, notify)``: the events that each transfer of the rank waits for, then
         :attr:`RankProgram.awaited` and :attr:`RankProgram.notify`.
     """
-    found, ids = find_waits(plan), plan.transfers.first_message
+    found, ids = find_waits(plan, rank), plan.transfers.first_message
     waits: dict[int, tuple[Event, ...]] = {}
     awaited: dict[Event, int] = {}
     mine = np.flatnonzero(found.waiter == rank)
@@ -310,12 +321,17 @@ class _Locator:
         for message in messages:
             for i, (tensor, start, stop) in enumerate(message.boxes):
                 rows.setdefault(tensor, []).append((message.id + i, start, stop))
+        # tensors of equal shape and layout have the same tiles
+        together: dict[tuple[int, tuple[int, ...]], list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = {}
+        shards: dict[int, Shards] = {}
         for tensor, boxes in rows.items():
             spec = plan.tensors[tensor]
-            layout = spec.src if side == "src" else spec.dst
-            if rank in layout.ranks:
-                inner = tuple(slice(0, size) for size in _inner_sizes(spec))
-                self._locate(spec.src_shards if side == "src" else spec.dst_shards, rank, boxes, inner)
+            if rank in (spec.src if side == "src" else spec.dst).ranks:
+                tiles = spec.src_shards if side == "src" else spec.dst_shards
+                shards[id(tiles)] = tiles
+                together.setdefault((id(tiles), _inner_sizes(spec)), []).extend(boxes)
+        for (number, sizes), boxes in together.items():
+            self._locate(shards[number], rank, boxes, tuple(slice(0, size) for size in sizes))
 
     def _locate(
         self,

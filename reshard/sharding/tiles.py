@@ -6,6 +6,7 @@ Tiles are rows of arrays, so that a layout of a million tiles needs no Python ob
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -84,6 +85,10 @@ class Shards:
             yield tuple(zip(start.tolist(), stop.tolist(), strict=True)), tuple(local.tolist())
 
 
+#: What is in use, because most tensors of a model have the layout and the shape of another one.
+_IN_USE: weakref.WeakValueDictionary[tuple[AnyLayout, tuple[int, ...]], Shards] = weakref.WeakValueDictionary()
+
+
 def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
     """Cut a tensor of ``shape`` into the tiles of ``layout``.
 
@@ -92,9 +97,11 @@ def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
             of the same rank, or there are too many tiles.
     """
     shape = check_sizes(shape)
-    if isinstance(layout, RegionLayout):
-        return _cut_regions(layout, shape)
-    return _cut_grid(layout, shape)
+    found = _IN_USE.get((layout, shape))
+    if found is None:
+        found = _cut_regions(layout, shape) if isinstance(layout, RegionLayout) else _cut_grid(layout, shape)
+        _IN_USE[layout, shape] = found
+    return found
 
 
 def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:

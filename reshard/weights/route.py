@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from reshard.api.handle import Handle
 from reshard.api.mover import Mover
+from reshard.api.plan_per_host import plan_in_group
 from reshard.coordination import join
 from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
-from reshard.planner import plan_tensors, predict
+from reshard.planner import predict
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology
@@ -126,9 +127,15 @@ class Route:
         try:
             found = find_topology(self.group, timeout_seconds=options.join_seconds)
             self.topology = options.topology or found
-            plan = plan_tensors(tensors, topology=self.topology, staging_bytes=options.memory_bytes)
             self.device = "cpu" if any(model.device != "cuda" for model in models) else "cuda"
-            self._mover = Mover(plan, self.group, timeout_seconds=options.timeout_seconds, device=self.device)
+            with plan_in_group(
+                self.group,
+                tensors,
+                topology=self.topology,
+                staging_bytes=options.memory_bytes,
+                timeout_seconds=options.join_seconds,
+            ) as plan:
+                self._mover = Mover(plan, self.group, timeout_seconds=options.timeout_seconds, device=self.device)
         except BaseException:
             self.close()
             raise

@@ -10,10 +10,11 @@ from typing import Any, TypeVar, cast
 import torch
 
 from reshard.api.mover import Mover
+from reshard.api.plan_per_host import plan_in_group
 from reshard.coordination import Group, find_group, leave_interrupted, publish_exceptions, publish_interruption
 from reshard.coordination.topology_discovery import find_topology
 from reshard.errors import ArgumentError
-from reshard.planner import plan_tensors
+from reshard.plan import ranks_of
 from reshard.runtime.autograd import mark_written
 from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
@@ -101,13 +102,16 @@ def transfer_state_dict(
     tensors = [specs.spec([{0: piece}], f"{number} {piece}") for number, piece in enumerate(pieces)]
     if topology is None:
         topology = find_topology(found, timeout_seconds=seconds)
-    plan = plan_tensors(tensors, topology=topology, staging_bytes=memory_bytes)
     live = {} if states["dst"] is None else {name: each.array for name, each in states["dst"].holdings.items()}
     dtypes = {piece.target.name: piece.dtype for piece in pieces}
     landed = {name: _receive_buffer(array, dtypes[name]) for name, array in live.items() if name in dtypes}
-    if found.rank in plan.ranks:
+    if found.rank in ranks_of(tensors):
         device = "cuda" if source.device == target.device == "cuda" else "cpu"
-        with Mover(plan, found, timeout_seconds=seconds, device=device) as mover:
+        with plan_in_group(
+            found, tensors, topology=topology, staging_bytes=memory_bytes, timeout_seconds=seconds
+        ) as plan:
+            mover = Mover(plan, found, timeout_seconds=seconds, device=device)
+        with mover:
             mover(
                 _views(tensors, [piece.source for piece in pieces], source, sent, found.rank),
                 out=_views(tensors, [piece.target for piece in pieces], target, landed, found.rank),

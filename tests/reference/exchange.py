@@ -18,8 +18,12 @@ Messages = list[tuple[int, int, int, int, list[int], int]]  # piece, sender, rec
 def number_rows_python(rows: np.ndarray) -> tuple[list[int], list[int]]:
     """The first row of each number, and the number of each row."""
     numbers: dict[tuple[int, ...], int] = {}
-    given = [numbers.setdefault(tuple(row), len(numbers)) for row in rows.tolist()]
-    return [given.index(number) for number in range(len(numbers))], given
+    first, given = [], []
+    for index, row in enumerate(rows.tolist()):
+        given.append(numbers.setdefault(tuple(row), len(numbers)))
+        if given[-1] == len(first):
+            first.append(index)
+    return first, given
 
 
 def rotate_python(
@@ -71,16 +75,16 @@ def rotate_python(
 
 def direct_loads_python(problem: PlanProblem) -> dict[tuple[str, int, int], int]:
     """Bytes that NICs send and receive, and pairs of a sender at the NIC and a receiver, by what, host and NIC."""
-    topology = problem.topology
+    host, nic = problem.topology.host_of_rank, problem.topology.nic_of_rank
     loads: dict[tuple[str, int, int], int] = defaultdict(int)
     pairs = set()
     for task, row in enumerate(problem.receivers.tolist()):
         sender = int(problem.holders[task, 0])
         for receiver in row:
-            if receiver != NO_RANK and topology.host_of_rank[receiver] != topology.host_of_rank[sender]:
+            if receiver != NO_RANK and host[receiver] != host[sender]:
                 for what, rank in (("sent", sender), ("received", receiver)):
-                    loads[what, topology.host_of_rank[rank], topology.nic_of_rank[rank]] += int(problem.nbytes[task])
+                    loads[what, host[rank], nic[rank]] += int(problem.nbytes[task])
                 pairs.add((sender, receiver))
     for sender, _ in pairs:
-        loads["pairs", topology.host_of_rank[sender], topology.nic_of_rank[sender]] += 1
+        loads["pairs", host[sender], nic[sender]] += 1
     return loads

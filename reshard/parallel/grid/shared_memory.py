@@ -30,6 +30,7 @@ import torch
 from reshard import _native
 from reshard.errors import DisagreementError, ReshardError, ResourceError
 from reshard.formatting import describe_ranks
+from reshard.runtime.memory_file import create_memory_file, open_memory_file
 from reshard.runtime.torch_compat import timeout_of
 
 from .pending import Parts, ordered_sum
@@ -96,15 +97,16 @@ class SharedMemory:
     @classmethod
     def attach(cls, axis: Axis) -> SharedMemory | None:
         """Share memory among the ranks of an axis. None, on all of them, if one cannot map the memory of another."""
-        token = secrets.randbits(62)
-        own = _create(token)
+        token, own = secrets.randbits(62), -1
+        with contextlib.suppress(OSError):  # the others learn that this rank has none
+            own = create_memory_file(token, _CONTROL_BYTES)
         try:
             table = axis.gather(torch.tensor([[os.getpid(), own, token]], device="cpu"), [1] * axis.size).wait()
             opened: list[int] = []
             control: list[Any] = []
             with contextlib.suppress(OSError):  # another pid namespace, a process that hides, or a limit of memory
                 for row in table.tolist():
-                    opened.append(_open(*row))
+                    opened.append(open_memory_file(*row, writes=True))
                     control.append(_native.map_shared(opened[-1], 0, _CONTROL_BYTES))
             can_map = torch.tensor([len(control) == axis.size], device="cpu")
             if bool(axis.gather(can_map, [1] * axis.size).wait().all()):
@@ -326,28 +328,6 @@ def _copy(sources: Parts, targets: Parts) -> None:
 
 def _join(parts: Parts) -> torch.Tensor:
     return (parts[0] if len(parts) == 1 else torch.cat(list(parts))).detach()
-
-
-def _create(token: int) -> int:
-    """A descriptor of new memory; -1 if this system has none."""
-    if not hasattr(_native, "create_memory"):
-        return -1
-    descriptor = -1
-    try:
-        descriptor = _native.create_memory(f"reshard-{token}")
-        os.ftruncate(descriptor, _CONTROL_BYTES)
-    except OSError:
-        _close([descriptor] if descriptor >= 0 else [])
-        return -1
-    return descriptor
-
-
-def _open(process: int, descriptor: int, token: int) -> int:
-    """A descriptor of the memory of another process. Raises OSError if this process cannot open it."""
-    path = Path(f"/proc/{process}/fd/{descriptor}")
-    if not str(path.readlink()).startswith(f"/memfd:reshard-{token} "):  # the number of a process elsewhere
-        raise FileNotFoundError(path)
-    return os.open(path, os.O_RDWR | os.O_CLOEXEC)
 
 
 def _close(descriptors: Sequence[int]) -> None:

@@ -1,0 +1,96 @@
+"""Planning on the eight ranks of a host: each of them by itself, or one for all.
+
+The plans are those of ``microbench large``. Only the ranks of one host run; the others are in the plan alone. Each rank
+also hashes the plan and builds its program, as calls do. Printed are sums over the ranks: CPU seconds; the memory that
+they hold afterwards, in which shared pages count once; and their peaks, in which the pages of the file count once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from microbench.harness.options import add_number
+from microbench.planner.large import inputs
+from reshard.api import plan_per_host
+from reshard.coordination import find_channel, find_group, plan_arguments
+from reshard.plan import DEFAULT_STAGING_BYTES
+from reshard.planner import plan_tensors
+from reshard.runtime.program import build_program
+from reshard.testing.processes import run_processes
+
+_RANKS = 8
+_CASES = ("300 tensors, 128 to 128", "300 tensors, 512 to 512", "300 tensors, 1024 to 1024", "tp-columns/1024")
+
+
+def measure(rank: int, case: str, shares: bool) -> dict[str, Any]:
+    """Plan a case on a rank of the host. For ``case`` see :func:`microbench.planner.large.inputs`."""
+    plan_per_host.SHARED_FROM_SECONDS = 0.0 if shares else float("inf")
+    tensors, topology = inputs("swap/16")
+    build_program(plan_tensors(tensors, topology=topology), 0)  # loads modules
+    tensors, topology = inputs(case)
+    channel = find_channel(find_group(None), tuple(range(_RANKS)))
+    gc.collect()  # which copies pages of the parent process
+    dist.barrier()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    held, resident, begun = _kib("smaps_rollup", "Pss"), _kib("status", "VmRSS"), time.process_time()
+    planning = plan_per_host.plan_per_host(
+        channel,
+        functools.partial(plan_tensors, topology=topology),
+        tensors,
+        topology=topology,
+        staging_bytes=DEFAULT_STAGING_BYTES,
+        timeout_seconds=600,
+    )
+    with planning as take_plan:
+        plan = take_plan()
+        planned = time.process_time() - begun
+        arguments, program = plan_arguments(plan), build_program(plan, rank)
+        dist.barrier()
+    cpu, peak = time.process_time() - begun, _kib("status", "VmHWM") - resident
+    if rank:
+        peak -= _kib("status", "RssShmem")  # part of the peak of rank 0
+    gc.collect()
+    dist.barrier()
+    held = _kib("smaps_rollup", "Pss") - held
+    dist.barrier()
+    assert len(program.recvs) + len(program.sends_across) + len(program.sends_inside)
+    return {"planned": planned, "cpu": cpu, "held": held, "peak": peak, "arguments": arguments}
+
+
+def _kib(file: str, name: str) -> int:
+    """A line of a file of this process in /proc."""
+    lines = Path(f"/proc/self/{file}").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cases`` and ``--repeats``."""
+    parser.add_argument("--cases", nargs="*", default=list(_CASES), help="see microbench large (whole models)")
+    add_number(parser, "--repeats", 1, "runs of each kind, in turns; the median counts")
+
+
+def run(options: argparse.Namespace) -> None:
+    """Print two rows for each case."""
+    print(f"{'':34} {'':10} plan, CPU s  all, CPU s   held MiB   peak MiB")
+    for case in options.cases:
+        sums: dict[bool, list[list[float]]] = {False: [], True: []}
+        hashes = set()
+        for _ in range(options.repeats):
+            for shares in (False, True):
+                found = run_processes(measure, _RANKS, case, shares, timeout_seconds=900)
+                sums[shares].append([sum(each[name] for each in found) for name in ("planned", "cpu", "held", "peak")])
+                hashes |= {repr(each["arguments"]) for each in found}
+        alone, once = (np.median(sums[shares], axis=0) for shares in (False, True))
+        for title, row in (("each rank", alone), ("once", once)):
+            print(f"{case:34} {title:10} {row[0]:11.2f} {row[1]:11.2f} {row[2] / 1024:10.0f} {row[3] / 1024:10.0f}")
+        print(f"{'':34} {'ratio':10} {'':2}".rstrip(), *(f"{b / a:10.2f}" for a, b in zip(alone, once, strict=True)))
+        if len(hashes) > 1:
+            raise SystemExit(f"{case}: the plans differ")

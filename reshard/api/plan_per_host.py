@@ -1,0 +1,254 @@
+"""Plan once per host: one rank of each host makes a plan, and the others map its arrays.
+
+Two rounds come before the round that compares plans. In the first one the ranks find out which of them run on one
+machine; the lowest rank of each is its planner. Planners then plan and write the arrays into an unnamed file in memory.
+The second round tells where the files are. A rank that cannot map the file of its planner, or whose planner failed or
+was lost, plans by itself. Small plans are made on every rank, because that is faster than two rounds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import math
+import os
+import secrets
+import struct
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from reshard.coordination import (
+    Channel,
+    Decision,
+    Group,
+    Request,
+    calling,
+    find_channel,
+    publish_interruption,
+    resolve_partial,
+)
+from reshard.plan import Plan, Transfers, ranks_of
+from reshard.planner import estimate_planning_seconds, plan_tensors, restore_plan
+from reshard.runtime.memory_file import create_memory_file, map_memory_file, open_memory_file
+from reshard.sharding import TensorSpec
+from reshard.topology import Topology
+
+#: A plan that is estimated to take this many CPU seconds is made once per host.
+SHARED_FROM_SECONDS = 0.05
+#: On a busy machine, a plan may take this many times the estimate before the other ranks give up.
+_PATIENCE = 50
+#: Arrays that :class:`Transfers` derives from its fields, and that every rank needs.
+_DERIVED = ("first_box", "num_boxes", "num_chunks", "first_message", "transfer_of_edge")
+_SIZE = struct.Struct("<q")
+
+
+@contextlib.contextmanager
+def plan_per_host(
+    channel: Channel,
+    make: Callable[[Sequence[TensorSpec]], Plan],
+    tensors: Sequence[TensorSpec],
+    *,
+    topology: Topology | None,
+    staging_bytes: int,
+    timeout_seconds: float,
+    fault_tolerant: bool = False,
+    purpose: str = "",
+) -> Iterator[Callable[[], Plan]]:
+    """Make a plan on one rank of each host. All ranks of the channel enter, and leave after a further round.
+
+    Args:
+        channel: its ranks pass equal arguments.
+        make: makes the plan of the tensors with a strategy of the library, on this topology with these staging bytes.
+        fault_tolerant: continue without ranks that are lost.
+        purpose: of the call, for errors.
+
+    Yields:
+        A function that returns the plan. It raises what ``make`` raises.
+
+    Raises:
+        ReshardError: a rank did not come to a round; the same on all ranks.
+    """
+    alone = functools.partial(make, tensors)
+    estimate = estimate_planning_seconds(tensors) if len(channel.members) > 1 else 0.0
+    if estimate < SHARED_FROM_SECONDS:
+        yield alone
+        return
+
+    def hold(payload: Any, decide: Callable[[list[Request]], Decision], what: str, seconds: float) -> dict[int, Any]:
+        request = Request(channel.group.rank, payload=payload, purpose=f"{what} {purpose}".strip())
+        return channel.agree(request, decide, seconds, fault_tolerant)[1].payloads
+
+    decide = functools.partial(_find_planners, members=channel.members)
+    rank = channel.group.rank
+    planners = hold(_name_machine(channel), decide, "finds planners", timeout_seconds)
+    if len(set(planners.values())) == len(planners):  # no two ranks share a machine
+        yield alone
+        return
+    decide = functools.partial(_gather_files, members=channel.members)
+    patience = timeout_seconds + _PATIENCE * estimate
+    if planners.get(rank, rank) != rank:
+        files = hold(None, decide, "shares plans", patience)
+        yield functools.partial(_map_or_make, files.get(planners[rank]), alone, tensors, topology, staging_bytes)
+        return
+    made, error, file = None, None, None
+    try:
+        made = alone()
+    except Exception as raised:  # the others plan too, and raise the same
+        error = raised
+    try:
+        if made is not None:
+            with contextlib.suppress(OSError):  # too little memory
+                file = _write(made)
+                made = _map(file, tensors, topology, staging_bytes)  # this host keeps one copy
+        hold(file, decide, "shares plans", patience)
+        yield functools.partial(_return_or_raise, made, error)
+    finally:
+        if file is not None:
+            os.close(file[1])
+
+
+@contextlib.contextmanager
+def plan_in_group(
+    group: Group,
+    tensors: Sequence[TensorSpec],
+    *,
+    topology: Topology | None,
+    staging_bytes: int,
+    timeout_seconds: float,
+) -> Iterator[Plan]:
+    """The plan of tensors for a Mover, which is made inside of this context. All ranks of the layouts enter it.
+
+    Raises:
+        ReshardError: see :func:`plan_per_host` and :func:`reshard.planner.plan_tensors`.
+    """
+    members = ranks_of(tensors)
+    make = functools.partial(plan_tensors, topology=topology, staging_bytes=staging_bytes)
+    with contextlib.ExitStack() as files:
+        with publish_interruption(group, lambda: members), calling(group):
+            planning = plan_per_host(
+                find_channel(group, members),
+                make,
+                tensors,
+                topology=topology,
+                staging_bytes=staging_bytes,
+                timeout_seconds=timeout_seconds,
+            )
+            take_plan = files.enter_context(planning)
+        yield take_plan()
+
+
+def _return_or_raise(made: Plan | None, error: Exception | None) -> Plan:
+    if made is None:
+        assert error is not None
+        raise error
+    return made
+
+
+def _map_or_make(
+    file: Sequence[int] | None,
+    make: Callable[[], Plan],
+    tensors: Sequence[TensorSpec],
+    topology: Topology | None,
+    staging_bytes: int,
+) -> Plan:
+    """The plan in a planner's file, if there is one that this rank can map."""
+    if file is not None:
+        with contextlib.suppress(OSError):
+            return _map(file, tensors, topology, staging_bytes)
+    return make()
+
+
+def _find_planners(requests: list[Request], members: Sequence[int]) -> Decision:
+    """A decision whose payloads are the planner of each rank, from the names of their machines."""
+    lowest: dict[Any, int] = {}
+    planners = {request.rank: lowest.setdefault(request.payload, request.rank) for request in requests}
+    return replace(resolve_partial(requests, {}, members), payloads=planners)
+
+
+def _gather_files(requests: list[Request], members: Sequence[int]) -> Decision:
+    """A decision whose payloads are the files of the planners."""
+    files = {request.rank: request.payload for request in requests if request.payload is not None}
+    return replace(resolve_partial(requests, {}, members), payloads=files)
+
+
+def _name_machine(channel: Channel) -> str:
+    """A name that only ranks share which may open files of each other.
+
+    A container has a process table of its own, so its ranks differ from those of another one, whatever its host name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        names = [boot, str(Path("/proc/self/ns/pid").readlink()), str(os.geteuid()), channel.group.hostname]
+    except OSError:  # not Linux, or a system that hides this
+        return f"rank {channel.group.rank}"
+    return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+
+
+def _write(plan: Plan) -> tuple[int, int, int]:
+    """Write a plan to a new file: its arrays, then a table of contents as JSON, then the size of this text.
+
+    Returns:
+        The number of this process, the descriptor of the file and its token.
+
+    Raises:
+        OSError: there is too little memory.
+    """
+    arrays = {name: getattr(plan.transfers, name) for name in (*Transfers.__dataclass_fields__, *_DERIVED)}
+    arrays["message_bytes"] = plan.message_bytes
+    ends = np.cumsum([0, *(array.nbytes for array in arrays.values())]).tolist()
+    digest = xxhash.xxh3_64()
+    for array in arrays.values():
+        digest.update(np.ascontiguousarray(array).data)
+    contents = {
+        "strategy": plan.strategy,
+        "plan_hash": plan.plan_hash,
+        "digest": digest.intdigest(),
+        "arrays": [[name, array.shape, at] for (name, array), at in zip(arrays.items(), ends, strict=False)],
+    }
+    text = json.dumps(contents).encode()
+    token = secrets.randbits(62)
+    descriptor = create_memory_file(token, ends[-1] + len(text) + _SIZE.size)
+    try:
+        with open(descriptor, "wb", closefd=False) as file:
+            for array in arrays.values():
+                file.write(np.ascontiguousarray(array).data)
+            file.write(text + _SIZE.pack(len(text)))
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.getpid(), descriptor, token
+
+
+def _map(file: Sequence[int], tensors: Sequence[TensorSpec], topology: Topology | None, staging_bytes: int) -> Plan:
+    """The plan in a file. Raises OSError if this rank cannot map it, or if it holds something else."""
+    descriptor = open_memory_file(*file)
+    try:
+        mapped = map_memory_file(descriptor, os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+    (size,) = _SIZE.unpack(mapped[-_SIZE.size :])
+    contents = json.loads(mapped[-_SIZE.size - size : -_SIZE.size].tobytes())
+    if xxhash.xxh3_64(mapped[: -_SIZE.size - size].data).intdigest() != contents["digest"]:
+        raise OSError("the file of a plan has changed")
+    arrays = {name: _view(mapped, shape, at) for name, shape, at in contents["arrays"]}
+    fields = {name: arrays[name] for name in Transfers.__dataclass_fields__}
+    plan = restore_plan(
+        tensors, contents["strategy"], Transfers.unchecked(**fields), topology=topology, staging_bytes=staging_bytes
+    )
+    # what the planner has derived of these very bytes
+    vars(plan.transfers).update({name: arrays[name] for name in _DERIVED})
+    vars(plan).update(plan_hash=contents["plan_hash"], message_bytes=arrays["message_bytes"])
+    return plan
+
+
+def _view(mapped: Any, shape: Sequence[int], at: int) -> np.ndarray:
+    """An int64 array of this shape that begins at a byte."""
+    view: np.ndarray = mapped[at : at + 8 * math.prod(shape)].view(np.int64).reshape(shape)
+    return view
