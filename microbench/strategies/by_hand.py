@@ -54,7 +54,7 @@ def make_by_hand(
 
     ``thorough``: ``auto_schedule`` may be its schedule, too.
     """
-    changed = replace(problem, cluster=cluster, microbatch_counts=(num_microbatches,))
+    changed = problem.changed(cluster=cluster, microbatch_counts=(num_microbatches,))
     found = evaluate(changed, Candidate("by hand", tuple(stages), num_microbatches), thorough=thorough)
     if found is None:
         raise ArgumentError(f"no schedule runs {stages}")

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.dtypes import ITEMSIZE
@@ -23,7 +23,8 @@ from .inputs.cluster import Cluster
 from .inputs.layer_graph import Layer, LayerGraph
 from .inputs.layer_profile import LayerProfile
 from .inputs.stages import StagePlan
-from .methods.auto import METHODS, Method, auto, decide
+from .methods.auto import METHODS, Method, auto, decide, evaluate_all, refine, why_nothing_fits
+from .methods.bounds import step_bound_of_any, work_bound
 from .result.reports import Alternative, EdgeReport, StageReport, TieReport
 from .result.training_plan import TrainingPlan
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 NUM_ALTERNATIVES = 8
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
+#: Local moves improve the candidates of a part of the cluster if they take at most this many times as long as the best.
+NEAR = 1.25
 #: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the
 #: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
 MAX_SPREAD = 0.25
@@ -44,7 +47,7 @@ KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid", "idle")
 def search(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: LayerProfile,
+    profile: LayerProfile | Mapping[str, LayerProfile],
     *,
     num_samples: int,
     keep: Mapping[str, Any] | None = None,
@@ -56,7 +59,8 @@ def search(
     """Find the fastest training plan that fits the memory, as the simulator of whole steps predicts it.
 
     Args:
-        graph, cluster, profile: the model, its devices and the times of its layers.
+        graph, cluster: the model and its devices.
+        profile: the times of its layers, or ``{type of device: times}`` for a cluster with ``device_types``.
         num_samples: samples of a step.
         keep: parts that are fixed by hand: ``num_microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids. ``idle=False``:
@@ -82,10 +86,11 @@ def search(
     for what, value, kind in (
         ("graph", graph, LayerGraph),
         ("cluster", cluster, Cluster),
-        ("profile", profile, LayerProfile),
+        ("profile", profile, LayerProfile | Mapping),
     ):
         if not isinstance(value, kind):
-            raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
+            name = getattr(kind, "__name__", "LayerProfile, or a mapping from type of device to LayerProfile")
+            raise ArgumentError(f"{what} must be a {name}, not {type(value).__name__}")
     keep = {} if keep is None else keep
     states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
     problem = make_problem(graph, cluster, profile, num_samples, keep, states, rules)
@@ -95,7 +100,7 @@ def search(
 
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
-        problem = replace(problem, compression=compression)
+        problem = problem.changed(compression=compression)
     if isinstance(method, str) and method == "auto" and keep.get("idle", True):
         return _choose_devices(problem)
     return choose_training_plan(problem, method)
@@ -105,31 +110,83 @@ def search(
 _Choice = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
 
 
+@dataclass(eq=False)
+class _Part:
+    """A part of a cluster, or all of it with its hosts in some order.
+
+    Attributes:
+        ranks: of the cluster; empty for all in their order. problem: the search on them.
+        bound_seconds: no training plan that uses all of them is faster.
+        found: candidates, the fastest first; none yet, or none that fits.
+    """
+
+    ranks: tuple[int, ...]
+    problem: SearchProblem
+    bound_seconds: float = 0.0
+    found: Sequence[Evaluation] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of the fastest candidate; infinite without one."""
+        return math.inf if not self.found or self.found[0].short_bytes else self.found[0].seconds
+
+
 def _choose_devices(problem: SearchProblem) -> TrainingPlan:
-    """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them."""
+    """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them.
+
+    Parts whose bound is slower than a training plan are not searched. Local moves improve the best ones only.
+    """
+    parts = _search_parts(problem)
+    whole = parts[0]
+    on_all = whole.seconds
+    bound = min(part.bound_seconds for part in parts)
     best: _Choice | None = None
-    used: tuple[int, ...] = ()  # the ranks of a part; empty for all devices
-    refusal = None
-    try:
-        best = _choose(problem)
-    except ArgumentError as error:
-        refusal = error
-    on_all = math.inf if best is None else best[1].seconds
-    for ranks in problem.cluster.parts():
-        part = replace(problem, cluster=problem.cluster.select(ranks))
+    used: tuple[int, ...] = ()
+    parts = sorted((part for part in parts if part.seconds < math.inf), key=lambda part: part.seconds)
+    for part in parts:
+        limit = math.inf if best is None else best[1].seconds
+        if part.bound_seconds >= limit or part.seconds > NEAR * limit:
+            continue
+        choice = _refined(part) if part.problem.compression is None else _choose(part.problem)
+        on_all = choice[1].seconds if part is whole else on_all
+        if choice[1].seconds < limit:
+            best, used = choice, part.ranks
+    if best is None:
+        raise ArgumentError(f"{why_nothing_fits(problem)}; nor does anything fit on a part of the cluster")
+    plan = make_training_plan(*best, bound, is_of_parts=True)
+    return _on_ranks(plan, problem.cluster, used, on_all) if used else plan
+
+
+def _refined(part: _Part) -> _Choice:
+    found = refine(part.problem, part.found)
+    return part.problem, found[0], found[1:]
+
+
+def _search_parts(problem: SearchProblem) -> list[_Part]:
+    """Candidates on all devices, the first entry, and on each part that may be faster, most promising first."""
+    whole = _Part((), problem)
+    speeds = {name: 1 / (_model_seconds(problem, profile) or 1.0) for name, profile in problem.profiles.items()}
+    parts = [
+        _Part(ranks, problem.changed(cluster=problem.cluster.select(ranks))) for ranks in problem.cluster.parts(speeds)
+    ]
+    limit, searched = math.inf, []
+    for part in [whole, *sorted(parts, key=lambda part: work_bound(part.problem))]:
         try:
-            if best is not None and part.bound_seconds >= best[1].seconds:
+            if part is not whole and (work_bound(part.problem) >= limit or step_bound_of_any(part.problem) >= limit):
                 continue
-            found = _choose(part)
+            part.bound_seconds = step_bound_of_any(part.problem)
+            searched.append(part)
+            part.found = evaluate_all(part.problem, auto(part.problem))
         except ArgumentError:  # nothing fits there
             continue
-        if best is None or found[1].seconds < best[1].seconds:
-            best, used = found, ranks
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    plan = make_training_plan(*best)
-    return _on_ranks(plan, problem.cluster, used, on_all) if used else plan
+        limit = min(limit, part.seconds)
+    return searched
+
+
+def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:
+    """Seconds of all layers for one sample."""
+    times = [profile.times(layer.key, 1)[0].at(1) for layer in problem.graph.layers]
+    return sum(each.forward_seconds + each.backward_seconds for each in times)
 
 
 def _on_ranks(found: TrainingPlan, cluster: Cluster, ranks: tuple[int, ...], on_all: float) -> TrainingPlan:
@@ -147,7 +204,7 @@ def _on_ranks(found: TrainingPlan, cluster: Cluster, ranks: tuple[int, ...], on_
 
 def warn_if_noisy(problem: SearchProblem) -> None:
     """Warn if the times of the profile vary by more than :data:`MAX_SPREAD`, as on a machine with other jobs."""
-    spread, key, most = problem.profile.spread(problem.graph)
+    spread, key, most = problem.spread()
     if spread > MAX_SPREAD:
         warnings.warn(
             f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
@@ -159,7 +216,7 @@ def warn_if_noisy(problem: SearchProblem) -> None:
 
 def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") -> TrainingPlan:
     """The fastest training plan of a problem that fits the memory. Arguments and errors: :func:`search`."""
-    return make_training_plan(*_choose(problem, method))
+    return make_training_plan(*_choose(problem, method), step_bound_of_any(problem))
 
 
 def _choose(problem: SearchProblem, method: str | Method = "auto") -> _Choice:
@@ -175,13 +232,13 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
     the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
     """
-    raw = replace(problem, compression=None)
+    raw = problem.changed(compression=None)
     plain = _decide(raw, method)
     encoded = _decide(problem, method)
     best, best_problem = plain[0], raw
     for found in (plain[0], encoded[0]):
         for part in parts_of_policy(policy, found.candidate.stages, problem.graph):
-            fixed = replace(problem, compression=part, compress_all=True)
+            fixed = problem.changed(compression=part, compress_all=True)
             each = evaluate(fixed, found.candidate)
             if each is not None and not each.short_bytes and each.seconds < best.seconds:
                 best, best_problem = each, fixed
@@ -198,23 +255,14 @@ def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
     found = decide(problem, _find(method)(problem), moves=method == "auto")
     best = found[0]
     if best.short_bytes:
-        number = max(
-            range(len(best.costs)),
-            key=lambda i: best.costs[i].peak_bytes(best.schedule.in_flight[i]) - best.costs[i].limit_bytes,
-        )
-        needed = best.costs[number].peak_bytes(best.schedule.in_flight[number])
-        raise ArgumentError(
-            f"nothing fits: in the closest plan, stage {number} needs {needed / 1e9:.4g} GB of "
-            f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
-            "samples, or allow recomputation and ZeRO 3"
-        )
+        raise ArgumentError(why_nothing_fits(problem))
     return found
 
 
 def make_problem(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: LayerProfile,
+    profile: LayerProfile | Mapping[str, LayerProfile],
     num_samples: int,
     keep: Mapping[str, Any],
     states: StateBytes,
@@ -287,11 +335,24 @@ def _find(method: str | Method) -> Method:
     return METHODS[method]
 
 
-def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
-    """The training plan of an evaluation, with what it is compared to."""
+def make_training_plan(
+    problem: SearchProblem,
+    best: Evaluation,
+    others: Sequence[Evaluation],
+    bound_seconds: float | None = None,
+    *,
+    is_of_parts: bool = False,
+) -> TrainingPlan:
+    """The training plan of an evaluation, with what it is compared to.
+
+    Args:
+        bound_seconds: no training plan is faster that uses all devices, or, with ``is_of_parts``, any part of them;
+            default: the bound of all devices.
+    """
+    bound = step_bound_of_any(problem) if bound_seconds is None else bound_seconds
     candidate, count = best.candidate, best.candidate.num_microbatches
     edges = _edge_reports(problem, candidate)
-    wider = replace(problem, cluster=problem.cluster.with_faster_links(1.1))
+    wider = problem.changed(cluster=problem.cluster.with_faster_links(1.1))
     costs, exchanges = wider.costs(candidate.stages, count)
     wider_seconds = evaluate_schedule(
         candidate, wider.pipeline(candidate.stages, count), costs, best.schedule, exchanges
@@ -317,10 +378,10 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         problem.num_samples,
         format_schedule(best.schedule),
         best.seconds,
-        min(problem.bound_seconds, best.seconds),
-        problem.profile.is_guess,
+        min(bound, best.seconds),
+        problem.is_guess,
         problem.graph.hash,
-        problem.profile.hash,
+        problem.profile_hash,
         problem.cluster.hash,
         _stage_reports(best),
         edges,
@@ -330,6 +391,7 @@ def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequenc
         _grid_refusals(layers) if problem.rules.grids else (),
         _used_policy(problem, candidate.stages, edges),
         ties,
+        is_bound_of_parts=is_of_parts,
     )
 
 

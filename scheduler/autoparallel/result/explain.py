@@ -41,8 +41,9 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
     lines += _device_lines(training_plan)
     if training_plan.is_guess:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
+    where = "on all ranks or a part of them" if training_plan.is_bound_of_parts else "that uses all ranks"
     lines.append(
-        f"no plan of this model takes less than {training_plan.bound_seconds:.4g} s, which is "
+        f"no plan of this model {where} takes less than {training_plan.bound_seconds:.4g} s, which is "
         f"{training_plan.bound_seconds / (training_plan.seconds or 1.0):.0%} of this one's time"
     )
     time, memory = training_plan.balance

@@ -24,7 +24,8 @@ class TrainingPlan(TrainingPlanRecord):
         num_microbatches, num_samples: of a step. schedule_text: the schedule, as
             :func:`reshard.scheduler.parse_schedule` reads.
         seconds: predicted seconds of a step, with the sums of gradients.
-        bound_seconds: no plan of this model and profile is faster.
+        bound_seconds: no plan of this model and profile is faster that uses all devices or, with
+            ``is_bound_of_parts``, any part of them that ``auto`` considers.
         is_guess: whether the profile is an estimate.
         graph_hash, profile_hash, cluster_hash: what it was made for.
         reports, edges: details of each stage and edge. alternatives: other candidates, fastest first.
