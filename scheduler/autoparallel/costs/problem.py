@@ -253,10 +253,10 @@ class SearchProblem:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
-            price, layer = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
+            price, one = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
             self._layer_costs[key] = slowest_of(
                 [
-                    price(layer, choice, place, self.workload(num_microbatches, name))
+                    price(one, choice, place, self.workload(num_microbatches, name))
                     for name in place.device_types or self.profiles
                 ]
             )

@@ -44,7 +44,7 @@ class Cluster:
     """
 
     topology: Topology
-    memory_limit_bytes: float | tuple[float, ...]
+    memory_limit_bytes: float | tuple[float, ...] | Mapping[str, float]
     num_ranks: int = 0
     device_types: tuple[str, ...] = ()
 
@@ -221,11 +221,9 @@ class Cluster:
     @check_arguments()
     def memory_of(self, first: int, end: int) -> float:
         """The least memory in bytes of a device of ranks ``first`` to ``end - 1``."""
-        return (
-            min(self.memory_limit_bytes[first:end])
-            if isinstance(self.memory_limit_bytes, tuple)
-            else self.memory_limit_bytes
-        )
+        limit = self.memory_limit_bytes
+        assert not isinstance(limit, Mapping)  # it was replaced by a tuple
+        return min(limit[first:end]) if isinstance(limit, tuple) else limit
 
     @check_arguments()
     def nic_bytes_per_second(self, host: int) -> float:

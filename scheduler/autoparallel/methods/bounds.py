@@ -202,6 +202,7 @@ def _cut_bytes(problem: SearchProblem, is_gradient: bool) -> np.ndarray:
     size = len(graph.layers) + 1
     if graph.is_chain:
         return np.broadcast_to(table[0, :, 0], (size, size))
-    first, cut, end = np.indices(table.shape, sparse=True)
+    at = np.arange(size)
+    first, cut, end = at[:, None, None], at[None, :, None], at[None, None, :]
     least = np.where((first < cut) & (cut < end), table, np.inf).min(axis=2)
     return np.where(np.isfinite(least), least, 0.0)  # 0: no stage is behind this one

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import statistics
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-from reshard.testing import run_processes
 
 #: Copies of a layer in the measured module. FSDP treats the outer module as one more layer without parameters.
 NUM_COPIES = 2
@@ -33,20 +35,40 @@ class GatherTimes(NamedTuple):
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
-    """Times of layers with these parameters under ``fully_shard``, in a process of its own on the CPU.
+#: What another process runs: it reads the arguments of :func:`measure_gathers` and writes the result.
+_PROGRAM = (
+    "import pickle, sys; from reshard.scheduler.autoparallel.modules.gather_times import measure_gathers; "
+    "result = measure_gathers(*pickle.load(sys.stdin.buffer)); sys.stdout.buffer.write(pickle.dumps(result))"
+)
+#: Limit on the seconds of that process.
+TIMEOUT_SECONDS = 300.0
 
-    The process has a group whose collectives return at once. What remains is what the device and its host do for a
-    gather and a scatter. A process that has no group yet is its own.
+
+def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
+    """Times of layers with these parameters under ``fully_shard``, over a group whose collectives return at once.
+
+    What remains is what the device and its host do for a gather and a scatter. If this process has a world group,
+    another process measures.
+
+    Warns:
+        UserWarning: the other process failed; all times are then 0.
     """
     if not dist.is_initialized():
         return _measure_in_group(layers, device, repeats)
-    return run_processes(1, _measure_instead, layers, device, repeats)[0]
-
-
-def _measure_instead(rank: int, layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
-    dist.destroy_process_group()
-    return _measure_in_group(layers, device, repeats)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            input=pickle.dumps((list(layers), device, repeats)),
+            capture_output=True,
+            check=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.SubprocessError as error:
+        warnings.warn(
+            f"the search counts no calls and copies of ZeRO 3, as measuring them failed: {error}", stacklevel=2
+        )
+        return [GatherTimes()] * len(layers)
+    return list(pickle.loads(done.stdout))
 
 
 def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
@@ -89,7 +111,7 @@ def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> GatherTime
             for name, module in (("plain", plain), ("gathers", sharded), ("scatters", sharded)):
                 if module is sharded:
                     sharded.set_requires_gradient_sync(name == "scatters")
-                seconds = _time_of(lambda module=module: module(torch.zeros((), device=device)).backward(), device)
+                seconds = _time_of_step(module, device)
                 module.zero_grad(set_to_none=True)
                 if turn:  # the first turn warms up
                     times[name].append(seconds)
@@ -100,9 +122,9 @@ def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> GatherTime
     return GatherTimes(max(0.0, gather), max(0.0, (medians["scatters"] - medians["gathers"]) / NUM_COPIES))
 
 
-def _time_of(compute: Callable[[], None], device: str) -> float:
+def _time_of_step(module: nn.Module, device: str) -> float:
     start = time.perf_counter()
-    compute()
+    module(torch.zeros((), device=device)).backward()
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - start

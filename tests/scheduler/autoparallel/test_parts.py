@@ -10,7 +10,7 @@ import pytest
 from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
-from reshard.scheduler.autoparallel.searching import _choose_devices
+from reshard.scheduler.autoparallel.parts import choose_part
 from reshard.topology import Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
 
@@ -25,7 +25,7 @@ def check_parts(seed):
     """The choice is as fast as any plan on any part of the cluster, and the bound is not above it."""
     problem = make_problem(seed)
     try:
-        found = _choose_devices(problem)
+        found = choose_part(problem)
         seconds, bound = found.seconds, found.bound_seconds
     except ArgumentError:
         seconds, bound = math.inf, 0.0

@@ -1,0 +1,115 @@
+"""The fastest training plan on all devices of a cluster, or on a part of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from reshard.errors import ArgumentError
+
+from .choosing import ChosenPlan, choose
+from .costs.iteration import Evaluation
+from .costs.problem import SearchProblem
+from .inputs.cluster import Cluster
+from .inputs.layer_profile import LayerProfile
+from .methods.auto import auto, evaluate_all, refine, why_nothing_fits
+from .methods.bounds import step_bound_of_any, work_bound
+from .plan_making import make_training_plan
+from .result.training_plan import TrainingPlan
+
+#: Local moves improve the candidates of a part of the cluster if they take at most this many times as long as the best.
+NEAR = 1.25
+
+
+@dataclass(eq=False)
+class _Part:
+    """A part of a cluster, or all of it with its hosts in some order.
+
+    Attributes:
+        ranks: of the cluster; empty for all in their order. problem: the search on them.
+        bound_seconds: no training plan that uses all of them is faster.
+        found: candidates, the fastest first; none yet, or none that fits.
+    """
+
+    ranks: tuple[int, ...]
+    problem: SearchProblem
+    bound_seconds: float = 0.0
+    found: Sequence[Evaluation] = ()
+
+    @property
+    def seconds(self) -> float:
+        """Of the fastest candidate; infinite without one."""
+        return math.inf if not self.found or self.found[0].short_bytes else self.found[0].seconds
+
+
+def choose_part(problem: SearchProblem) -> TrainingPlan:
+    """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them.
+
+    Parts whose bound is slower than a training plan are not searched. Local moves improve the best ones only.
+    """
+    parts = _search_parts(problem)
+    whole = parts[0]
+    on_all = whole.seconds
+    bound = min(part.bound_seconds for part in parts)
+    best: ChosenPlan | None = None
+    used: tuple[int, ...] = ()
+    parts = sorted((part for part in parts if part.seconds < math.inf), key=lambda part: part.seconds)
+    for part in parts:
+        limit = math.inf if best is None else best[1].seconds
+        if part.bound_seconds >= limit or part.seconds > NEAR * limit:
+            continue
+        choice = _refined(part) if part.problem.compression is None else choose(part.problem)
+        on_all = choice[1].seconds if part is whole else on_all
+        if choice[1].seconds < limit:
+            best, used = choice, part.ranks
+    if best is None:
+        on_parts = "; nor does anything fit on a part of the cluster" if problem.cluster.num_ranks > 1 else ""
+        raise ArgumentError(why_nothing_fits(problem) + on_parts)
+    plan = make_training_plan(*best, bound, is_of_parts=True)
+    return _on_ranks(plan, problem.cluster, used, on_all) if used else plan
+
+
+def _refined(part: _Part) -> ChosenPlan:
+    found = refine(part.problem, part.found)
+    return part.problem, found[0], found[1:]
+
+
+def _search_parts(problem: SearchProblem) -> list[_Part]:
+    """Candidates on all devices, the first entry, and on each part that may be faster, most promising first."""
+    whole = _Part((), problem)
+    speeds = {name: 1 / (_model_seconds(problem, profile) or 1.0) for name, profile in problem.profiles.items()}
+    parts = [
+        _Part(ranks, problem.changed(cluster=problem.cluster.select(ranks))) for ranks in problem.cluster.parts(speeds)
+    ]
+    limit, searched = math.inf, []
+    for part in [whole, *sorted(parts, key=lambda part: work_bound(part.problem))]:
+        try:
+            if part is not whole and (work_bound(part.problem) >= limit or step_bound_of_any(part.problem) >= limit):
+                continue
+            part.bound_seconds = step_bound_of_any(part.problem)
+            searched.append(part)
+            part.found = evaluate_all(part.problem, auto(part.problem))
+        except ArgumentError:  # nothing fits there
+            continue
+        limit = min(limit, part.seconds)
+    return searched
+
+
+def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:
+    """Seconds of all layers for one sample."""
+    times = [profile.times(layer.key, 1)[0].at(1) for layer in problem.graph.layers]
+    return sum(each.forward_seconds + each.backward_seconds for each in times)
+
+
+def _on_ranks(found: TrainingPlan, cluster: Cluster, ranks: tuple[int, ...], on_all: float) -> TrainingPlan:
+    """A training plan of a part of a cluster, or of its hosts in another order, as one of the whole cluster."""
+    names = list(dict.fromkeys(cluster.host_of(rank) for rank in ranks))
+    return replace(
+        found,
+        cluster_hash=cluster.hash,
+        hosts=tuple((names[host], first, end) for host, first, end in found.hosts),
+        ranks=ranks,
+        num_cluster_ranks=cluster.num_ranks,
+        on_all_seconds=on_all if math.isfinite(on_all) else 0.0,
+    )
