@@ -57,7 +57,8 @@ def _device_lines(training_plan: TrainingPlanRecord) -> list[str]:
     if not training_plan.ranks:
         return []
     idle, count, seconds = training_plan.idle_ranks, training_plan.num_cluster_ranks, training_plan.on_all_seconds
-    on_all = f"on all {count} ranks in their order, a step takes {seconds:.4g} s"
+    takes = "at least " if training_plan.is_on_all_bound else ""
+    on_all = f"on all {count} ranks in their order, a step takes {takes}{seconds:.4g} s"
     hosts = ", ".join(f"{end - first} of host {host}" for host, first, end in training_plan.hosts)
     what = f"{describe_ranks(idle)} of the cluster {'stay' if len(idle) > 1 else 'stays'} idle"
     return [

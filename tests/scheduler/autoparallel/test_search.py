@@ -417,7 +417,8 @@ def test_hosts_work_in_the_order_of_their_rates():
     assert found.ranks == (4, 5, 0, 1)
     assert [host for host, _, _ in found.hosts] == [2, 0]
     in_order = search(deep, cluster, profile, num_samples=8, keep={"idle": False})
-    assert in_order.ranks == () and in_order.num_ranks == 6 and in_order.seconds == found.on_all_seconds
+    assert in_order.ranks == () and in_order.num_ranks == 6
+    assert found.is_on_all_bound and found.seconds < found.on_all_seconds <= in_order.seconds
     fast = search(deep, Cluster(_hosts(1e10, 2e9), 1e9), profile, num_samples=8)
     assert found.seconds == fast.seconds
 
