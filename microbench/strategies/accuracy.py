@@ -143,7 +143,7 @@ def run_model(model: Model, shaped: Topology, cases: Sequence[str]) -> tuple[lis
             _, training_plan = make_by_hand(problem, devices, parse_stages(text), MICROBATCHES)
             seconds, timeline = measure_strategy(cluster, true, training_plan, plain)
             if number == 0:
-                problem = replace(problem, profile=correct_profile(true, training_plan, [timeline]))
+                problem = problem.changed(profile=correct_profile(true, training_plan, [timeline]))
                 print_line(f"{model.name}: a message takes {1e3 * problem.profile.message_seconds:.2f} ms")
                 continue
             rows.append((text, training_plan.seconds, statistics.median(seconds)))

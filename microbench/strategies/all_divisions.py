@@ -17,7 +17,6 @@ import argparse
 import itertools
 import statistics
 from collections.abc import Iterator
-from dataclasses import replace
 
 from microbench.emulation.cluster import Cluster as EmulatedCluster
 from microbench.emulation.links import nominal
@@ -95,7 +94,7 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
 
         _, first = make_by_hand(true, devices, parse_stages(FIRST), MICROBATCHES)
         profile = correct_profile(true, first, [measure_strategy(cluster, true, first, plain)[1]])
-        problem = replace(true, profile=profile)
+        problem = true.changed(profile=profile)
         chosen, alpa = choose_training_plan(problem), choose_training_plan(problem, "alpa")
         found: list[tuple[float, TrainingPlan]] = []
         for stages in track([*divisions(problem)], title):

@@ -10,7 +10,7 @@ from reshard.scheduler.autoparallel import Choice, Cluster, TrainingPlan
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
 from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.searching import make_training_plan
+from reshard.scheduler.autoparallel.plan_making import make_training_plan
 from reshard.scheduler.training.models.presets import GPTConfig, Preset, UTransformerConfig
 
 #: Small models that train on CPU processes.
@@ -54,7 +54,7 @@ def make_by_hand(
 
     ``thorough``: ``auto_schedule`` may be its schedule, too.
     """
-    changed = replace(problem, cluster=cluster, microbatch_counts=(num_microbatches,))
+    changed = problem.changed(cluster=cluster, microbatch_counts=(num_microbatches,))
     found = evaluate(changed, Candidate("by hand", tuple(stages), num_microbatches), thorough=thorough)
     if found is None:
         raise ArgumentError(f"no schedule runs {stages}")

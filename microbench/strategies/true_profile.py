@@ -107,8 +107,8 @@ def run(options: argparse.Namespace) -> None:
         _, first = make_by_hand(true, true.cluster, parse_stages(FIRST), NUM_SAMPLES)
         seconds, timelines = measure_ways(cluster, true, first, plain, options.repeats)
         problems = {
-            "wrong": replace(true, profile=correct_profile(true, first, [merge_waits(timelines[BLOCKING])])),
-            "true": replace(true, profile=correct_profile(true, first, [timelines[OVERLAPPED]])),
+            "wrong": true.changed(profile=correct_profile(true, first, [merge_waits(timelines[BLOCKING])])),
+            "true": true.changed(profile=correct_profile(true, first, [timelines[OVERLAPPED]])),
         }
         choices = {"even division": first}
         choices |= {

@@ -4,36 +4,28 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
-from reshard.formatting import brief, count_of
 
-from ..ir.text import format_schedule
-from .costs.codec_costs import parts_of_policy, with_codecs
-from .costs.iteration import Evaluation, evaluate, evaluate_schedule
+from .choosing import choose
 from .costs.layer_costs import StateBytes
-from .costs.problem import Candidate, SearchProblem
+from .costs.problem import SearchProblem
 from .inputs.choices import Choice, ChoiceRules, GridShape
 from .inputs.cluster import Cluster
-from .inputs.layer_graph import Layer, LayerGraph
+from .inputs.layer_graph import LayerGraph
 from .inputs.layer_profile import LayerProfile
-from .inputs.stages import StagePlan
-from .methods.auto import METHODS, Method, auto, decide
-from .result.reports import Alternative, EdgeReport, StageReport, TieReport
+from .methods.auto import Method
+from .methods.bounds import step_bound_of_any
+from .parts import choose_part
+from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
 
-#: Maximum number of alternatives that a training plan lists.
-NUM_ALTERNATIVES = 8
-#: Codecs are used only if they shorten a step by at least this fraction.
-MIN_GAIN = 0.01
 #: Spread of measured layer times (see :meth:`LayerProfile.spread`) above which a search warns. At this spread, the
 #: median of five measurements has a standard error of about 10 %, which is the error that a prediction may have.
 MAX_SPREAD = 0.25
@@ -44,7 +36,7 @@ KEPT = ("num_microbatches", "tp", "zero", "recompute", "grid", "idle")
 def search(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: LayerProfile,
+    profile: LayerProfile | Mapping[str, LayerProfile],
     *,
     num_samples: int,
     keep: Mapping[str, Any] | None = None,
@@ -56,7 +48,8 @@ def search(
     """Find the fastest training plan that fits the memory, as the simulator of whole steps predicts it.
 
     Args:
-        graph, cluster, profile: the model, its devices and the times of its layers.
+        graph, cluster: the model and its devices.
+        profile: the times of its layers, or ``{type of device: times}`` for a cluster with ``device_types``.
         num_samples: samples of a step.
         keep: parts that are fixed by hand: ``num_microbatches``, ``tp`` and ``zero`` of all stages, ``recompute``, and
             ``grid``: ``(rows, cols, depth)`` of all stages of more than one rank, or None for no grids. ``idle=False``:
@@ -82,10 +75,11 @@ def search(
     for what, value, kind in (
         ("graph", graph, LayerGraph),
         ("cluster", cluster, Cluster),
-        ("profile", profile, LayerProfile),
+        ("profile", profile, LayerProfile | Mapping),
     ):
         if not isinstance(value, kind):
-            raise ArgumentError(f"{what} must be a {kind.__name__}, not {type(value).__name__}")
+            name = getattr(kind, "__name__", "LayerProfile, or a mapping from type of device to LayerProfile")
+            raise ArgumentError(f"{what} must be a {name}, not {type(value).__name__}")
     keep = {} if keep is None else keep
     states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
     problem = make_problem(graph, cluster, profile, num_samples, keep, states, rules)
@@ -95,59 +89,15 @@ def search(
 
         if not isinstance(compression, Policy):
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
-        problem = replace(problem, compression=compression)
+        problem = problem.changed(compression=compression)
     if isinstance(method, str) and method == "auto" and keep.get("idle", True):
-        return _choose_devices(problem)
+        return choose_part(problem)
     return choose_training_plan(problem, method)
-
-
-#: A problem with the codecs that were chosen, the choice, and candidates that it was compared with.
-_Choice = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
-
-
-def _choose_devices(problem: SearchProblem) -> TrainingPlan:
-    """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them."""
-    best: _Choice | None = None
-    used: tuple[int, ...] = ()  # the ranks of a part; empty for all devices
-    refusal = None
-    try:
-        best = _choose(problem)
-    except ArgumentError as error:
-        refusal = error
-    on_all = math.inf if best is None else best[1].seconds
-    for ranks in problem.cluster.parts():
-        part = replace(problem, cluster=problem.cluster.select(ranks))
-        try:
-            if best is not None and part.bound_seconds >= best[1].seconds:
-                continue
-            found = _choose(part)
-        except ArgumentError:  # nothing fits there
-            continue
-        if best is None or found[1].seconds < best[1].seconds:
-            best, used = found, ranks
-    if best is None:
-        assert refusal is not None
-        raise refusal
-    plan = make_training_plan(*best)
-    return _on_ranks(plan, problem.cluster, used, on_all) if used else plan
-
-
-def _on_ranks(found: TrainingPlan, cluster: Cluster, ranks: tuple[int, ...], on_all: float) -> TrainingPlan:
-    """A training plan of a part of a cluster, or of its hosts in another order, as one of the whole cluster."""
-    names = list(dict.fromkeys(cluster.host_of(rank) for rank in ranks))
-    return replace(
-        found,
-        cluster_hash=cluster.hash,
-        hosts=tuple((names[host], first, end) for host, first, end in found.hosts),
-        ranks=ranks,
-        num_cluster_ranks=cluster.num_ranks,
-        on_all_seconds=on_all if math.isfinite(on_all) else 0.0,
-    )
 
 
 def warn_if_noisy(problem: SearchProblem) -> None:
     """Warn if the times of the profile vary by more than :data:`MAX_SPREAD`, as on a machine with other jobs."""
-    spread, key, most = problem.profile.spread(problem.graph)
+    spread, key, most = problem.spread()
     if spread > MAX_SPREAD:
         warnings.warn(
             f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
@@ -159,62 +109,13 @@ def warn_if_noisy(problem: SearchProblem) -> None:
 
 def choose_training_plan(problem: SearchProblem, method: str | Method = "auto") -> TrainingPlan:
     """The fastest training plan of a problem that fits the memory. Arguments and errors: :func:`search`."""
-    return make_training_plan(*_choose(problem, method))
-
-
-def _choose(problem: SearchProblem, method: str | Method = "auto") -> _Choice:
-    if problem.compression is None:
-        found = _decide(problem, method)
-        return problem, found[0], found[1:]
-    return _choose_codecs(problem, problem.compression, method)
-
-
-def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> _Choice:
-    """The fastest candidate with a subset of the codecs of a policy, or with none if they gain too little.
-
-    Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
-    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
-    """
-    raw = replace(problem, compression=None)
-    plain = _decide(raw, method)
-    encoded = _decide(problem, method)
-    best, best_problem = plain[0], raw
-    for found in (plain[0], encoded[0]):
-        for part in parts_of_policy(policy, found.candidate.stages, problem.graph):
-            fixed = replace(problem, compression=part, compress_all=True)
-            each = evaluate(fixed, found.candidate)
-            if each is not None and not each.short_bytes and each.seconds < best.seconds:
-                best, best_problem = each, fixed
-    if best.seconds >= (1 - MIN_GAIN) * plain[0].seconds:
-        return raw, plain[0], plain[1:]
-    thorough = evaluate(best_problem, best.candidate, thorough=True)
-    if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
-        best = thorough
-    return best_problem, best, [plain[0], *encoded[1:]]
-
-
-def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
-    """Evaluated candidates of a method, the fastest one that fits the memory first."""
-    found = decide(problem, _find(method)(problem), moves=method == "auto")
-    best = found[0]
-    if best.short_bytes:
-        number = max(
-            range(len(best.costs)),
-            key=lambda i: best.costs[i].peak_bytes(best.schedule.in_flight[i]) - best.costs[i].limit_bytes,
-        )
-        needed = best.costs[number].peak_bytes(best.schedule.in_flight[number])
-        raise ArgumentError(
-            f"nothing fits: in the closest plan, stage {number} needs {needed / 1e9:.4g} GB of "
-            f"{best.costs[number].limit_bytes / 1e9:.4g} ({best.candidate.text}); use more devices or memory, fewer "
-            "samples, or allow recomputation and ZeRO 3"
-        )
-    return found
+    return make_training_plan(*choose(problem, method), step_bound_of_any(problem))
 
 
 def make_problem(
     graph: LayerGraph,
     cluster: Cluster,
-    profile: LayerProfile,
+    profile: LayerProfile | Mapping[str, LayerProfile],
     num_samples: int,
     keep: Mapping[str, Any],
     states: StateBytes,
@@ -275,143 +176,3 @@ def _kept_grid(grid: Any, keep: Mapping[str, Any], cluster: Cluster) -> GridShap
             f"{', '.join(str(mesh_size) for mesh_size in cluster.mesh_sizes if mesh_size > 1)} ranks on this cluster"
         )
     return choice.grid
-
-
-def _find(method: str | Method) -> Method:
-    if callable(method):
-        return method
-    if isinstance(method, str) and method == "auto":
-        return auto
-    if not isinstance(method, str) or method not in METHODS:
-        raise ArgumentError(f"no search method {brief(method)}; choose auto, {', '.join(METHODS)}, or pass a function")
-    return METHODS[method]
-
-
-def make_training_plan(problem: SearchProblem, best: Evaluation, others: Sequence[Evaluation]) -> TrainingPlan:
-    """The training plan of an evaluation, with what it is compared to."""
-    candidate, count = best.candidate, best.candidate.num_microbatches
-    edges = _edge_reports(problem, candidate)
-    wider = replace(problem, cluster=problem.cluster.with_faster_links(1.1))
-    costs, exchanges = wider.costs(candidate.stages, count)
-    wider_seconds = evaluate_schedule(
-        candidate, wider.pipeline(candidate.stages, count), costs, best.schedule, exchanges
-    ).seconds
-    layers = problem.graph.layers
-    # several methods may find the same plan
-    different = [other for other in others if (other.candidate.text, other.seconds) != (candidate.text, best.seconds)]
-    ties = tuple(
-        TieReport(
-            tuple(layers[index].name for index in exchange.layers),
-            exchange.stages,
-            exchange.nbytes,
-            exchange.seconds,
-            exchange.codec,
-        )
-        for exchange in best.exchanges
-    )
-    return TrainingPlan(
-        candidate.method,
-        candidate.stages,
-        tuple(tuple(layers[index].name for index in range(s.first_layer, s.end_layer)) for s in candidate.stages),
-        count,
-        problem.num_samples,
-        format_schedule(best.schedule),
-        best.seconds,
-        min(problem.bound_seconds, best.seconds),
-        problem.profile.is_guess,
-        problem.graph.hash,
-        problem.profile.hash,
-        problem.cluster.hash,
-        _stage_reports(best),
-        edges,
-        tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
-        wider_seconds,
-        problem.cluster.hosts,
-        _grid_refusals(layers) if problem.rules.grids else (),
-        _used_policy(problem, candidate.stages, edges),
-        ties,
-    )
-
-
-def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
-    """Where the time and the memory of each stage go."""
-    busy = [best.timeline.busy_seconds(number) for number in range(len(best.costs))]
-    exposed = [best.timeline.exposed_seconds(number) for number in range(len(best.costs))]
-    return tuple(
-        StageReport(
-            cost.compute_seconds,
-            cost.sum_seconds,
-            cost.gather_seconds,
-            cost.sync_seconds,
-            busy[number],
-            exposed[number],
-            depth,
-            states,
-            depth * cost.activation_bytes,
-            cost.working_bytes,
-            buffers,
-            cost.limit_bytes,
-            cost.ending_bytes if cost.tie_bytes else 0.0,
-        )
-        for number, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
-        for states, buffers in [cost.peak_parts(depth)]
-    )
-
-
-def _edge_reports(problem: SearchProblem, candidate: Candidate) -> tuple[EdgeReport, ...]:
-    """The bytes and the seconds of each edge between stages."""
-    edges = []
-    for edge in problem.edges(candidate.stages, candidate.num_microbatches):
-        port, seconds = max(edge.forward_loads, key=lambda load: (load[1], load[0]), default=("", 0.0))
-        nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
-        found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
-        edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
-    return tuple(edges)
-
-
-def _grid_refusals(layers: Sequence[Layer]) -> tuple[tuple[str, str], ...]:
-    """The first layer of each class that cannot be on a grid, and why, in the order of the model.
-
-    The reasons of two layers of a class differ only in the paths of their modules.
-    """
-    counts = Counter(layer.key for layer in layers if layer.grid_refusal)
-    shown: set[str] = set()
-    found = []
-    for layer in layers:
-        if layer.grid_refusal and not {layer.key, layer.grid_refusal} & shown:
-            shown |= {layer.key, layer.grid_refusal}
-            found.append((layer.name, layer.grid_refusal + _same_for(counts[layer.key] - 1)))
-    return tuple(found)
-
-
-def _same_for(others: int) -> str:
-    return f"; the same holds for {count_of(others, 'other layer')} of its class" if others else ""
-
-
-def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
-    """The text of the policy of a problem with those of its codecs that stages and edges use.
-
-    If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.
-    """
-    policy = problem.compression
-    if policy is None:
-        return ""
-    ways = (any(edge.forward_codec for edge in edges), any(edge.backward_codec for edge in edges))
-    pair = tuple(codec if is_used else None for codec, is_used in zip(policy.pair("pp"), ways, strict=True))
-    most = next(parts_of_policy(policy, stages, problem.graph))
-    used = with_codecs(most, most.dp, pair if any(pair) else None, most.tp, most.zero)
-    forward = {edge.forward_codec for edge in edges}
-    backward = {edge.backward_codec for edge in edges if edge.backward_seconds}
-    if any(pair) and len(forward) == 1 and len(backward) <= 1:
-        used = replace(used, force_pp=True)
-    return str(used) if used.dimensions else ""
-
-
-def _alternative(found: Evaluation) -> Alternative:
-    return Alternative(
-        found.candidate.method,
-        found.candidate.text,
-        found.seconds,
-        *found.seconds_by_kind(),
-        short_bytes=found.short_bytes,
-    )

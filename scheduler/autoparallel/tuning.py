@@ -19,7 +19,7 @@ from ..simulation.replay import PipelineTimeline
 from .costs.grid_costs import compute_share
 from .costs.problem import SearchProblem
 from .inputs.choices import shard_1d
-from .inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
+from .inputs.layer_profile import LayerProfile, LayerTimes
 from .inputs.stages import StagePlan
 from .result.training_plan import TrainingPlan
 
@@ -110,8 +110,8 @@ def tune(
         if not isinstance(measurement, Measurement):
             raise ArgumentError(f"measure returns {brief(measurement)}; it must return a Measurement")
         rounds.append(Round(training_plan, measurement))
-        encoded = replace(problem, compression=training_plan.compression, compress_all=True)
-        problem = replace(problem, profile=correct_profile(encoded, training_plan, measurement.timelines))
+        encoded = problem.changed(compression=training_plan.compression, compress_all=True)
+        problem = problem.changed(profile=correct_profile(encoded, training_plan, measurement.timelines))
         training_plan = choose(problem)
         is_settled = any(is_same(training_plan, item.training_plan) for item in rounds)
     best = min(rounds, key=lambda each: each.measurement.seconds)
@@ -137,6 +137,11 @@ def correct_profile(
             not block.
     """
     profile = problem.profile
+    if len(problem.profiles) > 1:
+        raise ArgumentError(
+            f"measured steps correct the profile of one type of device, but the cluster has {list(problem.profiles)}; "
+            "measure each type with profile_layers()"
+        )
     forward = _fit(problem, training_plan, timelines, _FORWARD)
     backward = _fit(problem, training_plan, timelines, _BACKWARD)
     weight = _fit(problem, training_plan, timelines, _WEIGHT) or backward
@@ -148,7 +153,7 @@ def correct_profile(
         share = 1.0 if is_measured else shard_1d(layer, tp).compute
         changes = [share * item.get(entry, 1.0) for item in (forward, backward, weight)]
         measured = tuple(_scaled(layer_times, *changes) for layer_times in times.measured)
-        classes[key][tp] = ClassTimes(measured, times.failed)
+        classes[key][tp] = replace(times, measured=measured)
     return replace(profile, classes=classes, message_seconds=_message_seconds(problem, training_plan, timelines))
 
 

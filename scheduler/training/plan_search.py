@@ -174,7 +174,7 @@ def make_job_problem(job: Job, options: SearchOptions, num_ranks: int | None = N
         traced.graph, cluster, profile, job.preset.num_samples, dict(options.keep), STATES, ChoiceRules()
     )
     warn_if_noisy(problem)
-    return replace(problem, compression=policy)
+    return problem.changed(compression=policy)
 
 
 def _with_rates(topology: Topology, policy: Policy, device: str) -> Topology:

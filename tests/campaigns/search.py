@@ -1,25 +1,102 @@
-"""Compare the joint strategy search with all plans of random problems: ``python -m tests.campaigns.search --number 500``.
+"""Compare the strategy search with all plans of random problems, and with searches of parts of random clusters.
 
-The tests run the first 24 of the same problems. Stops at the first that differs.
+``python -m tests.campaigns.search joint --number 500``: the recurrence by pace against all plans, in its own model; the
+tests run the first 24 of the same problems. ``parts --number 200``: the whole search against all plans on all parts of
+the cluster, simulated; the tests run the first 20. ``clusters --number 100``: the whole search against the same search
+on each host, on the first hosts in the order of their rates, and on one device. Each stops at the first that differs.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import random
+import statistics
+import time
+from collections.abc import Iterator
 
+from reshard.errors import ArgumentError
+from reshard.scheduler.autoparallel import Cluster, LayerProfile, search
+from reshard.topology import Host, Port, Topology
+from tests.scheduler.autoparallel.random_searches import make_graph
 from tests.scheduler.autoparallel.test_methods import check_joint
+from tests.scheduler.autoparallel.test_parts import check_parts
+
+GBIT = 1e9 / 8
+
+
+def compare_joint(number: int) -> None:
+    for seed in range(number):
+        check_joint(seed)
+    print(f"{number} problems: the recurrence found the best of all plans in each")
+
+
+def compare_parts(number: int) -> None:
+    shares = []
+    for seed in range(number):
+        seconds, bound = check_parts(seed)
+        if seconds < math.inf:
+            shares.append(bound / seconds)
+    print(f"{number} problems: no plan on a part of the cluster is faster than the choice, or below the bound")
+    low, middle, high = min(shares), statistics.median(shares), max(shares)
+    print(f"the bound is {low:.3f} to {high:.3f} of the choice, in the median {middle:.3f} ({len(shares)} problems)")
+
+
+def sub_clusters(cluster: Cluster) -> Iterator[tuple[int, ...]]:
+    """One device, each host, and the first hosts in the order of their rates."""
+    yield (0,)
+    hosts = sorted(cluster.hosts, key=lambda host: -cluster.nic_bytes_per_second(host[0]))
+    for _, first, end in hosts:
+        yield tuple(range(first, end))
+    for count in range(2, len(hosts) + 1):
+        yield tuple(rank for _, first, end in hosts[:count] for rank in range(first, end))
+
+
+def compare_clusters(number: int, first: int) -> None:
+    ratios = []
+    for seed in range(first, first + number):
+        rng = random.Random(seed)
+        graph = make_graph(rng, rng.randint(4, 7))
+        sizes = [rng.choice([1, 2, 4, 8]) for _ in range(rng.randint(2, 4))]
+        hosts = tuple(Host((Port.of(rng.choice([1, 5, 25, 100]) * GBIT),)) for _ in sizes)
+        ranks = tuple(host for host, size in enumerate(sizes) for _ in range(size))
+        cluster = Cluster(Topology(ranks, hosts, inside_bytes_per_second=2e10), rng.choice([1e9, 3e8, 1e8]))
+        profile = LayerProfile.estimate(graph, flops_per_second=rng.choice([1e11, 1e12, 1e13]))
+
+        def seconds(cluster: Cluster, keep: dict[str, bool], graph=graph, profile=profile) -> float:
+            try:
+                return search(graph, cluster, profile, num_samples=16, keep=keep).seconds
+            except ArgumentError:
+                return math.inf
+
+        begun = time.process_time()
+        found = seconds(cluster, {})
+        took = time.process_time() - begun
+        for part in sub_clusters(cluster):
+            alone = seconds(cluster.select(part), {"idle": False})
+            if alone < found * (1 - 1e-9):
+                raise SystemExit(f"cluster {seed}: {found:.6g} s, but {alone:.6g} s on ranks {part}")
+        on_all = seconds(cluster, {"idle": False})
+        ratios.append(on_all / found if found < math.inf else 1.0)
+        print(f"cluster {seed}: {found:.4g} s, {ratios[-1]:.3f} times as fast as on all devices; {took:.1f} CPU s")
+    gains = sorted(ratio for ratio in ratios if ratio > 1 + 1e-9)
+    print(
+        f"{number} clusters: never behind a part of the cluster; on {len(gains)}, ahead of all devices in their order"
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--number", type=int, default=500, help="number of random problems (default: 500)")
+    parser.add_argument("what", choices=["joint", "parts", "clusters"])
+    parser.add_argument("--number", type=int, default=100, help="number of random problems (default: 100)")
+    parser.add_argument("--first", type=int, default=0, help="seed of the first random cluster (default: 0)")
     options = parser.parse_args()
-    for seed in range(options.number):
-        try:
-            check_joint(seed)
-        except AssertionError as error:
-            raise SystemExit(f"problem {seed} differs: {error}") from error
-    print(f"{options.number} problems: the recurrence found the best of all plans in each")
+    if options.what == "joint":
+        compare_joint(options.number)
+    elif options.what == "parts":
+        compare_parts(options.number)
+    else:
+        compare_clusters(options.number, options.first)
 
 
 if __name__ == "__main__":

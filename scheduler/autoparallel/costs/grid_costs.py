@@ -20,7 +20,7 @@ from ..inputs.choices import Choice, ChoiceRules, GridShape
 from ..inputs.cluster import Place
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
-from .layer_costs import LayerCost, Workload, overlapped_seconds
+from .layer_costs import LayerCost, Workload, device_seconds_of_zero_3, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
 MAX_GRIDS = 2
@@ -45,7 +45,8 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     sizes = layer.grid_sizes
     assert sizes is not None
     own = work.num_samples / (choice.grid[0] * choice.grid[2])
-    layer_times = work.profile.times(layer.key, 1)[0].at(own)
+    times = work.profile.times(layer.key, 1)[0]
+    layer_times = times.at(own)
     price, share = _best_price(sizes, choice.grid, place, layer_times, own, work), _share(sizes, choice.grid)
     forward = layer_times.forward_seconds * share + price.forward.exposed + price.norm_forward_seconds
     deferred = layer_times.weight_grad_seconds * share + price.weight_grad.exposed
@@ -73,6 +74,8 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
             else overlapped_seconds(seconds, shared.gather_seconds, work.profile.slowdown)
             for seconds in (forward, backward)
         )
+    gather, scatter = device_seconds_of_zero_3(times, choice, params / max(1, layer.num_params))
+    forward, backward, sync = forward + gather, backward + gather, sync + scatter
     return LayerCost(
         forward,
         backward,

@@ -19,6 +19,10 @@ from .tie_prices import TieExchange
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MAX_ACTIONS = 1500
+#: Relative tolerance of lower bounds: the simulator adds in another order.
+BOUND_TOLERANCE = 1e-8
+#: Names of 1F1B with depths that hide the transfers, and with one microbatch more in each stage.
+OVERLAPPING = ("overlapping_1f1b", "overlapping_1f1b_plus_1")
 
 
 @dataclass(frozen=True)
@@ -45,10 +49,10 @@ class Evaluation:
     short_bytes: float
 
     @property
-    def rank_key(self) -> tuple[float, float, int, str]:
-        """Sort key: seconds, then peak bytes of a device, then number of stages, then the candidate's text."""
+    def rank_key(self) -> tuple[float, tuple[int, int, int], float, str]:
+        """Sort key: seconds, then :attr:`Candidate.complexity`, then peak bytes of a device, then the text."""
         peak = max(cost.peak_bytes(depth) for cost, depth in zip(self.costs, self.schedule.in_flight, strict=True))
-        return (float(f"{self.seconds:.9g}"), round(peak), len(self.candidate.stages), self.candidate.text)
+        return (float(f"{self.seconds:.9g}"), self.candidate.complexity, round(peak), self.candidate.text)
 
     def seconds_by_kind(self) -> tuple[float, float, float, float]:
         """Where the time of the pp rank that ends last goes: ``(compute, exposed transfers, other idle, gradient
@@ -67,7 +71,12 @@ class Evaluation:
 
 
 def evaluate(
-    problem: SearchProblem, candidate: Candidate, *, thorough: bool = False, below_seconds: float = math.inf
+    problem: SearchProblem,
+    candidate: Candidate,
+    *,
+    thorough: bool = False,
+    below_seconds: float = math.inf,
+    only: str | None = None,
 ) -> Evaluation | None:
     """Simulate a candidate under each known schedule, and return the best.
 
@@ -79,6 +88,7 @@ def evaluate(
         candidate: stages and number of microbatches.
         thorough: try :func:`reshard.scheduler.auto_schedule` too, which takes seconds.
         below_seconds: only schedules that fit the memory and are faster than this are of interest.
+        only: name of the schedule to simulate, or of none: all.
 
     Returns:
         The evaluation; None if there is no schedule, or none of interest.
@@ -86,9 +96,13 @@ def evaluate(
     stages, count = candidate.stages, candidate.num_microbatches
     pipeline = problem.pipeline(stages, count)
     costs, exchanges = problem.costs(stages, count)
+    if below_seconds < math.inf:
+        bound = _bound(costs, count, pipeline, is_sequential=problem.graph.is_sequential)
+        if bound * (1 - BOUND_TOLERANCE) >= below_seconds:
+            return None
     max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
-    for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough):
+    for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough, only):
         short = _short_bytes(costs, schedule)
         if short > max_short:
             continue
@@ -151,10 +165,27 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
 
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
     """
-    before, best = 0.0, 0.0
-    for cost in problem.costs(candidate.stages, candidate.num_microbatches)[0]:
-        best = max(best, before + candidate.num_microbatches * cost.seconds + cost.ending_seconds)
-        before += cost.forward_seconds
+    costs, _ = problem.costs(candidate.stages, candidate.num_microbatches)
+    return _bound(costs, candidate.num_microbatches, None, is_sequential=problem.graph.is_sequential)
+
+
+def _bound(costs: Sequence[StageCost], count: int, pipeline: Pipeline | None, *, is_sequential: bool) -> float:
+    """A lower bound, in seconds, on a step under any schedule; better with the edges of a pipeline.
+
+    A stage works for all microbatches behind one forward of the stages before it, and in front of its sums of gradients
+    or of one backward of the stages before it, without their weight gradients. So does an edge.
+    """
+    there, back, best = 0.0, 0.0, 0.0
+    for number, cost in enumerate(costs):
+        worked = count * cost.seconds
+        best = max(best, there + worked + cost.ending_seconds, there + back + worked - count * cost.weight_grad_seconds)
+        if is_sequential:
+            there += cost.forward_seconds
+            back += cost.backward_seconds - cost.weight_grad_seconds
+        if is_sequential and pipeline is not None and number + 1 < len(costs):
+            edge = pipeline.edge_between[number, number + 1]
+            best = max(best, there + back + count * max(edge.forward_seconds, edge.backward_seconds))
+            there, back = there + edge.forward_seconds, back + edge.backward_seconds
     return best
 
 
@@ -171,26 +202,33 @@ def _pp_rank_ends(timeline: PipelineTimeline, num_pp_ranks: int) -> list[float]:
 
 
 def _schedules(
-    pipeline: Pipeline, costs: Sequence[StageCost], count: int, can_split: bool, thorough: bool
+    pipeline: Pipeline, costs: Sequence[StageCost], count: int, can_split: bool, thorough: bool, only: str | None
 ) -> Iterable[Schedule]:
     """Schedules to try: the classic ones, 1F1B with depths that hide the transfers, and ``auto_schedule``.
 
     ``overlapping_1f1b`` has just these depths, and ``overlapping_1f1b_plus_1`` one microbatch more in each stage.
+    ``only``: make the one of this name alone, or all if no schedule of several stages has it.
     """
-    made: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b]
+    made: dict[str, Callable[[Pipeline, int], Schedule]] = {"1f1b": one_f_one_b}
     if len(costs) > 1:
-        made += [eager_1f1b, *([zb_h1] if can_split else [])]
+        made |= {"eager-1f1b": eager_1f1b, **({"zero-bubble": zb_h1} if can_split else {})}
+    if len(costs) == 1 or (only not in OVERLAPPING and only not in made):
+        only = None
     seen = set()
-    for build in made:
+    for name, build in made.items():
+        if only is not None and name != only:
+            continue
         schedule = build(pipeline, count)
         seen.add(schedule.in_flight)
         yield schedule
     if len(costs) == 1:
         return
-    for more in (0, 1):
+    for more, name in enumerate(OVERLAPPING):
+        if only is not None and name != only:
+            continue
         depths = _depths(pipeline, costs, count, more)
         if depths is not None:
-            schedule = from_warmups("overlapping_1f1b_plus_1" if more else "overlapping_1f1b", pipeline, count, depths)
+            schedule = from_warmups(name, pipeline, count, depths)
             if schedule.in_flight not in seen:
                 seen.add(schedule.in_flight)
                 yield schedule

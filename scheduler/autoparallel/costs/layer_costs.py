@@ -7,7 +7,7 @@ with a transfer is slowed, as Galvatron-BMW (Wang et al., 2023) charges it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from reshard.errors import ArgumentError
@@ -17,7 +17,7 @@ from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, shard_1d
 from ..inputs.cluster import Place, ring_seconds
 from ..inputs.layer_graph import Layer
-from ..inputs.layer_profile import LayerProfile
+from ..inputs.layer_profile import ClassTimes, LayerProfile
 from .codec_costs import CodecCosts
 
 
@@ -173,6 +173,11 @@ class StageCost:
         return int(min(1e9, free // self.activation_bytes if self.activation_bytes else 1e9))
 
 
+def slowest_of(costs: Sequence[LayerCost]) -> LayerCost:
+    """The cost of a layer on devices of several types, which wait for each other: the most of each number."""
+    return costs[0] if len(costs) == 1 else LayerCost(*map(max, zip(*map(astuple, costs), strict=True)))
+
+
 def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> float:
     """Seconds of computation and a transfer that run together: both are slowed while the other runs."""
     return max(compute, transfer) + (slowdown - 1) * min(compute, transfer)
@@ -182,6 +187,7 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
     """The cost of a layer for one microbatch, whose samples the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
+    The copies and calls of a gather take the device's own time, which nothing hides.
     The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
     """
     profile, codec_costs = work.profile, work.codec_costs
@@ -208,6 +214,8 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
         gather = codec_costs.gathers.gather_seconds(place, shared.gathered_bytes, choice.tp)
         whole_forward = codec_costs.faster(whole_forward, forward + sums + gather)
         whole_backward = codec_costs.faster(whole_backward, computed_backward + backward_sums + gather)
+    gather, scatter = device_seconds_of_zero_3(times, choice, sharding.params / max(1, layer.num_params))
+    whole_forward, whole_backward = whole_forward + gather, whole_backward + gather
     can_split = not choice.recompute and choice.zero < 2
     saved = (layer_times.saved_bytes or layer.saved_bytes * own) * (
         sharding.saved_bytes / layer.saved_bytes if layer.saved_bytes else 1
@@ -226,8 +234,13 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
         kept,
         saved - kept,
         shared.gathered_bytes,
-        shared.sync_seconds,
+        shared.sync_seconds + scatter,
     )
+
+
+def device_seconds_of_zero_3(times: ClassTimes, choice: Choice, share: float) -> tuple[float, float]:
+    """Seconds of a gather and of a scatter on a device that has ``share`` of a layer's parameters; 0 without ZeRO 3."""
+    return (times.gather_seconds * share, times.scatter_seconds * share) if choice.zero == 3 else (0.0, 0.0)
 
 
 class _SharedStates(NamedTuple):

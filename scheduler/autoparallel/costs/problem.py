@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
-from reshard.formatting import brief, count_of
+from reshard.formatting import brief, count_of, format_names
 
 from ...graph import Edge, Pipeline, Stage
 from ...ir.communication import RECVS_AHEAD
@@ -21,7 +22,16 @@ from ..inputs.stages import StagePlan
 from .codec_costs import CodecCosts, check_policy
 from .edge_prices import EdgeCodecs, EdgePrices, End
 from .grid_costs import best_grids, grid_cost, why_no_grid
-from .layer_costs import LayerCost, StageCost, StateBytes, Workload, late_bytes, layer_cost, working_bytes
+from .layer_costs import (
+    LayerCost,
+    StageCost,
+    StateBytes,
+    Workload,
+    late_bytes,
+    layer_cost,
+    slowest_of,
+    working_bytes,
+)
 from .tie_prices import TieExchange, TiePrices, repeated_bytes
 
 if TYPE_CHECKING:
@@ -48,72 +58,128 @@ class Candidate:
         """Unique text of this candidate."""
         return f"{count_of(self.num_microbatches, 'microbatch')}: {', '.join(map(str, self.stages))}"
 
+    @property
+    def complexity(self) -> tuple[int, int, int]:
+        """Microbatches, the stages of ZeRO in all, and stages: of equally fast candidates, the least is chosen."""
+        zero = sum(max(choice.zero for choice in stage.choices) for stage in self.stages)
+        return self.num_microbatches, zero, len(self.stages)
 
-@dataclass(frozen=True)
+
 class SearchProblem:
-    """A search: what to train, where, and which choices are allowed.
+    """A search: what to train, where, and which choices are allowed. It remembers each cost that it has computed.
 
-    Args:
-        graph, cluster, profile: the model, its devices and the times of its layers.
-        num_samples: samples of a step. states: bytes of states of a parameter. rules: choices of a layer.
-        microbatch_counts: numbers of microbatches to try; default: divisors of ``num_samples``, at most 4 x the devices
-            and 256.
-        compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
-            (``zero``) and of products on grids (``tp``).
-        compress_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
-
-    Raises:
-        ArgumentError: the profile is of another model, no number of microbatches divides the samples, or the policy has
-            other dimensions, or codecs whose rates the topology lacks.
+    Attributes:
+        prices, ties: of edges between stages, and of sums over stages that share parameters.
     """
 
-    graph: LayerGraph
-    cluster: Cluster
-    profile: LayerProfile
-    num_samples: int
-    states: StateBytes = field(default_factory=StateBytes)
-    rules: ChoiceRules = field(default_factory=ChoiceRules)
-    microbatch_counts: tuple[int, ...] = ()
-    compression: Policy | None = None
-    compress_all: bool = False
-    prices: EdgePrices = field(init=False, compare=False)
-    ties: TiePrices = field(init=False, compare=False)
-    memo: dict[Hashable, Any] = field(init=False, compare=False, repr=False)
-    _layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = field(init=False, compare=False)
-    _stage_costs: dict[tuple[StagePlan, int], StageCost] = field(init=False, compare=False)
-    _choices: dict[tuple[int, int], tuple[Choice, ...]] = field(init=False, compare=False)
-    _places: dict[tuple[int, int], Place] = field(init=False, compare=False)
+    def __init__(
+        self,
+        graph: LayerGraph,
+        cluster: Cluster,
+        profile: LayerProfile | Mapping[str, LayerProfile],
+        num_samples: int,
+        states: StateBytes | None = None,
+        rules: ChoiceRules | None = None,
+        microbatch_counts: tuple[int, ...] = (),
+        compression: Policy | None = None,
+        compress_all: bool = False,
+    ) -> None:
+        """Check the parts of a search.
 
-    def __post_init__(self) -> None:
-        self.profile.check(self.graph)
-        if type(self.num_samples) is not int or self.num_samples < 1:
-            raise ArgumentError(f"samples is {brief(self.num_samples)}; it must be a positive integer")
-        for count in self.microbatch_counts:
-            if type(count) is not int or count < 1 or self.num_samples % count:
-                raise ArgumentError(f"{count} microbatches do not divide {self.num_samples} samples evenly")
-        if not self.microbatch_counts:
-            most = min(256, 4 * self.cluster.num_ranks, self.num_samples)
-            found = tuple(count for count in range(1, most + 1) if self.num_samples % count == 0)
-            object.__setattr__(self, "microbatch_counts", found)
+        Args:
+            graph, cluster: the model and its devices.
+            profile: the times of its layers, or those on each type of device.
+            num_samples: samples of a step. states: bytes of states of a parameter. rules: choices of a layer.
+            microbatch_counts: numbers of microbatches to try; default: divisors of ``num_samples``, at most 4 x the
+                devices and 256.
+            compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
+                (``zero``) and of products on grids (``tp``).
+            compress_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
+
+        Raises:
+            ArgumentError: a profile is of another model, a type of device has none, no number of microbatches divides
+                the samples, or the policy has other dimensions, or codecs whose rates the topology lacks.
+        """
+        self.profiles = profiles_of(cluster, profile)
+        for each in self.profiles.values():
+            each.check(graph)
+        if type(num_samples) is not int or num_samples < 1:
+            raise ArgumentError(f"samples is {brief(num_samples)}; it must be a positive integer")
+        for count in microbatch_counts:
+            if type(count) is not int or count < 1 or num_samples % count:
+                raise ArgumentError(f"{count} microbatches do not divide {num_samples} samples evenly")
+        self.graph, self.cluster, self.num_samples = graph, cluster, num_samples
+        self.states = StateBytes() if states is None else states
+        self.rules = ChoiceRules() if rules is None else rules
+        most = min(256, 4 * cluster.num_ranks, num_samples)
+        divisors = tuple(count for count in range(1, most + 1) if num_samples % count == 0)
+        self.microbatch_counts = microbatch_counts or divisors
+        self.compression, self.compress_all = compression, compress_all
         codecs: EdgeCodecs = (None, None)
-        if self.compression is not None:
-            check_policy(self.compression, self.cluster)
-            codecs = self.compression.pair("pp")
-        prices = EdgePrices(self.graph, self.cluster, self.profile.message_seconds, codecs)
-        object.__setattr__(self, "prices", prices)
+        if compression is not None:
+            check_policy(compression, cluster)
+            codecs = compression.pair("pp")
+        message_seconds = max(each.message_seconds for each in self.profiles.values())
+        self.prices = EdgePrices(graph, cluster, message_seconds, codecs)
         sums = self.codec_costs.sums
-        ties = TiePrices(
-            self.graph,
-            self.cluster,
+        self.ties = TiePrices(
+            graph,
+            cluster,
             self.states.gradient,
-            self.profile.message_seconds,
-            None if self.compression is None else self.compression.dp,
-            is_optional=not self.compress_all,
+            message_seconds,
+            None if compression is None else compression.dp,
+            is_optional=not compress_all,
             min_ratio=sums.ratio if sums else 1.0,
         )
-        object.__setattr__(self, "ties", ties)
-        for name in ("memo", "_layer_costs", "_stage_costs", "_choices", "_places"):
-            object.__setattr__(self, name, {})
+        #: What the methods keep from one call to the next, such as tables.
+        self.memo: dict[Hashable, Any] = {}
+        self._layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = {}
+        self._stage_costs: dict[tuple[StagePlan, int], StageCost] = {}
+        self._choices: dict[tuple[int, int], tuple[Choice, ...]] = {}
+        self._places: dict[tuple[int, int], Place] = {}
+
+    def changed(self, **changes: Any) -> SearchProblem:
+        """The search with other arguments. Costs of layers that do not depend on the changes are computed once."""
+        values = {
+            "graph": self.graph,
+            "cluster": self.cluster,
+            "profile": self.profiles if self.cluster.device_types else self.profile,
+            "num_samples": self.num_samples,
+            "states": self.states,
+            "rules": self.rules,
+            "microbatch_counts": self.microbatch_counts,
+            "compression": self.compression,
+            "compress_all": self.compress_all,
+        }
+        if "cluster" in changes and "profile" not in changes and self.cluster.device_types:
+            kept = changes["cluster"].types_of(0, changes["cluster"].num_ranks)
+            values["profile"] = {name: self.profiles[name] for name in kept}
+        other = SearchProblem(**{**values, **changes})
+        if set(changes) <= {"cluster", "rules", "microbatch_counts"} and self.compression is None:
+            other._layer_costs = self._layer_costs  # they depend on the cluster by their place alone
+        return other
+
+    @property
+    def profile(self) -> LayerProfile:
+        """The profile of the devices, if they are all alike; otherwise that of the first type."""
+        return next(iter(self.profiles.values()))
+
+    @property
+    def profile_hash(self) -> str:
+        """Hash of all profiles."""
+        hashes = [f"{name} {profile.hash}" for name, profile in sorted(self.profiles.items())]
+        if len(hashes) == 1:
+            return self.profile.hash
+        return hashlib.sha256(" ".join(hashes).encode()).hexdigest()[:16]
+
+    @property
+    def is_guess(self) -> bool:
+        """Whether any profile is an estimate."""
+        return any(profile.is_guess for profile in self.profiles.values())
+
+    def spread(self) -> tuple[float, str, float]:
+        """:meth:`LayerProfile.spread` of the profile that varies most."""
+        return max(profile.spread(self.graph) for profile in self.profiles.values())
 
     @cached_property
     def host_devices(self) -> int:
@@ -187,20 +253,25 @@ class SearchProblem:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
-            cost = grid_cost if choice.grid else layer_cost
-            self._layer_costs[key] = cost(self.layer_classes[key[0]], choice, place, self.workload(num_microbatches))
+            price, one = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
+            self._layer_costs[key] = slowest_of(
+                [
+                    price(one, choice, place, self.workload(num_microbatches, name))
+                    for name in place.device_types or self.profiles
+                ]
+            )
         return self._layer_costs[key]
 
-    def workload(self, num_microbatches: int) -> Workload:
-        """A step of some microbatches."""
-        return Workload(
-            self.profile, self.states, self.num_samples // num_microbatches, num_microbatches, self.codec_costs
-        )
+    def workload(self, num_microbatches: int, device_type: str | None = None) -> Workload:
+        """A step of some microbatches on a type of device; default: the first."""
+        profile = self.profile if device_type is None else self.profiles[device_type]
+        return Workload(profile, self.states, self.num_samples // num_microbatches, num_microbatches, self.codec_costs)
 
     def place(self, first: int, end: int) -> Place:
         """The place of ranks ``first`` to ``end - 1``."""
         if (first, end) not in self._places:
-            self._places[first, end] = Place.of(self.cluster, self.profile, first, end)
+            types = self.cluster.types_of(first, end) or tuple(self.profiles)
+            self._places[first, end] = Place.of(self.cluster, [self.profiles[name] for name in types], first, end)
         return self._places[first, end]
 
     def stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:
@@ -341,32 +412,36 @@ class SearchProblem:
         """Whether the engine can split the backwards of all stages."""
         return all(choice.zero == 0 and not choice.recompute for stage in stages for choice in stage.choices)
 
-    @cached_property
-    def bound_seconds(self) -> float:
-        """Seconds of a step that no plan of the model beats: its least work, spread evenly over all devices."""
-        best = float("inf")
-        for count in self.microbatch_counts:
-            places = {self.place(end - n, end) for end in self._ends for n in self.meshes(end)}
-            least = [
-                min(
-                    (
-                        place.num_ranks * (cost.forward_seconds + cost.backward_seconds)
-                        for place in places
-                        for choice in self.choices(place.num_ranks, self.num_samples // count)
-                        if self.can_have(choice, layer, layer + 1)
-                        for cost in [self.layer_cost(layer, choice, place, count)]
-                    ),
-                    default=float("inf"),  # no stage can have the layer with so many samples
-                )
-                for layer in map(self.class_of.index, range(len(self.layer_classes)))
-            ]
-            work = sum(least[number] for number in self.class_of)
-            best = min(best, count * work / self.cluster.num_ranks)
-        return best
 
-    @cached_property
-    def _ends(self) -> list[int]:
-        return list(range(1, self.cluster.num_ranks + 1))
+def profiles_of(cluster: Cluster, profile: LayerProfile | Mapping[str, LayerProfile]) -> dict[str, LayerProfile]:
+    """The profile of each type of device, in the order of the ranks; a single one has the name ``""`` without types.
+
+    Raises:
+        ArgumentError: a type has no profile, or profiles of types are given for a cluster without types.
+    """
+    types = list(dict.fromkeys(cluster.device_types))
+    if isinstance(profile, LayerProfile):
+        if len(types) > 1:
+            raise ArgumentError(
+                f"the cluster has devices of types {', '.join(map(repr, types))}, but there is one profile; pass "
+                "{type: LayerProfile} with the profile of each type"
+            )
+        return {types[0] if types else "": profile}
+    for name, each in profile.items():
+        if not isinstance(each, LayerProfile):
+            raise ArgumentError(f"the profile of device type {name!r} must be a LayerProfile, not {brief(each)}")
+    if not types:
+        raise ArgumentError(
+            f"there are profiles of device types {format_names(profile)}, but the cluster does not say which device "
+            "has which type; pass Cluster(..., device_types=[...])"
+        )
+    missing = next((name for name in types if name not in profile), None)
+    if missing is not None:
+        raise ArgumentError(
+            f"rank {cluster.device_types.index(missing)} of the cluster is a device of type {missing!r}, which has no "
+            f"profile; there are profiles of {format_names(profile)}: measure the layers on it with profile_layers()"
+        )
+    return {name: profile[name] for name in types}
 
 
 #: Limit of the scaled activations of :meth:`SearchProblem.pipeline`.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import bisect
 import hashlib
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError, TopologyError
-from reshard.formatting import brief
+from reshard.formatting import brief, format_names
 from reshard.sharding import check_integer
 from reshard.topology import Port, Topology, topology_to_json
 
@@ -19,6 +20,8 @@ from .layer_profile import LayerProfile
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 MIN_MEMORY_BYTES = 1 << 20
+#: Limit on the parts of a cluster if all numbers of devices of all hosts, in all orders, are parts.
+MAX_COMBINATIONS = 50
 #: Rate inside hosts if the topology gives none.
 UNLIMITED_BYTES_PER_SECOND = 1e15
 
@@ -29,17 +32,21 @@ class Cluster:
 
     Args:
         topology: hosts and links. Ranks of a host must be consecutive.
-        memory_limit_bytes: memory of every device, or a list with the memory of each device.
+        memory_limit_bytes: memory of every device, or a list with the memory of each device, or a mapping from type of
+            device to memory.
         num_ranks: number of ranks to use, from rank 0; 0: all of the topology.
+        device_types: the type of each device; empty: all are alike. A search then needs a profile for each type.
 
     Raises:
-        ArgumentError: the memory of a device is less than 1 MiB or not a number, or the list has another length.
+        ArgumentError: the memory of a device is less than 1 MiB or not a number, a list has another length, or a
+            device has a type without memory.
         TopologyError: the topology has fewer ranks or none, or the ranks of a host are not consecutive.
     """
 
     topology: Topology
-    memory_limit_bytes: float | tuple[float, ...]
+    memory_limit_bytes: float | tuple[float, ...] | Mapping[str, float]
     num_ranks: int = 0
+    device_types: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.topology, Topology):
@@ -48,6 +55,7 @@ class Cluster:
         if type(self.num_ranks) is not int or not 0 <= self.num_ranks <= count or not count:
             raise TopologyError(f"the topology has {count} ranks, but the cluster should have {self.num_ranks}")
         object.__setattr__(self, "num_ranks", self.num_ranks or count)
+        self._check_device_types()
         if isinstance(self.memory_limit_bytes, str):
             raise ArgumentError(
                 f"memory_limit_bytes is {brief(self.memory_limit_bytes)}; it must be a number: write 80e9 for 80 GB"
@@ -72,6 +80,28 @@ class Cluster:
         if len(set(hosts)) < len(hosts):
             raise TopologyError(f"the ranks of a host must be consecutive, but hosts follow each other as {hosts}")
 
+    def _check_device_types(self) -> None:
+        """Check the types, and find the memory of each device if it is given for each type."""
+        types = self.device_types
+        if (
+            isinstance(types, str)
+            or not isinstance(types, Sequence)
+            or not all(isinstance(each, str) for each in types)
+        ):
+            raise ArgumentError(f"device_types is {brief(types)}; it must be a list with the type of each device")
+        if types and len(types) != self.num_ranks:
+            raise ArgumentError(f"device_types has {len(types)} entries, but there are {self.num_ranks} devices")
+        object.__setattr__(self, "device_types", tuple(types))
+        limits = self.memory_limit_bytes
+        if isinstance(limits, Mapping):
+            missing = next((each for each in types if each not in limits), None)
+            if missing is not None or not types:
+                raise ArgumentError(
+                    f"memory_limit_bytes is for devices of type {format_names(limits)}; "
+                    + (f"it lacks {missing!r}" if types else "device_types must then say the type of each device")
+                )
+            object.__setattr__(self, "memory_limit_bytes", tuple(limits[each] for each in types))
+
     @cached_property
     def hosts(self) -> tuple[tuple[int, int, int], ...]:
         """``(host, first rank, end)`` of each host, in the order of the ranks."""
@@ -87,34 +117,73 @@ class Cluster:
         """The cluster of some ranks, which become 0, 1, ... in the given order."""
         limit = self.memory_limit_bytes
         memory = tuple(limit[rank] for rank in ranks) if isinstance(limit, tuple) else limit
-        return Cluster(self.topology.select(ranks), memory)
+        types = tuple(self.device_types[rank] for rank in ranks) if self.device_types else ()
+        return Cluster(self.topology.select(ranks), memory, device_types=types)
+
+    @check_arguments()
+    def types_of(self, first: int, end: int) -> tuple[str, ...]:
+        """The types of devices among ranks ``first`` to ``end - 1``, sorted; empty if all devices are alike."""
+        return tuple(sorted(set(self.device_types[first:end])))
 
     def with_faster_links(self, factor: float) -> Cluster:
         """The same cluster with links ``factor`` times as fast."""
         return replace(self, topology=self.topology.with_faster_links(factor))
 
-    def parts(self) -> list[tuple[int, ...]]:
-        """The ranks of parts of the cluster that may be faster than all of it, because their links are.
+    @check_arguments()
+    def parts(self, speeds: Mapping[str, float] | None = None) -> list[tuple[int, ...]]:
+        """The ranks of parts of the cluster that may be faster than all of it, because their devices or links are.
 
-        One device, some devices of a host, each host, and the first hosts in the order of their rates. Of equal parts
-        only the first is listed.
+        One device, some devices of a host, each host, the hosts of each type of device, and the first hosts in the
+        order of their rates, and in that of their speeds. If there are at most :data:`MAX_COMBINATIONS` of them, all
+        numbers of devices on all hosts, in all orders of the hosts. Of equal parts only the first is listed.
+
+        Args:
+            speeds: of each type of device.
         """
-        by_rate = sorted(self.hosts, key=lambda host: -self.nic_bytes_per_second(host[0]))
-        found = []
-        for _, first, end in self.hosts:
-            sizes = [1 << power for power in range((end - first).bit_length()) if 1 << power < end - first]
-            found += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
-        for count in range(2, len(by_rate) + 1):
-            if len(by_rate) <= 8 or count & (count - 1) == 0 or count == len(by_rate):
-                found.append(tuple(rank for _, first, end in by_rate[:count] for rank in range(first, end)))
+        found = list(self._combinations())
+        if not found:
+            for _, first, end in self.hosts:
+                sizes = [1 << power for power in range((end - first).bit_length()) if 1 << power < end - first]
+                found += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
+            for hosts in self._host_orders(speeds or {}):
+                for count in range(2, len(hosts) + 1):
+                    if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(hosts):
+                        found.append(tuple(rank for _, first, end in hosts[:count] for rank in range(first, end)))
         every = tuple(range(self.num_ranks))
         kinds = {self.select(ranks).hash: ranks for ranks in reversed(found) if ranks != every}
         return sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks))
 
+    def _combinations(self) -> Iterator[tuple[int, ...]]:
+        """All numbers of devices of all hosts in all orders; nothing if there are too many."""
+        sizes = [end - first for _, first, end in self.hosts]
+        if math.prod(size + 1 for size in sizes) * math.factorial(len(sizes)) > MAX_COMBINATIONS:
+            return
+        firsts = [first for _, first, _ in self.hosts]
+        for counts in itertools.product(*(range(size + 1) for size in sizes)):
+            used = [range(first, first + count) for first, count in zip(firsts, counts, strict=True) if count]
+            for order in itertools.permutations(used):
+                if order:
+                    yield tuple(itertools.chain.from_iterable(order))
+
+    def _host_orders(self, speeds: Mapping[str, float]) -> Iterator[list[tuple[int, int, int]]]:
+        """Hosts with the fastest links first, hosts with the fastest devices first, and the hosts of each type."""
+
+        def rate(host: tuple[int, int, int]) -> float:
+            return -self.nic_bytes_per_second(host[0])
+
+        by_rate = sorted(self.hosts, key=rate)
+        yield by_rate
+        if self.device_types:
+            slowest = {host: min(speeds.get(each, 0.0) for each in self.types_of(*host[1:])) for host in self.hosts}
+            yield sorted(self.hosts, key=lambda host: (-slowest[host], rate(host)))
+            for each in sorted(set(self.device_types)):
+                yield [host for host in by_rate if self.types_of(*host[1:]) == (each,)]
+
     @cached_property
     def hash(self) -> str:
-        """Hash of the links and the memory."""
+        """Hash of the links, the memory and the types of devices."""
         text = f"{topology_to_json(self.topology)} {self.memory_limit_bytes} {self.num_ranks}"
+        text += f" {self.device_types}" if self.device_types else ""
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def host_of(self, rank: int) -> int:
@@ -152,11 +221,9 @@ class Cluster:
     @check_arguments()
     def memory_of(self, first: int, end: int) -> float:
         """The least memory in bytes of a device of ranks ``first`` to ``end - 1``."""
-        return (
-            min(self.memory_limit_bytes[first:end])
-            if isinstance(self.memory_limit_bytes, tuple)
-            else self.memory_limit_bytes
-        )
+        limit = self.memory_limit_bytes
+        assert not isinstance(limit, Mapping)  # it was replaced by a tuple
+        return min(limit[first:end]) if isinstance(limit, tuple) else limit
 
     @check_arguments()
     def nic_bytes_per_second(self, host: int) -> float:
@@ -193,6 +260,7 @@ class Place:
         num_ranks: ranks of the stage. num_hosts: hosts that they are on.
         nic_bytes_per_second: slowest host of these; unused on one host.
         inside_bytes_per_second, inside_latency_seconds, latency_seconds: inside a host and between hosts.
+        device_types: types of the devices, sorted; empty if all of the cluster are alike.
         pods: pod of each host, numbered in the order of the hosts; empty if all hosts share a pod.
         uplinks: bytes per second of the uplink of each of these pods, in its slower direction.
     """
@@ -205,23 +273,29 @@ class Place:
     latency_seconds: float
     pods: tuple[int, ...] = ()
     uplinks: tuple[float, ...] = ()
+    device_types: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, cluster: Cluster, profile: LayerProfile, first: int, end: int) -> Place:
-        """The place of ranks ``first`` to ``end - 1``. Measured collectives replace those of the topology."""
+    def of(cls, cluster: Cluster, profiles: Sequence[LayerProfile], first: int, end: int) -> Place:
+        """The place of ranks ``first`` to ``end - 1``, whose types of devices have these profiles.
+
+        Measured collectives replace those of the topology.
+        """
         latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
-        if profile.sums is not None:
-            latency, rate = profile.sums
+        measured = [profile.sums for profile in profiles if profile.sums is not None]
+        if measured:
+            latency, rate = max(each[0] for each in measured), min(each[1] for each in measured)
         parts = cluster.hosts_of(first, end)
         nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
         between = cluster.topology.latency_seconds
         pods = [cluster.topology.host(host).pod for host, _, _ in parts]
         known = [pod for pod in dict.fromkeys(pods) if pod is not None]
         links: tuple[tuple[int, ...], tuple[float, ...]] = ((), ())
+        types = cluster.types_of(first, end)
         if len(known) > 1:
             numbers = tuple(known.index(pod) for pod in pods if pod is not None)
             links = (numbers, tuple(slower_rate(cluster.topology.pods[pod]) for pod in known))
-        return cls(end - first, len(parts), nic if len(parts) > 1 else 0.0, rate, latency, between, *links)
+        return cls(end - first, len(parts), nic if len(parts) > 1 else 0.0, rate, latency, between, *links, types)
 
     @property
     def ring_bytes_per_second(self) -> float:

@@ -292,6 +292,12 @@ class LayerGraph:
         return all(tensor.readers == (tensor.writer + 1,) for tensor in self.tensors)
 
     @cached_property
+    def is_sequential(self) -> bool:
+        """Whether each layer reads the one before it and returns a gradient: a stage waits for all before it."""
+        linked = {reader for t in self.tensors if t.has_gradient for reader in t.readers if reader == t.writer + 1}
+        return linked == set(range(1, len(self.layers)))
+
+    @cached_property
     def key(self) -> str:
         """Hash of the layers' classes and the dtype: what a profile is measured for."""
         classes = sorted({layer.key for layer in self.layers})

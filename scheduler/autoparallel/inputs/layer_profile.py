@@ -55,16 +55,28 @@ class LayerTimes:
 
 @dataclass(frozen=True)
 class ClassTimes:
-    """Measurements of one layer class at one tensor-parallel degree, by samples. ``failed``: samples that did not fit.
+    """Measurements of one layer class at one tensor-parallel degree, by samples.
+
+    Attributes:
+        measured, failed: times by samples, and samples that did not fit.
+        gather_seconds, scatter_seconds: what a gather of the layer's parameters and a scatter of their gradients under
+            ZeRO 3 add to the computation of a device, besides the time of the bytes on links.
 
     Raises:
-        ArgumentError: two measurements have the same samples.
+        ArgumentError: two measurements have the same samples, or a time is not a number of at least 0.
     """
 
     measured: tuple[LayerTimes, ...]
     failed: tuple[int, ...] = ()
+    gather_seconds: float = 0.0
+    scatter_seconds: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("gather_seconds", "scatter_seconds"):
+            if not _is_number(getattr(self, name), 0, 1e15):
+                raise ArgumentError(
+                    f"{name} of a layer class is {brief(getattr(self, name))}; it must be a number of at least 0"
+                )
         object.__setattr__(
             self, "measured", tuple(sorted(self.measured, key=lambda layer_times: layer_times.num_samples))
         )
@@ -282,7 +294,10 @@ class LayerProfile:
             data["classes"] = {
                 key: {
                     int(degree): ClassTimes(
-                        tuple(LayerTimes(**layer_times) for layer_times in times["measured"]), times["failed"]
+                        tuple(LayerTimes(**layer_times) for layer_times in times["measured"]),
+                        times["failed"],
+                        times.get("gather_seconds", 0.0),
+                        times.get("scatter_seconds", 0.0),
                     )
                     for degree, times in degrees.items()
                 }

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from ..costs.grid_costs import why_no_grid
 from ..costs.iteration import Evaluation, evaluate, step_bound
 from ..costs.problem import Candidate, SearchProblem
 from ..inputs.choices import GridShape
-from ..inputs.stages import StagePlan, check_stages
+from ..inputs.stages import check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
 from .joint import joint
 from .moves import neighbours
 from .pure import pure
+from .shortage import least_shortages
 
 #: A search method: candidates, its own choice first.
 Method = Callable[[SearchProblem], Sequence[Candidate]]
@@ -34,19 +36,26 @@ MAX_SUMS = 250_000_000
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
+#: Standard error of the median of five measurements over their interquartile range.
+ERROR_OF_SPREAD = 0.4
+#: Limit on the moves to a simpler training plan that is as fast.
+MAX_SIMPLER = 20
 #: A move must shorten the time by at least this fraction.
 MIN_GAIN = 1e-6
 
 
 def auto(problem: SearchProblem) -> tuple[Candidate, ...]:
-    """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves."""
+    """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves.
+
+    If no method finds any, the smallest training plans, of which one may just fit.
+    """
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
         if method is alpa and num_sums(problem) > MAX_SUMS:
             continue
         for candidate in method(problem):
             found.setdefault(candidate.text, candidate)
-    return tuple(found.values())
+    return tuple(found.values()) or tuple(each.candidate for each in least_shortages(problem))
 
 
 def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
@@ -59,14 +68,22 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
     Raises:
         ArgumentError: there is no candidate.
     """
+    found = evaluate_all(problem, candidates)
+    return refine(problem, found) if moves else found
+
+
+def evaluate_all(problem: SearchProblem, candidates: Sequence[Candidate]) -> list[Evaluation]:
+    """Simulate candidates. Those that fit come first, then the fastest. Errors: see :func:`decide`."""
     for candidate in candidates or ():
         _check_candidate(problem, candidate)
     if not candidates:
-        raise ArgumentError(_why_nothing_fits(problem))
-    found = [item for item in (evaluate(problem, candidate) for candidate in candidates) if item is not None]
-    found.sort(key=order)
-    if not moves:
-        return found
+        raise ArgumentError(why_nothing_fits(problem))
+    return sorted((each for each in (evaluate(problem, item) for item in candidates) if each is not None), key=order)
+
+
+def refine(problem: SearchProblem, found: Sequence[Evaluation]) -> list[Evaluation]:
+    """Improve the best evaluated candidates by local moves, and try ``auto_schedule`` on the last ones."""
+    found = list(found)
     for start in [item for item in found if not item.short_bytes][:NUM_IMPROVED]:
         better = improve(problem, start)
         if better is not start:
@@ -77,7 +94,36 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
         if thorough is not None and order(thorough) < order(item):
             found[found.index(item)] = thorough
     found.sort(key=order)
-    return found
+    if not found:
+        return []
+    simple = simplify(problem, found)
+    return [simple, *(item for item in found if item is not simple)]
+
+
+def simplify(problem: SearchProblem, found: Sequence[Evaluation]) -> Evaluation:
+    """Of the candidates that the profile cannot tell from the fastest one, the simplest, improved by simpler moves.
+
+    The measured times of layers vary, so predictions within :data:`ERROR_OF_SPREAD` of the profile's spread are a tie.
+    """
+    best = found[0]
+    if best.short_bytes:
+        return best
+    limit = best.seconds * (1 + ERROR_OF_SPREAD * problem.spread()[0])
+    if limit == best.seconds:
+        return best
+    ties = [item for item in found if not item.short_bytes and item.seconds <= limit]
+    best = min(ties, key=lambda item: (item.candidate.complexity, item.rank_key))
+    for _ in range(MAX_SIMPLER):
+        for candidate in neighbours(problem, best.candidate):
+            if candidate.complexity >= best.candidate.complexity or step_bound(problem, candidate) > limit:
+                continue
+            simpler = evaluate(problem, candidate, below_seconds=limit)
+            if simpler is not None:
+                best = simpler
+                break
+        else:
+            break
+    return best
 
 
 def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
@@ -106,13 +152,16 @@ def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
                 )
 
 
-def order(found: Evaluation) -> tuple[float, tuple[float, float, int, str]]:
+def order(found: Evaluation) -> tuple[float, tuple[float, tuple[int, int, int], float, str]]:
     """Sort key of evaluations: training plans that fit the memory, then the fastest."""
     return (found.short_bytes, found.rank_key)
 
 
 def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
-    """Hill climbing: take the first move that gains until none does, or the tries are spent."""
+    """Hill climbing: take the first move that gains until none does, or the tries are spent.
+
+    A move is simulated under the schedule of the best candidate so far. If it gains, all schedules are.
+    """
     best, tried, gained, left = start, {start.candidate.text}, True, MOVE_BUDGET
     while gained:
         gained = False
@@ -124,9 +173,9 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
             left -= 3 * candidate.num_microbatches * len(candidate.stages)
-            found = evaluate(problem, candidate, below_seconds=target)
+            found = evaluate(problem, candidate, below_seconds=target, only=best.schedule.name)
             if found is not None:
-                best, gained = found, True
+                best, gained = evaluate(problem, candidate, below_seconds=found.seconds) or found, True
                 break
     return best
 
@@ -138,36 +187,31 @@ def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
     return f"layer {name!r} cannot be on grid={'x'.join(map(str, grid))}: {reason}"
 
 
-def _why_nothing_fits(problem: SearchProblem) -> str:
-    """What the smallest plan lacks, with numbers: all layers on all devices, with all memory-saving choices."""
-    count, total = max(problem.microbatch_counts), problem.cluster.num_ranks
-    least: tuple[float, str] | None = None
-    refused = ""
-    for counts in problem.microbatch_counts:
-        for choice in problem.choices(total, problem.num_samples // counts) if total in problem.meshes(total) else ():
-            if not problem.can_have(choice, 0, len(problem.graph.layers)):
-                refused = refused or _why_refused(problem, choice.grid)
-                continue
-            stage = StagePlan(0, len(problem.graph.layers), 0, total, (choice,) * len(problem.graph.layers))
-            needed = problem.stage_cost(stage, counts).memory_bytes(1)
-            if least is None or needed < least[0]:
-                least = (needed, f"with {counts} microbatches, {choice.describe(total)}")
-    limit = problem.cluster.memory_of(0, total)
-    if least is None and refused:
-        return f"no stage can have all {total} devices: {refused}"
+def why_nothing_fits(problem: SearchProblem) -> str:
+    """Why no training plan uses all devices: how much memory it lacks, or why no stage can have its layers."""
+    total, short = problem.cluster.num_ranks, least_shortages(problem)
+    if short and short[0].nbytes > 0:
+        lacks = short[0]
+        stage, count = lacks.candidate.stages[lacks.stage], lacks.candidate.num_microbatches
+        limit = problem.cluster.memory_of(stage.first_rank, stage.end_rank)
+        return (
+            f"nothing fits: with {lacks.nbytes / 1e9:.3g} GB more memory on each device, this does: "
+            f"{lacks.candidate.text}; its stage {lacks.stage} needs {(limit + lacks.nbytes) / 1e9:.4g} GB of "
+            f"{limit / 1e9:.4g}, with one microbatch of {count_of(problem.num_samples // count, 'sample')} in flight; "
+            "use more devices or memory, fewer samples, or allow recomputation and ZeRO 3"
+        )
     most = max(layer.tp_limit for layer in problem.graph.layers)
-    if least is None and problem.rules.min_tp > most:
+    if problem.rules.min_tp > most:
         return (
             f"no stage can have tp={problem.rules.min_tp}: the layers of {problem.graph.name} allow tp={most} at "
             "most; use a smaller tp, or pass a tp_plan and max_tp when you trace the model"
         )
-    if least is None:
-        return (
-            f"no stage can have the samples of a microbatch: {problem.num_samples} samples in "
-            f"{', '.join(map(str, problem.microbatch_counts))} microbatches on meshes of {problem.cluster.mesh_sizes} "
-            f"devices; use samples that {count} microbatches and the replicas divide"
-        )
+    for count in problem.microbatch_counts:
+        for choice in problem.choices(total, problem.num_samples // count) if total in problem.meshes(total) else ():
+            if not problem.can_have(choice, 0, len(problem.graph.layers)):
+                return f"no stage can have all {total} devices: {_why_refused(problem, choice.grid)}"
     return (
-        f"nothing fits: all layers on {total} devices need {least[0] / 1e9:.3g} GB of {limit / 1e9:.3g} {least[1]}; "
-        "use more devices or memory, fewer samples, or allow recomputation and ZeRO 3"
+        f"no stage can have the samples of a microbatch: {problem.num_samples} samples in "
+        f"{', '.join(map(str, problem.microbatch_counts))} microbatches on meshes of {problem.cluster.mesh_sizes} "
+        f"devices; use samples that {max(problem.microbatch_counts)} microbatches and the replicas divide"
     )

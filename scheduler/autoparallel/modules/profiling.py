@@ -6,7 +6,8 @@ import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ from reshard.formatting import brief
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
 from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
+from .gather_times import Shapes, measure_gathers
 from .tracing import TracedModel, layer_inputs, run_layer
 
 #: Samples that are measured, unless others are given.
 SAMPLE_COUNTS = (1, 2, 4)
+#: Most repetitions of a gather and a scatter, which copy all parameters of a layer.
+MAX_GATHER_REPEATS = 3
 #: If a number of samples took longer than this, larger numbers are not measured.
 MAX_SECONDS = 5.0
 
@@ -36,7 +40,7 @@ def profile_layers(
     message_seconds: float = 0.0,
     slowdown: float = 1.0,
 ) -> LayerProfile:
-    """Measure one layer of each class: forward, input gradients alone, and a whole backward.
+    """Measure one layer of each class: forward, input gradients alone, a whole backward, and the cost of ZeRO 3.
 
     If a number of samples does not fit the device, the profile records it, and larger numbers are not measured for this
     class. The model keeps its values. If it is on the meta device, all its values are equal during the measurement.
@@ -57,19 +61,22 @@ def profile_layers(
     if not sample_counts:
         raise ArgumentError("sample_counts is empty; it must have at least one number of samples")
     stages = traced.pipe.cut(traced.outline.names).build(traced.pipe.model)
-    classes: dict[str, Mapping[int, ClassTimes]] = {}
+    classes: dict[str, ClassTimes] = {}
+    parameters: list[Shapes] = []
     for number, (layer, module) in enumerate(zip(traced.graph.layers, stages, strict=True)):
         if layer.key in classes:
             continue
         if isinstance(module, BlockStage):
             module.outputs = tuple(value.name for value in traced.stage_graph.values if value.writer == number)
-        classes[layer.key] = {1: _measure_class(traced, number, module, device, sorted(sample_counts), repeats)}
+        parameters.append(tuple((tuple(value.shape), value.dtype) for value in module.parameters()))
+        classes[layer.key] = _measure_class(traced, number, module, device, sorted(sample_counts), repeats)
+    zero = measure_gathers(parameters, device, min(repeats, MAX_GATHER_REPEATS))
     software = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     return LayerProfile(
         traced.graph.key,
         torch.device(device).type,
         traced.graph.dtype,
-        classes,
+        {key: {1: replace(classes[key], **each._asdict())} for key, each in zip(classes, zero, strict=True)},
         message_seconds=message_seconds,
         slowdown=slowdown,
         software=software,

@@ -41,8 +41,9 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
     lines += _device_lines(training_plan)
     if training_plan.is_guess:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
+    where = "on all ranks or a part of them" if training_plan.is_bound_of_parts else "that uses all ranks"
     lines.append(
-        f"no plan of this model takes less than {training_plan.bound_seconds:.4g} s, which is "
+        f"no plan of this model {where} takes less than {training_plan.bound_seconds:.4g} s, which is "
         f"{training_plan.bound_seconds / (training_plan.seconds or 1.0):.0%} of this one's time"
     )
     time, memory = training_plan.balance
@@ -56,7 +57,8 @@ def _device_lines(training_plan: TrainingPlanRecord) -> list[str]:
     if not training_plan.ranks:
         return []
     idle, count, seconds = training_plan.idle_ranks, training_plan.num_cluster_ranks, training_plan.on_all_seconds
-    on_all = f"on all {count} ranks in their order, a step takes {seconds:.4g} s"
+    takes = "at least " if training_plan.is_on_all_bound else ""
+    on_all = f"on all {count} ranks in their order, a step takes {takes}{seconds:.4g} s"
     hosts = ", ".join(f"{end - first} of host {host}" for host, first, end in training_plan.hosts)
     what = f"{describe_ranks(idle)} of the cluster {'stay' if len(idle) > 1 else 'stays'} idle"
     return [

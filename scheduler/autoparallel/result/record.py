@@ -52,6 +52,8 @@ class TrainingPlanRecord:
     ranks: tuple[int, ...] = ()
     num_cluster_ranks: int = 0
     on_all_seconds: float = 0.0
+    is_on_all_bound: bool = False
+    is_bound_of_parts: bool = False
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -11,8 +11,10 @@ from dataclasses import replace
 
 from reshard.parallel.layer_price import LayerSizes
 from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, Tensor
+from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
-from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.methods.pace import make_tables
 from reshard.topology import Host, Port, Topology
 
 
@@ -157,3 +159,40 @@ def min_seconds(tables, plan, paces):
     """What a plan takes at the first pace of an ascending grid that allows it: a longer one only adds to it."""
     start = bisect.bisect_left(paces, min_pace(tables, plan, True) * (1 - 1e-12))
     return next((s for pace in paces[start:] if (s := seconds_at(tables, plan, pace, True)) < math.inf), math.inf)
+
+
+def all_parts(cluster):
+    """The ranks of all parts of a cluster: any number of devices of each host, with the hosts in any order."""
+    for counts in itertools.product(*(range(end - first + 1) for _, first, end in cluster.hosts)):
+        used = [
+            range(first, first + count) for (_, first, _), count in zip(cluster.hosts, counts, strict=True) if count
+        ]
+        for order in itertools.permutations(used):
+            if order:
+                yield tuple(itertools.chain.from_iterable(order))
+
+
+def least_seconds(problem):
+    """The least simulated seconds of all plans on all parts of the cluster; infinite if none fits."""
+    best, known = math.inf, set()
+    for ranks in all_parts(problem.cluster):
+        part = problem.changed(cluster=problem.cluster.select(ranks))
+        if part.cluster.hash in known:
+            continue
+        known.add(part.cluster.hash)
+        for count in part.microbatch_counts:
+            tables = make_tables(part, count)
+            for plan in all_plans(tables) if tables is not None else ():
+                if not all(
+                    part.can_have(s.choices[0], s.first_layer, s.end_layer) for s, _, _ in _stages(tables, plan)
+                ):
+                    continue
+                candidate = Candidate("all", tuple(s for s, _, _ in _stages(tables, plan)), count)
+                if step_bound(part, candidate) < best:
+                    found = evaluate(part, candidate, below_seconds=best)
+                    best = best if found is None or found.short_bytes else found.seconds
+    return best
+
+
+def _stages(tables, plan):
+    return [_stage(tables, *item) for item in plan]

@@ -171,7 +171,7 @@ def test_a_model_without_work_or_parameters_has_a_training_plan():
     graph = LayerGraph.chain([Layer(str(number), "empty", 0.0, 0, 0.0) for number in range(4)], [(1, 4)] * 3)
     match = search(graph, Cluster(HOSTS, 1e9), LayerProfile.estimate(graph, flops_per_second=1e9), num_samples=8)
     assert match.seconds == 0
-    assert "no plan of this model takes less than 0 s" in match.explain()
+    assert "takes less than 0 s" in match.explain()
 
 
 def test_a_tp_degree_that_no_layer_allows_is_named():

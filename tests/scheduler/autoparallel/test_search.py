@@ -84,7 +84,10 @@ def test_formats_are_read_back(training_plan, tmp_path):
 def test_explain_marks_a_guess_and_names_what_others_lack(training_plan):
     text = training_plan.explain()
     assert "GUESS" in text
-    assert f"no plan of this model takes less than {training_plan.bound_seconds:.4g} s" in text
+    bound = f"takes less than {training_plan.bound_seconds:.4g} s"
+    assert f"no plan of this model on all ranks or a part of them {bound}" in text
+    on_all = search(GRAPH, CLUSTER, PROFILE, num_samples=8, states=MIXED_PRECISION, method="pure")
+    assert "no plan of this model that uses all ranks takes less than" in on_all.explain()
     own = Candidate("", training_plan.stages, training_plan.num_microbatches).text
     assert all((other.text, other.seconds) != (own, training_plan.seconds) for other in training_plan.alternatives)
     for other in training_plan.alternatives:
@@ -195,7 +198,10 @@ def test_codecs_are_chosen_where_they_make_a_step_shorter():
     assert set(encoded.compression.dimensions) <= {"dp", "pp"}
     assert TrainingPlan.from_json(encoded.to_json()) == encoded
     assert f"codecs: {encoded.compression}" in encoded.explain()
-    assert replace(find(1e3), cluster_hash="") == replace(plain, cluster_hash="")  # coding takes too long
+    overloaded = find(1e3)  # coding takes too long, but a bound does not count it
+    assert overloaded.bound_seconds <= plain.bound_seconds
+    same = {"cluster_hash": "", "bound_seconds": 0.0}
+    assert replace(overloaded, **same) == replace(plain, **same)
     with pytest.raises(ArgumentError, match="has the codec int8x128, whose rates the topology of the cluster lacks"):
         search(graph, Cluster(slow, 1e9), profile, num_samples=12, compression=policy)
     with pytest.raises(ArgumentError, match=r"a search prices dp, pp, tp, zero of a policy; .* has optimizer= too"):
@@ -319,7 +325,7 @@ def test_a_memory_in_words_is_refused():
 def test_the_uplinks_of_pods_are_priced():
     def place(pods, uplink=1e8):
         topology = Topology(range(4), [Host((Port.of(1e9),), pod) for pod in pods], pods=[Port.of(uplink)] * 2)
-        return topology, Place.of(Cluster(topology, 1e9), PROFILE, 0, 4)
+        return topology, Place.of(Cluster(topology, 1e9), [PROFILE], 0, 4)
 
     assert place((0, 0, 0, 0))[1].ring_bytes_per_second == 1e9
     topology, two = place((0, 0, 1, 1))
@@ -376,6 +382,7 @@ def test_stages_sum_the_gradients_of_a_tied_head_and_one_stage_keeps_one_table(c
 
     sizes = "transformer:layers=2,hidden=64,heads=2,sequence=16,vocabulary=5000"
     rest = ["--topology", "tcp", "--memory", "1GB", "--samples", "8", "--flops", "1e12", "--keep", "tp=1"]
+    rest += ["--keep", "num_microbatches=4"]  # with one, not all gradients exist at the peak
     states = []
     for tied in (0, 1):
         assert main(["search", f"{sizes},tied={tied}", *rest, "--devices", "1"]) == 0
@@ -410,7 +417,8 @@ def test_hosts_work_in_the_order_of_their_rates():
     assert found.ranks == (4, 5, 0, 1)
     assert [host for host, _, _ in found.hosts] == [2, 0]
     in_order = search(deep, cluster, profile, num_samples=8, keep={"idle": False})
-    assert in_order.ranks == () and in_order.num_ranks == 6 and in_order.seconds == found.on_all_seconds
+    assert in_order.ranks == () and in_order.num_ranks == 6
+    assert found.is_on_all_bound and found.seconds < found.on_all_seconds <= in_order.seconds
     fast = search(deep, Cluster(_hosts(1e10, 2e9), 1e9), profile, num_samples=8)
     assert found.seconds == fast.seconds
 

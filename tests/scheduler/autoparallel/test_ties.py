@@ -65,7 +65,7 @@ def test_two_stages_send_their_gradients_to_each_other_at_once():
     # received, both in one tensor, and their sum
     assert each.stage_bytes == (4 * 4 * SHARED,) * 2
     costs, _ = problem.costs(TWO, 4)
-    plain = replace(problem, graph=replace(problem.graph, ties=()))
+    plain = problem.changed(graph=replace(problem.graph, ties=()))
     for cost, other in zip(costs, plain.costs(TWO, 4)[0], strict=True):
         assert replace(cost, tie_seconds=0.0, tie_bytes=0.0) == other
         assert cost.ending_bytes == cost.state_bytes + each.stage_bytes[0]
@@ -126,7 +126,7 @@ def test_codecs_of_gradients_code_the_sums_over_stages():
     problem = make_problem_of((0, 1))
     rates = (CodecRate("int8x128", 1e12, 1e12),)
     cluster = replace(problem.cluster, topology=replace(problem.cluster.topology, codec_rates=rates))
-    encoded = replace(problem, cluster=cluster, compression=Policy(dp="int8x128"), compress_all=True)
+    encoded = problem.changed(cluster=cluster, compression=Policy(dp="int8x128"), compress_all=True)
     (each,), (raw,) = (match.ties.exchanges(TWO) for match in (encoded, problem))
     assert each.codec == "int8x128"
     assert each.seconds == pytest.approx(raw.seconds * 33 / 128, rel=0.01)  # 4 bytes become 1, and 4 of each 128

@@ -64,7 +64,7 @@ def test_a_measured_step_corrects_the_profile(build):
     assert training_plan.seconds < 0.7 * measured.seconds
     profile = correct_profile(wrong, training_plan, measured.timelines)
     assert len(training_plan.stages) == 2
-    again = run_on(replace(wrong, profile=profile))(training_plan)
+    again = run_on(wrong.changed(profile=profile))(training_plan)
     assert again.seconds == pytest.approx(measured.seconds, rel=1e-3)
     assert profile.message_seconds == pytest.approx(2e-3, rel=1e-3)
 

@@ -1,0 +1,73 @@
+"""The fastest candidate of a method on all devices of a problem, with the codecs that make its step shorter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from reshard.errors import ArgumentError
+from reshard.formatting import brief
+
+from .costs.codec_costs import parts_of_policy
+from .costs.iteration import Evaluation, evaluate
+from .costs.problem import SearchProblem
+from .methods.auto import METHODS, Method, auto, decide, why_nothing_fits
+
+if TYPE_CHECKING:
+    from reshard.compression import Policy
+
+#: Codecs are used only if they shorten a step by at least this fraction.
+MIN_GAIN = 0.01
+#: A problem with the codecs that were chosen, the choice, and candidates that it was compared with.
+ChosenPlan = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
+
+
+def choose(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
+    """The fastest candidate that fits the memory. Errors: see :func:`~.searching.search`."""
+    if problem.compression is None:
+        found = _decide(problem, method)
+        return problem, found[0], found[1:]
+    return _choose_codecs(problem, problem.compression, method)
+
+
+def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> ChosenPlan:
+    """The fastest candidate with a subset of the codecs of a policy, or with none if they gain too little.
+
+    Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
+    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
+    """
+    raw = problem.changed(compression=None)
+    plain = _decide(raw, method)
+    encoded = _decide(problem, method)
+    best, best_problem = plain[0], raw
+    for found in (plain[0], encoded[0]):
+        for part in parts_of_policy(policy, found.candidate.stages, problem.graph):
+            fixed = problem.changed(compression=part, compress_all=True)
+            each = evaluate(fixed, found.candidate)
+            if each is not None and not each.short_bytes and each.seconds < best.seconds:
+                best, best_problem = each, fixed
+    if best.seconds >= (1 - MIN_GAIN) * plain[0].seconds:
+        return raw, plain[0], plain[1:]
+    thorough = evaluate(best_problem, best.candidate, thorough=True)
+    if thorough is not None and not thorough.short_bytes and thorough.seconds < best.seconds:
+        best = thorough
+    return best_problem, best, [plain[0], *encoded[1:]]
+
+
+def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
+    """Evaluated candidates of a method, the fastest one that fits the memory first."""
+    found = decide(problem, _find(method)(problem), moves=method == "auto")
+    best = found[0]
+    if best.short_bytes:
+        raise ArgumentError(why_nothing_fits(problem))
+    return found
+
+
+def _find(method: str | Method) -> Method:
+    if callable(method):
+        return method
+    if isinstance(method, str) and method == "auto":
+        return auto
+    if not isinstance(method, str) or method not in METHODS:
+        raise ArgumentError(f"no search method {brief(method)}; choose auto, {', '.join(METHODS)}, or pass a function")
+    return METHODS[method]

@@ -1,0 +1,130 @@
+"""Measure what ZeRO 3 adds to a layer on its device: hooks, and copies before and after each collective."""
+
+from __future__ import annotations
+
+import pickle
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+#: Copies of a layer in the measured module. FSDP treats the outer module as one more layer without parameters.
+NUM_COPIES = 2
+#: Ranks of the group whose collectives move nothing.
+NUM_RANKS = 2
+
+
+class GatherTimes(NamedTuple):
+    """Seconds that one gather of the parameters of a layer adds to its device, and one scatter of their gradients.
+
+    The time of the bytes on links is not in them.
+    """
+
+    gather_seconds: float = 0.0
+    scatter_seconds: float = 0.0
+
+
+#: Shape and dtype of each parameter of a layer.
+Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+#: What another process runs: it reads the arguments of :func:`measure_gathers` and writes the result.
+_PROGRAM = (
+    "import pickle, sys; from reshard.scheduler.autoparallel.modules.gather_times import measure_gathers; "
+    "result = measure_gathers(*pickle.load(sys.stdin.buffer)); sys.stdout.buffer.write(pickle.dumps(result))"
+)
+#: Limit on the seconds of that process.
+TIMEOUT_SECONDS = 300.0
+
+
+def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
+    """Times of layers with these parameters under ``fully_shard``, over a group whose collectives return at once.
+
+    What remains is what the device and its host do for a gather and a scatter. If this process has a world group,
+    another process measures.
+
+    Warns:
+        UserWarning: the other process failed; all times are then 0.
+    """
+    if not dist.is_initialized():
+        return _measure_in_group(layers, device, repeats)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM],
+            input=pickle.dumps((list(layers), device, repeats)),
+            capture_output=True,
+            check=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.SubprocessError as error:
+        warnings.warn(
+            f"the search counts no calls and copies of ZeRO 3, as measuring them failed: {error}", stacklevel=2
+        )
+        return [GatherTimes()] * len(layers)
+    return list(pickle.loads(done.stdout))
+
+
+def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    try:
+        mesh = dist.init_device_mesh(torch.device(device).type, (NUM_RANKS,))
+        return [_measure(shapes, device, mesh, repeats) for shapes in layers]
+    finally:
+        dist.destroy_process_group()
+
+
+class _Parameters(nn.Module):
+    """Uses one value of each parameter, and so has a whole gradient of each."""
+
+    def __init__(self, shapes: Shapes, device: str) -> None:
+        super().__init__()
+        self.values = nn.ParameterList(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for value in self.values:
+            x = x + value.reshape(-1)[0]
+        return x
+
+
+def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> GatherTimes:
+    """Seconds of one layer: the difference between a step with and without sharding, and with and without scatters."""
+    from torch.distributed.fsdp import fully_shard
+
+    if not shapes:
+        return GatherTimes()
+    try:
+        plain, sharded = (nn.Sequential(*(_Parameters(shapes, device) for _ in range(NUM_COPIES))) for _ in range(2))
+        for layer in sharded:
+            fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+        fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
+        times: dict[str, list[float]] = {"plain": [], "gathers": [], "scatters": []}
+        for turn in range(repeats + 1):
+            for name, module in (("plain", plain), ("gathers", sharded), ("scatters", sharded)):
+                if module is sharded:
+                    sharded.set_requires_gradient_sync(name == "scatters")
+                seconds = _time_of_step(module, device)
+                module.zero_grad(set_to_none=True)
+                if turn:  # the first turn warms up
+                    times[name].append(seconds)
+    except (MemoryError, torch.OutOfMemoryError):
+        return GatherTimes()
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    gather = (medians["gathers"] - medians["plain"]) / (2 * NUM_COPIES)  # one for the forward, one for the backward
+    return GatherTimes(max(0.0, gather), max(0.0, (medians["scatters"] - medians["gathers"]) / NUM_COPIES))
+
+
+def _time_of_step(module: nn.Module, device: str) -> float:
+    start = time.perf_counter()
+    module(torch.zeros((), device=device)).backward()
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start

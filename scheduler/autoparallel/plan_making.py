@@ -1,0 +1,168 @@
+"""A training plan from an evaluated candidate: where time and memory go, and what it was compared with."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from reshard.dtypes import ITEMSIZE
+from reshard.formatting import count_of
+
+from ..ir.text import format_schedule
+from .costs.codec_costs import parts_of_policy, with_codecs
+from .costs.iteration import Evaluation, evaluate_schedule
+from .costs.problem import Candidate, SearchProblem
+from .inputs.layer_graph import Layer
+from .inputs.stages import StagePlan
+from .methods.bounds import step_bound_of_any
+from .result.reports import Alternative, EdgeReport, StageReport, TieReport
+from .result.training_plan import TrainingPlan
+
+#: Maximum number of alternatives that a training plan lists.
+NUM_ALTERNATIVES = 8
+
+
+def make_training_plan(
+    problem: SearchProblem,
+    best: Evaluation,
+    others: Sequence[Evaluation],
+    bound_seconds: float | None = None,
+    *,
+    is_of_parts: bool = False,
+) -> TrainingPlan:
+    """The training plan of an evaluation, with what it is compared to.
+
+    Args:
+        bound_seconds: no training plan is faster that uses all devices, or, with ``is_of_parts``, any part of them;
+            default: the bound of all devices.
+    """
+    bound = step_bound_of_any(problem) if bound_seconds is None else bound_seconds
+    candidate, count = best.candidate, best.candidate.num_microbatches
+    edges = _edge_reports(problem, candidate)
+    wider = problem.changed(cluster=problem.cluster.with_faster_links(1.1))
+    costs, exchanges = wider.costs(candidate.stages, count)
+    wider_seconds = evaluate_schedule(
+        candidate, wider.pipeline(candidate.stages, count), costs, best.schedule, exchanges
+    ).seconds
+    layers = problem.graph.layers
+    # several methods may find the same plan
+    different = [other for other in others if (other.candidate.text, other.seconds) != (candidate.text, best.seconds)]
+    ties = tuple(
+        TieReport(
+            tuple(layers[index].name for index in exchange.layers),
+            exchange.stages,
+            exchange.nbytes,
+            exchange.seconds,
+            exchange.codec,
+        )
+        for exchange in best.exchanges
+    )
+    return TrainingPlan(
+        candidate.method,
+        candidate.stages,
+        tuple(tuple(layers[index].name for index in range(s.first_layer, s.end_layer)) for s in candidate.stages),
+        count,
+        problem.num_samples,
+        format_schedule(best.schedule),
+        best.seconds,
+        min(bound, best.seconds),
+        problem.is_guess,
+        problem.graph.hash,
+        problem.profile_hash,
+        problem.cluster.hash,
+        _stage_reports(best),
+        edges,
+        tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
+        wider_seconds,
+        problem.cluster.hosts,
+        _grid_refusals(layers) if problem.rules.grids else (),
+        _used_policy(problem, candidate.stages, edges),
+        ties,
+        is_bound_of_parts=is_of_parts,
+    )
+
+
+def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
+    """Where the time and the memory of each stage go."""
+    busy = [best.timeline.busy_seconds(number) for number in range(len(best.costs))]
+    exposed = [best.timeline.exposed_seconds(number) for number in range(len(best.costs))]
+    return tuple(
+        StageReport(
+            cost.compute_seconds,
+            cost.sum_seconds,
+            cost.gather_seconds,
+            cost.sync_seconds,
+            busy[number],
+            exposed[number],
+            depth,
+            states,
+            depth * cost.activation_bytes,
+            cost.working_bytes,
+            buffers,
+            cost.limit_bytes,
+            cost.ending_bytes if cost.tie_bytes else 0.0,
+        )
+        for number, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
+        for states, buffers in [cost.peak_parts(depth)]
+    )
+
+
+def _edge_reports(problem: SearchProblem, candidate: Candidate) -> tuple[EdgeReport, ...]:
+    """The bytes and the seconds of each edge between stages."""
+    edges = []
+    for edge in problem.edges(candidate.stages, candidate.num_microbatches):
+        port, seconds = max(edge.forward_loads, key=lambda load: (load[1], load[0]), default=("", 0.0))
+        nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
+        found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
+        edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
+    return tuple(edges)
+
+
+def _grid_refusals(layers: Sequence[Layer]) -> tuple[tuple[str, str], ...]:
+    """The first layer of each class that cannot be on a grid, and why, in the order of the model.
+
+    The reasons of two layers of a class differ only in the paths of their modules.
+    """
+    counts = Counter(layer.key for layer in layers if layer.grid_refusal)
+    shown: set[str] = set()
+    found = []
+    for layer in layers:
+        if layer.grid_refusal and not {layer.key, layer.grid_refusal} & shown:
+            shown |= {layer.key, layer.grid_refusal}
+            found.append((layer.name, layer.grid_refusal + _same_for(counts[layer.key] - 1)))
+    return tuple(found)
+
+
+def _same_for(others: int) -> str:
+    return f"; the same holds for {count_of(others, 'other layer')} of its class" if others else ""
+
+
+def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
+    """The text of the policy of a problem with those of its codecs that stages and edges use.
+
+    If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.
+    """
+    policy = problem.compression
+    if policy is None:
+        return ""
+    ways = (any(edge.forward_codec for edge in edges), any(edge.backward_codec for edge in edges))
+    pair = tuple(codec if is_used else None for codec, is_used in zip(policy.pair("pp"), ways, strict=True))
+    most = next(parts_of_policy(policy, stages, problem.graph))
+    used = with_codecs(most, most.dp, pair if any(pair) else None, most.tp, most.zero)
+    forward = {edge.forward_codec for edge in edges}
+    backward = {edge.backward_codec for edge in edges if edge.backward_seconds}
+    if any(pair) and len(forward) == 1 and len(backward) <= 1:
+        used = replace(used, force_pp=True)
+    return str(used) if used.dimensions else ""
+
+
+def _alternative(found: Evaluation) -> Alternative:
+    return Alternative(
+        found.candidate.method,
+        found.candidate.text,
+        found.seconds,
+        *found.seconds_by_kind(),
+        short_bytes=found.short_bytes,
+    )

@@ -1,0 +1,138 @@
+"""The whole search against all plans on all parts of a cluster; devices of unequal speed; what a refusal lacks."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from reshard.errors import ArgumentError
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
+from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
+from reshard.scheduler.autoparallel.parts import choose_part
+from reshard.topology import Topology
+from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
+
+GRAPH = LayerGraph.transformer(layers=4, hidden=256, heads=4, sequence=64, vocabulary=512)
+SLOW, FAST = (
+    LayerProfile.estimate(GRAPH, flops_per_second=rate, device=name) for rate, name in ((1e11, "old"), (4e11, "new"))
+)
+HOSTS = Topology.uniform((0, 0, 1, 1), 1e9)
+
+
+def check_parts(seed):
+    """The choice is as fast as any plan on any part of the cluster, and the bound is not above it."""
+    problem = make_problem(seed)
+    try:
+        found = choose_part(problem)
+        seconds, bound = found.seconds, found.bound_seconds
+    except ArgumentError:
+        seconds, bound = math.inf, 0.0
+    least = least_seconds(problem)
+    assert seconds <= least * (1 + 1e-9)
+    assert bound <= least
+    return seconds, bound
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", range(20))
+def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the_bound(seed):
+    seconds, bound = check_parts(seed)
+    assert bound > 0.2 * seconds
+
+
+def test_a_stage_waits_for_its_slowest_device():
+    mixed = Cluster(HOSTS, 1e9, device_types=("new", "old", "new", "new"))
+    keep = {"idle": False, "tp": 1, "recompute": False, "grid": None}
+    profiles = {"old": SLOW, "new": FAST}
+    found = search(GRAPH, mixed, profiles, num_samples=8, keep=keep)
+    assert found.seconds > search(GRAPH, Cluster(HOSTS, 1e9), FAST, num_samples=8, keep=keep).seconds
+    assert found.seconds < search(GRAPH, Cluster(HOSTS, 1e9), SLOW, num_samples=8, keep=keep).seconds
+    busy = {s.first_rank: r.busy_seconds / s.num_layers for s, r in zip(found.stages, found.reports, strict=True)}
+    assert found == search(GRAPH, mixed, dict(reversed(profiles.items())), num_samples=8, keep=keep) and busy
+
+
+def test_slow_devices_stay_idle_and_have_the_memory_of_their_type():
+    cluster = Cluster(HOSTS, {"old": 2e9, "new": 1e9}, device_types=("old", "old", "new", "new"))
+    assert cluster.memory_limit_bytes == (2e9, 2e9, 1e9, 1e9)
+    crawling = LayerProfile.estimate(GRAPH, flops_per_second=1e8)
+    found = search(GRAPH, cluster, {"old": crawling, "new": FAST}, num_samples=8)
+    assert found.ranks == (2, 3) and found.idle_ranks == (0, 1)
+    assert found.seconds == search(GRAPH, Cluster(Topology.uniform((0, 0), 1e9), 1e9), FAST, num_samples=8).seconds
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Cluster(HOSTS, 1e9, device_types="new"), "device_types is 'new'; it must be a list"),
+        (lambda: Cluster(HOSTS, 1e9, device_types=("new",)), "device_types has 1 entries, but there are 4 devices"),
+        (lambda: Cluster(HOSTS, {"new": 1e9}, device_types=("old",) * 4), "of type 'new'; it lacks 'old'"),
+        (lambda: Cluster(HOSTS, {"new": 1e9}), "device_types must then say the type of each device"),
+        (
+            lambda: find({"new": FAST}),
+            "rank 2 of the cluster is a device of type 'old', which has no profile; .* 'new'",
+        ),
+        (lambda: find(FAST), "has devices of types 'new', 'old', but there is one profile"),
+        (lambda: find({"new": FAST, "old": 1}), "profile of device type 'old' must be a LayerProfile, not 1"),
+        (
+            lambda: search(GRAPH, Cluster(HOSTS, 1e9), {"new": FAST}, num_samples=8),
+            "does not say which device has which",
+        ),
+    ],
+)
+def test_types_without_a_profile_or_memory_are_refused(make, text):
+    with pytest.raises(ArgumentError, match=text):
+        make()
+
+
+def find(profile):
+    cluster = Cluster(HOSTS, 1e9, device_types=("new", "new", "old", "old"))
+    return search(GRAPH, cluster, profile, num_samples=8)
+
+
+def test_a_refusal_says_how_much_memory_is_short_and_that_much_suffices():
+    """Three hosts do not divide 16 samples, but three stages do, with more memory."""
+    graph = LayerGraph.transformer(layers=4, hidden=256, heads=4, sequence=64)
+    profile, topology = LayerProfile.estimate(graph, flops_per_second=1e11), Topology.uniform((0, 1, 2), 1e9)
+    keep = {"tp": 1, "grid": None}
+    with pytest.raises(ArgumentError, match=r"GB more memory on each device, this does: .*, layer") as refused:
+        search(graph, Cluster(topology, 1.2e7), profile, num_samples=16, keep=keep)
+    assert "nor does anything fit on a part of the cluster" in str(refused.value)
+    lacks = float(str(refused.value).split("with ")[1].split(" GB")[0]) * 1e9
+    assert search(graph, Cluster(topology, 1.2e7 + 1.01 * lacks), profile, num_samples=16, keep=keep).num_ranks == 3
+
+
+def with_zero_3(profile, gather, spread):
+    """The profile with these seconds of a gather and a scatter in each layer, and this spread of its times."""
+    return replace(
+        profile,
+        classes={
+            key: {
+                1: ClassTimes(tuple(replace(each, spread=spread) for each in degrees[1].measured), (), gather, gather)
+            }
+            for key, degrees in profile.classes.items()
+        },
+    )
+
+
+def test_zero_3_is_chosen_only_where_it_gains_more_than_the_profile_can_tell():
+    cluster = Cluster(Topology.uniform((0, 1), 1e9), 1e9)
+    keep = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None, "idle": False}
+
+    def zero(gather, spread):
+        found = search(GRAPH, cluster, with_zero_3(FAST, gather, spread), num_samples=8, keep=keep)
+        assert len(found.stages) == 1
+        return found.stages[0].choices[0].zero, found
+
+    free, found = zero(0.0, 0.0)
+    plain = search(GRAPH, cluster, FAST, num_samples=8, keep={**keep, "zero": 0})
+    assert free == 3 and found.seconds < plain.seconds  # a scatter is half of an all-reduce, and gathers are hidden
+    gain = plain.seconds / found.seconds - 1
+    assert zero(0.0, 0.9 * gain / 0.4)[0] == 3
+    assert zero(0.0, 1.1 * gain / 0.4)[0] == 0
+    cost = (plain.seconds - found.seconds) / (3 * len(GRAPH.layers))  # two gathers and a scatter in each layer
+    assert zero(0.9 * cost, 0.0)[0] == 3
+    assert zero(1.1 * cost, 0.0)[0] == 0
+    charged = zero(0.5 * cost, 0.0)[1]
+    assert charged.seconds - found.seconds == pytest.approx(1.5 * cost * len(GRAPH.layers), rel=1e-6)
