@@ -47,7 +47,7 @@ class ListScheduler {
             if (step == INFINITE)
                 return order_;
             now_ += step;
-            for (const int64_t channel : std::vector<int64_t>(movement_.advance(step))) {
+            for (const int64_t channel : movement_.advance(step)) {
                 arrive(channel);
                 start_next(channel);
             }

@@ -173,7 +173,7 @@ class Replay {
             if (step == INFINITE)
                 break;
             now_ += step;
-            for (const int64_t channel : std::vector<int64_t>(movement_.advance(step))) {
+            for (const int64_t channel : movement_.advance(step)) {
                 movement_.end(channel);
                 end_transfer(channel);
             }

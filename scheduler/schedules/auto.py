@@ -214,7 +214,7 @@ class _Search:
         return Candidate(order, policy, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
 
     def default_bytes(self) -> float:
-        """Bytes of the fullest pp rank if each stage has as many microbatches in flight as :func:`auto_schedule` says."""
+        """Bytes that each pp rank may keep if no limit is given; see :func:`auto_schedule`."""
         num = len(self.pp_ranks)
         depths = [max(num - stage, depth) for stage, depth in enumerate(find_depths(self.pipeline)[-1])]
         return max(self.row_sums(depths))

@@ -31,8 +31,8 @@ class LowerBound:
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:.6g} s (critical path {self.critical_path:.6g}, busiest row {self.busiest_row:.6g}, busiest "
-            f"link {self.busiest_link:.6g}, memory {self.memory:.6g})"
+            f"{self.seconds:.6g} s (critical path {self.critical_path:.6g}, busiest row {self.busiest_row:.6g}, "
+            f"busiest link {self.busiest_link:.6g}, memory {self.memory:.6g})"
         )
 
 

@@ -41,8 +41,9 @@ def torch_csv(schedule: Any) -> str:
     )
 
 
-#: Classes for one stage per pp rank, for any looped placement, and for a V of two stages per pp rank.
-SINGLE = (pipelining.ScheduleGPipe, pipelining.Schedule1F1B)
+#: Classes for one stage per pp rank, for any looped placement, and for a V of two stages per pp rank. The order that
+#: Schedule1F1B of torch 2.13 exports cannot run: it numbers the forwards of the last rank from 1.
+SINGLE = (pipelining.ScheduleGPipe,)
 LOOPED = (
     pipelining.ScheduleLoopedBFS,
     pipelining.ScheduleInterleaved1F1B,
