@@ -272,14 +272,14 @@ class _LevelSearch:
         num_computations = 3 * search.num * len(search.pp_ranks)
         self.tries_left = min(_MOST_TRIES, max(_LEAST_TRIES, _COMPUTATIONS // num_computations))
         self.tried: set[Policy] = set()
-        self.found = best(known)
+        self.listed: Candidate | None = None  # the best by list scheduling
 
     def run(self) -> Candidate | None:
         """The best candidate; None if there is none."""
         for policy in self.policies():
             self.try_policy(policy)
         self.improve()
-        return self.found
+        return best(self.known if self.listed is None else [*self.known, self.listed])
 
     def try_policy(self, policy: Policy) -> bool:
         """Keep the order of a policy if it is the best so far. Returns whether it is."""
@@ -289,15 +289,15 @@ class _LevelSearch:
         self.tries_left -= 1
         order = self.search.model.order(policy)
         candidate = None if order is None else self.search.measure(order, policy)
-        if candidate is None or (self.found is not None and not candidate.is_better(self.found)):
+        if candidate is None or (self.listed is not None and not candidate.is_better(self.listed)):
             return False
-        self.found = candidate
+        self.listed = candidate
         return True
 
     @property
     def is_optimal(self) -> bool:
-        """Whether the best so far is as fast as the lower bound."""
-        return self.found is not None and self.found.seconds <= self.enough_seconds
+        """Whether the best by list scheduling is as fast as the lower bound."""
+        return self.listed is not None and self.listed.seconds <= self.enough_seconds
 
     def policies(self) -> Iterator[Policy]:
         """Policies with all choices, the most promising first."""
@@ -316,26 +316,38 @@ class _LevelSearch:
                 for patience, weights_first, forward_first in itertools.product(
                     (0.0, 0.5, 1.0), (False, True), (False, True)
                 ):
-                    yield replace(
-                        base, patience=patience, weights_first=weights_first, forward_first=forward_first
-                    )
+                    yield replace(base, patience=patience, weights_first=weights_first, forward_first=forward_first)
 
     def improve(self) -> None:
         """Hill climbing: apply changes of the policy while one gives a better schedule."""
         improved = True
-        while improved and self.tries_left > 0 and self.found is not None and self.found.policy is not None:
-            improved = any(self.try_policy(change) for change in self.changes(self.found.policy))
+        while improved and self.tries_left > 0 and self.listed is not None:
+            improved = any(self.try_policy(change) for change in self.changes(self.listed))
 
-    def changes(self, policy: Policy) -> Iterator[Policy]:
+    def changes(self, candidate: Candidate) -> Iterator[Policy]:
         """Policies with the depth of one stage changed by one, or its backward not split."""
-        for stage, depth in enumerate(policy.max_in_flight):
+        policy = candidate.policy
+        assert policy is not None
+        reached = in_flight(candidate.order, len(self.search.pp_ranks))
+        for stage, depth in enumerate(reached):
             for changed in (depth - 1, depth + 1):
                 if 1 <= changed <= self.search.num:
-                    depths = (*policy.max_in_flight[:stage], changed, *policy.max_in_flight[stage + 1 :])
+                    depths = (*reached[:stage], changed, *reached[stage + 1 :])
                     yield replace(policy, max_in_flight=depths)
             if policy.splits[stage]:
                 whole = tuple(split and other != stage for other, split in enumerate(policy.splits))
                 yield replace(policy, splits=whole)
+
+
+def in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
+    """For each stage, the most microbatches in flight."""
+    now, most = [0] * num_stages, [0] * num_stages
+    for codes in order:
+        for code in codes:
+            stage, change = (code >> 2) % num_stages, (1, -1, 0, -1)[code & 3]
+            now[stage] += change
+            most[stage] = max(most[stage], now[stage])
+    return tuple(most)
 
 
 def join(codes: Sequence[int], num_microbatches: int, num_stages: int) -> list[int]:

@@ -63,8 +63,7 @@ def find_lower_bound(
         0.0
         if row_bytes is None
         else max(
-            times.memory_seconds(stages, num_microbatches, limit)
-            for stages, limit in zip(rows, row_bytes, strict=True)
+            times.memory_seconds(stages, num_microbatches, limit) for stages, limit in zip(rows, row_bytes, strict=True)
         ),
     )
 

@@ -40,7 +40,9 @@ class Case:
 
     def __str__(self) -> str:
         rows = max(self.pp_rank_of_stage) + 1
-        return f"{self.seed}: {rows} rows, {self.shape}, {len(self.pp_rank_of_stage)} stages, {self.num_microbatches} mb"
+        return (
+            f"{self.seed}: {rows} rows, {self.shape}, {len(self.pp_rank_of_stage)} stages, {self.num_microbatches} mb"
+        )
 
 
 def draw_case(seed: int, most_rows: int = 16, most_stages: int = 32) -> Case:
