@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.formatting import brief
 
-from ..graph import Pipeline, check_limit
+from ..graph import Pipeline, check_limits, check_placement
 from ..ir.communication import add_transfers
 from ..ir.schedule import Schedule
 from ..simulation.lower_bound import find_lower_bound
@@ -95,8 +95,8 @@ def auto_schedule(
     check_microbatches(pipeline, num_microbatches)
     if not isinstance(can_split, bool):
         raise ArgumentError(f"can_split is {brief(can_split)}; it must be True or False")
-    pp_ranks = _check_placement(pipeline, pp_rank_of_stage)
-    limits = _check_limits(memory_limit_bytes, max(pp_ranks) + 1)
+    pp_ranks = check_placement(pipeline, pp_rank_of_stage)
+    limits = None if memory_limit_bytes is None else check_limits(memory_limit_bytes, max(pp_ranks) + 1)
     search = _Search(pipeline, num_microbatches, pp_ranks, can_split, limits)
     found = search.run()
     if found is None:
@@ -106,42 +106,6 @@ def auto_schedule(
             f"microbatch takes {max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
     return add_transfers(NAME, search.model.actions(found.order), pipeline, pp_ranks, num_microbatches)
-
-
-def _check_placement(pipeline: Pipeline, pp_rank_of_stage: Sequence[int] | None) -> tuple[int, ...]:
-    if pp_rank_of_stage is not None and not isinstance(pp_rank_of_stage, Sequence):
-        raise ArgumentError(
-            f"pp_rank_of_stage must be a list with the pp rank of each stage, not {brief(pp_rank_of_stage)}"
-        )
-    pp_ranks = tuple(range(len(pipeline.stages))) if pp_rank_of_stage is None else tuple(pp_rank_of_stage)
-    if any(isinstance(pp_rank, bool) or not isinstance(pp_rank, int) for pp_rank in pp_ranks):
-        raise ArgumentError(f"pp ranks {brief(pp_ranks)} must be integers")
-    if (
-        len(pp_ranks) != len(pipeline.stages)
-        or max(pp_ranks) >= len(pp_ranks)
-        or set(pp_ranks) != set(range(max(pp_ranks) + 1))
-    ):
-        raise ArgumentError(
-            f"pp ranks {brief(list(pp_ranks))}: each of {len(pipeline.stages)} stages needs one, and pp ranks are "
-            "numbered from 0"
-        )
-    return pp_ranks
-
-
-def _check_limits(memory_limit_bytes: object, num_pp_ranks: int) -> tuple[float, ...] | None:
-    """The limit of each pp rank."""
-    if memory_limit_bytes is None:
-        return None
-    if not isinstance(memory_limit_bytes, Sequence) or isinstance(memory_limit_bytes, str):
-        check_limit(memory_limit_bytes)
-        return (memory_limit_bytes,) * num_pp_ranks  # type: ignore[return-value]  # check_limit accepts numbers only
-    if len(memory_limit_bytes) != num_pp_ranks:
-        raise ArgumentError(
-            f"memory_limit_bytes has {len(memory_limit_bytes)} limits; each of {num_pp_ranks} pp ranks needs one"
-        )
-    for limit in memory_limit_bytes:
-        check_limit(limit)
-    return tuple(memory_limit_bytes)
 
 
 def _limit_text(limits: tuple[float, ...]) -> str:
@@ -164,11 +128,11 @@ class _Search:
         limits: tuple[float, ...] | None,
     ) -> None:
         self.pipeline, self.num, self.pp_ranks, self.can_split = pipeline, num_microbatches, pp_ranks, can_split
-        self.num_rows = max(pp_ranks) + 1
+        self.num_pp_ranks = max(pp_ranks) + 1
         self.model = OrderModel(pipeline, pp_ranks, num_microbatches)
         self.bytes_of = [stage.activation_bytes for stage in pipeline.stages]
         self.known = list(self.measure_known())
-        self.limits = (self.default_bytes(),) * self.num_rows if limits is None else limits
+        self.limits = (self.default_bytes(),) * self.num_pp_ranks if limits is None else limits
 
     def run(self) -> Candidate | None:
         """The best candidate of the lowest level that is fast enough."""
@@ -180,15 +144,19 @@ class _Search:
         found: dict[float, Candidate] = {}  # the best of each level
         fastest, fastest_known = math.inf, math.inf
         for level in reversed(within):
-            row_bytes = tuple(min(limit, level) for limit in self.limits)
+            limits = tuple(min(limit, level) for limit in self.limits)
             bound = find_lower_bound(
-                self.pipeline, self.num, self.pp_ranks, row_bytes=row_bytes, can_split=self.can_split
+                self.pipeline,
+                self.num,
+                memory_limit_bytes=limits,
+                pp_rank_of_stage=self.pp_ranks,
+                can_split=self.can_split,
             )
             if bound.seconds > min(fastest * (1 + SLACK), fastest_known) * (1 + _SAME):
                 break  # bounds of lower levels are not smaller
-            known = [candidate for candidate, peaks in self.known if _fits(peaks, row_bytes)]
+            known = [candidate for candidate, peaks in self.known if _fits(peaks, limits)]
             fastest_known = min([fastest_known, *(candidate.seconds for candidate in known)])
-            candidate = _LevelSearch(self, row_bytes, known, bound.seconds).run()
+            candidate = _LevelSearch(self, limits, known, bound.seconds).run()
             if candidate is not None:
                 found[level] = candidate
                 fastest = min(fastest, candidate.seconds)
@@ -217,11 +185,11 @@ class _Search:
         """Bytes that each pp rank may keep if no limit is given; see :func:`auto_schedule`."""
         num = len(self.pp_ranks)
         depths = [max(num - stage, depth) for stage, depth in enumerate(find_depths(self.pipeline)[-1])]
-        return max(self.row_sums(depths))
+        return max(self.bytes_by_pp_rank(depths))
 
-    def row_sums(self, depths: Sequence[int]) -> list[float]:
+    def bytes_by_pp_rank(self, depths: Sequence[int]) -> list[float]:
         """Bytes of each pp rank with some microbatches in flight on each stage."""
-        sums = [0.0] * self.num_rows
+        sums = [0.0] * self.num_pp_ranks
         for pp_rank, depth, size in zip(self.pp_ranks, depths, self.bytes_of, strict=True):
             sums[pp_rank] += min(depth, self.num) * size
         return sums
@@ -229,7 +197,7 @@ class _Search:
     def levels(self) -> list[float]:
         """Levels of memory, ascending: those of the known schedules, the default, and some in between."""
         num = len(self.pp_ranks)
-        least, most = max(self.row_sums([1] * num)), max(self.row_sums([self.num] * num))
+        least, most = max(self.bytes_by_pp_rank([1] * num)), max(self.bytes_by_pp_rank([self.num] * num))
         levels = {least, most, self.default_bytes(), *(max(peaks) for _, peaks in self.known)}
         levels |= {max(self.bytes_of)}  # one stage of a pp rank at a time, which some placements need not exceed
         unit = min((size for size in self.bytes_of if size), default=1)
@@ -243,7 +211,7 @@ class _Search:
 
     def join_backwards(self, candidate: Candidate) -> Candidate:
         """Merge adjacent I and W passes of the first microbatches into B on each pp rank, if that shortens the step."""
-        for pp_rank in range(self.num_rows):
+        for pp_rank in range(self.num_pp_ranks):
             good, bad, tried = 0, self.num + 1, self.num  # bisection over the number of microbatches
             while good < tried < bad:
                 order = list(candidate.order)
@@ -257,17 +225,17 @@ class _Search:
         return candidate
 
 
-def _fits(peaks: Sequence[float], row_bytes: Sequence[float]) -> bool:
-    return all(peak <= limit for peak, limit in zip(peaks, row_bytes, strict=True))
+def _fits(peaks: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
 class _LevelSearch:
     """The search within one limit of each pp rank."""
 
     def __init__(
-        self, search: _Search, row_bytes: tuple[float, ...], known: Sequence[Candidate], bound_seconds: float
+        self, search: _Search, limits: tuple[float, ...], known: Sequence[Candidate], bound_seconds: float
     ) -> None:
-        self.search, self.row_bytes, self.known = search, row_bytes, known
+        self.search, self.limits, self.known = search, limits, known
         self.enough_seconds = bound_seconds * (1 + _SAME)
         num_computations = 3 * search.num * len(search.pp_ranks)
         self.tries_left = min(_MOST_TRIES, max(_LEAST_TRIES, _COMPUTATIONS // num_computations))
@@ -304,12 +272,11 @@ class _LevelSearch:
         num, count = len(self.search.pp_ranks), self.search.num
         everything = (count,) * num
         depths = [tuple(min(depth, count) for depth in item) for item in find_depths(self.search.pipeline)]
-        rows = self.search.num_rows
-        groups = (0,) if num == rows else (0, rows)
+        groups = (0,) if num == self.search.num_pp_ranks else (0, self.search.num_pp_ranks)
         splits = ((True,) * num, (False,) * num) if self.search.can_split else ((False,) * num,)
         for max_in_flight in dict.fromkeys([everything, *reversed(depths)]):
             for split, group in itertools.product(splits, groups):
-                base = Policy(max_in_flight, self.row_bytes, split, group=group)
+                base = Policy(max_in_flight, self.limits, split, group=group)
                 if not split[0]:
                     yield from (replace(base, forward_first=first) for first in (False, True))
                     continue

@@ -15,7 +15,7 @@ class Policy:
 
     Attributes:
         max_in_flight: for each stage, the most microbatches begun and not finished.
-        row_bytes: for each pp rank, the most bytes of activations that its stages keep together at any time.
+        max_bytes: for each pp rank, the most bytes of activations that its stages keep together at any time.
         splits: for each stage, whether its backward is split into an input-gradient and a weight-gradient pass.
         forward_first: whether a forward goes before a backward when both are ready.
         weights_first: whether a weight-gradient pass goes before a forward.
@@ -25,7 +25,7 @@ class Policy:
     """
 
     max_in_flight: tuple[int, ...]
-    row_bytes: tuple[float, ...]
+    max_bytes: tuple[float, ...]
     splits: tuple[bool, ...]
     forward_first: bool = False
     weights_first: bool = False

@@ -50,7 +50,7 @@ class OrderModel:
         """
         order: Order = self._native.order(
             np.array(policy.max_in_flight, dtype=np.int64),
-            np.array(policy.row_bytes, dtype=np.float64),
+            np.array(policy.max_bytes, dtype=np.float64),
             np.array(policy.splits, dtype=np.int64),
             policy.forward_first,
             policy.weights_first,

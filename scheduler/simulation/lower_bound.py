@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..graph import Pipeline
+from reshard.arguments import check_arguments
+
+from ..graph import MAX_COUNT, Pipeline, check_limits, check_placement
 
 
 @dataclass(frozen=True)
@@ -13,58 +16,64 @@ class LowerBound:
     """Seconds that no schedule of a placement is below, for four reasons.
 
     Attributes:
-        critical_path: one microbatch passes through all stages and back.
-        busiest_row: a pp rank computes all microbatches of its stages, or of the later ones of them.
-        busiest_link: a channel or a shared link carries all microbatches.
-        memory: a pp rank keeps each microbatch at least until its backward has come back, within a limit.
+        critical_path_seconds: one microbatch passes through all stages and back.
+        busiest_pp_rank_seconds: a pp rank computes all microbatches of its stages, or of the later ones of them.
+        busiest_link_seconds: a channel or a shared link carries all microbatches.
+        memory_seconds: a pp rank keeps each microbatch at least until its backward has come back, within a limit.
     """
 
-    critical_path: float
-    busiest_row: float
-    busiest_link: float
-    memory: float
+    critical_path_seconds: float
+    busiest_pp_rank_seconds: float
+    busiest_link_seconds: float
+    memory_seconds: float
 
     @property
     def seconds(self) -> float:
         """The largest of the four."""
-        return max(self.critical_path, self.busiest_row, self.busiest_link, self.memory)
+        return max(
+            self.critical_path_seconds, self.busiest_pp_rank_seconds, self.busiest_link_seconds, self.memory_seconds
+        )
 
     def __str__(self) -> str:
         return (
-            f"{self.seconds:.6g} s (critical path {self.critical_path:.6g}, busiest row {self.busiest_row:.6g}, "
-            f"busiest link {self.busiest_link:.6g}, memory {self.memory:.6g})"
+            f"{self.seconds:.6g} s (critical path {self.critical_path_seconds:.6g}, busiest pp rank "
+            f"{self.busiest_pp_rank_seconds:.6g}, busiest link {self.busiest_link_seconds:.6g}, memory "
+            f"{self.memory_seconds:.6g})"
         )
 
 
+@check_arguments(num_microbatches=(1, MAX_COUNT))
 def find_lower_bound(
     pipeline: Pipeline,
     num_microbatches: int,
-    pp_rank_of_stage: Sequence[int],
     *,
-    row_bytes: Sequence[float] | None = None,
+    memory_limit_bytes: float | Sequence[float] | None = None,
+    pp_rank_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> LowerBound:
     """Seconds that no schedule is below. ``docs/algorithms.md`` has the proof.
 
     Args:
-        pipeline, num_microbatches, pp_rank_of_stage: what to schedule, and the pp rank of each stage.
-        row_bytes: limit of the activations that each pp rank keeps at once; None: no limit.
+        pipeline, num_microbatches: what to schedule.
+        memory_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank;
+            default: no limit.
+        pp_rank_of_stage: pp rank that computes each stage; default: one stage per pp rank.
         can_split: whether a backward may be split into an input-gradient pass and a weight-gradient pass.
+
+    Raises:
+        ArgumentError: an argument is out of range, or pp ranks are not numbered from 0.
     """
-    times = _Times(pipeline, pp_rank_of_stage, can_split)
-    rows = [
-        [stage for stage, row in enumerate(pp_rank_of_stage) if row == number]
-        for number in range(max(pp_rank_of_stage) + 1)
+    pp_ranks = check_placement(pipeline, pp_rank_of_stage)
+    stages_of = [
+        [stage for stage, pp_rank in enumerate(pp_ranks) if pp_rank == number] for number in range(max(pp_ranks) + 1)
     ]
+    limits = check_limits(math.inf if memory_limit_bytes is None else memory_limit_bytes, len(stages_of))
+    times = _Times(pipeline, pp_ranks, can_split)
     return LowerBound(
         max(h + t + a for h, t, a in zip(times.head, times.trip, times.after, strict=True)),
-        max(times.row_seconds(stages, num_microbatches) for stages in rows),
+        max(times.busy_seconds(stages, num_microbatches) for stages in stages_of),
         times.link_seconds(num_microbatches),
-        0.0
-        if row_bytes is None
-        else max(
-            times.memory_seconds(stages, num_microbatches, limit) for stages, limit in zip(rows, row_bytes, strict=True)
-        ),
+        max(times.kept_seconds(*item, num_microbatches) for item in zip(stages_of, limits, strict=True)),
     )
 
 
@@ -112,7 +121,7 @@ class _Times:
         """From the end of the last computation of some stages to the end of the step."""
         return 0.0 if self.can_split else min(self.after[stage] for stage in stages)
 
-    def row_seconds(self, stages: Sequence[int], num_microbatches: int) -> float:
+    def busy_seconds(self, stages: Sequence[int], num_microbatches: int) -> float:
         """Bound by the work of a pp rank, or of those of its stages that begin latest."""
         by_head = sorted(stages, key=lambda stage: self.head[stage])
         return max(
@@ -122,13 +131,13 @@ class _Times:
             for first in range(len(by_head))
         )
 
-    def memory_seconds(self, stages: Sequence[int], num_microbatches: int, limit: float) -> float:
+    def kept_seconds(self, stages: Sequence[int], limit: float, num_microbatches: int) -> float:
         """Bound by the bytes of a pp rank times the seconds for which it keeps them."""
         kept = sum(self.pipeline.stages[stage].activation_bytes * self.hold[stage] for stage in stages)
         if not kept:
             return 0.0
         if not limit:
-            return float("inf")
+            return math.inf
         return min(self.head[stage] for stage in stages) + num_microbatches * kept / limit + self.rest(stages)
 
     def link_seconds(self, num_microbatches: int) -> float:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from reshard.scheduler.graph import Pipeline
 from reshard.scheduler.ir.actions import Action, Kind, StageChannel
+from reshard.scheduler.schedules.list_scheduling import Policy
 from reshard.scheduler.simulation.channels import LinkRates, make_channel_states
 
 
@@ -21,7 +24,9 @@ class _Stage:
     arrived: dict[tuple[int, bool], int] = field(default_factory=dict)  # (other stage, is forward) -> microbatches
 
 
-def order_greedily(pipeline, num_microbatches, pp_rank_of_stage, policy):
+def order_greedily(
+    pipeline: Pipeline, num_microbatches: int, pp_rank_of_stage: Sequence[int], policy: Policy
+) -> list[list[Action]]:
     """The computations of each pp rank, by start time. A stage computes its microbatches in order.
 
     The result is incomplete if the policy deadlocks.
@@ -104,7 +109,7 @@ class _ListScheduler:
         for later in self.stages_of_pp_rank[pp_rank]:
             if later > stage and self.stages[later].forwards == self.stages[later].finished < self.num:
                 needed += self.pipeline.stages[later].activation_bytes
-        return needed <= self.policy.row_bytes[pp_rank]
+        return needed <= self.policy.max_bytes[pp_rank]
 
     def urgency(self, action):
         """Sort key of computations of one kind."""

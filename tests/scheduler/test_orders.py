@@ -46,7 +46,7 @@ def test_list_scheduling_equals_its_reference(seed):
     schedule = add_transfers("listed", expected, case.pipeline, case.pp_rank_of_stage, case.num_microbatches)
     assert model.makespan_seconds(order) == simulate_schedule(schedule, case.pipeline).makespan_seconds
     assert tuple(model.peak_bytes(order)) == schedule.peak_bytes(case.pipeline)
-    assert all(peak <= limit for peak, limit in zip(model.peak_bytes(order), policy.row_bytes, strict=True))
+    assert all(peak <= limit for peak, limit in zip(model.peak_bytes(order), policy.max_bytes, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(100, 112))

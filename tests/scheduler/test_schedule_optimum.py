@@ -50,10 +50,7 @@ def ratios_to_optimum(seeds):
         makespan = simulate_schedule(schedule, pipeline).makespan_seconds
         best, is_proved = min_makespan(pipeline, num_microbatches, limit, can_split, 20.0)
         assert makespan >= best * (1 - 1e-9) or not is_proved, seed
-        num_stages = len(pipeline.stages)
-        bound = find_lower_bound(
-            pipeline, num_microbatches, range(num_stages), row_bytes=[limit] * num_stages, can_split=can_split
-        )
+        bound = find_lower_bound(pipeline, num_microbatches, memory_limit_bytes=limit, can_split=can_split)
         assert bound.seconds <= best * (1 + 1e-9), seed
         ratios.append(makespan / best)
         proofs.append(is_proved)
