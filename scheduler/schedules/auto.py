@@ -29,7 +29,7 @@ _LEVEL_RATIO = 1.5
 #: Up to this many microbatches of the smallest stage, each is a level.
 _FINE_LEVELS = 24
 #: Computations that the search of one level may order in all, and the least and the most orders that it tries.
-_COMPUTATIONS, _LEAST_TRIES, _MOST_TRIES = 400_000, 24, 400
+_COMPUTATIONS, _MIN_TRIES, _MAX_TRIES = 400_000, 24, 400
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class _LevelSearch:
         self.search, self.limits, self.known = search, limits, known
         self.enough_seconds = bound_seconds * (1 + _SAME)
         num_computations = 3 * search.num * len(search.pp_ranks)
-        self.tries_left = min(_MOST_TRIES, max(_LEAST_TRIES, _COMPUTATIONS // num_computations))
+        self.tries_left = min(_MAX_TRIES, max(_MIN_TRIES, _COMPUTATIONS // num_computations))
         self.tried: set[Policy] = set()
         self.listed: Candidate | None = None  # the best by list scheduling
 
