@@ -42,6 +42,7 @@ void bind_fluid(nb::module_ &m);
 void bind_strategies(nb::module_ &m);
 void bind_schedule(nb::module_ &m);
 void bind_pace(nb::module_ &m);
+void bind_pipeline(nb::module_ &m);
 void bind_shared_memory(nb::module_ &m);
 
 NB_MODULE(_native, m) {
@@ -57,5 +58,6 @@ NB_MODULE(_native, m) {
     bind_strategies(m);
     bind_schedule(m);
     bind_pace(m);
+    bind_pipeline(m);
     bind_shared_memory(m);
 }

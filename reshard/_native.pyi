@@ -197,3 +197,30 @@ def publish_number(words: Any, index: int, number: int) -> None:
 
 def wait_for_number(words: Any, index: int, number: int, seconds: float) -> bool:
     """Sleep until a counter reaches a number; return whether it has."""
+
+class PipelineModel:
+    def __init__(
+        self,
+        seconds: Any,
+        bytes: Any,
+        row: Any,
+        src: Any,
+        dst: Any,
+        channel_seconds: Any,
+        load_at: Any,
+        load_link: Any,
+        load_seconds: Any,
+        num_microbatches: int,
+    ) -> None: ...
+    def order(
+        self,
+        max_in_flight: Any,
+        row_bytes: Any,
+        splits: Any,
+        forward_first: bool,
+        weights_first: bool,
+        patience: float,
+        group: int,
+    ) -> list[list[int]]: ...
+    def makespan(self, rows: list[list[int]], recvs_ahead: int) -> float: ...
+    def peak_bytes(self, rows: list[list[int]]) -> list[float]: ...

@@ -13,11 +13,18 @@ from .schedules.auto import auto_schedule as auto_schedule
 from .schedules.classic import (
     eager_1f1b as eager_1f1b,
     gpipe as gpipe,
-    interleaved_1f1b as interleaved_1f1b,
     one_f_one_b as one_f_one_b,
     zb_h1 as zb_h1,
+    zb_h2 as zb_h2,
 )
+from .schedules.looped import (
+    interleaved_1f1b as interleaved_1f1b,
+    interleaved_zero_bubble as interleaved_zero_bubble,
+    looped_bfs as looped_bfs,
+)
+from .schedules.v_shaped import dualpipe_v as dualpipe_v, zb_v as zb_v
 from .simulation.dependencies import critical_path as critical_path
+from .simulation.lower_bound import LowerBound as LowerBound, find_lower_bound as find_lower_bound
 from .simulation.replay import simulate_schedule as simulate_schedule
 from .simulation.validate import check_schedule as check_schedule
 from .simulation.visualize import to_chrome_trace as to_chrome_trace, to_svg as to_svg

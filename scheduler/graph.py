@@ -283,6 +283,43 @@ def check_limit(memory_limit_bytes: object) -> None:
         )
 
 
+def check_limits(memory_limit_bytes: object, num_pp_ranks: int) -> tuple[float, ...]:
+    """The limit of each pp rank, from one number for all or a list. Raises ArgumentError if one is invalid."""
+    if not isinstance(memory_limit_bytes, Sequence) or isinstance(memory_limit_bytes, str):
+        check_limit(memory_limit_bytes)
+        return (memory_limit_bytes,) * num_pp_ranks  # type: ignore[return-value]  # check_limit accepts numbers only
+    if len(memory_limit_bytes) != num_pp_ranks:
+        raise ArgumentError(
+            f"memory_limit_bytes has {len(memory_limit_bytes)} limits; each of {num_pp_ranks} pp ranks needs one"
+        )
+    for limit in memory_limit_bytes:
+        check_limit(limit)
+    return tuple(memory_limit_bytes)
+
+
+def check_placement(pipeline: Pipeline, pp_rank_of_stage: object) -> tuple[int, ...]:
+    """The pp rank of each stage; None stands for one stage per pp rank. Raises ArgumentError if one is invalid."""
+    if pp_rank_of_stage is None:
+        return tuple(range(len(pipeline.stages)))
+    if not isinstance(pp_rank_of_stage, Sequence):
+        raise ArgumentError(
+            f"pp_rank_of_stage must be a list with the pp rank of each stage, not {brief(pp_rank_of_stage)}"
+        )
+    pp_ranks = tuple(pp_rank_of_stage)
+    if any(isinstance(pp_rank, bool) or not isinstance(pp_rank, int) for pp_rank in pp_ranks):
+        raise ArgumentError(f"pp ranks {brief(pp_ranks)} must be integers")
+    if (
+        len(pp_ranks) != len(pipeline.stages)
+        or max(pp_ranks) >= len(pp_ranks)
+        or set(pp_ranks) != set(range(max(pp_ranks) + 1))
+    ):
+        raise ArgumentError(
+            f"pp ranks {brief(list(pp_ranks))}: each of {len(pipeline.stages)} stages needs one, and pp ranks are "
+            "numbered from 0"
+        )
+    return pp_ranks
+
+
 def _check_cost(what: str, value: object, most: float = MAX_COST) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
         raise ArgumentError(f"{what} is {brief(value)}; it must be a number from 0 to {most:g}")

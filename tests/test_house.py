@@ -232,12 +232,19 @@ def test_planning_needs_no_torch():
 def test_the_stub_of_the_native_module_names_its_parameters():
     from reshard import _native
 
-    stub = ast.parse((ROOT / "reshard" / "_native.pyi").read_text())
-    declared = {
-        node.name: [arg.arg for arg in node.args.args] for node in stub.body if isinstance(node, ast.FunctionDef)
-    }
-    made = {name: getattr(_native, name) for name in dir(_native) if not name.startswith("_")}
-    found = {name: re.findall(r"(\w+): ", function.__nb_signature__[0][0]) for name, function in made.items()}
+    declared, found = {}, {}
+    for node in ast.parse((ROOT / "reshard" / "_native.pyi").read_text()).body:
+        for item in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(item, ast.FunctionDef):
+                names = [arg.arg for arg in item.args.args if arg.arg != "self"]
+                declared[f"{node.name}.{item.name}" if item is not node else item.name] = names
+    for name, made in vars(_native).items():
+        if name.startswith("_"):
+            continue
+        parts = {f"{name}.{key}": item for key, item in vars(made).items()} if isinstance(made, type) else {name: made}
+        for key, item in parts.items():
+            if hasattr(item, "__nb_signature__"):
+                found[key] = re.findall(r"(\w+): ", item.__nb_signature__[0][0])
     assert found == declared
 
 

@@ -19,12 +19,17 @@ from reshard.planner import NO_RANK, PlanProblem, make_plan, plan_tensors
 from reshard.planner.multicast.classes import Classes, group_rows
 from reshard.planner.strategies.problem import INSIDE_WINDOW, WINDOW
 from reshard.runtime.byte_runs import copy_runs
+from reshard.scheduler import Pipeline, auto_schedule, simulate_schedule
+from reshard.scheduler.ir.communication import add_transfers
+from reshard.scheduler.schedules.list_scheduling import Policy
+from reshard.scheduler.schedules.orders import OrderModel
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.topology import Topology
 from tests.reference.byte_runs import copy_runs_python
 from tests.reference.exchange import direct_loads_python, number_rows_python, rotate_python
 from tests.reference.fluid import flow_python
 from tests.reference.in_turn import seconds_in_turn_python
+from tests.reference.list_scheduling import order_greedily
 
 
 def _median_seconds(function: Callable[[], object], repeats: int = 15) -> float:
@@ -114,6 +119,34 @@ def _direct_loads(problem: PlanProblem) -> tuple[Callable[[], object], Callable[
     return lambda: _native.add_direct_loads(*inputs, *loads), lambda: direct_loads_python(problem)
 
 
+def pipelines() -> None:
+    """Time list scheduling and the makespan of its order, and ``auto_schedule``: CPU seconds."""
+    print("schedules                 native    python speed-up, auto_schedule")
+    for num_stages, num_microbatches in track(((4, 16), (16, 64), (64, 256)), "pipelines"):
+        pipeline = Pipeline.of_costs(
+            [1.0 + s / 100 for s in range(num_stages)], [2.0] * num_stages, [0.25] * (num_stages - 1)
+        )
+        model, rows = OrderModel(pipeline, range(num_stages), num_microbatches), range(num_stages)
+        policy = Policy((num_microbatches,) * num_stages, (num_stages,) * num_stages, (True,) * num_stages)
+        begun = time.process_time()
+        order = order_greedily(pipeline, num_microbatches, rows, policy)
+        simulate_schedule(add_transfers("listed", order, pipeline, rows, num_microbatches), pipeline)
+        listed = time.process_time()
+        found = model.order(policy)
+        assert found is not None
+        model.makespan_seconds(found)
+        native = time.process_time()
+        assert model.actions(found) == order
+        compared = time.process_time()
+        auto_schedule(pipeline, num_microbatches)
+        done = time.process_time()
+        title = f"{num_stages:3} stages {num_microbatches:4} microbatches"
+        print_line(
+            f"{title} {1e3 * (native - listed):6.1f} ms {1e3 * (listed - begun):6.0f} ms "
+            f"{(listed - begun) / (native - listed):6.1f} {done - compared:6.2f} s"
+        )
+
+
 def geometry() -> None:
     """Time the unit tasks of R S01 R -> S01 R R, where every source rank sends to every destination rank."""
     print("unit tasks of R S01 R -> S01 R R")
@@ -141,4 +174,5 @@ def run(options: argparse.Namespace) -> None:
     copies()
     simulator()
     exchanges()
+    pipelines()
     geometry()

@@ -56,9 +56,12 @@ class Action:
 
     ``other`` is the stage at the other end of a transfer. Transfers run in the background: a pp rank never waits for a
     send. It waits for a receive before the computation that needs the data. If ``blocks`` is set, the pp rank waits for
-    the transfer immediately; such a transfer starts when both ends are posted.
+    the transfer immediately; such a transfer starts when both ends are posted. If ``overlaps`` is set, an engine may
+    compute this forward together with the next computation of the pp rank, a backward; it may also compute one after
+    the other.
 
-    The text form is ``0F3``, ``0SEND_F3>1`` or ``1RECV_F3<0``, followed by ``!`` if it blocks.
+    The text form is ``0F3``, ``0SEND_F3>1`` or ``1RECV_F3<0``, followed by ``!`` if it blocks, and by ``&`` if it
+    overlaps the next computation.
     """
 
     kind: Kind
@@ -66,12 +69,13 @@ class Action:
     microbatch: int
     other: int | None = None
     blocks: bool = False
+    overlaps: bool = False
 
     def __str__(self) -> str:
         text = f"{self.stage}{self.kind}{self.microbatch}"
         if self.other is not None:
             text += f"{'>' if self.kind.is_send else '<'}{self.other}"
-        return text + "!" * self.blocks
+        return text + "!" * self.blocks + "&" * self.overlaps
 
     def __post_init__(self) -> None:
         if not isinstance(self.kind, Kind):

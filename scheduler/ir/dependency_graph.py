@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..graph import Pipeline
@@ -46,7 +47,7 @@ def build_dependency_graph(rank_actions: Sequence[Sequence[Action]], pipeline: P
 
 
 def _node_of(action: Action) -> Node:
-    return (action.channel, action.microbatch) if action.kind.is_transfer else action
+    return (action.channel, action.microbatch) if action.kind.is_transfer else replace(action, overlaps=False)
 
 
 def _add_node(graph: nx.DiGraph, action: Action, pp_rank: int, pipeline: Pipeline) -> None:

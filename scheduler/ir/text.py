@@ -13,6 +13,8 @@ import csv
 import io
 import re
 from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
 
 from reshard.arguments import check_arguments
 from reshard.errors import ScheduleError
@@ -28,7 +30,7 @@ _HEADER = re.compile(
 )
 _ACTION = re.compile(
     r"(?P<stage>\d{1,5})(?P<kind>SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(?P<microbatch>\d{1,7})"
-    r"(?:(?P<arrow>[<>])(?P<other>\d{1,5}))?(?P<blocks>!)?",
+    r"(?:(?P<arrow>[<>])(?P<other>\d{1,5}))?(?P<blocks>!)?(?P<overlaps>&)?",
     re.ASCII,
 )
 
@@ -98,8 +100,12 @@ def parse_action(word: str) -> Action:
         )
     if kind.is_transfer and (match["arrow"] == ">") != kind.is_send:
         raise ScheduleError(f"{word!r}: a send takes '>' before the other stage, a receive '<'")
+    if match["overlaps"] and kind is not Kind.F:
+        raise ScheduleError(f"{word!r}: only a forward can overlap the computation after it")
     other = None if match["other"] is None else int(match["other"])
-    return Action(kind, int(match["stage"]), int(match["microbatch"]), other, bool(match["blocks"]))
+    return Action(
+        kind, int(match["stage"]), int(match["microbatch"]), other, bool(match["blocks"]), bool(match["overlaps"])
+    )
 
 
 @check_arguments()
@@ -142,8 +148,27 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
                             written.append(recvs.popleft())
                         written.append(recvs.popleft())
             written.append(action)
-        writer.writerow(f"{action.stage}{action.kind}{action.microbatch}" for action in written)
+        writer.writerow(_torch_cells(written))
     return out.getvalue()
+
+
+def _torch_cells(actions: Sequence[Action]) -> list[str]:
+    """The cells of a pp rank: a forward and the backward that it overlaps are one cell, ``(0F3;1B2)OVERLAP_F_B``.
+
+    A transfer between the two, which the backward may wait for, comes before the cell.
+    """
+    cells: list[str] = []
+    forward: Action | None = None  # it overlaps the next computation
+    for action in actions:
+        cell = f"{action.stage}{action.kind}{action.microbatch}"
+        if action.overlaps:
+            forward = action
+        elif forward is not None and not action.kind.is_transfer:
+            cells.append(f"({forward.stage}{forward.kind}{forward.microbatch};{cell})OVERLAP_F_B")
+            forward = None
+        else:
+            cells.append(cell)
+    return cells
 
 
 @check_arguments()
@@ -169,7 +194,9 @@ def from_torch_csv(text: str, pipeline: Pipeline, name: str = "torch") -> Schedu
         words = [cell.strip() for cell in cells]
         if not any(words):
             raise ScheduleError(f"pp rank {pp_rank} is empty; each pp rank must compute a stage")
-        rank_actions.append([_from_torch(word) for word in words if word and not _TORCH_SKIPPED.fullmatch(word)])
+        rank_actions.append(
+            [action for word in words if word and not _TORCH_SKIPPED.fullmatch(word) for action in _from_torch(word)]
+        )
         if not rank_actions[-1]:
             raise ScheduleError(f"pp rank {pp_rank} has no computation or transfer of a stage")
         if sum(map(len, rank_actions)) > MAX_ACTIONS:
@@ -201,7 +228,19 @@ _TORCH_SKIPPED = re.compile(r"\d{1,5}(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_S
 _TORCH = re.compile(r"(\d{1,5})(SEND_F|RECV_F|SEND_B|RECV_B|F|B|I|W)(\d{1,7})")
 
 
-def _from_torch(cell: str) -> Action:
+_TORCH_OVERLAP = re.compile(r"\((\d{1,5}F\d{1,7});(\d{1,5}[BI]\d{1,7})\)OVERLAP_F_B")
+
+
+def _from_torch(cell: str) -> list[Action]:
+    """The actions of a cell: two if it is a forward that overlaps a backward."""
+    overlap = _TORCH_OVERLAP.fullmatch(cell)
+    if overlap is not None:
+        forward, backward = (_one_from_torch(part) for part in overlap.groups())
+        return [replace(forward, overlaps=True), backward]
+    return [_one_from_torch(cell)]
+
+
+def _one_from_torch(cell: str) -> Action:
     match = _TORCH.fullmatch(cell)
     if match is None:
         raise ScheduleError(f"{cell[:40]!r} is not a supported action of torch's CSV, such as 0F3, 1SEND_B2 or 1W4")

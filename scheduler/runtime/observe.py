@@ -226,7 +226,7 @@ def _to_json(own: _RankTimes) -> list[Any]:
 
 def _from_json(data: Any) -> _RankTimes:
     pp_rank, actions, transfers, boot, now = data
-    records = [ActionRecord(Action(Kind(kind), *rest[:4]), *rest[4:]) for kind, *rest in actions]
+    records = [ActionRecord(Action(Kind(kind), *rest[:-3]), *rest[-3:]) for kind, *rest in actions]
     return pp_rank, records, [(StageChannel(*entry[:3]), *entry[3:]) for entry in transfers], boot, now
 
 

@@ -1,67 +1,90 @@
-"""``auto_schedule``: a search over microbatches in flight and split backwards, within a memory limit."""
+"""``auto_schedule``: a search over known schedules and list scheduling, within a memory limit of each pp rank."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.formatting import brief
 
-from ..graph import Pipeline, check_limit
-from ..ir.actions import Action, Kind
-from ..ir.communication import add_transfers, computations
+from ..graph import Pipeline, check_limits, check_placement
+from ..ir.communication import add_transfers
 from ..ir.schedule import Schedule
-from ..simulation.replay import simulate_schedule
-from .classic import check_microbatches, eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
-from .list_scheduling import Policy, order_greedily
+from ..simulation.lower_bound import find_lower_bound
+from .classic import check_microbatches
+from .list_scheduling import Policy
+from .orders import Order, OrderModel
+from .registry import known_orders
 
 NAME = "auto_schedule"
 #: Share of the makespan given up to save memory. Keeping more activations slows real computations by more than this.
 SLACK = 0.003
 #: Makespans whose relative difference is smaller count as equal. Memory, then the number of actions, breaks the tie.
 _SAME = 1e-9
+#: Ratio of neighbouring memory levels at most, in addition to the levels of the known schedules.
+_LEVEL_RATIO = 1.5
+#: Up to this many microbatches of the smallest stage, each is a level.
+_FINE_LEVELS = 24
+#: Computations that the search of one level may order in all, and the least and the most orders that it tries.
+_COMPUTATIONS, _MIN_TRIES, _MAX_TRIES = 400_000, 24, 400
 
 
 @dataclass(frozen=True)
-class _Candidate:
-    schedule: Schedule
-    policy: Policy | None  # None for a known schedule
+class Candidate:
+    """An order of computations, as simulated.
+
+    Attributes:
+        order: computations of each pp rank.
+        policy: policy of list scheduling that made it; None for a known schedule.
+        seconds: makespan.
+        peak_bytes: peak bytes of all pp ranks together.
+        num_actions: number of computations.
+    """
+
+    order: Order
+    policy: Policy | None
     seconds: float
-    peak_bytes: int
+    peak_bytes: float
     num_actions: int
 
-    def beats(self, other: _Candidate | None, allowed_seconds: float) -> bool:
-        """Whether it is faster or, if both are fast enough or equally fast, uses less memory or fewer actions."""
-        if other is None:
-            return True
-        both_fast_enough = max(self.seconds, other.seconds) <= allowed_seconds
-        if not both_fast_enough and abs(self.seconds - other.seconds) > _SAME * other.seconds:
+    def is_better(self, other: Candidate) -> bool:
+        """Whether it is faster or, if both are equally fast, uses less memory or fewer actions."""
+        if abs(self.seconds - other.seconds) > _SAME * other.seconds:
             return self.seconds < other.seconds
         return (self.peak_bytes, self.num_actions) < (other.peak_bytes, other.num_actions)
+
+
+def best(candidates: Iterable[Candidate]) -> Candidate | None:
+    """The best of some candidates; the first of equal ones."""
+    found: Candidate | None = None
+    for candidate in candidates:
+        if found is None or candidate.is_better(found):
+            found = candidate
+    return found
 
 
 def auto_schedule(
     pipeline: Pipeline,
     num_microbatches: int,
     *,
-    memory_limit_bytes: int | None = None,
+    memory_limit_bytes: float | Sequence[float] | None = None,
     pp_rank_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> Schedule:
     """Search for the fastest schedule by :func:`simulate_schedule`. Gives up at most 0.3 % of its speed to save memory.
 
-    To stay busy, a stage needs as many microbatches in flight as the slowest stage or link processes between the
-    stage's forward and its backward, transfers included. The search starts from these depths and runs list scheduling
-    under several policies, with whole and with split backwards. It then lowers depths and joins split backwards where
-    that costs nothing. Schedules of :mod:`~reshard.scheduler.schedules.classic` within the same depths are candidates.
+    Candidates are the known schedules of the placement, and list scheduling under many policies: a pp rank begins a
+    forward if its stages together have the memory for it. It is at least as fast as every known schedule that keeps no
+    more on any pp rank. A larger limit for all pp ranks never makes it slower.
 
     Args:
         pipeline, num_microbatches: what to schedule.
-        memory_limit_bytes: limit of the activations that a device keeps at once. Default: a stage keeps no more
-            microbatches in flight than its communication needs; without communication, those of 1F1B.
+        memory_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank.
+            Default: each pp rank may keep what the fullest one keeps if each stage has as many microbatches in flight
+            as under 1F1B, or as hide its communication if that is more.
         pp_rank_of_stage: pp rank that computes each stage; default: one stage per pp rank.
         can_split: whether a backward may be split into an input-gradient pass and a weight-gradient pass.
 
@@ -70,220 +93,249 @@ def auto_schedule(
         ScheduleError: a single microbatch in flight exceeds the memory limit.
     """
     check_microbatches(pipeline, num_microbatches)
-    if memory_limit_bytes is not None:
-        check_limit(memory_limit_bytes)
-    if pp_rank_of_stage is not None and not isinstance(pp_rank_of_stage, Sequence):
-        raise ArgumentError(
-            f"pp_rank_of_stage must be a list with the pp rank of each stage, not {brief(pp_rank_of_stage)}"
-        )
     if not isinstance(can_split, bool):
         raise ArgumentError(f"can_split is {brief(can_split)}; it must be True or False")
-    pp_ranks = tuple(range(len(pipeline.stages))) if pp_rank_of_stage is None else tuple(pp_rank_of_stage)
-    if any(isinstance(pp_rank, bool) or not isinstance(pp_rank, int) for pp_rank in pp_ranks):
-        raise ArgumentError(f"pp ranks {brief(pp_ranks)} must be integers")
-    if (
-        len(pp_ranks) != len(pipeline.stages)
-        or max(pp_ranks) >= len(pp_ranks)
-        or set(pp_ranks) != set(range(max(pp_ranks) + 1))
-    ):
-        raise ArgumentError(
-            f"pp ranks {brief(list(pp_ranks))}: each of {len(pipeline.stages)} stages needs one, and pp ranks are "
-            "numbered from 0"
-        )
-    depths_tried = [tuple(min(d, num_microbatches) for d in depths) for depths in _depths(pipeline)]
-    most = depths_tried[-1] if memory_limit_bytes is None else (num_microbatches,) * len(pp_ranks)
-    if memory_limit_bytes is not None:
-        depths_tried += [tuple(min(d + 1, num_microbatches) for d in depths) for depths in depths_tried] + [most]
-    search = _Search(pipeline, num_microbatches, pp_ranks, memory_limit_bytes, most)
-    for schedule in _known(pipeline, num_microbatches, pp_ranks, can_split):
-        search.consider(schedule, None)
-    if memory_limit_bytes is not None:  # so that a generous limit never gives a slower schedule than no limit
-        default = auto_schedule(pipeline, num_microbatches, pp_rank_of_stage=pp_rank_of_stage, can_split=can_split)
-        search.consider(default, None)
-    for depths in depths_tried:
-        for policy in _policies(depths, can_split):
-            search.try_policy(policy)
-    if search.best is None:
-        limit = math.inf if memory_limit_bytes is None else memory_limit_bytes
+    pp_ranks = check_placement(pipeline, pp_rank_of_stage)
+    limits = None if memory_limit_bytes is None else check_limits(memory_limit_bytes, max(pp_ranks) + 1)
+    search = _Search(pipeline, num_microbatches, pp_ranks, can_split, limits)
+    found = search.run()
+    if found is None:
+        assert limits is not None
         raise ScheduleError(
-            f"no schedule was found that keeps at most {limit:,} bytes of activations; one "
+            f"no schedule was found that keeps at most {_limit_text(limits)} bytes of activations; one "
             f"microbatch takes {max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
-    search.improve()
-    search.trade_time_for_memory()
-    search.join_backwards()
-    return replace(search.best.schedule, name=NAME)
+    return add_transfers(NAME, search.model.actions(found.order), pipeline, pp_ranks, num_microbatches)
+
+
+def _limit_text(limits: tuple[float, ...]) -> str:
+    return f"{limits[0]:,}" if len(set(limits)) == 1 else brief(list(limits))
 
 
 class _Search:
+    """A search at levels of memory that depend on the pipeline only, not on the limit.
+
+    The search of a level sees no other level. So the levels within a larger limit include those within a smaller one,
+    and a larger limit never gives a slower schedule.
+    """
+
     def __init__(
         self,
         pipeline: Pipeline,
         num_microbatches: int,
         pp_ranks: tuple[int, ...],
-        memory_limit_bytes: int | None,
-        max_in_flight: tuple[int, ...],
+        can_split: bool,
+        limits: tuple[float, ...] | None,
     ) -> None:
-        self.pipeline, self.num, self.pp_ranks = pipeline, num_microbatches, pp_ranks
-        self.limit, self.most = memory_limit_bytes, max_in_flight
-        self.best: _Candidate | None = None
-        self.tried: dict[Policy, _Candidate | None] = {}
-        self.known_seconds = math.inf  # makespan of the fastest known schedule that fits
-        self.allowed_seconds = 0.0  # makespans up to this are fast enough
+        self.pipeline, self.num, self.pp_ranks, self.can_split = pipeline, num_microbatches, pp_ranks, can_split
+        self.num_pp_ranks = max(pp_ranks) + 1
+        self.model = OrderModel(pipeline, pp_ranks, num_microbatches)
+        self.bytes_of = [stage.activation_bytes for stage in pipeline.stages]
+        self.known = list(self.measure_known())
+        self.limits = (self.default_bytes(),) * self.num_pp_ranks if limits is None else limits
 
-    def consider(self, schedule: Schedule, policy: Policy | None) -> bool:
-        """Keep a schedule if it is the best so far. Returns whether it is."""
-        found = self.measure(schedule, policy)
-        if found is not None and policy is None:
-            self.known_seconds = min(self.known_seconds, found.seconds)
-        return self.keep_best(found)
+    def run(self) -> Candidate | None:
+        """The best candidate of the lowest level that is fast enough."""
+        levels = self.levels()
+        top = max(self.limits)
+        within = [level for level in levels if level <= top]
+        if len(set(self.limits)) > 1 and top not in within:
+            within.append(top)
+        found: dict[float, Candidate] = {}  # the best of each level
+        fastest, fastest_known = math.inf, math.inf
+        for level in reversed(within):
+            limits = tuple(min(limit, level) for limit in self.limits)
+            bound = find_lower_bound(
+                self.pipeline,
+                self.num,
+                memory_limit_bytes=limits,
+                pp_rank_of_stage=self.pp_ranks,
+                can_split=self.can_split,
+            )
+            if bound.seconds > min(fastest * (1 + SLACK), fastest_known) * (1 + _SAME):
+                break  # bounds of lower levels are not smaller
+            known = [candidate for candidate, peaks in self.known if _fits(peaks, limits)]
+            fastest_known = min([fastest_known, *(candidate.seconds for candidate in known)])
+            candidate = _LevelSearch(self, limits, known, bound.seconds).run()
+            if candidate is not None:
+                found[level] = candidate
+                fastest = min(fastest, candidate.seconds)
+        if not found:
+            return None
+        allowed = max(fastest, min(fastest * (1 + SLACK), fastest_known)) * (1 + _SAME)
+        lowest = min(level for level, candidate in found.items() if candidate.seconds <= allowed)
+        return self.join_backwards(found[lowest])
 
-    def keep_best(self, found: _Candidate | None) -> bool:
-        if found is None or not found.beats(self.best, self.allowed_seconds):
-            return False
-        self.best = found
-        return True
+    def measure_known(self) -> Iterator[tuple[Candidate, list[float]]]:
+        """The known schedules of the placement that do not deadlock, each with the peak bytes of each pp rank."""
+        for _, rank_actions in known_orders(self.pp_ranks, self.num, can_split=self.can_split):
+            order = self.model.numbers(rank_actions)
+            candidate = self.measure(order, None)
+            if candidate is not None:
+                yield candidate, self.model.peak_bytes(order)
 
-    def measure(self, schedule: Schedule, policy: Policy | None) -> _Candidate | None:
-        """A candidate, or None if the schedule keeps too much in flight or deadlocks."""
-        peaks = schedule.peak_bytes(self.pipeline)
-        if self.limit is not None and max(peaks) > self.limit:
+    def measure(self, order: Order, policy: Policy | None) -> Candidate | None:
+        """A candidate; None if its order deadlocks."""
+        seconds = self.model.makespan_seconds(order)
+        if seconds == math.inf:
             return None
-        if any(depth > most for depth, most in zip(schedule.in_flight, self.most, strict=True)):
-            return None
-        try:
-            seconds = simulate_schedule(schedule, self.pipeline).makespan_seconds
-        except ScheduleError:
-            return None
-        return _Candidate(schedule, policy, seconds, sum(peaks), sum(map(len, schedule.rank_actions)))
+        return Candidate(order, policy, seconds, sum(self.model.peak_bytes(order)), sum(map(len, order)))
+
+    def default_bytes(self) -> float:
+        """Bytes that each pp rank may keep if no limit is given; see :func:`auto_schedule`."""
+        num = len(self.pp_ranks)
+        depths = [max(num - stage, depth) for stage, depth in enumerate(find_depths(self.pipeline)[-1])]
+        return max(self.bytes_by_pp_rank(depths))
+
+    def bytes_by_pp_rank(self, depths: Sequence[int]) -> list[float]:
+        """Bytes of each pp rank with some microbatches in flight on each stage."""
+        sums = [0.0] * self.num_pp_ranks
+        for pp_rank, depth, size in zip(self.pp_ranks, depths, self.bytes_of, strict=True):
+            sums[pp_rank] += min(depth, self.num) * size
+        return sums
+
+    def levels(self) -> list[float]:
+        """Levels of memory, ascending: those of the known schedules, the default, and some in between."""
+        num = len(self.pp_ranks)
+        least, most = max(self.bytes_by_pp_rank([1] * num)), max(self.bytes_by_pp_rank([self.num] * num))
+        levels = {least, most, self.default_bytes(), *(max(peaks) for _, peaks in self.known)}
+        levels |= {max(self.bytes_of)}  # one stage of a pp rank at a time, which some placements need not exceed
+        unit = min((size for size in self.bytes_of if size), default=1)
+        if most / unit <= _FINE_LEVELS:
+            levels |= {nth * unit for nth in range(1, int(most / unit))}
+        ascending = sorted(level for level in levels if level <= most)
+        for low, high in itertools.pairwise(list(ascending)):
+            steps = math.ceil(math.log(high / low) / math.log(_LEVEL_RATIO) - 1e-9) if low else 1
+            ascending += [low * (high / low) ** (step / steps) for step in range(1, steps)]
+        return sorted(ascending)
+
+    def join_backwards(self, candidate: Candidate) -> Candidate:
+        """Merge adjacent I and W passes of the first microbatches into B on each pp rank, if that shortens the step."""
+        for pp_rank in range(self.num_pp_ranks):
+            good, bad, tried = 0, self.num + 1, self.num  # bisection over the number of microbatches
+            while good < tried < bad:
+                order = list(candidate.order)
+                order[pp_rank] = join(order[pp_rank], tried, len(self.pp_ranks))
+                joined = candidate if order == candidate.order else self.measure(order, candidate.policy)
+                if joined is candidate or (joined is not None and joined.is_better(candidate)):
+                    candidate, good = joined, tried
+                else:
+                    bad = tried
+                tried = (good + bad) // 2
+        return candidate
+
+
+def _fits(peaks: Sequence[float], limits: Sequence[float]) -> bool:
+    return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
+
+
+class _LevelSearch:
+    """The search within one limit of each pp rank."""
+
+    def __init__(
+        self, search: _Search, limits: tuple[float, ...], known: Sequence[Candidate], bound_seconds: float
+    ) -> None:
+        self.search, self.limits, self.known = search, limits, known
+        self.enough_seconds = bound_seconds * (1 + _SAME)
+        num_computations = 3 * search.num * len(search.pp_ranks)
+        self.tries_left = min(_MAX_TRIES, max(_MIN_TRIES, _COMPUTATIONS // num_computations))
+        self.tried: set[Policy] = set()
+        self.listed: Candidate | None = None  # the best by list scheduling
+
+    def run(self) -> Candidate | None:
+        """The best candidate; None if there is none."""
+        for policy in self.policies():
+            self.try_policy(policy)
+        self.improve()
+        return best(self.known if self.listed is None else [*self.known, self.listed])
 
     def try_policy(self, policy: Policy) -> bool:
-        """Keep the schedule of a policy if it is the best so far. Returns whether it is."""
-        policy = replace(policy, max_in_flight=self.within_limit(policy.max_in_flight))
-        if policy not in self.tried:
-            self.tried[policy] = self.run_policy(policy)
-        return self.keep_best(self.tried[policy])
+        """Keep the order of a policy if it is the best so far. Returns whether it is."""
+        if policy in self.tried or self.tries_left <= 0 or self.is_optimal:
+            return False
+        self.tried.add(policy)
+        self.tries_left -= 1
+        order = self.search.model.order(policy)
+        candidate = None if order is None else self.search.measure(order, policy)
+        if candidate is None or (self.listed is not None and not candidate.is_better(self.listed)):
+            return False
+        self.listed = candidate
+        return True
 
-    def run_policy(self, policy: Policy) -> _Candidate | None:
-        if min(policy.max_in_flight) < 1:
-            return None
-        order = order_greedily(self.pipeline, self.num, self.pp_ranks, policy)
-        if sum(map(len, order)) != sum(3 if split else 2 for split in policy.splits) * self.num:
-            return None  # deadlock: a pp rank's microbatches in flight all wait for another stage of the same pp rank
-        return self.measure(add_transfers(NAME, order, self.pipeline, self.pp_ranks, self.num), policy)
+    @property
+    def is_optimal(self) -> bool:
+        """Whether the best by list scheduling is as fast as the lower bound."""
+        return self.listed is not None and self.listed.seconds <= self.enough_seconds
 
-    def within_limit(self, depths: tuple[int, ...]) -> tuple[int, ...]:
-        """Depths lowered until the activations of every pp rank fit the limit, starting with the deepest stage of a pp
-        rank.
-        """
-        if self.limit is None:
-            return depths
-        lowered = list(depths)
-        for pp_rank in set(self.pp_ranks):
-            stages = [stage for stage, of_stage in enumerate(self.pp_ranks) if of_stage == pp_rank]
-            sizes = [self.pipeline.stages[stage].activation_bytes for stage in stages]
-            while sum(lowered[s] * size for s, size in zip(stages, sizes, strict=True)) > self.limit:
-                deepest = max(stages, key=lambda s: lowered[s])
-                if lowered[deepest] < 1:
-                    break
-                lowered[deepest] -= 1
-        return tuple(lowered)
+    def policies(self) -> Iterator[Policy]:
+        """Policies with all choices, the most promising first."""
+        num, count = len(self.search.pp_ranks), self.search.num
+        everything = (count,) * num
+        depths = [tuple(min(depth, count) for depth in item) for item in find_depths(self.search.pipeline)]
+        groups = (0,) if num == self.search.num_pp_ranks else (0, self.search.num_pp_ranks)
+        splits = ((True,) * num, (False,) * num) if self.search.can_split else ((False,) * num,)
+        for max_in_flight in dict.fromkeys([everything, *reversed(depths)]):
+            for split, group in itertools.product(splits, groups):
+                base = Policy(max_in_flight, self.limits, split, group=group)
+                if not split[0]:
+                    yield from (replace(base, forward_first=first) for first in (False, True))
+                    continue
+                for patience, weights_first, forward_first in itertools.product(
+                    (0.0, 0.5, 1.0), (False, True), (False, True)
+                ):
+                    yield replace(base, patience=patience, weights_first=weights_first, forward_first=forward_first)
 
     def improve(self) -> None:
         """Hill climbing: apply changes of the policy while one gives a better schedule."""
         improved = True
-        while improved and self.best is not None and self.best.policy is not None:
-            improved = False
-            for change in self.changes(self.best.policy):
-                if self.try_policy(change):
-                    improved = True
-                    break
+        while improved and self.tries_left > 0 and self.listed is not None:
+            improved = any(self.try_policy(change) for change in self.changes(self.listed))
 
-    def trade_time_for_memory(self) -> None:
-        """Save memory at the cost of a little time, but stay as fast as the known schedules."""
-        assert self.best is not None
-        fastest = self.best.seconds
-        self.allowed_seconds = max(fastest, min(fastest * (1 + SLACK), self.known_seconds)) * (1 + _SAME)
-        self.improve()
-
-    def join_backwards(self) -> None:
-        """Merge adjacent I and W passes of the first microbatches into B on each pp rank, if that shortens the step."""
-        assert self.best is not None
-        for pp_rank in range(len(self.best.schedule.rank_actions)):
-            best, worse = 0, self.num + 1  # bisection over the number of microbatches
-            tried = self.num
-            while best < tried < worse:
-                before = self.best.schedule
-                rank_actions = computations(before)
-                rank_actions[pp_rank] = _join(rank_actions[pp_rank], tried)
-                joined = add_transfers(NAME, rank_actions, self.pipeline, self.pp_ranks, self.num)
-                if joined.rank_actions == before.rank_actions or self.consider(joined, self.best.policy):
-                    best = tried
-                else:
-                    worse = tried
-                tried = (best + worse) // 2
-
-    def changes(self, policy: Policy) -> Iterable[Policy]:
+    def changes(self, candidate: Candidate) -> Iterator[Policy]:
         """Policies with the depth of one stage changed by one, or its backward not split."""
-        for stage in range(len(self.pp_ranks)):
-            for step in (-1, 1):
-                depths = list(policy.max_in_flight)
-                depths[stage] += step
-                if 1 <= depths[stage] <= self.most[stage]:
-                    yield replace(policy, max_in_flight=tuple(depths))
+        policy = candidate.policy
+        assert policy is not None
+        reached = in_flight(candidate.order, len(self.search.pp_ranks))
+        for stage, depth in enumerate(reached):
+            for changed in (depth - 1, depth + 1):
+                if 1 <= changed <= self.search.num:
+                    depths = (*reached[:stage], changed, *reached[stage + 1 :])
+                    yield replace(policy, max_in_flight=depths)
             if policy.splits[stage]:
                 whole = tuple(split and other != stage for other, split in enumerate(policy.splits))
                 yield replace(policy, splits=whole)
 
 
-def _join(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
+def in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
+    """For each stage, the most microbatches in flight."""
+    now, most = [0] * num_stages, [0] * num_stages
+    for codes in order:
+        for code in codes:
+            stage, change = (code >> 2) % num_stages, (1, -1, 0, -1)[code & 3]
+            now[stage] += change
+            most[stage] = max(most[stage], now[stage])
+    return tuple(most)
+
+
+def join(codes: Sequence[int], num_microbatches: int, num_stages: int) -> list[int]:
     """Replace adjacent input-gradient and weight-gradient passes by whole backwards, for the first microbatches."""
-    joined: list[Action] = []
-    for action in actions:
-        before = joined[-1] if joined else None
-        is_adjacent = action.kind is Kind.W and before == replace(action, kind=Kind.I)
-        if is_adjacent and action.microbatch < num_microbatches:
-            joined[-1] = replace(action, kind=Kind.B)
+    joined: list[int] = []
+    for code in codes:
+        if code & 3 == 3 and joined and joined[-1] == code - 1 and (code >> 2) // num_stages < num_microbatches:
+            joined[-1] = code - 2
         else:
-            joined.append(action)
+            joined.append(code)
     return joined
 
 
-def _known(pipeline: Pipeline, num_microbatches: int, pp_ranks: tuple[int, ...], can_split: bool) -> Iterable[Schedule]:
-    """Known schedules that suit the assignment of stages to pp ranks."""
-    num = len(pp_ranks)
-    if sorted(pp_ranks) == list(range(num)):  # one stage per pp rank, in any order
-        builders: list[Callable[[Pipeline, int], Schedule]] = [one_f_one_b, eager_1f1b, gpipe]
-        for build in [*builders, zb_h1] if can_split else builders:
-            made = build(pipeline, num_microbatches)
-            yield replace(
-                made,
-                rank_actions=tuple(made.rank_actions[pp_ranks.index(pp_rank)] for pp_rank in range(num)),
-                pp_rank_of_stage=pp_ranks,
-            )
-    num_pp_ranks = max(pp_ranks) + 1
-    is_interleaved = num > num_pp_ranks and pp_ranks == tuple(stage % num_pp_ranks for stage in range(num))
-    if is_interleaved and num % num_pp_ranks == 0 and num_microbatches % num_pp_ranks == 0:
-        yield interleaved_1f1b(pipeline, num_microbatches, num_pp_ranks)
-
-
-def _policies(depths: tuple[int, ...], can_split: bool) -> Iterable[Policy]:
-    num = len(depths)
-    yield Policy(depths, (False,) * num)
-    yield Policy(depths, (False,) * num, forward_first=True)
-    if can_split:
-        for forward_first, weights_first, patience in itertools.product((False, True), (False, True), (0.0, 0.5, 1.0)):
-            yield Policy(depths, (True,) * num, forward_first, weights_first, patience)
-
-
-def _depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
+def find_depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
     """Microbatches in flight that each stage needs: the least by its round trip, and the number by the rule below.
 
     The rule: an edge hides its transfers if its source has k forwards more in flight than its destination, and the
     stages need as long for k - 1 microbatches as the two transfers take.
     """
     stages, num = pipeline.stages, len(pipeline.stages)
-    pace = max([stage.forward_seconds + stage.backward_seconds for stage in stages] + _link_seconds(pipeline))
+    pace = max([stage.forward_seconds + stage.backward_seconds for stage in stages] + link_seconds(pipeline))
     round_trip = [0.0] * num  # from the start of a stage's forward to the end of its backward
     by_rule = [1] * num
     for s in reversed(range(num)):
@@ -298,7 +350,7 @@ def _depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
     return [tuple(exact), tuple(by_rule)]
 
 
-def _link_seconds(pipeline: Pipeline) -> list[float]:
+def link_seconds(pipeline: Pipeline) -> list[float]:
     """How long one microbatch keeps each channel and each shared link busy."""
     busy: dict[str, float] = {}
     alone: list[float] = []

@@ -1,4 +1,4 @@
-"""Builders of well-known schedules."""
+"""Builders for one stage per pp rank, in the order of the stages."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from ..graph import Pipeline, check_pipeline
 from ..ir.actions import Action, Kind
 from ..ir.communication import add_transfers
 from ..ir.schedule import MAX_ACTIONS, Schedule
+from .phases import alternate
 
 
 def gpipe(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -39,52 +40,7 @@ def eager_1f1b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     of Model Parallelism" (Zhuang et al., 2023).
     """
     check_microbatches(pipeline, num_microbatches)
-    num = len(pipeline.stages)
-    return from_warmups("eager-1f1b", pipeline, num_microbatches, [2 * (num - i) - 1 for i in range(num)])
-
-
-def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
-    """Interleaved 1F1B: pp rank r computes stages r, r + num_pp_ranks, r + 2 * num_pp_ranks, ...
-
-    Source: Megatron-LM (Narayanan et al., 2021).
-
-    Raises:
-        ArgumentError: ``num_pp_ranks`` does not divide the number of stages and the number of microbatches.
-    """
-    check_microbatches(pipeline, num_microbatches)
-    num_stages = len(pipeline.stages)
-    if isinstance(num_pp_ranks, bool) or not isinstance(num_pp_ranks, int):
-        raise ArgumentError(f"num_pp_ranks is {brief(num_pp_ranks)}; it must be an integer")
-    if num_pp_ranks < 1 or num_stages % num_pp_ranks or num_microbatches % num_pp_ranks:
-        raise ArgumentError(
-            f"interleaved 1F1B: {num_pp_ranks} pp ranks must divide {num_stages} stages and {num_microbatches} "
-            "microbatches"
-        )
-    num_chunks = num_stages // num_pp_ranks  # model chunks per pp rank, one stage each
-    total = num_chunks * num_microbatches
-
-    def forward(pp_rank: int, nth: int) -> Action:
-        group, within = divmod(nth, num_pp_ranks * num_chunks)
-        return Action(
-            Kind.F, within // num_pp_ranks * num_pp_ranks + pp_rank, group * num_pp_ranks + within % num_pp_ranks
-        )
-
-    def backward(pp_rank: int, nth: int) -> Action:
-        group, within = divmod(nth, num_pp_ranks * num_chunks)
-        chunk = num_chunks - 1 - within // num_pp_ranks
-        return Action(Kind.B, chunk * num_pp_ranks + pp_rank, group * num_pp_ranks + within % num_pp_ranks)
-
-    rank_actions = []
-    for pp_rank in range(num_pp_ranks):
-        num_warmup = min(total, 2 * (num_pp_ranks - 1 - pp_rank) + (num_chunks - 1) * num_pp_ranks + 1)
-        actions = [forward(pp_rank, nth) for nth in range(num_warmup)]
-        for nth in range(total):
-            actions.append(backward(pp_rank, nth))
-            if num_warmup + nth < total:
-                actions.append(forward(pp_rank, num_warmup + nth))
-        rank_actions.append(actions)
-    pp_rank_of_stage = [stage % num_pp_ranks for stage in range(num_stages)]
-    return add_transfers("interleaved-1f1b", rank_actions, pipeline, pp_rank_of_stage, num_microbatches)
+    return from_warmups("eager-1f1b", pipeline, num_microbatches, eager_warmups(len(pipeline.stages)))
 
 
 def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -95,20 +51,48 @@ def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     """
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
-    rank_actions = []
-    for stage in range(num):
-        actions: list[Action] = []
-        num_warmup = min(num_microbatches, num - stage)
-        actions += [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
-        for nth in range(num_microbatches):
-            actions.append(Action(Kind.I, stage, nth))
-            if nth >= stage:
-                actions.append(Action(Kind.W, stage, nth - stage))
-            if num_warmup + nth < num_microbatches:
-                actions.append(Action(Kind.F, stage, num_warmup + nth))
-        actions += [Action(Kind.W, stage, nth) for nth in range(max(0, num_microbatches - stage), num_microbatches)]
-        rank_actions.append(actions)
-    return add_transfers("zero-bubble", rank_actions, pipeline, range(num), num_microbatches)
+    order = zb_h1_order(num, num_microbatches)
+    return add_transfers("zero-bubble", order, pipeline, range(num), num_microbatches)
+
+
+def zb_h2(pipeline: Pipeline, num_microbatches: int) -> Schedule:
+    """Split backwards and the warm-up of eager 1F1B: stage i defers weight-gradient passes by 2 i microbatches.
+
+    It has no bubble in the steady state if a forward and both passes of a backward take equally long on all stages.
+    Peak in flight on each of n stages, of m microbatches: ``min(m, 2 * n - 1)``. Source: ZB-H2 in "Zero Bubble Pipeline
+    Parallelism" (Qi et al., 2023).
+    """
+    check_microbatches(pipeline, num_microbatches)
+    num = len(pipeline.stages)
+    order = zb_h2_order(num, num_microbatches)
+    return add_transfers("zb-h2", order, pipeline, range(num), num_microbatches)
+
+
+def zb_h1_order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """The computations of each stage under :func:`zb_h1`."""
+    warmups, deferred = range(num_stages, 0, -1), range(num_stages)
+    return [_stage_order(*item, num_microbatches) for item in zip(range(num_stages), warmups, deferred, strict=True)]
+
+
+def zb_h2_order(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """The computations of each stage under :func:`zb_h2`."""
+    warmups, deferred = eager_warmups(num_stages), range(0, 2 * num_stages, 2)
+    return [_stage_order(*item, num_microbatches) for item in zip(range(num_stages), warmups, deferred, strict=True)]
+
+
+def eager_warmups(num_stages: int) -> list[int]:
+    """Forwards before the first backward of each stage under :func:`eager_1f1b`."""
+    return [2 * (num_stages - stage) - 1 for stage in range(num_stages)]
+
+
+def warmup_order(warmups: Sequence[int], num_microbatches: int) -> list[list[Action]]:
+    """The computations of each stage with whole backwards, and some forwards before the first of them."""
+    return [_stage_order(stage, warmup, None, num_microbatches) for stage, warmup in enumerate(warmups)]
+
+
+def _stage_order(stage: int, num_warmup: int, deferred: int | None, num_microbatches: int) -> list[Action]:
+    forwards, backwards = ([Action(kind, stage, nth) for nth in range(num_microbatches)] for kind in (Kind.F, Kind.B))
+    return alternate(forwards, backwards, num_warmup - 1, deferred)
 
 
 def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
@@ -138,16 +122,8 @@ def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: 
                 f"stage {edge.dst} needs {b} forwards of stage {edge.src} before its first backward, but stage "
                 f"{edge.src} waits for that backward after {a}; give stage {edge.src} at least {b} warm-up forwards"
             )
-    rank_actions = []
-    for stage, warmup in enumerate(warmups):
-        num_warmup = min(num_microbatches, warmup)
-        actions = [Action(Kind.F, stage, nth) for nth in range(num_warmup)]
-        for nth in range(num_microbatches):
-            actions.append(Action(Kind.B, stage, nth))
-            if num_warmup + nth < num_microbatches:
-                actions.append(Action(Kind.F, stage, num_warmup + nth))
-        rank_actions.append(actions)
-    return add_transfers(name, rank_actions, pipeline, range(len(warmups)), num_microbatches)
+    order = warmup_order(warmups, num_microbatches)
+    return add_transfers(name, order, pipeline, range(len(warmups)), num_microbatches)
 
 
 def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:

@@ -122,7 +122,7 @@ def find_rates(loads: Sequence[Mapping[str, float]]) -> list[float]:
         return [1.0] * len(loads)
     capacity = {link: 1.0 for load in loads for link in load}
     rate = [0.0] * len(loads)
-    unfrozen = set(range(len(loads)))
+    unfrozen = list(range(len(loads)))
     while unfrozen:
         increase = 1.0 - max(rate[i] for i in unfrozen)  # all unfrozen transfers have the same rate
         for link, remaining in capacity.items():
@@ -134,5 +134,5 @@ def find_rates(loads: Sequence[Mapping[str, float]]) -> list[float]:
             for link, share in loads[i].items():
                 capacity[link] -= share * increase
         full = {link for link, remaining in capacity.items() if remaining <= 1e-12}
-        unfrozen = {i for i in unfrozen if rate[i] < 1 - 1e-12 and not full & loads[i].keys()}
+        unfrozen = [i for i in unfrozen if rate[i] < 1 - 1e-12 and not full & loads[i].keys()]
     return rate

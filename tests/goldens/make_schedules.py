@@ -16,7 +16,9 @@ from reshard.scheduler.ir.schedule import Schedule
 from reshard.scheduler.ir.text import format_schedule
 from reshard.scheduler.passes.overlap import block_transfers, defer_recvs
 from reshard.scheduler.schedules.auto import auto_schedule
-from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, interleaved_1f1b, one_f_one_b, zb_h1
+from reshard.scheduler.schedules.classic import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
+from reshard.scheduler.schedules.looped import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
+from reshard.scheduler.schedules.v_shaped import dualpipe_v, zb_v
 from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_schedule
 
@@ -55,6 +57,7 @@ def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]
     yield "gpipe", gpipe(pipeline, num)
     yield "eager", eager_1f1b(pipeline, num)
     yield "zero bubble", zb_h1(pipeline, num)
+    yield "zb-h2", zb_h2(pipeline, num)
     yield "auto_schedule", auto_schedule(pipeline, num)
     yield "auto_schedule whole", auto_schedule(pipeline, num, can_split=False)
     for factor in (1, 2):
@@ -63,8 +66,11 @@ def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]
     if stages % 2 == 0:
         pp_ranks = tuple(stage % (stages // 2) for stage in range(stages))
         yield "auto_schedule on half the pp ranks", auto_schedule(pipeline, num, pp_rank_of_stage=pp_ranks)
-        if num % (stages // 2) == 0:
-            yield "interleaved", interleaved_1f1b(pipeline, num, stages // 2)
+        yield "interleaved", interleaved_1f1b(pipeline, num, stages // 2)
+        yield "interleaved zero bubble", interleaved_zero_bubble(pipeline, num, stages // 2)
+        yield "breadth-first", looped_bfs(pipeline, num, stages // 2)
+        yield "zb-v", zb_v(pipeline, num)
+        yield "dualpipe-v", dualpipe_v(pipeline, num)
 
 
 def make_lines() -> Iterator[str]:

@@ -7,7 +7,16 @@ import statistics
 
 import pytest
 
-from reshard.scheduler import Edge, Pipeline, Stage, auto_schedule, check_schedule, one_f_one_b, simulate_schedule
+from reshard.scheduler import (
+    Edge,
+    Pipeline,
+    Stage,
+    auto_schedule,
+    check_schedule,
+    find_lower_bound,
+    one_f_one_b,
+    simulate_schedule,
+)
 
 pytest.importorskip("ortools", reason="ortools is not installed: pip install 'reshard[test]'")
 from tests.support.schedule_oracle import min_makespan
@@ -41,6 +50,8 @@ def ratios_to_optimum(seeds):
         makespan = simulate_schedule(schedule, pipeline).makespan_seconds
         best, is_proved = min_makespan(pipeline, num_microbatches, limit, can_split, 20.0)
         assert makespan >= best * (1 - 1e-9) or not is_proved, seed
+        bound = find_lower_bound(pipeline, num_microbatches, memory_limit_bytes=limit, can_split=can_split)
+        assert bound.seconds <= best * (1 + 1e-9), seed
         ratios.append(makespan / best)
         proofs.append(is_proved)
     assert statistics.mean(proofs) >= 0.98

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import replace
@@ -14,23 +15,19 @@ from reshard.scheduler.graph import Edge, Pipeline, Stage
 from reshard.scheduler.ir.actions import Action, Kind
 from reshard.scheduler.ir.communication import add_transfers
 from reshard.scheduler.ir.schedule import Schedule
-from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_schedule, to_torch_csv
+from reshard.scheduler.ir.text import format_schedule, from_torch_csv, parse_action, parse_schedule, to_torch_csv
 from reshard.scheduler.passes.overlap import apply_passes, block_transfers, defer_recvs, overlap_transfers
 from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.scheduler.schedules.auto import auto_schedule
-from reshard.scheduler.schedules.classic import (
-    eager_1f1b,
-    from_warmups,
-    gpipe,
-    interleaved_1f1b,
-    one_f_one_b,
-    zb_h1,
-)
+from reshard.scheduler.schedules.classic import eager_1f1b, from_warmups, gpipe, one_f_one_b, zb_h1, zb_h2
+from reshard.scheduler.schedules.looped import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
+from reshard.scheduler.schedules.v_shaped import dualpipe_v, zb_v
 from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_schedule
 from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
+from tests.campaigns.schedules import draw_case
 
-BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zb_h1]
+BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zb_h1, zb_h2]
 
 
 def chain(*communication, forward=1.0, backward=2.0):
@@ -86,11 +83,60 @@ def test_auto_schedule_hides_communication(communication, num, ratio):
     assert simulate_schedule(schedule, pipeline).makespan_seconds <= ratio * pipeline.ideal_seconds(num)
 
 
-def test_auto_schedule_keeps_no_more_than_1f1b_without_communication():
+def test_without_a_limit_each_row_may_keep_what_the_fullest_row_of_1f1b_keeps():
     pipeline = chain(0.0, 0.0, 0.0)
-    schedule, plain = auto_schedule(pipeline, 16), one_f_one_b(pipeline, 16)
-    assert schedule.in_flight == plain.in_flight == (4, 3, 2, 1)
-    assert simulate_schedule(schedule, pipeline).makespan_seconds <= simulate_schedule(plain, pipeline).makespan_seconds
+    schedule, plain, split = (build(pipeline, 8) for build in (auto_schedule, one_f_one_b, zb_h1))
+    assert max(schedule.in_flight) <= 4 == max(plain.in_flight)
+    took = simulate_schedule(schedule, pipeline).makespan_seconds
+    assert took <= simulate_schedule(split, pipeline).makespan_seconds
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_memory_is_never_slower(seed):
+    case = draw_case(seed, most_rows=4, most_stages=8)
+    pipeline, rows = case.pipeline, case.pp_rank_of_stage
+
+    def took(limit):
+        schedule = auto_schedule(pipeline, case.num_microbatches, memory_limit_bytes=limit, pp_rank_of_stage=rows)
+        assert limit is None or max(schedule.peak_bytes(pipeline)) <= limit
+        return simulate_schedule(schedule, pipeline).makespan_seconds, max(schedule.peak_bytes(pipeline))
+
+    default, peak = took(None)
+    limits = [peak * factor for factor in (1, 1.1, 1.5, 2, 3, math.inf)]
+    times = [took(limit)[0] for limit in limits]
+    assert all(later <= earlier * (1 + 1e-8) for earlier, later in itertools.pairwise(times)), times
+    assert times[-1] <= default * (1 + 1e-8)
+
+
+@pytest.mark.parametrize("build", [zb_v, dualpipe_v])
+@pytest.mark.parametrize("num", [1, 3, 7, 8, 9])
+def test_v_shaped_schedules_are_valid_for_any_number_of_microbatches(build, num):
+    pipeline = chain(*[0.1] * 7)
+    schedule = build(pipeline, num)
+    check_schedule(schedule, pipeline)
+    assert max(schedule.peak_bytes(pipeline)) <= min(2 * num, 9)
+    assert parse_schedule(format_schedule(schedule)) == schedule
+    if num > 1:
+        csv = to_torch_csv(schedule)
+        assert ("OVERLAP_F_B" in csv) == any(action.overlaps for _, action in schedule)
+        assert from_torch_csv(csv, pipeline, schedule.name).rank_actions == schedule.rank_actions
+    with pytest.raises(ArgumentError, match="there are 3 stages"):
+        build(chain(1.0, 1.0), num)
+
+
+@pytest.mark.parametrize("build", [interleaved_1f1b, interleaved_zero_bubble, looped_bfs])
+@pytest.mark.parametrize(("rows", "per_row"), [(1, 2), (2, 3), (3, 2), (4, 2), (5, 3)])
+def test_looped_schedules_are_valid_for_any_number_of_microbatches(build, rows, per_row):
+    pipeline = chain(*[0.1] * (rows * per_row - 1))
+    for num in range(1, 3 * rows + 1):
+        check_schedule(build(pipeline, num, rows), pipeline)
+
+
+def test_only_a_forward_overlaps_the_next_computation():
+    assert str(parse_action("0F3&")) == "0F3&"
+    for word in ("0B3&", "0SEND_F3>1&", "0F3&!"):
+        with pytest.raises(ScheduleError):
+            parse_action(word)
 
 
 @settings(max_examples=20)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import inspect
 import io
-from types import SimpleNamespace
+import re
 
 import pytest
 import torch.distributed.pipelining.schedules as pipelining
@@ -14,15 +14,20 @@ from reshard.scheduler import (
     Pipeline,
     auto_schedule,
     check_schedule,
+    dualpipe_v,
     from_torch_csv,
     gpipe,
     interleaved_1f1b,
+    interleaved_zero_bubble,
+    looped_bfs,
     one_f_one_b,
     simulate_schedule,
     to_torch_csv,
     zb_h1,
+    zb_v,
 )
 from reshard.scheduler.schedules.classic import eager_1f1b
+from tests.support.torch_schedules import make_torch_schedule, torch_csv
 
 
 def chain(num_stages):
@@ -67,38 +72,20 @@ def test_our_schedules_pass_torch_validator_and_dry_run(name):
     assert sum(a is not None for actions in steps.values() for a in actions) == sum(map(len, schedule.rank_actions))
 
 
-def torch_schedule(make, num_pp_ranks, stages_per_pp_rank, num_microbatches):
-    stages = [
-        SimpleNamespace(
-            is_first=index == 0,
-            is_last=index == num_pp_ranks * stages_per_pp_rank - 1,
-            stage_index=index,
-            stage_index_to_group_rank={s: s % num_pp_ranks for s in range(num_pp_ranks * stages_per_pp_rank)},
-            num_stages=num_pp_ranks * stages_per_pp_rank,
-            group_size=num_pp_ranks,
-            group_rank=0,
-            group=None,
-            has_backward=False,
-            submod=None,
-        )
-        for index in range(0, num_pp_ranks * stages_per_pp_rank, num_pp_ranks)
-    ]
-    return make(stages, num_microbatches)
-
-
 #: Class, pp ranks, stages per pp rank, microbatches.
 TORCH_SCHEDULES = {
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 4, 2, 8),
     "looped": (pipelining.ScheduleLoopedBFS, 2, 3, 6),
     "interleaved zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 4, 2, 8),
     "zbv": (pipelining.ScheduleZBVZeroBubble, 4, 2, 8),
+    "dualpipev": (pipelining.ScheduleDualPipeV, 4, 2, 10),
 }
 
 
 @pytest.mark.parametrize("name", TORCH_SCHEDULES)
 def test_torch_schedules_run_in_our_simulator(name, tmp_path):
     make, num_pp_ranks, stages_per_pp_rank, num_microbatches = TORCH_SCHEDULES[name]
-    original = torch_schedule(make, num_pp_ranks, stages_per_pp_rank, num_microbatches)
+    original = make_torch_schedule(make, num_pp_ranks, stages_per_pp_rank, num_microbatches)
     path = tmp_path / "schedule.csv"
     writes_transfers = "format" in inspect.signature(original._dump_csv).parameters  # not in torch 2.9
     original._dump_csv(str(path), **({"format": "compute_only"} if writes_transfers else {}))
@@ -118,6 +105,25 @@ def test_torch_schedules_run_in_our_simulator(name, tmp_path):
     assert "UNSHARD" in path.read_text()
     with_transfers = from_torch_csv(path.read_text(), pipeline, name)
     assert simulate_schedule(with_transfers, pipeline).makespan_seconds >= work
+
+
+#: Class, builder, and the pp ranks, stages per pp rank and microbatches to compare.
+SAME = [
+    (pipelining.ScheduleGPipe, lambda p, m, _: gpipe(p, m), [(3, 1, 5)]),
+    (pipelining.ScheduleLoopedBFS, looped_bfs, [(2, 3, 6), (3, 2, 4)]),
+    (pipelining.ScheduleInterleaved1F1B, interleaved_1f1b, [(4, 2, 8), (4, 2, 10), (2, 3, 2), (4, 3, 3)]),
+    (pipelining.ScheduleInterleavedZeroBubble, interleaved_zero_bubble, [(4, 2, 8), (4, 2, 10), (2, 3, 2), (3, 2, 9)]),
+    (pipelining.ScheduleZBVZeroBubble, lambda p, m, _: zb_v(p, m), [(4, 2, 8), (3, 2, 2), (2, 2, 9)]),
+    (pipelining.ScheduleDualPipeV, lambda p, m, _: dualpipe_v(p, m), [(4, 2, 10), (3, 2, 6), (2, 2, 9), (1, 2, 4)]),
+]
+
+
+@pytest.mark.parametrize(("make", "build", "sizes"), SAME, ids=lambda value: getattr(value, "__name__", ""))
+def test_builders_equal_the_classes_of_torch(make, build, sizes):
+    for num_pp_ranks, stages_per_pp_rank, num_microbatches in sizes:
+        torchs = torch_csv(make_torch_schedule(make, num_pp_ranks, stages_per_pp_rank, num_microbatches))
+        ours = build(chain(num_pp_ranks * stages_per_pp_rank), num_microbatches, num_pp_ranks)
+        assert to_torch_csv(ours) == re.sub(r",\dREDUCE_GRAD", "", torchs)
 
 
 def test_waits_for_sends_and_for_sums_of_gradients_are_skipped():

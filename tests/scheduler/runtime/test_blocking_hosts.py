@@ -18,10 +18,12 @@ from reshard.scheduler import (
     Stage,
     StageOutput,
     auto_schedule,
+    dualpipe_v,
     gpipe,
     interleaved_1f1b,
     one_f_one_b,
     zb_h1,
+    zb_v,
 )
 from reshard.scheduler.passes import overlap
 from reshard.scheduler.passes.overlap import defer_recvs
@@ -99,6 +101,8 @@ CASES = {
     "skips": ([[0], [1], [2], [3]], SKIPS, one_f_one_b),
     "interleaved": ([[0, 1], [2, 3], [0, 1], [2, 3]], CHAIN, interleaved),
     "V": ([[0, 2], [1, 3], [1, 3], [0, 2]], SKIPS, in_v),
+    "zb-v": ([[0, 2], [1, 3], [1, 3], [0, 2]], SKIPS, zb_v),
+    "dualpipe-v": ([[0, 2], [1, 3], [1, 3], [0, 2]], CHAIN, dualpipe_v),
 }
 
 

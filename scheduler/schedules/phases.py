@@ -1,0 +1,94 @@
+"""Parts that the orders of known schedules have in common."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..ir.actions import Action, Kind
+
+
+def alternate(
+    forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int, deferred: int | None = None
+) -> list[Action]:
+    """Some forwards alone, then a forward and a backward in turn, then the backwards that are left.
+
+    Args:
+        forwards, backwards: all computations of a pp rank, in order; whole backwards.
+        num_warmup: number of forwards before the first pair. Larger numbers than there are forwards stand for all.
+        deferred: split each backward, and run its weight-gradient pass this many backwards later.
+    """
+    num_warmup = min(num_warmup, len(forwards))
+    actions = list(forwards[:num_warmup])
+    weights = deque[Action]()
+    for nth, backward in enumerate(backwards):
+        actions += forwards[num_warmup + nth : num_warmup + nth + 1]
+        if deferred is None:
+            actions.append(backward)
+            continue
+        actions.append(replace(backward, kind=Kind.I))
+        weights.append(replace(backward, kind=Kind.W))
+        if nth >= deferred:
+            actions.append(weights.popleft())
+    return [*actions, *weights]
+
+
+class RowActions:
+    """The computations of one pp rank of several stages, added one by one: each is for the next microbatch."""
+
+    def __init__(self, stages: Sequence[int]) -> None:
+        self.actions: list[Action] = []
+        self._stages = stages
+        self._count: Counter[tuple[bool, int]] = Counter()  # by (is forward, index of the stage)
+        self._deferred: deque[tuple[int, int]] = deque()  # (index of the stage, microbatch) of weight-gradient passes
+
+    def num_forwards(self, index: int) -> int:
+        """Number of forwards of a stage so far."""
+        return self._count[True, index]
+
+    def add(self, kinds: str, times: int = 1) -> None:
+        """Add computations, such as ``"F0 I1 W1"``: forward of the first stage, then both passes of the second one.
+
+        ``W`` alone is the oldest weight-gradient pass that is left, or nothing, and ``W1`` the oldest one of the second
+        stage. ``F0&B1`` is a forward that overlaps a backward.
+        """
+        for _ in range(times):
+            for word in kinds.split():
+                first, _, second = word.partition("&")
+                self._add_one(first, overlaps=bool(second))
+                if second:
+                    self._add_one(second)
+
+    def finish(self, *indices: int) -> None:
+        """Add the weight-gradient passes that are left, of some stages."""
+        for index in indices:
+            self.add(f"W{index}", sum(at == index for at, _ in self._deferred))
+
+    def _add_one(self, word: str, overlaps: bool = False) -> None:
+        kind = Kind(word[0])
+        if kind is Kind.W:
+            found = next((item for item in self._deferred if word[1:] in ("", str(item[0]))), None)
+            if found is None:
+                return
+            self._deferred.remove(found)
+            index, microbatch = found
+        else:
+            index = int(word[1:])
+            microbatch = self._count[kind is Kind.F, index]
+            self._count[kind is Kind.F, index] += 1
+            if kind is Kind.I:
+                self._deferred.append((index, microbatch))
+        self.actions.append(Action(kind, self._stages[index], microbatch, overlaps=overlaps))
+
+
+def first_microbatches(actions: Sequence[Action], num_microbatches: int) -> list[Action]:
+    """The actions of the first microbatches. A forward that overlapped a backward that is gone overlaps nothing."""
+    kept: list[Action] = []
+    for nth, action in enumerate(actions):
+        if action.microbatch >= num_microbatches:
+            continue
+        if action.overlaps and actions[nth + 1].microbatch >= num_microbatches:
+            action = replace(action, overlaps=False)
+        kept.append(action)
+    return kept

@@ -1,0 +1,73 @@
+"""The known schedules: for each, the placements that it is for, and the order of its computations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ..ir.actions import Action
+from .classic import eager_warmups, warmup_order, zb_h1_order, zb_h2_order
+from .looped import interleaved_order, interleaved_zero_bubble_order, looped_bfs_order
+from .v_shaped import dualpipe_v_order, v_placement, zb_v_order
+
+
+@dataclass(frozen=True)
+class KnownSchedule:
+    """A schedule whose order depends on no costs.
+
+    Attributes:
+        name: name of the schedule.
+        order: computations of each pp rank, from the number of pp ranks, of stages on each, and of microbatches.
+        placement: pp rank of each stage, from the first two of these numbers.
+        splits: whether it splits backwards.
+    """
+
+    name: str
+    order: Callable[[int, int, int], list[list[Action]]]
+    placement: Callable[[int, int], Sequence[int]]
+    splits: bool = False
+
+
+def _single(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
+    return range(num_pp_ranks) if stages_per_pp_rank == 1 else ()
+
+
+def _looped(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
+    return [stage % num_pp_ranks for stage in range(num_pp_ranks * stages_per_pp_rank)]
+
+
+def _v_shaped(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
+    return v_placement(num_pp_ranks) if stages_per_pp_rank == 2 else ()
+
+
+KNOWN_SCHEDULES = (
+    KnownSchedule("gpipe", lambda n, _, m: warmup_order([m] * n, m), _single),
+    KnownSchedule("1f1b", lambda n, _, m: warmup_order(range(n, 0, -1), m), _single),
+    KnownSchedule("eager-1f1b", lambda n, _, m: warmup_order(eager_warmups(n), m), _single),
+    KnownSchedule("zero-bubble", lambda n, _, m: zb_h1_order(n, m), _single, splits=True),
+    KnownSchedule("zb-h2", lambda n, _, m: zb_h2_order(n, m), _single, splits=True),
+    KnownSchedule("looped-bfs", looped_bfs_order, _looped),
+    KnownSchedule("interleaved-1f1b", interleaved_order, _looped),
+    KnownSchedule("interleaved-zero-bubble", interleaved_zero_bubble_order, _looped, splits=True),
+    KnownSchedule("zb-v", lambda n, _, m: zb_v_order(n, m), _v_shaped, splits=True),
+    KnownSchedule("dualpipe-v", lambda n, _, m: dualpipe_v_order(n, m), _v_shaped, splits=True),
+)
+
+
+def known_orders(
+    pp_rank_of_stage: Sequence[int], num_microbatches: int, *, can_split: bool = True
+) -> Iterator[tuple[str, list[list[Action]]]]:
+    """The known schedules of a placement, by name, with the computations of each pp rank.
+
+    The pp ranks of the placement may be numbered in any order.
+    """
+    num_pp_ranks = len(set(pp_rank_of_stage))
+    stages_per_pp_rank, rest = divmod(len(pp_rank_of_stage), num_pp_ranks)
+    number = {pp_rank: nth for nth, pp_rank in enumerate(dict.fromkeys(pp_rank_of_stage))}  # by first stage
+    placement = [number[pp_rank] for pp_rank in pp_rank_of_stage]
+    for known in KNOWN_SCHEDULES:
+        if known.splits and not can_split:
+            continue
+        if not rest and placement == list(known.placement(num_pp_ranks, stages_per_pp_rank)):
+            order = known.order(num_pp_ranks, stages_per_pp_rank, num_microbatches)
+            yield known.name, [order[number[pp_rank]] for pp_rank in range(num_pp_ranks)]

@@ -1,0 +1,108 @@
+"""Builders for placements in a V: of 2 n stages, pp rank r of n computes stages r and 2 n - 1 - r."""
+
+from __future__ import annotations
+
+from reshard.errors import ArgumentError
+
+from ..graph import Pipeline
+from ..ir.actions import Action
+from ..ir.communication import add_transfers
+from ..ir.schedule import Schedule
+from .classic import check_microbatches
+from .phases import RowActions, first_microbatches
+
+
+def zb_v(pipeline: Pipeline, num_microbatches: int) -> Schedule:
+    """ZB-V: no bubble in the steady state if a forward and both passes of a backward take equally long on all stages.
+
+    Each of n pp ranks keeps at most 2 n microbatches in flight, over both stages together. Source: ZB-V in "Zero Bubble
+    Pipeline Parallelism" (Qi et al., 2023).
+
+    Raises:
+        ArgumentError: the number of stages is odd.
+    """
+    return _schedule("zb-v", zb_v_order(_num_pp_ranks(pipeline, num_microbatches), num_microbatches), pipeline)
+
+
+def dualpipe_v(pipeline: Pipeline, num_microbatches: int) -> Schedule:
+    """DualPipeV: in the steady state, a forward of one stage overlaps a backward of the other stage of its pp rank.
+
+    The engine of this package and the simulation compute the two one after the other. Each of n pp ranks keeps at most
+    2 n + 1 microbatches in flight, over both stages together. Source: DualPipe of DeepSeek-V3 (2024), cut in half.
+
+    Raises:
+        ArgumentError: the number of stages is odd.
+    """
+    order = dualpipe_v_order(_num_pp_ranks(pipeline, num_microbatches), num_microbatches)
+    return _schedule("dualpipe-v", order, pipeline)
+
+
+def zb_v_order(num_pp_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """The computations of each pp rank under :func:`zb_v`. Fewer microbatches than fill the pipeline leave gaps."""
+    num = max(num_microbatches, 2 * num_pp_ranks - 1)
+    order = []
+    for pp_rank in range(num_pp_ranks):
+        row, after = RowActions(v_stages(pp_rank, num_pp_ranks)), num_pp_ranks - pp_rank
+        row.add("F0", 2 * after - 1)
+        row.add("F1 F0", pp_rank)
+        row.add("F1 I1 W1", after)
+        while row.num_forwards(1) < num:
+            row.add(f"{'F0 ' if row.num_forwards(0) < num else ''}I0 W0 F1 I1 W1")
+        row.add("I0 I1", pp_rank)
+        row.add("I0 W0", after)
+        row.finish(1, 0)
+        order.append(first_microbatches(row.actions, num_microbatches))
+    return order
+
+
+def dualpipe_v_order(num_pp_ranks: int, num_microbatches: int) -> list[list[Action]]:
+    """The computations of each pp rank under :func:`dualpipe_v`. Fewer microbatches than stages leave gaps."""
+    num = max(num_microbatches, 2 * num_pp_ranks)
+    order = []
+    for pp_rank in range(num_pp_ranks):
+        row, after, through = RowActions(v_stages(pp_rank, num_pp_ranks)), num_pp_ranks - pp_rank - 1, pp_rank + 1
+        row.add("F0", 2 * after)
+        row.add("F0 F1", through)
+        row.add("I1 W F1", after)
+        main = num - 2 * num_pp_ranks + through
+        if after == 0:  # the last pp rank needs its first backward at once
+            row.add("F0 B1 F1&B0")
+            main -= 1
+        row.add("F0&B1 F1&B0", main)
+        row.add("B1 F1&B0", after)
+        # The last backwards are split, so that earlier pp ranks get their gradients sooner.
+        whole, is_split = through // 2, False
+        for nth in range(through):
+            if nth == whole and pp_rank % 2 == 1:
+                is_split = True
+            row.add("I1" if is_split else "B1")
+            if nth == whole and pp_rank % 2 == 0:
+                is_split = True
+            row.add("I0" if is_split else "B0")
+        row.add("W I0", after)
+        row.add("W", through)
+        order.append(first_microbatches(row.actions, num_microbatches))
+    return order
+
+
+def v_stages(pp_rank: int, num_pp_ranks: int) -> tuple[int, int]:
+    """The two stages of a pp rank."""
+    return pp_rank, 2 * num_pp_ranks - 1 - pp_rank
+
+
+def v_placement(num_pp_ranks: int) -> tuple[int, ...]:
+    """The pp rank of each stage."""
+    return (*range(num_pp_ranks), *reversed(range(num_pp_ranks)))
+
+
+def _num_pp_ranks(pipeline: Pipeline, num_microbatches: int) -> int:
+    check_microbatches(pipeline, num_microbatches)
+    num_stages = len(pipeline.stages)
+    if num_stages % 2:
+        raise ArgumentError(f"a placement in a V needs two stages per pp rank, but there are {num_stages} stages")
+    return num_stages // 2
+
+
+def _schedule(name: str, order: list[list[Action]], pipeline: Pipeline) -> Schedule:
+    num_microbatches = 1 + max(action.microbatch for action in order[0])
+    return add_transfers(name, order, pipeline, v_placement(len(order)), num_microbatches)
