@@ -9,8 +9,9 @@ from typing import Any
 import torch
 
 from reshard.coordination import Request, describe_error, find_channel, find_group
-from reshard.errors import ReshardError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.sharding import Layout, Mesh
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
 from ..runtime import torch_compat
 from ..runtime.data_parallel import find_parameter
@@ -21,11 +22,18 @@ class Agreement:
     """Lets all ranks of a process group exchange values and errors, and detects ranks that died.
 
     Args:
-        group: process group; None: the world. timeout_seconds: time limit for a rank to wait for the others.
+        group: process group; None: the world.
+        timeout_seconds: time limit for a rank to wait for the others. If it is wrong, the first :meth:`share_error`
+            raises on all ranks.
     """
 
-    def __init__(self, group: Any, timeout_seconds: float) -> None:
-        self._group, self._timeout_seconds = find_group(group), timeout_seconds
+    def __init__(self, group: Any, timeout_seconds: Any) -> None:
+        self._group, self._timeout_seconds = find_group(group), DEFAULT_TIMEOUT_SECONDS
+        self._failure: ArgumentError | None = None
+        try:
+            self._timeout_seconds = check_timeout(timeout_seconds)
+        except ArgumentError as error:
+            self._failure = error
         self._channel = find_channel(self._group, tuple(range(torch.distributed.get_world_size(group))))
 
     def exchange(self, value: Any = None, error: BaseException | None = None) -> dict[int, Any]:
@@ -54,6 +62,8 @@ class Agreement:
     def share_error(self) -> Iterator[None]:
         """If a rank raises an error in this context, all ranks raise it. All ranks must enter the context."""
         try:
+            if self._failure is not None:
+                raise self._failure
             yield
         except Exception as error:  # whatever a user's function raises must reach the other ranks
             self.exchange(error=error)

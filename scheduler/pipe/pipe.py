@@ -15,7 +15,7 @@ from reshard.compression import Policy
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
-from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
+from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
 
 from ..graph import MAX_COUNT, Pipeline
@@ -230,15 +230,8 @@ class Pipe:
             DisagreementError: ranks pass different arguments.
         """
         num_microbatches, schedule, compression = self._with_plan(num_microbatches, schedule, compression)
-        seconds, failure = DEFAULT_TIMEOUT_SECONDS, None
-        try:
-            seconds = check_timeout(timeout_seconds)
-        except ArgumentError as error:
-            failure = error
-        agreement = Agreement(group, seconds)
+        agreement = Agreement(group, timeout_seconds)
         with agreement.share_error():
-            if failure is not None:
-                raise failure
             num_microbatches = _check_compile(schedule, num_microbatches)
             check_world(self.meshes, torch.distributed.get_world_size(group))
             device = _read_device(device)
