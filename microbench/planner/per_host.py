@@ -11,6 +11,8 @@ import argparse
 import functools
 import gc
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ import torch.distributed as dist
 from microbench.harness.options import add_number
 from microbench.planner.large import inputs
 from reshard.api import plan_per_host
-from reshard.coordination import find_channel, find_group, plan_arguments
-from reshard.plan import DEFAULT_STAGING_BYTES
+from reshard.coordination import Channel, find_channel, find_group, plan_arguments
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan
 from reshard.planner import plan_tensors
 from reshard.runtime.program import build_program
+from reshard.sharding import TensorSpec
 from reshard.testing.processes import run_processes
+from reshard.topology import Topology
 
 _RANKS = 8
 _CASES = ("300 tensors, 128 to 128", "300 tensors, 512 to 512", "300 tensors, 1024 to 1024", "tp-columns/1024")
@@ -33,23 +37,16 @@ _CASES = ("300 tensors, 128 to 128", "300 tensors, 512 to 512", "300 tensors, 10
 def measure(rank: int, case: str, shares: bool) -> dict[str, Any]:
     """Plan a case on a rank of the host. For ``case`` see :func:`microbench.planner.large.inputs`."""
     plan_per_host.SHARED_FROM_SECONDS = 0.0 if shares else float("inf")
-    tensors, topology = inputs("swap/16")
-    build_program(plan_tensors(tensors, topology=topology), 0)  # loads modules
-    tensors, topology = inputs(case)
     channel = find_channel(find_group(None), tuple(range(_RANKS)))
+    with _planning(channel, *inputs("swap/16")) as take_plan:  # loads modules, and connects the ranks
+        build_program(take_plan(), rank)
+        dist.barrier()
+    tensors, topology = inputs(case)
     gc.collect()  # which copies pages of the parent process
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
     held, resident, begun = _kib("smaps_rollup", "Pss"), _kib("status", "VmRSS"), time.process_time()
-    planning = plan_per_host.plan_per_host(
-        channel,
-        functools.partial(plan_tensors, topology=topology),
-        tensors,
-        topology=topology,
-        staging_bytes=DEFAULT_STAGING_BYTES,
-        timeout_seconds=600,
-    )
-    with planning as take_plan:
+    with _planning(channel, tensors, topology) as take_plan:
         plan = take_plan()
         planned = time.process_time() - begun
         arguments, program = plan_arguments(plan), build_program(plan, rank)
@@ -61,8 +58,17 @@ def measure(rank: int, case: str, shares: bool) -> dict[str, Any]:
     dist.barrier()
     held = _kib("smaps_rollup", "Pss") - held
     dist.barrier()
-    assert len(program.recvs) + len(program.sends_across) + len(program.sends_inside)
+    del program
     return {"planned": planned, "cpu": cpu, "held": held, "peak": peak, "arguments": arguments}
+
+
+def _planning(
+    channel: Channel, tensors: Sequence[TensorSpec], topology: Topology
+) -> AbstractContextManager[Callable[[], Plan]]:
+    make = functools.partial(plan_tensors, topology=topology)
+    return plan_per_host.plan_per_host(
+        channel, make, tensors, topology=topology, staging_bytes=DEFAULT_STAGING_BYTES, timeout_seconds=600
+    )
 
 
 def _kib(file: str, name: str) -> int:

@@ -81,20 +81,21 @@ def plan_per_host(
         yield alone
         return
 
-    def hold(payload: Any, decide: Callable[[list[Request]], Decision], what: str, seconds: float) -> dict[int, Any]:
+    def hold(payload: Any, decide: Callable[[list[Request]], Decision], what: str, seconds: float) -> Decision:
         request = Request(channel.group.rank, payload=payload, purpose=f"{what} {purpose}".strip())
-        return channel.agree(request, decide, seconds, fault_tolerant)[1].payloads
+        return channel.agree(request, decide, seconds, fault_tolerant)[1]
 
     decide = functools.partial(_find_planners, members=channel.members)
     rank = channel.group.rank
-    planners = hold(_name_machine(channel), decide, "finds planners", timeout_seconds)
-    if len(set(planners.values())) == len(planners):  # no two ranks share a machine
+    decision = hold(_name_machine(channel), decide, "finds planners", timeout_seconds)
+    planners = decision.payloads
+    if decision.lost or len(set(planners.values())) == len(planners):  # no two ranks share a machine
         yield alone
         return
     decide = functools.partial(_gather_files, members=channel.members)
     patience = timeout_seconds + _PATIENCE * estimate
-    if planners.get(rank, rank) != rank:
-        files = hold(None, decide, "shares plans", patience)
+    if planners[rank] != rank:
+        files = hold(None, decide, "shares plans", patience).payloads
         yield functools.partial(_map_or_make, files.get(planners[rank]), alone, tensors, topology, staging_bytes)
         return
     made, error, file = None, None, None
