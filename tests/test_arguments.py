@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Literal
 
@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from reshard import Layout, Mesh, make_plan
 from reshard.arguments import check_arguments, check_fields
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, ReshardError
 from tests.test_house import modules_of_package
 
 
@@ -117,6 +118,21 @@ def _checked_functions():
                     function = getattr(function, "__wrapped__", None)
                 if inspect.isfunction(function):
                     yield function
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"strategy": 5}, "Plan: strategy is 5; it must be a string"),
+        ({"staging_bytes": -1}, "Plan: staging_bytes is -1"),
+        ({"transfers": None}, "Plan: transfers is None"),
+        ({"tensors": ()}, "at least one tensor"),
+    ],
+)
+def test_fields_of_plans_are_checked(change, text):
+    layouts = Layout(Mesh.of(2), "S0"), Layout(Mesh.of(2, first_rank=2), "R")
+    with pytest.raises(ReshardError, match=text):
+        replace(make_plan(*layouts, (4, 4), "float32"), **change)
 
 
 def test_annotations_of_checked_functions_can_be_resolved():

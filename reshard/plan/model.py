@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.arguments import check_arguments
-from reshard.errors import ArgumentError
+from reshard.arguments import check_arguments, check_fields
+from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names, count_of
 from reshard.plan.graph import build_hop_graph
 from reshard.plan.text_writer import format_plan
@@ -66,6 +66,11 @@ class Plan:
     strategy: str
     transfers: Transfers
     staging_bytes: int = DEFAULT_STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        check_fields(self, staging_bytes=(0, 2**62))
+        if not self.tensors:
+            raise PlanError("a plan has at least one tensor")
 
     @cached_property
     def ranks(self) -> tuple[int, ...]:

@@ -70,7 +70,7 @@ VALUES = (
 #: Arguments that are functions of the caller. An error that such a function raises is the caller's.
 CALLBACKS = ("loss", "blocks", "convert", "wrap", "prepare", "choose", "measure", "plan", "schedule", "run", "strategy")
 #: Values whose fields are checked when they are used.
-AS_GIVEN = (reshard.Plan, planner.PlanProblem, planner.Routes, autoparallel.TrainingPlan, *get_args(Rule))
+AS_GIVEN = (planner.PlanProblem, planner.Routes, *get_args(Rule))
 
 
 class Timeout(BaseException):

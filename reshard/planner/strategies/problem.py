@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.arguments import check_arguments
+from reshard.arguments import check_arguments, check_fields
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief
 from reshard.plan import DEFAULT_STAGING_BYTES, Transfers
@@ -64,6 +64,9 @@ class PlanProblem:
     holders: np.ndarray
     destinations: np.ndarray
     staging_bytes: int = DEFAULT_STAGING_BYTES
+
+    def __post_init__(self) -> None:
+        check_fields(self, staging_bytes=(0, 2**62))
 
     @classmethod
     @check_arguments(staging_bytes=(0, 2**62))
@@ -154,6 +157,9 @@ class Routes:
     edge_at: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @classmethod
     def of(cls, problem: PlanProblem, rows: Sequence[tuple[int, Sequence[tuple[int, int]]]]) -> Routes:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
+from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 
@@ -54,6 +55,9 @@ class TrainingPlanRecord:
     on_all_seconds: float = 0.0
     is_on_all_bound: bool = False
     is_bound_of_parts: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     @cached_property
     def schedule(self) -> Schedule:
