@@ -398,6 +398,7 @@ def _of_schedules():
     )
     folder = tempfile.mkdtemp()
     built = {"pipeline": pipeline, "num_microbatches": 3}
+    looped = built | {"num_microbatches": 4, "num_pp_ranks": 2}
     chain, example = _Chain(), {"x": torch.ones(4, 4)}
     pipe = scheduler.Pipe(chain, ["layers.2"], stages="1x1,1x1")
     alone = scheduler.Pipe(_Chain(), [], stages="1x1")
@@ -440,7 +441,16 @@ def _of_schedules():
         "gpipe": (scheduler.gpipe, built),
         "one_f_one_b": (scheduler.one_f_one_b, built),
         "zb_h1": (scheduler.zb_h1, built),
-        "interleaved_1f1b": (scheduler.interleaved_1f1b, built | {"num_microbatches": 4, "num_pp_ranks": 2}),
+        "zb_h2": (scheduler.zb_h2, built),
+        "zb_v": (scheduler.zb_v, built),
+        "dualpipe_v": (scheduler.dualpipe_v, built),
+        "interleaved_1f1b": (scheduler.interleaved_1f1b, looped),
+        "interleaved_zero_bubble": (scheduler.interleaved_zero_bubble, looped),
+        "looped_bfs": (scheduler.looped_bfs, looped),
+        "find_lower_bound": (
+            scheduler.find_lower_bound,
+            built | {"memory_limit_bytes": [100] * 4, "pp_rank_of_stage": [0, 1, 2, 3], "can_split": True},
+        ),
         "critical_path": (scheduler.critical_path, {"schedule": schedule, "pipeline": pipeline}),
         "simulate_schedule": (scheduler.simulate_schedule, {"schedule": schedule, "pipeline": pipeline}),
         "check_schedule": (
