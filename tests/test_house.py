@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import re
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@functools.cache
 def _modules():
     """``{dotted name: path}`` of all modules, ``scheduler/`` as it is installed."""
     found = {}
@@ -27,9 +29,20 @@ def _modules():
     return found
 
 
+@functools.cache
+def _nodes(path):
+    """All nodes of the syntax tree of a file, the module first."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def modules_of_package():
     """Dotted names of the modules that are installed, without those that run a command."""
     return [name for name in _modules() if name.split(".")[0] == "reshard" and not name.endswith("__main__")]
+
+
+def _name(node):
+    """The last part of a dotted name: ``import_module`` of ``importlib.import_module``."""
+    return getattr(node, "attr", getattr(node, "id", None))
 
 
 def _imports(name, path, modules, *, for_types=False):
@@ -38,21 +51,20 @@ def _imports(name, path, modules, *, for_types=False):
     Args:
         for_types: also those under ``if TYPE_CHECKING``.
     """
-    tree = ast.parse(path.read_text())
     types_only = {
         id(inner)
-        for node in ast.walk(tree)
+        for node in _nodes(path)
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
         for statement in node.body
         for inner in ast.walk(statement)
     }
     package = name if path.stem == "__init__" else name.rpartition(".")[0]
-    for node in ast.walk(tree):
+    for node in _nodes(path):
         if id(node) in types_only and not for_types:
             continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and _name(node.func) == "import_module":
             names = [given.value for given in node.args if isinstance(given, ast.Constant)]
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
@@ -125,19 +137,23 @@ RETIRED = {
 
 
 def test_retired_words_name_nothing():
-    for name, path in _modules().items():
-        for node in ast.walk(ast.parse(path.read_text())):
-            for used in (getattr(node, field, None) for field in ("id", "arg", "attr", "name")):
-                for words, instead in RETIRED.items():
-                    assert not (isinstance(used, str) and re.fullmatch(words, used)), f"{name}: {used}; say {instead}"
+    fields = ("id", "arg", "attr", "name")
+    used = {
+        getattr(node, field, None): name
+        for name, path in _modules().items()
+        for node in _nodes(path)
+        for field in fields
+    }
+    for (word, name), (words, instead) in itertools.product(used.items(), RETIRED.items()):
+        assert not (isinstance(word, str) and re.fullmatch(words, word)), f"{name}: {word}; say {instead}"
 
 
 def test_modules_are_imported_by_name_only_where_the_name_is_data():
     calls = {
         name: ast.unparse(node.args[0])
         for name, path in _modules().items()
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__"))
+        for node in _nodes(path)
+        if isinstance(node, ast.Call) and _name(node.func) in ("import_module", "__import__")
     }
     ours = {name for name, argument in calls.items() if name.startswith("reshard")}
     assert ours == {"reshard.public_api", "reshard.testing.processes"}
@@ -147,13 +163,13 @@ def test_every_package_says_what_it_is_for():
     for folder in ("reshard", "scheduler", "microbench"):
         for path in (ROOT / folder).rglob("*/"):
             if any(path.glob("*.py")):
-                assert len(ast.get_docstring(ast.parse((path / "__init__.py").read_text())) or "") > 20, path
+                assert len(ast.get_docstring(_nodes(path / "__init__.py")[0]) or "") > 20, path
 
 
 def test_packages_of_the_table_say_what_they_may_import():
     for layer in set(_layers()) - {"reshard", "reshard.scheduler", "microbench"}:
         folder = layer.replace("reshard.scheduler", "scheduler").replace(".", "/")
-        doc = ast.get_docstring(ast.parse((ROOT / folder / "__init__.py").read_text()))
+        doc = ast.get_docstring(_nodes(ROOT / folder / "__init__.py")[0])
         assert re.search(r"\bimports?\b", doc, flags=re.I), layer
 
 
@@ -210,7 +226,7 @@ for package, name in ((reshard, "reshard"), (reshard.scheduler, "Pipe"), (reshar
 
 def test_import_is_fast_and_light():
     code = (
-        "import time, sys; begun = time.perf_counter(); import reshard; took = time.perf_counter() - begun; "
+        "import time, sys; begun = time.process_time(); import reshard; took = time.process_time() - begun; "
         "heavy = {'torch', 'ray', 'cupy', 'jax', 'scipy', 'networkx'} & set(sys.modules); "
         "print(took, *heavy)"
     )
@@ -259,10 +275,19 @@ PRIVATE_TORCH = {
 }
 
 
+def _dotted(node):
+    """``a.b.c`` of an attribute of a name, or no text."""
+    parts = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else ""
+
+
 def _private_torch_names(path):
     """Dotted names with a private part, of what a file imports from torch."""
-    tree, names, used = ast.parse(path.read_text()), set(), set()
-    for node in ast.walk(tree):
+    names, used = set(), set()
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             modules = [alias for alias in node.names if alias.name.split(".")[0] == "torch"]
             names |= {alias.asname or "torch" for alias in modules}
@@ -270,8 +295,8 @@ def _private_torch_names(path):
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
             names |= {alias.asname or alias.name for alias in node.names}
             used |= {f"{node.module}.{alias.name}" for alias in node.names}
-    texts = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {text for text in texts if re.fullmatch(r"[\w.]+", text) and text.split(".")[0] in names}
+    texts = {_dotted(node) for node in _nodes(path) if isinstance(node, ast.Attribute)}
+    used |= {text for text in texts if text.split(".")[0] in names}
     return {name for name in used if re.search(r"(^|\.)_(?!_)", name)}
 
 

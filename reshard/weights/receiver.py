@@ -200,7 +200,7 @@ class Receiver:
             if _shares(self._shadow, self._complete_arrays):
                 self._complete = None
             if message.get("coded"):
-                self._receive_coded(route, message["base"], held)
+                self._receive_encoded(route, message["base"], held)
             else:
                 route.receive(self._shadow)
             self._arrived = message["version"]
@@ -210,7 +210,7 @@ class Receiver:
         if "holder" in message:  # no trainer will send digests
             self._verify(message)
 
-    def _receive_coded(self, route: Route, base: int | None, held: int | None) -> None:
+    def _receive_encoded(self, route: Route, base: int | None, held: int | None) -> None:
         """Receive a version into the shadow, as differences to a base if there is one.
 
         Args:

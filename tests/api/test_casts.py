@@ -52,7 +52,7 @@ def _move(rank):
         name = f"{src} {dst}"
         source = take_shard(ROWS, rank, wholes[name])
         before = None if source is None else source.clone()
-        for options in ({}, {"verify": True}, {"on_loss": "recover"}):
+        for options in ({"verify": True}, {"on_loss": "recover"}) if (src, dst) in PAIRS[:3] else ({},):
             check(reshard.reshard(source, ROWS, COLS, dst_dtype=dst, **options), name)
         shard = take_shard(COLS, rank, wanted[name])
         out = None if shard is None else torch.zeros(shard.shape[::-1], dtype=shard.dtype).t()  # strided
@@ -139,13 +139,13 @@ def _peak_bytes():
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) * 1024
 
 
-def _growth(rank):
+def _growth(rank, values):
     """Growth of peak memory and allocated staging bytes: first for a narrowing cast, then for a widening cast."""
     src, dst = Layout(Mesh.of("2"), "S0"), Layout(Mesh.of("2", first_rank=2), "R S0")
     found = []
     for before, after in (("float32", "bfloat16"), ("bfloat16", "float32")):
-        whole = (torch.arange(2**24) % 251).reshape(8192, 2048).to(getattr(torch, before))
-        source, out = take_shard(src, rank, whole), None
+        source, out = take_shard(src, rank, values), None
+        source = None if source is None else source.to(getattr(torch, before))
         if rank > 1:
             out = torch.ones(8192, 1024, dtype=getattr(torch, after))
         reshard.reshard(source if source is None else source[:2], src, dst, shape=(4, 2048), dst_dtype=after)  # warm up
@@ -157,14 +157,15 @@ def _growth(rank):
         while channel.idle_staging is None:  # the thread of the transfer returns the buffers when it ends
             time.sleep(0.01)
         found += [grown, channel.idle_staging[1].allocated_bytes]
-        assert out is None or same_bytes(out, take_shard(dst, rank, whole.to(getattr(torch, after))))
+        assert out is None or same_bytes(out, take_shard(dst, rank, values).to(getattr(torch, after)))
     return found
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs /proc to measure memory")
 def test_casts_stay_within_staging_bytes():
     """Peak memory grows by at most 10 MiB. Casting a whole shard at once would need 16 MiB."""
-    for found in run_processes(_growth, 4):
+    values = torch.arange(251, dtype=torch.uint8).repeat(2**24 // 251 + 1)[: 2**24].reshape(8192, 2048)
+    for found in run_processes(_growth, 4, values):
         assert max(found[1::2]) <= 2**22
         assert max(found[0::2]) <= 10 * 2**20, found
 

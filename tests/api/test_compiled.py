@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch._dynamo  # ranks are forked, and importing it takes seconds
 
@@ -34,5 +35,6 @@ def _call_compiled(rank):
     ]
 
 
+@pytest.mark.integration
 def test_compiled_functions_may_call():
     assert run_processes(_call_compiled, 2) == [[True] * 6] * 2

@@ -168,6 +168,7 @@ def _count_fsdp(rank, policies):
     return results
 
 
+@pytest.mark.integration
 def test_collectives_of_fsdp_send_fewer_bytes():
     policies = (None, Policy(zero="int8x128"), Policy(zero=(None, "int4x128-bf16")))
     half = (WIDTH * WIDTH + WIDTH) // 2

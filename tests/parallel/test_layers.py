@@ -36,6 +36,7 @@ def check_modes(rank):
 
 def test_training_and_evaluation_modes_are_kept():
     pytest.importorskip("transformers")
+    make_dropout_model()  # imports the model once
     run_processes(check_modes, 2)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import time
 from dataclasses import replace
@@ -157,34 +158,49 @@ def test_texts_with_too_many_actions_are_rejected(monkeypatch):
         parse_schedule(text + " 0F7")
 
 
+class _Time:
+    """The clock of a host that works in no time."""
+
+    def __init__(self):
+        self.seconds = 100.0
+
+    def monotonic(self):
+        return self.seconds
+
+    def sleep(self, seconds):
+        self.seconds += seconds
+
+
 class _Event:
     """An event of a device that runs half a second behind the host."""
 
-    def __init__(self, enable_timing):
+    def __init__(self, clock, enable_timing):
         assert enable_timing
+        self.clock = clock
 
     def record(self):
-        self.reached = time.monotonic() + 0.5
+        self.reached = self.clock.monotonic() + 0.5
 
     def elapsed_time(self, later):
         return 1e3 * (later.reached - self.reached)
 
     def synchronize(self):
-        time.sleep(max(self.reached - time.monotonic(), 0.0))
+        self.clock.sleep(max(self.reached - self.clock.monotonic(), 0.0))
 
 
 def test_times_on_a_gpu_are_those_of_its_stream(monkeypatch):
-    monkeypatch.setattr(observe.torch.cuda, "Event", _Event)
+    clock = _Time()
+    monkeypatch.setattr(observe, "time", clock)
+    monkeypatch.setattr(observe.torch.cuda, "Event", functools.partial(_Event, clock))
     record = StepRecord(0, "cuda")
-    begun = time.monotonic()
+    begun = clock.monotonic()
     since = record.clock.now()
-    time.sleep(0.1)
+    clock.sleep(0.1)
     start = record.clock.now()
-    time.sleep(0.2)
+    clock.sleep(0.2)
     record.note(Action(Kind.F, 0, 0), since, start)
     record.finish()
     (action,) = record.actions
-    assert action.since == pytest.approx(begun + 0.5, abs=0.05) and record.waited_seconds == pytest.approx(
-        0.1, abs=0.05
-    )
-    assert action.end - action.start == pytest.approx(0.2, abs=0.05)
+    assert action.since == pytest.approx(begun + 0.5)
+    assert record.waited_seconds == pytest.approx(0.1)
+    assert action.end - action.start == pytest.approx(0.2)

@@ -41,7 +41,7 @@ def make_case(seed):
 
 
 def ratios_to_optimum(seeds):
-    """Makespan over the least makespan that the solver finds in 20 s per seed. It must prove 98 % of them."""
+    """Makespan over the least makespan that the solver finds in 20 of its units of time per seed. It must prove 98 % of them."""
     ratios, proofs = [], []
     for seed in seeds:
         pipeline, num_microbatches, limit, can_split = make_case(seed)

@@ -6,7 +6,7 @@ from reshard.scheduler import Pipeline
 
 
 def min_makespan(
-    pipeline: Pipeline, num: int, memory_limit: int | None, can_split: bool, seconds: float
+    pipeline: Pipeline, num: int, memory_limit: int | None, can_split: bool, deterministic_seconds: float
 ) -> tuple[int, bool]:
     """The best makespan found, and whether it is proved optimal.
 
@@ -81,7 +81,7 @@ def min_makespan(
                 model.add(starts[kind, s, m] >= starts[kind, s, m - 1])
     model.minimize(makespan)
     solver = cp_model.CpSolver()
-    solver.parameters.max_time_in_seconds = seconds
+    solver.parameters.max_deterministic_time = deterministic_seconds  # alike on a busy machine
     solver.parameters.num_workers = 2
     status = solver.solve(model)
     assert status in (cp_model.OPTIMAL, cp_model.FEASIBLE)

@@ -40,7 +40,7 @@ def cut(file: Path, fraction: float) -> None:
 
 
 DAMAGES = {
-    **{f"flip {part}": lambda file, part=part: flip(file, part / 10) for part in range(11)},
+    **{f"flip {part}": lambda file, part=part: flip(file, part / 10) for part in range(0, 11, 2)},
     "empty": lambda file: cut(file, 0.0),
     "half": lambda file: cut(file, 0.5),
     "missing": Path.unlink,

@@ -138,7 +138,9 @@ def make_masked_batch(seed, masked_rows):
     [
         rs.Placement(dp=2),
         rs.Placement(dp=2, wrap=rs.fsdp),
-        rs.Placement(prepare=functools.partial(torch.compile, backend="aot_eager")),
+        pytest.param(
+            rs.Placement(prepare=functools.partial(torch.compile, backend="aot_eager")), marks=pytest.mark.integration
+        ),
     ],
     ids=["ddp", "fsdp", "compiled"],
 )

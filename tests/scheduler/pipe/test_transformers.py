@@ -104,6 +104,7 @@ def test_llama_equals_one_process():
     check_equal(make_case(lambda: make_llama(tied=True), ignored=True), pipe_of(llama_layers(1), "1x1,1x1"), 2)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
@@ -117,12 +118,14 @@ def test_models_with_the_chain_of_llama_equal_one_process(name, stages):
     check_equal(case, pipe_of(llama_layers(3), stages), 2 if stages == "1x1,1x1" else 6)
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by transformers, up to torch 2.10
 def test_replicas_of_a_mixture_of_experts_equal_one_process():
     case = make_case(lambda: make_like_llama("Mixtral", head_dim=4, num_local_experts=4), steps=2)
     check_equal(case, pipe_of([], "2x1", loss=lambda output: output.loss), 2)
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_stage_may_have_only_the_head(model):
     case = make_case(make_gpt2 if model == "gpt2" else make_llama, steps=2)

@@ -13,6 +13,7 @@ from reshard.cli.main import main
 SMALL = ["--shrink", "24", "--batch", "8", "--microbatches", "4", "--log-every", "2"]
 
 
+@pytest.mark.integration
 def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)

@@ -17,6 +17,7 @@ from reshard.topology import Topology
 from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("preset", "devices", "keep"),
     [
