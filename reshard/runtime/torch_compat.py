@@ -7,13 +7,15 @@ ones, which are slow to import. The engine of ``reshard.scheduler`` has its own 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # noqa: PLC0414  # for others
+from torch.utils._pytree import tree_leaves as tree_leaves  # noqa: PLC0414
 
 
 @contextlib.contextmanager
@@ -135,3 +137,8 @@ def timeout_of(process_group: dist.ProcessGroup) -> float:
 def is_in_backward() -> bool:
     """Whether autograd runs a backward in this thread."""
     return torch._C._current_graph_task_id() != -1
+
+
+def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source to the target at its place. One call for many small tensors."""
+    torch._foreach_copy_(list(targets), list(sources))

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from reshard.errors import ArgumentError
+from reshard.runtime.torch_compat import TorchDispatchMode, tree_leaves
 from reshard.weights.parts import Made, compose_parts, join_tensors
 from reshard.weights.pieces import Side
 from reshard.weights.strided import view_of_tensor

@@ -19,6 +19,7 @@ from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
 from reshard.planner import predict
+from reshard.runtime.torch_compat import copy_all
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology
@@ -82,7 +83,7 @@ class Landing:
     def finish(self) -> None:
         """Write the local shards, once all has arrived."""
         for views, tensor in self.copies:
-            torch._foreach_copy_(views, list(tensor.unbind()) if len(views) > 1 else [tensor])
+            copy_all(views, list(tensor.unbind()) if len(views) > 1 else [tensor])
         synchronize(self.shards)
 
 

@@ -11,6 +11,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, TransferTimeoutError
+from reshard.runtime.torch_compat import copy_all
 from reshard.weights.holdings import ModelState, StateReader, Value, synchronize
 from reshard.weights.manifest import Manifest
 from reshard.weights.quantize import Quantizer
@@ -100,7 +101,7 @@ class Snapshot:
             if state is not self._paired:
                 self._pairs, self._paired = self._pair(state), state
             if self._pairs[0]:
-                torch._foreach_copy_(*self._pairs)
+                copy_all(*self._pairs)
             if self._quantizer is not None:
                 self._quantizer.quantize(state.holdings, measured, self.arrays, self._on_host)
             synchronize(holding.array for holding in state.holdings.values())
