@@ -51,7 +51,7 @@ class Sender:
     ) -> None:
         self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
         self._options, self._compression = options, compression
-        self._choice = FormatChoice()
+        self._choice, self._is_coded = FormatChoice(), False
         self._coded: CodedTransfers | None = None
         self._seen: set[tuple[str, bool]] = set()  # routes over which versions have travelled, coded or not
         self._route: tuple[str, Route] | None = None
@@ -84,12 +84,12 @@ class Sender:
 
     def _find_base(self) -> int | None:
         """The version to which differences may refer."""
-        return self._snapshot.base_version if self._compression == "delta" and self._choice.may_pay() else None
+        self._is_coded = self._compression is not None and self._choice.may_pay()
+        return self._snapshot.base_version if self._is_coded and self._compression == "delta" else None
 
     def _describe_coding(self, base: int | None) -> dict[str, Any]:
         """What a message says about the coding of a version."""
-        is_coded = self._compression is not None and self._choice.may_pay()
-        return {"compression": self._compression, "coded": is_coded, "base": base}
+        return {"compression": self._compression, "coded": self._is_coded, "base": base}
 
     def watch(self, is_done: Callable[[], bool]) -> None:
         """Let the first rank that lives lead the trainer, if those before it end while a version is on its way.
@@ -188,6 +188,8 @@ class Sender:
         """Learn the rate of the link from a transfer; returns what the report of the version says about its coding."""
         way = message["route"], message["coded"]
         seconds, nbytes = (max(report[name] for report in reports.values()) for name in ("seconds", "nbytes"))
+        if message["coded"]:
+            self._choice.note(any(name != "raw" for report in reports.values() for name in report["formats"]))
         self._choice.add_transfer(nbytes, seconds, plain, is_first=way not in self._seen)
         self._seen = {each for each in self._seen if each[0] == message["route"]} | {way}
         formats: dict[str, int] = {}
