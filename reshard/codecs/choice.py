@@ -25,7 +25,7 @@ MIN_GAIN = 0.97
 NUM_BLOCKS, BLOCK_BYTES = 1024, 64
 MIN_DISTANCE = 4
 #: Seconds in which a region is encoded, and in which it is decoded, beyond the time of its bytes.
-ENCODE_SECONDS, DECODE_SECONDS = 2e-5, 1e-5
+ENCODE_SECONDS, DECODE_SECONDS = 3e-5, 2e-5
 #: Encoded bytes per plain byte beyond which a bitmap is given up.
 MAX_BITMAP_SIZE = 0.75
 #: Encoded bytes per plain byte of bf16 weights without a base.
