@@ -123,8 +123,8 @@ class FormatChoice:
             return True
         rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
         unchanged = Sample(0.0, 1.0)
-        coded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
-        return min(coded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
+        encoded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
+        return min(encoded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
 
     def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
         """The format of a region, and how many seconds it is predicted to save.

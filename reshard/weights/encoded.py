@@ -53,7 +53,7 @@ class SendingReport:
 
 
 def share_memory(options: RouteOptions) -> RouteOptions:
-    """The options of a route whose transfers may also be coded."""
+    """The options of a route whose transfers may also be encoded."""
     return replace(options, memory_bytes=options.memory_bytes // NUM_SHARES)
 
 
@@ -73,7 +73,7 @@ class BucketChoice:
     counts: bool
 
 
-class CodedTransfers:
+class EncodedTransfers:
     """Moves versions over a route. Every rank of the route makes one at the same time. Used by the thread of the route.
 
     The regions that the same ranks hold and need are a bucket. If the buckets of a rank are larger than its share of
@@ -284,7 +284,7 @@ class SendingHandle:
     """
 
     def __init__(
-        self, transfers: CodedTransfers, arrays: Arrays, new: Arrays, old: Arrays | None, problem: str
+        self, transfers: EncodedTransfers, arrays: Arrays, new: Arrays, old: Arrays | None, problem: str
     ) -> None:
         self._transfers, self._new, self._old = transfers, new, old
         self._choices: dict[str, BucketChoice] = {}
@@ -294,8 +294,8 @@ class SendingHandle:
             _raise_problem(problem)
             self._choices = transfers.choose(new, old)
             gain = sum(choice.gain for choice in self._choices.values() if choice.counts)
-            coded = {name: choice for name, choice in self._choices.items() if choice.gain > 0}
-            return {"gain": gain, "buckets": transfers.raw_sizes(0, new) | transfers.encode(0, new, old, coded)}
+            encoded = {name: choice for name, choice in self._choices.items() if choice.gain > 0}
+            return {"gain": gain, "buckets": transfers.raw_sizes(0, new) | transfers.encode(0, new, old, encoded)}
 
         reports = transfers.exchange(offer)
         if not _pays(reports):
