@@ -13,8 +13,8 @@ def encode_blocks(
 def decode_blocks(kind: int, format: int, columns: int, values: int, data: Any, target: Any, accumulate: bool) -> None:
     """Decode into rows of values, or add to them."""
 
-def sample_changes(width: int, words: Any, base: Any) -> tuple[int, int]:
-    """The number of words that differ in every 64th block of 64 bytes, and the number of words in these blocks."""
+def sample_changes(width: int, words: Any, base: Any, every: int) -> tuple[int, int, int, int]:
+    """Words in one of so many blocks of 64 bytes: all, changed, changed by a signed byte; and the sum of low bytes."""
 
 def encode_delta(width: int, words: Any, base: Any, out: Any) -> int:
     """Write the changes from base to words; return their size, or -1 if they do not fit."""

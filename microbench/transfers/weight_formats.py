@@ -36,6 +36,7 @@ from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology, topology_from_json
 from reshard.weights.coding import decode_region, encode_region, largest_size
+from reshard.weights.encoded import MAX_KEPT
 from reshard.weights.formats import FormatChoice
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)
@@ -176,7 +177,7 @@ def time_parts(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
 
 
 def _code(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
-    seconds, codes, gain = [], [], 0.0
+    seconds, codes, gains = [], [], []
     formats: dict[str, int] = {}
     out = {name: value.clone() for name, value in old.items()}
     buffers = {name: np.zeros(largest_size(value), dtype=np.uint8) for name, value in new.items()}
@@ -184,20 +185,23 @@ def _code(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
         pairs = [(name, *(side[name].tensor_split(NUM_TRAINERS)[rank] for side in (new, old))) for name in new]
         begun = time.thread_time()
         chosen = [choice.choose(value, base) for _, value, base in pairs]
-        gain += sum(saved for _, saved in chosen)
-        if gain > 0:
+        choosing = (time.thread_time() - begun) / MAX_KEPT  # which is kept for so many versions
+        begun = time.thread_time()
+        gains.append(sum(saved for _, saved in chosen))
+        if gains[-1] > 0:
             for (format_name, _), (name, value, base) in zip(chosen, pairs, strict=True):
                 size = encode_region(value, base, format_name, buffers[name])
                 codes.append((name, rank, buffers[name][:size].copy()))
-        seconds.append(time.thread_time() - begun)
+        seconds.append(choosing + time.thread_time() - begun)
         for (format_name, _), (_, value, _) in zip(chosen, pairs, strict=True):
             formats[format_name] = formats.get(format_name, 0) + value.nbytes
     plain = sum(value.nbytes for value in new.values())
-    if gain <= 0:
+    if sum(gains) <= 0:
         return max(seconds), 0.0, plain, {"raw": plain}
+    targets = [(data, out[name].tensor_split(NUM_TRAINERS)[rank]) for name, rank, data in codes]
     begun = time.thread_time()
-    for name, rank, data in codes:
-        decode_region(data, out[name].tensor_split(NUM_TRAINERS)[rank])
+    for data, target in targets:
+        decode_region(data, target)
     decoding = time.thread_time() - begun
     assert all(torch.equal(out[name].view(torch.int16), value.view(torch.int16)) for name, value in new.items())
     return max(seconds), decoding, sum(len(data) for *_, data in codes), formats

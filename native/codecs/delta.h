@@ -124,16 +124,27 @@ template <class Word> RESHARD_INLINE uint64_t find_changes(const Word *words, co
     return changed;
 }
 
-// The words that differ in every 64th block of 64 bytes, and the words in these blocks.
+// What a sample of words says about their changes.
 struct ChangesOfSample {
-    size_t changed = 0, count = 0;
+    uint64_t count = 0, changed = 0; // words, and words that differ
+    uint64_t narrow = 0;             // words whose difference is a signed byte but not 0
+    uint64_t distance = 0;           // sum of the magnitudes of the lowest bytes of differences, as signed integers
 };
-template <class Word> RESHARD_INLINE ChangesOfSample sample_changes(const Word *words, const Word *base, size_t count) {
+
+// Samples blocks of 64 bytes, one of `every`.
+template <class Word>
+RESHARD_INLINE ChangesOfSample sample_changes(const Word *words, const Word *base, size_t count, size_t every) {
     constexpr size_t per_block = 64 / sizeof(Word);
     ChangesOfSample found;
-    for (size_t at = 0; at + per_block <= count; at += 64 * per_block) {
-        found.changed += static_cast<size_t>(std::popcount(find_changes(words + at, base + at)));
+    for (size_t at = 0; at + per_block <= count; at += every * per_block) {
         found.count += per_block;
+        for (size_t i = 0; i < per_block; ++i) {
+            const auto step = static_cast<Word>(words[at + i] - base[at + i]);
+            const auto low = static_cast<int8_t>(step);
+            found.changed += step != 0;
+            found.narrow += step != 0 && (sizeof(Word) == 1 || static_cast<Word>(step + 128) < 256);
+            found.distance += static_cast<uint64_t>(low < 0 ? -low : low);
+        }
     }
     return found;
 }

@@ -1,11 +1,11 @@
 // Python functions of the codecs of differences. See delta.h and bitmap.h.
 
 #include <stdexcept>
-#include <utility>
+#include <tuple>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
-#include <nanobind/stl/pair.h>
+#include <nanobind/stl/tuple.h>
 
 #include "bitmap.h"
 #include "delta.h"
@@ -33,9 +33,10 @@ using Apply = bool (*)(const uint8_t *data, size_t nbytes, uint8_t *words, size_
         return apply_##codec(data, nbytes, reinterpret_cast<Word *>(words), word_bytes / sizeof(Word));                \
     }
 #define RESHARD_SAMPLE(Word)                                                                                           \
-    ChangesOfSample sample_##Word(const uint8_t *words, const uint8_t *base, size_t nbytes) {                          \
+    RESHARD_CLONES ChangesOfSample sample_##Word(const uint8_t *words, const uint8_t *base, size_t nbytes,             \
+                                                 size_t every) {                                                       \
         return sample_changes(reinterpret_cast<const Word *>(words), reinterpret_cast<const Word *>(base),             \
-                              nbytes / sizeof(Word));                                                                  \
+                              nbytes / sizeof(Word), every);                                                           \
     }
 RESHARD_SAMPLE(uint8_t) RESHARD_SAMPLE(uint16_t) RESHARD_SAMPLE(uint32_t)
 #define RESHARD_DELTA(codec)                                                                                           \
@@ -78,14 +79,16 @@ bool apply(const Apply (&of_width)[3], size_t width, Source data, Target words) 
 void bind_delta_codec(nb::module_ &m) {
     m.def(
         "sample_changes",
-        [](size_t width, Source words, Source base) {
+        [](size_t width, Source words, Source base, size_t every) {
             check_pair(width, words, base);
+            if (every == 0)
+                throw std::invalid_argument("a sample needs a positive distance");
             const auto sample = width == 1 ? sample_uint8_t : width == 2 ? sample_uint16_t : sample_uint32_t;
-            const auto found = sample(words.data(), base.data(), words.shape(0));
-            return std::make_pair(found.changed, found.count);
+            const auto found = sample(words.data(), base.data(), words.shape(0), every);
+            return std::make_tuple(found.count, found.changed, found.narrow, found.distance);
         },
-        nb::arg("width"), nb::arg("words"), nb::arg("base"),
-        "The number of words that differ in every 64th block of 64 bytes, and the number of words in these blocks.");
+        nb::arg("width"), nb::arg("words"), nb::arg("base"), nb::arg("every"),
+        "Words in one of so many blocks of 64 bytes: all, changed, changed by a signed byte; and the sum of low bytes.");
     m.def(
         "encode_delta",
         [](size_t width, Source words, Source base, Target out) {

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard import _native
 from reshard.codecs.formats import DENSE_SHARES, FORMATS
 
 #: Shares of changed words at which rates are measured; between them, the time of a byte is linear.
@@ -18,12 +19,13 @@ FormatRates = Mapping[str, tuple[tuple[float, ...], ...]]
 PER_WORD = frozenset(("delta", "bitmap"))
 #: Seconds in which zstd sets up its state, each for encoding and decoding: much for a tensor that is one small piece.
 ZSTD_SECONDS = 2.5e-4
-#: Tensors of fewer bytes travel as ``delta``: their time hardly counts.
-SMALL_BYTES = 2**16
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.97
-#: A sample is so many runs of so many words, at equal distances.
-RUNS, RUN_WORDS = 32, 64
+#: A sample is so many blocks of so many bytes, at equal distances; at most one block of four.
+NUM_BLOCKS, BLOCK_BYTES = 1024, 64
+MIN_DISTANCE = 4
+#: Seconds in which a region is encoded, and in which it is decoded, beyond the time of its bytes.
+ENCODE_SECONDS, DECODE_SECONDS = 3e-5, 2e-5
 #: Encoded bytes per plain byte beyond which a bitmap is given up.
 MAX_BITMAP_SIZE = 0.75
 #: Encoded bytes per plain byte of bf16 weights without a base.
@@ -88,18 +90,21 @@ def predict_seconds(name: str, numel: int, width: int, sample: Sample, rates: Ra
     """Predict the time that a tensor adds to a transfer in a format."""
 
     def code(measured: tuple[float, ...]) -> float:
-        seconds = [1 / rate for rate in measured]
-        per_byte = float(np.interp(sample.changed, SHARES, seconds))
-        if sample.changed < SHARES[0]:
-            slope = (seconds[1] - seconds[0]) / (SHARES[1] - SHARES[0])
-            per_byte = max(per_byte - slope * (SHARES[0] - sample.changed), per_byte / 2)
+        place = 0 if sample.changed < SHARES[1] else 1
+        low, high = 1 / measured[place], 1 / measured[place + 1]
+        part = (min(sample.changed, SHARES[2]) - SHARES[place]) / (SHARES[place + 1] - SHARES[place])
+        per_byte = max(low + part * (high - low), min(low, high) / 2)
         return per_byte * (2 / width if name in PER_WORD else 1)
 
+    if name == "delta" and sample.changed > DENSE_SHARES[width]:
+        name = "bitmap" if "bitmap" in rates.formats else name
     encode, decode = rates.formats[name]
     per_byte = (
         code(encode) / rates.encoders + find_size(name, width, sample) / rates.link + code(decode) / rates.decoders
     )
-    fixed = ZSTD_SECONDS * (1 / rates.encoders + 1 / rates.decoders) if name == "xor-zstd" else 0.0
+    fixed = ENCODE_SECONDS / rates.encoders + DECODE_SECONDS / rates.decoders
+    if name == "xor-zstd":
+        fixed += ZSTD_SECONDS * (1 / rates.encoders + 1 / rates.decoders)
     return fixed + numel * width * per_byte
 
 
@@ -113,35 +118,32 @@ def choose_format(numel: int, width: int, sample: Sample, rates: Rates, formats:
         rates: rates of the formats and of the link.
         formats: names of the formats that all ranks know and that encode the dtype, with ``"raw"``.
     """
-    if "delta" in formats and (numel * width < SMALL_BYTES or not sample.changed):
-        return "delta"
     known = [name for name in FORMATS if name in formats and name in rates.formats]
+    if "bitmap" in known and sample.changed > DENSE_SHARES[width]:
+        known = [name for name in known if name != "delta"]  # which would be bitmaps, too
     seconds = {name: predict_seconds(name, numel, width, sample, rates) for name in known}
-    best = min(seconds, key=seconds.__getitem__, default="raw")
-    return best if seconds.get(best, 0.0) < MIN_GAIN * seconds.get("raw", 0.0) else "raw"
+    return min(seconds, key=seconds.__getitem__, default="raw")
 
 
-def take_sample(words: np.ndarray, base: np.ndarray | None, width: int) -> Sample:
+def take_sample(words: np.ndarray, base: np.ndarray | None, width: int, every: int | None = None) -> Sample:
     """Sample the changes of a tensor, at the same places on all ranks that hold it.
 
     Args:
         words, base: flat uint8 of equal size. Without a base, all words count as changed.
-        width: bytes of a word.
+        width: bytes of a word. every: of how many blocks of 64 bytes to look at one; default: :func:`distance_of`.
     """
-    numel = len(words) // width
-    if base is None or not numel:
+    if base is None or not len(words):
         return Sample(float(base is None), 0.0)
-    steps = _take_runs(words.view(f"u{width}")) - _take_runs(base.view(f"u{width}"))
-    changed = int(np.count_nonzero(steps))
+    pad = -len(words) % BLOCK_BYTES if len(words) < BLOCK_BYTES else 0
+    if pad:
+        words, base = np.pad(words, (0, pad)), np.pad(base, (0, pad))
+    every = every or distance_of(len(words))
+    count, changed, narrow, distance = _native.sample_changes(width, words, base, every)
     if not changed:
         return Sample(0.0, 1.0)
-    narrow = np.count_nonzero(steps + steps.dtype.type(128) < 256) - (len(steps) - changed) if width > 1 else changed
-    low = steps.view(np.int8)[::width].astype(np.int16)
-    return Sample(changed / len(steps), int(narrow) / changed, float(np.abs(low).sum()) / changed)
+    return Sample(changed / count, narrow / changed, distance / changed)
 
 
-def _take_runs(words: np.ndarray) -> np.ndarray:
-    distance = len(words) // RUNS
-    return (
-        words if distance < RUN_WORDS else words[: RUNS * distance].reshape(RUNS, distance)[:, :RUN_WORDS].reshape(-1)
-    )
+def distance_of(nbytes: int) -> int:
+    """Of how many blocks of 64 bytes a sample has one."""
+    return max(MIN_DISTANCE, nbytes // (BLOCK_BYTES * NUM_BLOCKS))

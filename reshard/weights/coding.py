@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from reshard.api.lossless.regions import bytes_of
-from reshard.codecs.choice import RUN_WORDS, RUNS, Sample, take_sample
+from reshard.codecs.choice import BLOCK_BYTES, Sample, distance_of, take_sample
 from reshard.codecs.delta import HEADER_BYTES, word_width
 from reshard.codecs.formats import FORMATS, decode_piece
 from reshard.codecs.raw_bytes import write_into
@@ -24,11 +24,16 @@ from reshard.errors import ArgumentError
 PIECE_BYTES = 2**20
 #: Bytes of the number before a piece.
 _NUMBER_BYTES = 8
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Regions of at most so many bytes are copied whole to sample them.
+SMALL_BYTES = 2**16
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
 def cut_pieces(region: torch.Tensor) -> Iterator[torch.Tensor]:
     """The pieces of a region. They depend on its shape and dtype only, so both ends cut alike."""
+    if region.ndim and 0 < region.numel() * region.itemsize <= PIECE_BYTES:
+        yield region
+        return
     row_bytes = math.prod(region.shape[1:]) * region.itemsize
     if region.ndim > 1 and row_bytes > PIECE_BYTES:
         for row in region:
@@ -92,27 +97,27 @@ def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
 
 
 def sample_region(region: torch.Tensor, base: torch.Tensor | None) -> Sample:
-    """Sample the changes of a region, at the same places on all ranks that hold it.
+    """Sample the changes of a region, at the same places on all ranks that hold it, whatever its strides there.
 
     Args:
         region, base: on the CPU, of one shape.
     """
-    width = word_width(region.itemsize)
-    return take_sample(_take_runs(region), None if base is None else _take_runs(base), width)
+    width, nbytes = word_width(region.itemsize), region.numel() * region.itemsize
+    if base is None or nbytes <= SMALL_BYTES or (region.is_contiguous() and base.is_contiguous()):
+        return take_sample(bytes_of(region), None if base is None else bytes_of(base), width)
+    places = _find_places(region.shape, region.itemsize)
+    new, old = (_gather(each, places) for each in (region, base))
+    return take_sample(new, old, width, every=1)
 
 
-def _take_runs(region: torch.Tensor) -> np.ndarray:
-    """Some runs of elements, at equal distances along each dim, as flat uint8; all elements of a small region."""
-    if region.numel() <= 2 * RUNS * RUN_WORDS or region.itemsize not in _WORDS:
-        return bytes_of(region)
-    array = region.view(_WORDS[region.itemsize]).numpy()
-    return np.ascontiguousarray(array[_find_places(region.shape)]).reshape(-1).view(np.uint8)
+def _gather(region: torch.Tensor, places: tuple[np.ndarray, ...]) -> np.ndarray:
+    return np.ascontiguousarray(region.view(_WORDS[region.itemsize]).numpy()[places]).view(np.uint8).reshape(-1)
 
 
 @functools.lru_cache(maxsize=1024)
-def _find_places(shape: torch.Size) -> tuple[np.ndarray, ...]:
-    run = min(RUN_WORDS, shape[-1])
-    runs = RUNS * RUN_WORDS // run
-    number = np.arange(runs)[:, None]
-    leading = [number * size // runs for size in shape[:-1]]
-    return *leading, number * (shape[-1] - run) // max(1, runs - 1) + np.arange(run)
+def _find_places(shape: torch.Size, itemsize: int) -> tuple[np.ndarray, ...]:
+    """The indices of the elements that a sample of a contiguous region has."""
+    per_block = BLOCK_BYTES // itemsize
+    distance = distance_of(math.prod(shape) * itemsize) * per_block
+    first = np.arange(0, math.prod(shape) - per_block + 1, distance)
+    return np.unravel_index((first[:, None] + np.arange(per_block)).reshape(-1), shape)

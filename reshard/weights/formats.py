@@ -8,7 +8,15 @@ from typing import Any
 
 import torch
 
-from reshard.codecs.choice import MIN_GAIN, SMALL_BYTES, Rates, Sample, choose_format, predict_seconds
+from reshard.codecs.choice import (
+    DECODE_SECONDS,
+    ENCODE_SECONDS,
+    MIN_GAIN,
+    Rates,
+    Sample,
+    choose_format,
+    predict_seconds,
+)
 from reshard.codecs.delta import word_width
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.codecs.rates import measure_format_rates, slowest_rates
@@ -21,6 +29,10 @@ from reshard.weights.coding import sample_region
 COMPRESSIONS = ("delta", "lossless")
 #: The rate of the link is the median of so many transfers.
 MAX_LINK_RATES = 5
+#: Regions that take less time on the link are not compared: that would take a good part of this time.
+MIN_REGION_SECONDS = 5e-5
+#: Most versions that travel raw without a comparison of formats, after comparisons that ended in raw.
+MAX_PAUSE = 32
 #: Transfers of less than this part of the plain bytes take too short to tell the rate of the link.
 MIN_PART = 1 / 16
 
@@ -36,9 +48,9 @@ def check_compression(compression: Any) -> str | None:
     return None if compression is None else str(compression)
 
 
-def report_formats(is_timed: bool) -> dict[str, Any]:
-    """What a rank tells the others: the formats that it knows, and how fast it codes, if the choice needs that."""
-    return {"known": known_formats(), "rates": measure_format_rates() if is_timed else {}}
+def report_formats() -> dict[str, Any]:
+    """What a rank tells the others: the formats that it knows, and how fast it codes."""
+    return {"known": known_formats(), "rates": measure_format_rates()}
 
 
 class FormatChoice:
@@ -53,6 +65,7 @@ class FormatChoice:
         self._formats: tuple[str, ...] = ()
         self._rates: Mapping[str, Any] = {}
         self._encoders = self._decoders = 1.0
+        self._pause = self._left = 0  # versions without a comparison: the last time, and still
         self._link_rates: list[float] = []
         self._first_rate: float | None = None  # of a transfer that also connected the ranks
 
@@ -70,7 +83,7 @@ class FormatChoice:
             for name in FORMATS
             if name in self._allowed and name in known[0] and all(each.get(name) == known[0][name] for each in known)
         )
-        self._rates = slowest_rates([report["rates"] for report in reports.values() if report["rates"]])
+        self._rates = slowest_rates([report["rates"] for report in reports.values()])
 
     def add_transfer(self, nbytes: int, seconds: float, plain: int, is_first: bool) -> None:
         """Take the rate of the link from a transfer.
@@ -91,14 +104,27 @@ class FormatChoice:
         """Bytes per second of all regions together; None before the first transfer."""
         return statistics.median(self._link_rates) if self._link_rates else self._first_rate
 
+    def note(self, pays: bool) -> None:
+        """Note whether a comparison of formats has ended in another one than raw."""
+        if self.link_rate is not None:  # else nothing was compared
+            self._pause = 0 if pays else min(MAX_PAUSE, max(1, 2 * self._pause))
+            self._left = self._pause
+
     def may_pay(self) -> bool:
-        """Whether some format is faster than raw if few words have changed. True if that is not known yet."""
+        """Whether to compare formats for the next version.
+
+        Not if none is faster than raw even where nothing changed; and not for some versions after a comparison that
+        ended in raw, because comparing takes time.
+        """
+        if self._left:
+            self._left -= 1
+            return False
         if self.link_rate is None or not self._rates:
             return True
         rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
         unchanged = Sample(0.0, 1.0)
-        coded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
-        return min(coded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
+        encoded = [predict_seconds(name, 2**20, 2, unchanged, rates) for name in self._formats if name != "raw"]
+        return min(encoded, default=float("inf")) < MIN_GAIN * 2**21 / self.link_rate
 
     def choose(self, region: torch.Tensor, base: torch.Tensor | None) -> tuple[str, float]:
         """The format of a region, and how many seconds it is predicted to save.
@@ -112,13 +138,12 @@ class FormatChoice:
             for name in self._formats
             if FORMATS[name].dtype in ("", dtype) and not (base is None and FORMATS[name].has_base)
         ]
-        if not self._rates or nbytes < SMALL_BYTES:
-            name = "delta" if "delta" in allowed else allowed[0]
-            return name, 0.0
         if self.link_rate is None:
             return "raw", 0.0
+        raw = nbytes / self.link_rate
+        if raw < MIN_REGION_SECONDS:
+            return "raw", (MIN_GAIN - 1) * raw - ENCODE_SECONDS / self._encoders - DECODE_SECONDS / self._decoders
         rates = Rates(self.link_rate, self._rates, self._encoders, self._decoders)
         sample = sample_region(region, base)
         name = choose_format(nbytes // width, width, sample, rates, allowed)
-        raw = nbytes / self.link_rate
         return name, MIN_GAIN * raw - predict_seconds(name, nbytes // width, width, sample, rates)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
 from reshard.weights.attempts import SWAP, key_of
-from reshard.weights.coded import CodedTransfers, share_memory
+from reshard.weights.encoded import EncodedTransfers, share_memory
 from reshard.weights.holdings import Value
 from reshard.weights.install import Arrays, Installer, ReceiveInPlace
 from reshard.weights.mailbox import Message
@@ -67,7 +67,7 @@ class Receiver:
         self._changed = threading.Condition()
         self._errand: Errand | None = None  # for the thread that waits in ``update``
         self._route: tuple[str, Route] | None = None
-        self._coded: CodedTransfers | None = None  # over the route
+        self._encoded: EncodedTransfers | None = None  # over the route
         self._pieces: list[Piece] = []
         self._tied: Mapping[str, str] = {}
         self._checker: Checker | None = None
@@ -159,7 +159,7 @@ class Receiver:
         """Close the connections."""
         if self._route is not None:
             self._route[1].close()
-            self._route = self._coded = None
+            self._route = self._encoded = None
 
     def act(self, message: Message) -> None:
         """Act on a message."""
@@ -199,7 +199,7 @@ class Receiver:
             held = self._complete
             if _shares(self._shadow, self._complete_arrays):
                 self._complete = None
-            if message.get("coded"):
+            if message.get("encoded"):
                 self._receive_encoded(route, message["base"], held)
             else:
                 route.receive(self._shadow)
@@ -216,12 +216,12 @@ class Receiver:
         Args:
             held: the version that this rank holds.
         """
-        if self._coded is None:
-            self._coded = CodedTransfers(route, self._options, None)
+        if self._encoded is None:
+            self._encoded = EncodedTransfers(route, self._options, None)
         problem = ""
         if base is not None and (base != held or self._shadow.keys() != self._complete_arrays.keys()):
             problem = f"the engine does not hold version {base}, to which differences refer"
-        self._coded.receive(self._shadow, None if base is None else self._complete_arrays, problem)
+        self._encoded.receive(self._shadow, None if base is None else self._complete_arrays, problem)
 
     def _stop_serving(self) -> None:
         """Wait until all ranks are in ``update``; their models hold no version from then on."""

@@ -11,8 +11,8 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
-from reshard.weights.coded import CodedTransfers, RawHandle, SendingHandle, share_memory
 from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
+from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle, share_memory
 from reshard.weights.formats import FormatChoice
 from reshard.weights.holdings import Value
 from reshard.weights.mailbox import Message
@@ -51,9 +51,9 @@ class Sender:
     ) -> None:
         self._team, self._manifest, self._snapshot, self._end = team, manifest, snapshot, end
         self._options, self._compression = options, compression
-        self._choice = FormatChoice()
-        self._coded: CodedTransfers | None = None
-        self._seen: set[tuple[str, bool]] = set()  # routes over which versions have travelled, coded or not
+        self._choice, self._is_encoded = FormatChoice(), False
+        self._encoded: EncodedTransfers | None = None
+        self._seen: set[tuple[str, bool]] = set()  # routes over which versions have travelled, encoded or not
         self._route: tuple[str, Route] | None = None
         self._checkers: dict[str, Checker] = {}
         self._rank = team.rank  # among the ranks that send
@@ -77,19 +77,19 @@ class Sender:
         """Close the connections."""
         if self._route is not None:
             self._route[1].close()
-            self._route = self._coded = None
+            self._route = self._encoded = None
 
     def _make_dispatcher(self) -> Dispatcher:
         return Dispatcher(self._team, self._manifest, self._options, self._find_base, self._describe_coding)
 
     def _find_base(self) -> int | None:
         """The version to which differences may refer."""
-        return self._snapshot.base_version if self._compression == "delta" and self._choice.may_pay() else None
+        self._is_encoded = self._compression is not None and self._choice.may_pay()
+        return self._snapshot.base_version if self._is_encoded and self._compression == "delta" else None
 
     def _describe_coding(self, base: int | None) -> dict[str, Any]:
         """What a message says about the coding of a version."""
-        is_coded = self._compression is not None and self._choice.may_pay()
-        return {"compression": self._compression, "coded": is_coded, "base": base}
+        return {"compression": self._compression, "encoded": self._is_encoded, "base": base}
 
     def watch(self, is_done: Callable[[], bool]) -> None:
         """Let the first rank that lives lead the trainer, if those before it end while a version is on its way.
@@ -172,22 +172,24 @@ class Sender:
 
     def _start(self, route: Route, message: Message) -> SendingHandle | RawHandle:
         """Start to send the snapshot over a route."""
-        if not message["coded"]:
+        if not message["encoded"]:
             return RawHandle(route, self._snapshot.arrays)
-        if self._coded is None:
-            self._coded = CodedTransfers(route, self._options, self._choice)
+        if self._encoded is None:
+            self._encoded = EncodedTransfers(route, self._options, self._choice)
         base, snapshot = message["base"], self._snapshot
         problem = ""
         if base is not None and base != snapshot.base_version:
             problem = (
                 f"the trainer holds version {snapshot.base_version} in place of {base}, to which differences refer"
             )
-        return self._coded.start_sending(snapshot.arrays, None if base is None else snapshot.base, problem)
+        return self._encoded.start_sending(snapshot.arrays, None if base is None else snapshot.base, problem)
 
     def _note_transfer(self, message: Message, reports: Mapping[int, Any], plain: int) -> dict[str, Any]:
         """Learn the rate of the link from a transfer; returns what the report of the version says about its coding."""
-        way = message["route"], message["coded"]
+        way = message["route"], message["encoded"]
         seconds, nbytes = (max(report[name] for report in reports.values()) for name in ("seconds", "nbytes"))
+        if message["encoded"]:
+            self._choice.note(any(name != "raw" for report in reports.values() for name in report["formats"]))
         self._choice.add_transfer(nbytes, seconds, plain, is_first=way not in self._seen)
         self._seen = {each for each in self._seen if each[0] == message["route"]} | {way}
         formats: dict[str, int] = {}

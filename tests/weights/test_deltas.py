@@ -7,7 +7,7 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
-from reshard.weights import Publisher, Subscriber, coded, verify
+from reshard.weights import Publisher, Subscriber, encoded, verify
 from reshard.weights.formats import FormatChoice
 from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore
@@ -162,7 +162,7 @@ def _other_modes(rank, _, store):
                     assert set(report.engines.values()) == {""}, report
                     assert report.base == (version - 1 or None) and (version == 1 or report.encoded_bytes < 5e5)
                     _wait_for(raw, f"updated{version} 1"), _wait_for(raw, f"updated{version} 2")
-                rounds = publisher._sender._coded.num_rounds
+                rounds = publisher._sender._encoded.num_rounds
             with Publisher(model, raw, dtype=torch.bfloat16, compression="lossless", memory_bytes=3 << 19) as publisher:
                 _write(model, 4, cut)
                 report = publisher.publish(4).wait(100)
@@ -196,7 +196,7 @@ def _fast_link(rank, _, store):
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr(FormatChoice, "link_rate", 1e15)
         made = []
-        monkeypatch.setattr(coded.SendingHandle, "__init__", lambda *_: made.append(1) or 1 / 0)
+        monkeypatch.setattr(encoded.SendingHandle, "__init__", lambda *_: made.append(1) or 1 / 0)
         raw, cut = _connect(store, (), rank, 1), _cut(0, 1, 0)
         model = _parts(0, cut)
         if rank == 0:

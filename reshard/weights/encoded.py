@@ -16,7 +16,6 @@ from reshard.api.handle import Handle, times_of
 from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.regions import Bucket, Region, find_buckets
 from reshard.api.mover import Mover
-from reshard.codecs.choice import SMALL_BYTES
 from reshard.errors import DisagreementError, RemoteError
 from reshard.formatting import format_ranks
 from reshard.planner import plan_tensors
@@ -27,6 +26,8 @@ from reshard.weights.route import Route, RouteOptions
 from reshard.weights.team import run_collectively
 
 Arrays = Mapping[str, torch.Tensor]
+#: Versions for which the formats of regions are kept.
+MAX_KEPT = 8
 #: Parts of ``memory_bytes``: for the buffers, for the staging of their transfers, and for that of raw ones.
 NUM_SHARES = 3
 
@@ -52,7 +53,7 @@ class SendingReport:
 
 
 def share_memory(options: RouteOptions) -> RouteOptions:
-    """The options of a route whose transfers may also be coded."""
+    """The options of a route whose transfers may also be encoded."""
     return replace(options, memory_bytes=options.memory_bytes // NUM_SHARES)
 
 
@@ -72,7 +73,7 @@ class BucketChoice:
     counts: bool
 
 
-class CodedTransfers:
+class EncodedTransfers:
     """Moves versions over a route. Every rank of the route makes one at the same time. Used by the thread of the route.
 
     The regions that the same ranks hold and need are a bucket. If the buckets of a rank are larger than its share of
@@ -93,10 +94,9 @@ class CodedTransfers:
         self._rank, specs = route.rank, route.plan.tensors
         self._buckets = find_buckets(specs, self._rank)
         self._itemsize = {spec.name or "": spec.itemsize for spec in specs}
-        is_timed = any(bucket.nbytes >= SMALL_BYTES for bucket in self._buckets.values())
 
         def describe() -> dict[str, Any]:
-            return {**report_formats(is_timed), "memory_bytes": options.memory_bytes}
+            return {**report_formats(), "memory_bytes": options.memory_bytes}
 
         reports = self.exchange(describe, "compares formats")
         limit = max(1, min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES)
@@ -107,6 +107,8 @@ class CodedTransfers:
         if choice is not None:
             choice.agree(reports, *(self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed)))
         self._rounds = [self._find_round(number) for number in range(self.num_rounds)]
+        self._chosen: tuple[bool, dict[str, BucketChoice]] | None = None
+        self._num_chosen = 0
         self._mover: Mover | None = None
         self._capacity: dict[str, int] = {}
         self._sent: dict[str, np.ndarray] = {}
@@ -165,8 +167,15 @@ class CodedTransfers:
         return found
 
     def choose(self, new: Arrays, old: Arrays | None) -> dict[str, BucketChoice]:
-        """The formats of the buckets that this rank holds, the same on all ranks that hold a bucket."""
+        """The formats of the buckets that this rank holds, the same on all ranks that hold a bucket.
+
+        They are kept for some versions, as updates of one training run are alike.
+        """
         assert self._choice is not None
+        self._num_chosen += 1
+        if self._chosen and self._chosen[0] == (old is None) and self._num_chosen % MAX_KEPT:
+            return self._chosen[1]
+        self._num_chosen = 0
         found = {}
         for name, bucket in self._buckets.items():
             if self._rank not in bucket.holders:
@@ -182,6 +191,8 @@ class CodedTransfers:
             if gain <= 0:
                 names, plain = ["raw"] * len(views), {"raw": bucket.nbytes}
             found[name] = BucketChoice(names, gain, plain, counts=bucket.holders[0] == self._rank)
+        is_known = self._choice.link_rate is not None
+        self._chosen = (old is None, found) if is_known else None
         return found
 
     def encode(
@@ -273,7 +284,7 @@ class SendingHandle:
     """
 
     def __init__(
-        self, transfers: CodedTransfers, arrays: Arrays, new: Arrays, old: Arrays | None, problem: str
+        self, transfers: EncodedTransfers, arrays: Arrays, new: Arrays, old: Arrays | None, problem: str
     ) -> None:
         self._transfers, self._new, self._old = transfers, new, old
         self._choices: dict[str, BucketChoice] = {}
@@ -283,8 +294,8 @@ class SendingHandle:
             _raise_problem(problem)
             self._choices = transfers.choose(new, old)
             gain = sum(choice.gain for choice in self._choices.values() if choice.counts)
-            coded = {name: choice for name, choice in self._choices.items() if choice.gain > 0}
-            return {"gain": gain, "buckets": transfers.raw_sizes(0, new) | transfers.encode(0, new, old, coded)}
+            encoded = {name: choice for name, choice in self._choices.items() if choice.gain > 0}
+            return {"gain": gain, "buckets": transfers.raw_sizes(0, new) | transfers.encode(0, new, old, encoded)}
 
         reports = transfers.exchange(offer)
         if not _pays(reports):

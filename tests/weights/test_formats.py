@@ -1,0 +1,99 @@
+"""Formats of regions of weights: exact codes whatever the strides, and the choice by predicted time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from reshard.api.lossless.regions import bytes_of
+from reshard.codecs.formats import FORMATS, known_formats
+from reshard.errors import ArgumentError
+from reshard.weights import coding
+from reshard.weights.formats import FormatChoice
+
+SHAPES = [(), (1,), (7,), (0, 3), (5, 300), (3, 4, 50), (2, 3000)]
+
+
+def _pair(shape, dtype):
+    generator = torch.Generator().manual_seed(1)
+    base = (50 * torch.randn(shape, generator=generator)).to(dtype)
+    moved = base * 1.01 if base.is_floating_point() else base + 1
+    new = torch.where(torch.rand(shape, generator=generator) < 0.3, moved, base)
+    return new, base
+
+
+def _strided(tensor):
+    """The same values in memory with gaps, and with the dims in another order."""
+    if tensor.ndim < 2:
+        return tensor.repeat_interleave(2)[::2] if tensor.ndim else tensor
+    return tensor.transpose(0, -1).contiguous().transpose(0, -1)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", sorted(known_formats()))
+def test_codes_of_regions_are_exact_whatever_the_strides(monkeypatch, shape, name):
+    monkeypatch.setattr(coding, "PIECE_BYTES", 512)  # several pieces, also of one row
+    for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8):
+        if FORMATS[name].dtype and dtype != torch.bfloat16:
+            continue
+        new, base = _pair(shape, dtype)
+        for source, target in ((new, base), (_strided(new), base), (new, _strided(base)), (_strided(new), base)):
+            out, found = np.zeros(coding.largest_size(new), dtype=np.uint8), target.clone()
+            found = _strided(found) if target is not base else found
+            size = coding.encode_region(source, target, name, out)
+            assert coding.decode_region(out, found) == size
+            assert bytes_of(found).tobytes() == bytes_of(new).tobytes()
+    if new.numel():
+        with pytest.raises(ArgumentError):
+            coding.decode_region(out[: size - 1], base.clone())
+
+
+def test_samples_are_those_of_the_region_whatever_the_strides():
+    new, base = _pair((700, 333), torch.bfloat16)
+    sample = coding.sample_region(new, base)
+    assert sample == coding.sample_region(_strided(new), base) == coding.sample_region(_strided(new), _strided(base))
+    assert sample.changed == pytest.approx(0.3, abs=0.02)
+
+
+def _choice():
+    choice = FormatChoice()
+    reports = {
+        0: {"known": known_formats(), "rates": {}},
+        1: {"known": {"raw": "", "delta": "", "bitmap": ""}, "rates": {}},
+    }
+    for report in reports.values():
+        report["rates"] = {name: [[5e9] * 3] * 2 for name in report["known"]}
+    choice.agree(reports)
+    return choice
+
+
+def test_choice_follows_the_link_and_never_names_a_format_that_a_rank_lacks():
+    new, base = _pair((700, 333), torch.bfloat16)
+    choice = _choice()
+    assert choice.choose(new, base) == ("raw", 0.0) and choice.may_pay()  # the link is not known yet
+    choice.add_transfer(10**6, 1.0, 10**6, is_first=True)
+    name, saved = choice.choose(new, base)
+    assert name == "bitmap" and saved > 0.2
+    assert choice.choose(new, None)[0] == "raw"
+    for _ in range(5):
+        choice.add_transfer(10**6, 1e-6, 10**6, is_first=False)
+    choice.add_transfer(10, 1.0, 10**6, is_first=False)  # too few bytes to tell
+    assert choice.link_rate == 1e12 and not choice.may_pay()
+    assert choice.choose(new, base)[0] == "raw"
+
+
+def test_comparisons_that_end_in_raw_become_rare():
+    choice = _choice()
+    choice.note(pays=False)
+    assert choice.may_pay()  # without the rate of a link, nothing was compared
+    choice.add_transfer(10**6, 1.0, 10**6, is_first=False)
+    gaps = []
+    for _ in range(7):
+        choice.note(pays=False)
+        gaps.append(0)
+        while not choice.may_pay():
+            gaps[-1] += 1
+    assert gaps == [1, 2, 4, 8, 16, 32, 32]
+    choice.note(pays=True)
+    assert choice.may_pay()
