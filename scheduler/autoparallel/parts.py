@@ -10,11 +10,12 @@ from dataclasses import dataclass, replace
 from reshard.errors import ArgumentError
 
 from .choosing import ChosenPlan, choose
-from .costs.iteration import Evaluation
+from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
 from .methods.auto import auto, evaluate_all, refine, why_nothing_fits
 from .methods.bounds import step_bound_of_any, work_bound
+from .methods.pure import pure
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
 
@@ -85,24 +86,36 @@ def _search_parts(whole: _Part) -> list[_Part]:
     # the bound of the work alone takes less time, so the better bound is found for promising parts only
     queue = [(work_bound(part.problem), number, False) for number, part in enumerate(parts)]
     heapq.heapify(queue)
-    limit, searched = math.inf, []
+    limit, searched = _quick_limit(parts), []
     while queue:
         bound, number, is_better = heapq.heappop(queue)
         part = parts[number]
         part.bound_seconds = bound
-        if bound >= limit:
+        if bound > limit or (searched and bound >= limit):
             break
         if not is_better:
             heapq.heappush(queue, (step_bound_of_any(part.problem), number, True))
             continue
         searched.append(part)
         try:
-            part.found = evaluate_all(part.problem, auto(part.problem))
+            part.found = evaluate_all(part.problem, auto(part.problem), NEAR * limit or math.inf)
         except ArgumentError:  # nothing fits there
             continue
         limit = min(limit, part.seconds)
     whole.bound_seconds = step_bound_of_any(problem)
     return searched
+
+
+def _quick_limit(parts: Sequence[_Part]) -> float:
+    """Seconds of the fastest plan of ``pure`` on any of the parts; infinite if none fits."""
+    limit = math.inf
+    for part in sorted(parts, key=lambda part: work_bound(part.problem)):
+        if work_bound(part.problem) >= limit:
+            break
+        for candidate in pure(part.problem)[:1]:
+            found = evaluate(part.problem, candidate, below_seconds=limit)
+            limit = limit if found is None or found.short_bytes else found.seconds
+    return limit
 
 
 def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:

@@ -40,6 +40,7 @@ __all__ = [
     "has_forward_pre_hooks",
     "held_modules",
     "held_tensors",
+    "idle_group",
     "inner_tensor",
     "is_async",
     "is_connection_error",
@@ -255,6 +256,18 @@ def is_connection_error(error: BaseException) -> bool:
 def is_store_error(error: BaseException) -> bool:
     """Whether an error means that the store cannot be reached."""
     return isinstance(error, (dist.DistNetworkError, dist.DistStoreError)) and not isinstance(error, ReshardError)
+
+
+@contextlib.contextmanager
+def idle_group(num_ranks: int) -> Iterator[None]:
+    """A world group in which this process is rank 0, and whose collectives return at once and move nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 class GroupedProducts(TorchDispatchMode):

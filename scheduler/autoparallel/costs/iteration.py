@@ -88,7 +88,7 @@ def evaluate(
         candidate: stages and number of microbatches.
         thorough: try :func:`reshard.scheduler.auto_schedule` too, which takes seconds.
         below_seconds: only schedules that fit the memory and are faster than this are of interest.
-        only: name of the schedule to simulate, or of none: all.
+        only: name of the schedule to simulate if it fits the memory; default: all.
 
     Returns:
         The evaluation; None if there is no schedule, or none of interest.
@@ -102,14 +102,18 @@ def evaluate(
             return None
     max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
+    has_room = True
     for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough, only):
         short = _short_bytes(costs, schedule)
         if short > max_short:
+            has_room = False
             continue
         limit = below_seconds if best is None or short < best.short_bytes else best.seconds
         found = _evaluate_within(limit, candidate, pipeline, costs, exchanges, schedule)
         if found is not None and (best is None or _preference(found) < _preference(best)):
             best, max_short = found, short
+    if best is None and only is not None and not has_room:  # another schedule may fit
+        return evaluate(problem, candidate, below_seconds=below_seconds)
     return None if best is None or best.seconds >= below_seconds else best
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from reshard.errors import ArgumentError
@@ -72,13 +73,19 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
     return refine(problem, found) if moves else found
 
 
-def evaluate_all(problem: SearchProblem, candidates: Sequence[Candidate]) -> list[Evaluation]:
-    """Simulate candidates. Those that fit come first, then the fastest. Errors: see :func:`decide`."""
+def evaluate_all(
+    problem: SearchProblem, candidates: Sequence[Candidate], below_seconds: float = math.inf
+) -> list[Evaluation]:
+    """Simulate candidates. Those that fit come first, then the fastest. Errors: see :func:`decide`.
+
+    With ``below_seconds``, only those that fit and are faster.
+    """
     for candidate in candidates or ():
         _check_candidate(problem, candidate)
     if not candidates:
         raise ArgumentError(why_nothing_fits(problem))
-    return sorted((each for each in (evaluate(problem, item) for item in candidates) if each is not None), key=order)
+    found = (evaluate(problem, candidate, below_seconds=below_seconds) for candidate in candidates)
+    return sorted((each for each in found if each is not None), key=order)
 
 
 def refine(problem: SearchProblem, found: Sequence[Evaluation]) -> list[Evaluation]:
@@ -162,6 +169,10 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
 
     A move is simulated under the schedule of the best candidate so far. If it gains, all schedules are.
     """
+
+    def can_split(candidate: Candidate) -> bool:
+        return problem.can_split(candidate.stages, candidate.num_microbatches)
+
     best, tried, gained, left = start, {start.candidate.text}, True, MOVE_BUDGET
     while gained:
         gained = False
@@ -173,7 +184,9 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             if step_bound(problem, candidate) >= target:
                 continue  # no schedule can make it better
             left -= 3 * candidate.num_microbatches * len(candidate.stages)
-            found = evaluate(problem, candidate, below_seconds=target, only=best.schedule.name)
+            is_alike = can_split(candidate) == can_split(best.candidate)  # otherwise, other schedules are possible
+            only = best.schedule.name if is_alike else None
+            found = evaluate(problem, candidate, below_seconds=target, only=only)
             if found is not None:
                 best, gained = evaluate(problem, candidate, below_seconds=found.seconds) or found, True
                 break

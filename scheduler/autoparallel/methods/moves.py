@@ -13,11 +13,12 @@ from ..inputs.stages import StagePlan
 def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
     """Candidates that differ by one move, in a fixed order.
 
-    Moves: a cut by one or two layers, another choice for all layers of a stage, one recomputed layer more or less, two
-    stages in one, and another number of microbatches.
+    Moves: a cut by one or two layers, another choice for all layers of a stage, one recomputed layer more or less,
+    another ZeRO or recomputation of all stages, two stages in one, and another number of microbatches.
     """
     stages, count = candidate.stages, candidate.num_microbatches
-    for changed in (*_moved_cuts(stages), *_other_choices(problem, stages, count), *_merged(problem, stages)):
+    others = (*_other_choices(problem, stages, count), *_all_alike(problem, stages))
+    for changed in (*_moved_cuts(stages), *others, *_merged(problem, stages)):
         if _is_valid(problem, changed, count):
             yield replace(candidate, method="auto", stages=changed, predicted_seconds=None)
     at = problem.microbatch_counts.index(count)
@@ -56,6 +57,26 @@ def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterat
                 if 0 <= other <= stage.num_layers:
                     choices = tuple(replace(c, recompute=i < other) for i, c in enumerate(stage.choices))
                     yield _with(stages, index, replace(stage, choices=choices))
+
+
+def _all_alike(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
+    """One ZeRO, or one recomputation, in all stages. A backward can be split only if no stage has either."""
+    for zero in problem.rules.zero if len(stages) > 1 else ():
+        yield tuple(
+            replace(
+                stage, choices=tuple(replace(c, zero=zero) if _replicas(stage, c) > 1 else c for c in stage.choices)
+            )
+            for stage in stages
+        )
+    for flag in problem.rules.recompute if len(stages) > 1 else ():
+        yield tuple(
+            replace(stage, choices=tuple(replace(choice, recompute=flag) for choice in stage.choices))
+            for stage in stages
+        )
+
+
+def _replicas(stage: StagePlan, choice: Choice) -> int:
+    return choice.grid[2] if choice.grid else stage.num_ranks // choice.tp
 
 
 def _merged(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ...runtime.torch_compat import idle_group
+
 #: Copies of a layer in the measured module. FSDP treats the outer module as one more layer without parameters.
 NUM_COPIES = 2
 #: Ranks of the group whose collectives move nothing.
@@ -72,14 +74,9 @@ def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list
 
 
 def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
-    try:
+    with idle_group(NUM_RANKS):
         mesh = dist.init_device_mesh(torch.device(device).type, (NUM_RANKS,))
         return [_measure(shapes, device, mesh, repeats) for shapes in layers]
-    finally:
-        dist.destroy_process_group()
 
 
 class _Parameters(nn.Module):
