@@ -136,7 +136,7 @@ uint64_t digest(nb::ndarray<const Word, nb::device::cpu> words, Ints index_strid
 } // namespace
 
 void bind_digest(nb::module_ &m) {
-    const char *doc = "The digest of elements; see reshard.weights.digests.";
+    const char *doc = "The digest of elements; see reshard.weights.model.digests.";
     m.def("digest_elements", &digest<uint32_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
     m.def("digest_elements", &digest<uint16_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);
     m.def("digest_elements", &digest<uint8_t>, nb::arg("words").noconvert(), nb::arg("index_strides"), nb::arg("first"), doc);

@@ -29,7 +29,7 @@ def apply_bitmap(width: int, data: Any, words: Any) -> bool:
     """Apply what encode_bitmap wrote in place; return whether it is well formed."""
 
 def digest_elements(words: Any, index_strides: Any, first: int) -> int:
-    """The digest of elements; see ``reshard.weights.digests``."""
+    """The digest of elements; see ``reshard.weights.model.digests``."""
 
 def encode_exponents(words: Any, out: Any) -> int:
     """Encode bf16 values without loss; return the size of their code, or -1 if it does not fit."""

@@ -20,8 +20,8 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from reshard.coordination import find_group
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
+from reshard.weights.membership.team import AGREE_SECONDS, run_collectively
 from reshard.weights.subscriber import Subscriber
-from reshard.weights.team import AGREE_SECONDS, run_collectively
 
 
 @dataclass

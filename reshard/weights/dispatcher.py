@@ -14,15 +14,15 @@ import torch.distributed as dist
 from reshard.coordination import describe_error
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError
 from reshard.formatting import describe_ranks
-from reshard.weights.holdings import Value
-from reshard.weights.mailbox import Message
-from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import match
-from reshard.weights.roster import Latest, Member
+from reshard.weights.membership.mailbox import Message
+from reshard.weights.membership.roster import Latest, Member
+from reshard.weights.membership.survivors import on_ranks
+from reshard.weights.membership.team import Team
+from reshard.weights.model.holdings import Value
+from reshard.weights.model.manifest import Manifest
+from reshard.weights.model.pieces import match
+from reshard.weights.model.verify import Digests
 from reshard.weights.route import RouteOptions
-from reshard.weights.survivors import on_ranks
-from reshard.weights.team import Team
-from reshard.weights.verify import Digests
 
 #: How often a version is sent anew after a failure.
 MAX_ATTEMPTS = 3

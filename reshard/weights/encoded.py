@@ -22,8 +22,8 @@ from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.weights.coding import decode_region, encode_region, largest_size
 from reshard.weights.formats import FormatChoice, report_formats
+from reshard.weights.membership.team import run_collectively
 from reshard.weights.route import Route, RouteOptions
-from reshard.weights.team import run_collectively
 
 Arrays = Mapping[str, torch.Tensor]
 #: Versions for which the formats of regions are kept.

@@ -10,8 +10,8 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, VerificationError
 from reshard.runtime.autograd import mark_written
-from reshard.weights.holdings import Shard, Value, read_state, synchronize, write_values
-from reshard.weights.pieces import Piece
+from reshard.weights.model.holdings import Shard, Value, read_state, synchronize, write_values
+from reshard.weights.model.pieces import Piece
 from reshard.weights.recorded_loader import LoadWeights, Recording
 
 Arrays = dict[str, torch.Tensor]

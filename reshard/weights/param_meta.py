@@ -15,9 +15,9 @@ from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, ReshardError
 from reshard.sharding import Box, Layout, Mesh, check_shape
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
-from reshard.weights.holdings import read_state
-from reshard.weights.manifest import Entry, Manifest, merge_states, state_of_rank
-from reshard.weights.team import run_collectively
+from reshard.weights.membership.team import run_collectively
+from reshard.weights.model.holdings import read_state
+from reshard.weights.model.manifest import Entry, Manifest, merge_states, state_of_rank
 
 _Held = tuple[tuple[int, tuple[Box, ...]], ...]
 

@@ -18,13 +18,13 @@ from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.formats import check_compression
-from reshard.weights.holdings import Shard, StateReader
-from reshard.weights.manifest import merge_states, state_of_rank
-from reshard.weights.quantize import Quantize, Quantizer
+from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
+from reshard.weights.model.holdings import Shard, StateReader
+from reshard.weights.model.manifest import merge_states, state_of_rank
+from reshard.weights.model.quantize import Quantize, Quantizer
 from reshard.weights.route import RouteOptions
 from reshard.weights.sender import Sender
 from reshard.weights.snapshot import Snapshot
-from reshard.weights.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 
 
 @dataclass(frozen=True)

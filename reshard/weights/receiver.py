@@ -14,17 +14,17 @@ import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
-from reshard.weights.attempts import SWAP, key_of
 from reshard.weights.encoded import EncodedTransfers, share_memory
-from reshard.weights.holdings import Value
 from reshard.weights.install import Arrays, Installer, ReceiveInPlace
-from reshard.weights.mailbox import Message
-from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import Piece, compose, match
+from reshard.weights.membership.attempts import SWAP, key_of
+from reshard.weights.membership.mailbox import Message
+from reshard.weights.membership.survivors import on_ranks
+from reshard.weights.membership.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
+from reshard.weights.model.holdings import Value
+from reshard.weights.model.manifest import Manifest
+from reshard.weights.model.pieces import Piece, compose, match
+from reshard.weights.model.verify import Checker, Digests
 from reshard.weights.route import Route, RouteOptions
-from reshard.weights.survivors import on_ranks
-from reshard.weights.team import AGREE_SECONDS, Team, exchange, lost_store_error, run_collectively
-from reshard.weights.verify import Checker, Digests
 
 #: What the first rank passes on to all ranks, so that they act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")

@@ -13,14 +13,14 @@ from reshard.arguments import check_arguments
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.sharding import Box
-from reshard.weights.holdings import Holding, ModelState, join_dim
-from reshard.weights.loader_trace import Copy, Fill, Place, Tensors, trace_loader
-from reshard.weights.manifest import Manifest, state_of_rank
+from reshard.weights.mapping.parts import Region
+from reshard.weights.mapping.rules import Drop, match_names
+from reshard.weights.mapping.strided import view_of_tensor
+from reshard.weights.model.holdings import Holding, ModelState, join_dim
+from reshard.weights.model.loader_trace import Copy, Fill, Place, Tensors, trace_loader
+from reshard.weights.model.manifest import Manifest, state_of_rank
+from reshard.weights.model.pieces import Side
 from reshard.weights.param_meta import read_metas
-from reshard.weights.parts import Region
-from reshard.weights.pieces import Side
-from reshard.weights.rules import Drop, match_names
-from reshard.weights.strided import view_of_tensor
 
 #: A loader of an engine: it takes ``(name, tensor)`` pairs.
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
@@ -94,7 +94,7 @@ class Recording:
         self.held = {name: cover(found) for name, found in regions.items()}
 
     def state(self) -> dict[str, Any]:
-        """What this rank tells the others, see :func:`reshard.weights.manifest.state_of_rank`."""
+        """What this rank tells the others, see :func:`reshard.weights.model.manifest.state_of_rank`."""
         holdings = {}
         for name, boxes in self.held.items():
             entry = self._source.entries[name]

@@ -23,10 +23,10 @@ from reshard.runtime.torch_compat import copy_all
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology
-from reshard.weights.holdings import synchronize
-from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import Piece, Side, Specs, gather_pieces
-from reshard.weights.verify import view_of
+from reshard.weights.model.holdings import synchronize
+from reshard.weights.model.manifest import Manifest
+from reshard.weights.model.pieces import Piece, Side, Specs, gather_pieces
+from reshard.weights.model.verify import view_of
 
 #: Number of sets of arrays whose views a :class:`Route` keeps: two versions of the source.
 MAX_VIEWED = 2

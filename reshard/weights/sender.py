@@ -14,15 +14,15 @@ from reshard.errors import ReshardError
 from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
 from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle, share_memory
 from reshard.weights.formats import FormatChoice
-from reshard.weights.holdings import Value
-from reshard.weights.mailbox import Message
-from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import match
+from reshard.weights.membership.mailbox import Message
+from reshard.weights.membership.survivors import on_ranks
+from reshard.weights.membership.team import AGREE_SECONDS, Team, run_collectively
+from reshard.weights.model.holdings import Value
+from reshard.weights.model.manifest import Manifest
+from reshard.weights.model.pieces import match
+from reshard.weights.model.verify import Checker, Digests, add_all
 from reshard.weights.route import Route, RouteOptions
 from reshard.weights.snapshot import Snapshot
-from reshard.weights.survivors import on_ranks
-from reshard.weights.team import AGREE_SECONDS, Team, run_collectively
-from reshard.weights.verify import Checker, Digests, add_all
 
 #: Longest time after which a rank looks again whether those before it are alive.
 MAX_WATCH_SECONDS = 10.0

@@ -12,9 +12,9 @@ import torch
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.runtime.torch_compat import copy_all
-from reshard.weights.holdings import ModelState, StateReader, Value, synchronize
-from reshard.weights.manifest import Manifest
-from reshard.weights.quantize import Quantizer
+from reshard.weights.model.holdings import ModelState, StateReader, Value, synchronize
+from reshard.weights.model.manifest import Manifest
+from reshard.weights.model.quantize import Quantizer
 
 
 class Snapshot:

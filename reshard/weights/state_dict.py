@@ -19,15 +19,15 @@ from reshard.runtime.autograd import mark_written
 from reshard.sharding import TensorSpec
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 from reshard.topology import Topology
-from reshard.weights.holdings import ModelState, read_state, write_values
 from reshard.weights.install import Arrays
-from reshard.weights.manifest import Manifest, merge_states, state_of_rank
-from reshard.weights.pieces import Side, Specs, match
-from reshard.weights.quantize import Quantize, Quantizer
+from reshard.weights.mapping.rules import Rule, check_rules
+from reshard.weights.membership.team import run_collectively
+from reshard.weights.model.holdings import ModelState, read_state, write_values
+from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
+from reshard.weights.model.pieces import Side, Specs, match
+from reshard.weights.model.quantize import Quantize, Quantizer
+from reshard.weights.model.verify import Checker, add_all, view_of
 from reshard.weights.route import RouteOptions
-from reshard.weights.rules import Rule, check_rules
-from reshard.weights.team import run_collectively
-from reshard.weights.verify import Checker, add_all, view_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -70,7 +70,7 @@ def transfer_state_dict(
         dst: this rank's shards of the destination, which are overwritten; None on other ranks. Numbers and strings
             of the source are written to a mapping too.
         group: the process group (default: the world) or the result of :func:`reshard.join` of all ranks.
-        rules: see :mod:`reshard.weights.rules`. Default: those of the families of models that fit.
+        rules: see :mod:`reshard.weights.mapping.rules`. Default: those of the families of models that fit.
         quantize: which tensors of the source arrive in float8, with the scales of their blocks.
         memory_bytes: memory for data in transit on each rank.
         timeout_seconds: limit of each agreement, and of the transfer.

@@ -12,15 +12,15 @@ from reshard.coordination import describe_error, mark_published, publish_excepti
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
-from reshard.weights.attempts import AttemptLeftError, Attempts
-from reshard.weights.holdings import Shard, read_state
 from reshard.weights.install import CopyAsRecorded, CopyIntoModel, Installer, LoadThroughEngine, ReceiveInPlace
-from reshard.weights.manifest import Manifest, merge_states, state_of_rank
+from reshard.weights.mapping.rules import Rule, check_rules
+from reshard.weights.membership.attempts import AttemptLeftError, Attempts
+from reshard.weights.membership.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
+from reshard.weights.model.holdings import Shard, read_state
+from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
 from reshard.weights.receiver import Receiver
 from reshard.weights.recorded_loader import LoadWeights, RecordedLoader, Recording
 from reshard.weights.route import RouteOptions
-from reshard.weights.rules import Rule, check_rules
-from reshard.weights.team import AGREE_SECONDS, Team, lost_store_error, run_collectively
 
 #: How long to wait before looking again whether a trainer is there.
 _LOOK_SECONDS = 0.05
@@ -43,9 +43,10 @@ class Subscriber:
         shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the received version.
-        rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.rules`. Default: those of the
-            families of models that fit. ``record(load_weights)``: those that the loader of the engine states; then a
-            trainer must publish the name within ``join_seconds``, unless ``record`` knows what it will publish.
+        rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.mapping.rules`. Default: the
+            rules of the families of models that fit. ``record(load_weights)``: those that the loader of the engine
+            states; then a trainer must publish the name within ``join_seconds``, unless ``record`` knows what it will
+            publish.
         load_weights: the loader of an engine that cuts, fuses or packs its weights by itself, with ``model=None``. It
             is called with ``(name, whole tensor)`` pairs, tied tensors under each name, in the thread that calls
             ``update``. Each rank then receives every tensor whole, in host memory, and keeps the version before, which

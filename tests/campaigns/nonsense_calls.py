@@ -39,7 +39,7 @@ from reshard.formatting import brief
 from reshard.scheduler import autoparallel
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.tuning import Measurement
-from reshard.weights.rules import Rule
+from reshard.weights.mapping.rules import Rule
 from tests.campaigns.nonsense import ARGUMENTS
 
 #: Time limit of one call.

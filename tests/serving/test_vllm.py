@@ -143,7 +143,7 @@ class _Run:
 
 def _flip_a_bit(worker):
     """On the last worker, change a bit of what arrives, whenever it is verified."""
-    from reshard.weights.verify import Checker
+    from reshard.weights.model.verify import Checker
 
     digest = Checker.digest_target
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from reshard.sharding import Box
-from reshard.weights.holdings import Holding, ModelState, join_dim
-from reshard.weights.manifest import Manifest, merge_states, state_of_rank
-from reshard.weights.pieces import Piece, Side
-from reshard.weights.rules import Rule
+from reshard.weights.mapping.rules import Rule
+from reshard.weights.model.holdings import Holding, ModelState, join_dim
+from reshard.weights.model.manifest import Manifest, merge_states, state_of_rank
+from reshard.weights.model.pieces import Piece, Side
 
 #: The regions that a rank holds of a tensor, from its name, its shape and the rank.
 Regions = Callable[[str, torch.Size, int], Sequence[Box]]

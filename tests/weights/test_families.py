@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from reshard.weights.pieces import match
+from reshard.weights.model.pieces import match
 from tests.support.sharded_state import ShardedState, chunks, execute, whole
 
 transformers = pytest.importorskip("transformers")

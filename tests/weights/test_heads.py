@@ -27,9 +27,9 @@ from reshard.weights import (
     original_llama,
     transfer_state_dict,
 )
-from reshard.weights.parts import meet, pick, positions
-from reshard.weights.pieces import check_pieces, compose, match
-from reshard.weights.rules import rules_from_json, rules_to_json
+from reshard.weights.mapping.parts import meet, pick, positions
+from reshard.weights.mapping.rules import rules_from_json, rules_to_json
+from reshard.weights.model.pieces import check_pieces, compose, match
 from tests.support.sharded_state import ShardedState, chunks, execute, whole
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, FFN, EXPERTS = 4, 2, 6, 10, 12, 4

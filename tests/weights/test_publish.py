@@ -18,7 +18,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from reshard.errors import ArgumentError, PlanError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.weights import Publisher, Subscriber, publisher as publisher_module, verify
+from reshard.weights import Publisher, Subscriber, publisher as publisher_module
+from reshard.weights.model import verify
 from reshard.weights.route import Route
 from tests.support.pausable_store import PausableStore
 

@@ -13,8 +13,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from reshard.errors import ArgumentError
 from reshard.testing.processes import run_processes
 from reshard.weights import Publisher, Quantize, Subscriber, transfer_state_dict
-from reshard.weights.holdings import Holding
-from reshard.weights.quantize import Quantizer
+from reshard.weights.model.holdings import Holding
+from reshard.weights.model.quantize import Quantizer
 from tests.support.pausable_store import PausableStore
 from tests.support.sharded_state import ShardedState, chunks, whole
 

@@ -11,11 +11,11 @@ from hypothesis import given, strategies as st
 from reshard.errors import ArgumentError, TransferTimeoutError
 from reshard.testing.processes import run_processes
 from reshard.weights import Publisher, Subscriber, record
-from reshard.weights.holdings import read_state
-from reshard.weights.manifest import merge_states, state_of_rank
-from reshard.weights.pieces import Side, match
+from reshard.weights.mapping.strided import view_of_tensor
+from reshard.weights.model.holdings import read_state
+from reshard.weights.model.manifest import merge_states, state_of_rank
+from reshard.weights.model.pieces import Side, match
 from reshard.weights.recorded_loader import Recording, cover
-from reshard.weights.strided import view_of_tensor
 from tests.support.loading_engine import EXPERTS, Engine, checkpoint
 from tests.support.sharded_state import ShardedState, chunks, execute, whole
 from tests.weights.test_publish import PausableStore, _connect, _wait_for

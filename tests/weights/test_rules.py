@@ -11,12 +11,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from reshard.errors import ArgumentError, RemoteError, VerificationError
 from reshard.testing.processes import run_processes
-from reshard.weights import transfer_state_dict, verify
-from reshard.weights.families import find_rules
-from reshard.weights.holdings import read_state
-from reshard.weights.manifest import merge_states, state_of_rank
-from reshard.weights.pieces import compose, match
-from reshard.weights.rules import (
+from reshard.weights import transfer_state_dict
+from reshard.weights.mapping.families import find_rules
+from reshard.weights.mapping.rules import (
     Concatenate,
     Drop,
     Pad,
@@ -30,6 +27,10 @@ from reshard.weights.rules import (
     rules_from_json,
     rules_to_json,
 )
+from reshard.weights.model import verify
+from reshard.weights.model.holdings import read_state
+from reshard.weights.model.manifest import merge_states, state_of_rank
+from reshard.weights.model.pieces import compose, match
 
 
 def _random(*shape):

@@ -11,8 +11,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from reshard.errors import ArgumentError, VerificationError
 from reshard.testing.processes import run_processes
-from reshard.weights import transfer_state_dict, verify
-from reshard.weights.holdings import StateReader
+from reshard.weights import transfer_state_dict
+from reshard.weights.model import verify
+from reshard.weights.model.holdings import StateReader
 
 
 class _Model(torch.nn.Module):

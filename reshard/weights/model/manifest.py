@@ -10,8 +10,8 @@ from typing import Any
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
 from reshard.sharding import Box
-from reshard.weights.holdings import ModelState, Value
-from reshard.weights.rules import Rule, rules_from_json, rules_to_json
+from reshard.weights.mapping.rules import Rule, rules_from_json, rules_to_json
+from reshard.weights.model.holdings import ModelState, Value
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Entry:
     Attributes:
         shape, dtype: of the whole tensor.
         held: the ranks of the model that hold parts of it, ascending, each with its regions as in
-            :attr:`reshard.weights.holdings.Holding.boxes`.
+            :attr:`reshard.weights.model.holdings.Holding.boxes`.
     """
 
     shape: tuple[int, ...]

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from reshard.errors import ArgumentError
-from reshard.weights.parts import Made
-from reshard.weights.rules import (
+from reshard.weights.mapping.parts import Made
+from reshard.weights.mapping.rules import (
     Concatenate,
     Drop,
     GroupHeads,

@@ -14,9 +14,9 @@ import torch
 
 from reshard.errors import RemoteError, VerificationError
 from reshard.sharding import Shards, find_overlaps, format_box
-from reshard.weights.digests import Located, add_digests, flat_strides, locate
-from reshard.weights.manifest import Manifest
-from reshard.weights.pieces import Piece, Side, cut_held
+from reshard.weights.model.digests import Located, add_digests, flat_strides, locate
+from reshard.weights.model.manifest import Manifest
+from reshard.weights.model.pieces import Piece, Side, cut_held
 
 #: Numbers of regions of a destination model, ascending, and their digests.
 Digests = list[list[int]]

@@ -12,8 +12,8 @@ import numpy as np
 from reshard.errors import RemoteError
 from reshard.formatting import describe_ranks
 from reshard.sharding import format_box
-from reshard.weights.manifest import Entry, Manifest
-from reshard.weights.pieces import cut_held
+from reshard.weights.model.manifest import Entry, Manifest
+from reshard.weights.model.pieces import cut_held
 
 #: Number of lost regions that an error lists.
 MAX_REGIONS = 5

@@ -16,9 +16,9 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.runtime.torch_compat import TorchDispatchMode, tree_leaves
-from reshard.weights.parts import Made, compose_parts, join_tensors
-from reshard.weights.pieces import Side
-from reshard.weights.strided import view_of_tensor
+from reshard.weights.mapping.parts import Made, compose_parts, join_tensors
+from reshard.weights.mapping.strided import view_of_tensor
+from reshard.weights.model.pieces import Side
 
 _aten = torch.ops.aten
 #: Parameters and buffers of an engine by name.

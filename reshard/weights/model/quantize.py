@@ -17,9 +17,9 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.sharding import Box, check_integer
-from reshard.weights.holdings import Holding, join_dim
-from reshard.weights.manifest import Entry, Manifest
-from reshard.weights.rules import match_names
+from reshard.weights.mapping.rules import match_names
+from reshard.weights.model.holdings import Holding, join_dim
+from reshard.weights.model.manifest import Entry, Manifest
 
 _FLOAT8 = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_FLOAT8).max

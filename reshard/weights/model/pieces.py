@@ -16,11 +16,11 @@ from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
-from reshard.weights.families import find_rules
-from reshard.weights.holdings import join_dim
-from reshard.weights.manifest import Entry, Manifest
-from reshard.weights.parts import Part, Region, meet, pick, positions
-from reshard.weights.rules import Drop, Pad, Rule, Trim
+from reshard.weights.mapping.families import find_rules
+from reshard.weights.mapping.parts import Part, Region, meet, pick, positions
+from reshard.weights.mapping.rules import Drop, Pad, Rule, Trim
+from reshard.weights.model.holdings import join_dim
+from reshard.weights.model.manifest import Entry, Manifest
 
 #: Number of names that an error lists.
 MAX_NAMES = 10

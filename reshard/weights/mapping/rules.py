@@ -15,7 +15,7 @@ from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.sharding import MAX_NDIM
-from reshard.weights.parts import Made, Part, join_tensors
+from reshard.weights.mapping.parts import Made, Part, join_tensors
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -390,7 +390,7 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
     wanted_after = [wanted]  # by the names before later rules rename them
     for rule in reversed(rules):
         if not isinstance(rule, Rule):
-            raise ArgumentError(f"{rule!r:.60} is not a rule of reshard.weights.rules")
+            raise ArgumentError(f"{rule!r:.60} is not a rule of reshard.weights.mapping.rules")
         names = dict(wanted_after[-1])
         if isinstance(rule, Rename):
             _fill(rule.target, dict.fromkeys(_placeholders(rule.source), ""))  # raises if it does not fit

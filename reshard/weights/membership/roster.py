@@ -13,8 +13,8 @@ from reshard.coordination import has_ended
 from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.store import Store
 from reshard.errors import ArgumentError
-from reshard.weights.holdings import Value
-from reshard.weights.manifest import Manifest
+from reshard.weights.model.holdings import Value
+from reshard.weights.model.manifest import Manifest
 
 #: How long to wait for the store.
 STORE_SECONDS = 30.0

@@ -31,8 +31,8 @@ from reshard.coordination.groups.process_group import own_client
 from reshard.coordination.groups.store import ForeignValueError, Store
 from reshard.errors import ArgumentError, RemoteError, ReshardError
 from reshard.formatting import brief
-from reshard.weights.mailbox import Mailbox, Message, Postman
-from reshard.weights.roster import Roster, ranks_store
+from reshard.weights.membership.mailbox import Mailbox, Message, Postman
+from reshard.weights.membership.roster import Roster, ranks_store
 
 #: How long to wait for the other ranks of a team.
 AGREE_SECONDS = 60.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from reshard.errors import ArgumentError
-from reshard.weights.parts import Made, Part
+from reshard.weights.mapping.parts import Made, Part
 
 #: A view that takes more separate regions of a tensor than this is refused.
 MAX_PARTS = 1 << 16

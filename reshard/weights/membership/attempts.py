@@ -7,7 +7,7 @@ import secrets
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError
-from reshard.weights.team import AGREE_SECONDS, Team
+from reshard.weights.membership.team import AGREE_SECONDS, Team
 
 #: What the first rank writes for an attempt that ends in a swap.
 SWAP = "swap"
