@@ -15,7 +15,7 @@ from tests.campaigns import interrupts
     ("kind", "every"),
     [
         *(("reshard", 120), ("mover", 50), ("engine", 350), ("save", 900), ("load", 900)),
-        *(("transfer", 1000), ("publish", 80), ("update", 35)),
+        *(("transfer", 1000), ("publish", 60), ("update", 35)),
     ],
 )
 def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):

@@ -198,19 +198,19 @@ def test_collected_grids_leave_no_descriptors_and_mappings():
 
 def check_fallback(rank, name):
     if rank == 1:
-        setattr(shared_memory, name, refuse if name == "_open" else lambda token: -1)
+        setattr(shared_memory, name, refuse if name == "open_memory_file" else lambda *_: -1)
     axis = make_axis(rank, [0, 0, 0])
     assert not axis.shares_memory
     assert axis.sum(torch.tensor([rank])).item() == 3
     return shared_descriptors()
 
 
-def refuse(*_):
+def refuse(*_, **__):
     raise PermissionError("another pid namespace")
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("name", ["_open", "_create"])
+@pytest.mark.parametrize("name", ["open_memory_file", "create_memory_file"])
 def test_all_ranks_use_gloo_if_one_cannot_share_memory(name):
     assert run_processes(check_fallback, 3, name) == [0] * 3
 

@@ -39,7 +39,7 @@ def check_parts(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the_bound(seed):
     seconds, bound = check_parts(seed)
-    assert bound > 0.2 * seconds
+    assert math.isinf(seconds) or bound > 0.2 * seconds
 
 
 def test_a_stage_waits_for_its_slowest_device():
