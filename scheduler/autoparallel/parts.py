@@ -86,7 +86,8 @@ def _search_parts(whole: _Part) -> list[_Part]:
     # the bound of the work alone takes less time, so the better bound is found for promising parts only
     queue = [(work_bound(part.problem), number, False) for number, part in enumerate(parts)]
     heapq.heapify(queue)
-    limit, searched = _quick_limit(parts), []
+    limit = _quick_limit(parts)
+    searched: list[_Part] = []
     while queue:
         bound, number, is_better = heapq.heappop(queue)
         part = parts[number]
