@@ -13,7 +13,7 @@ from typing import Any
 
 from reshard.cost import CostReport
 from reshard.errors import ArgumentError
-from reshard.formatting import brief, did_you_mean, format_bytes
+from reshard.formatting import brief, did_you_mean, format_bytes, format_names
 from reshard.plan import Plan
 from reshard.planner import make_plan
 from reshard.sharding import Layout, Mesh, Strided, TensorSpec, axis_of
@@ -25,7 +25,7 @@ DIMENSIONS = ("pp", "dp", "fsdp", "ep", "tp")
 DEVICES = 8
 #: Styles of transformers' tensor-parallel plans that cut the rows of a weight, and its columns.
 _BY_ROWS = ("colwise", "colwise_rep", "colwise_gather_output", "packed_colwise", "embedding_rowwise")
-_BY_COLUMNS = ("rowwise", "packed_rowwise")
+_BY_COLUMNS = ("rowwise", "rowwise_rep", "rowwise_split_input", "packed_rowwise", "embedding_colwise")
 _LAYER = re.compile(r"\.(\d+)\.")
 
 
@@ -39,6 +39,7 @@ class ModelTensor:
         dtype: its dtype.
         tp_style: how transformers shards it by tensor parallelism; "" if it does not.
         is_expert: whether its first dim counts the experts of a layer.
+        is_parameter: whether it is a parameter; FSDP shards no buffers.
     """
 
     name: str
@@ -46,6 +47,7 @@ class ModelTensor:
     dtype: str
     tp_style: str
     is_expert: bool
+    is_parameter: bool
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,8 @@ def read_model(source: str, dtype: str | None) -> Model:
         ) from error
     text = config.get_text_config()
     num_heads = int(getattr(text, "num_attention_heads", 0) or 0)
-    names = {name for name, _ in model.named_parameters()} | {
-        name for name in model.state_dict() if name not in dict(model.named_parameters(remove_duplicate=False))
-    }
+    parameters = {name for name, _ in model.named_parameters()}
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters
     tensors = [
         ModelTensor(
             name,
@@ -102,9 +103,10 @@ def read_model(source: str, dtype: str | None) -> Model:
             str(value.dtype).removeprefix("torch."),
             _style_of(name, model.tp_plan),
             _style_of(name, model.ep_plan) == "grouped_gemm",
+            name in parameters,
         )
         for name, value in model.state_dict().items()
-        if name in names
+        if name not in tied
     ]
     return Model(
         type(model).__name__,
@@ -202,7 +204,14 @@ class Parallelism:
             )
         self._sizes = dict(sizes)
         self.first_rank, self.num_ranks = first_rank, math.prod(sizes.values())
-        self._num_layers = 1 + max((layer for layer in map(_layer_of, model.tensors) if layer is not None), default=0)
+        layers = [layer for layer in map(_layer_of, model.tensors) if layer is not None]
+        self._num_layers = 1 + max((number for _, number in layers), default=0)
+        prefixes = {prefix for prefix, _ in layers}
+        if sizes["pp"] > 1 and len(prefixes) > 1:
+            raise ArgumentError(
+                f"{flag} has pp={sizes['pp']}, but {model.name} has several stacks of layers, "
+                f"{format_names(prefixes)}; stages of such models are not known"
+            )
         if sizes["pp"] > self._num_layers:
             raise ArgumentError(f"{flag} has pp={sizes['pp']}, but {model.name} has {self._num_layers} layers")
         self._model = model
@@ -214,7 +223,7 @@ class Parallelism:
         for tensor in self._model.tensors:
             layer = _layer_of(tensor)
             if layer is not None:
-                stage = layer * self._sizes["pp"] // self._num_layers
+                stage = layer[1] * self._sizes["pp"] // self._num_layers
             found[tensor.name] = self._layout_of(tensor, stage)
         return found
 
@@ -227,21 +236,23 @@ class Parallelism:
         cuts: list[list[str | Strided]] = [[] for _ in shape]
         is_kv = re.search(r"\.[kv]_proj\.", tensor.name) is not None
         tp_axes = ["kv"] if is_kv else ["kv", "tp"]
+        is_packed = tensor.tp_style.startswith("packed_") and len(shape) > 1  # gate and up, each sharded by itself
+        steps = [Strided(axis, 2) if is_packed else axis for axis in tp_axes]
         if tensor.is_expert and sizes["ep"] > 1:
             cuts[0].append("ep")
         elif tensor.tp_style in _BY_ROWS and shape:
-            packed = 2 if tensor.tp_style == "packed_colwise" else 1  # gate and up, each sharded by itself
-            cuts[max(len(shape) - 2, 0)] += [Strided(axis, packed) if packed > 1 else axis for axis in tp_axes]
+            cuts[max(len(shape) - 2, 0)] += steps
         elif tensor.tp_style in _BY_COLUMNS and len(shape) > 1:
-            cuts[-1] += tp_axes
-        if shape:
+            cuts[-1] += steps
+        if shape and tensor.is_parameter:
             cuts[0].append("fsdp")
         return Layout(mesh, tuple(map(tuple, cuts)))
 
 
-def _layer_of(tensor: ModelTensor) -> int | None:
+def _layer_of(tensor: ModelTensor) -> tuple[str, int] | None:
+    """The name of the stack of layers, and the number in it; None for a tensor outside of layers."""
     match = _LAYER.search(tensor.name)
-    return None if match is None else int(match[1])
+    return None if match is None else (tensor.name[: match.start()], int(match[1]))
 
 
 def hosts_of_eight(num_ranks: int) -> Topology:

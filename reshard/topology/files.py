@@ -171,6 +171,8 @@ def _read_pods(data: dict[str, Any], hosts: tuple[Host, ...]) -> tuple[tuple[Hos
     if per_pod is not None:
         if isinstance(per_pod, bool) or not isinstance(per_pod, int) or per_pod < 1:
             raise TopologyError(f"hosts_per_pod is {brief(per_pod)}; it must be a positive integer")
+        if uplinks is None and "oversubscription" not in data:
+            raise TopologyError("hosts_per_pod needs the uplinks of the pods: give oversubscription, or pods")
         if any(host.pod is not None for host in hosts):
             raise TopologyError("hosts_per_pod and the pod of a host exclude each other: give one of them")
         hosts = tuple(replace(host, pod=number // per_pod) for number, host in enumerate(hosts))
@@ -180,7 +182,9 @@ def _read_pods(data: dict[str, Any], hosts: tuple[Host, ...]) -> tuple[tuple[Hos
         raise TopologyError("pods and oversubscription exclude each other: both give the uplinks of the pods")
     if any(host.pod is None for host in hosts):
         raise TopologyError("oversubscription needs hosts_per_pod, or the pod of every host")
-    factor = check_rate(data["oversubscription"], "oversubscription")
+    factor = data["oversubscription"]
+    if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 0 < factor < 1e6:
+        raise TopologyError(f"oversubscription is {brief(factor)}; it must be a positive number, such as 2 for 2:1")
     members: dict[int, list[Host]] = {}
     for host in hosts:
         assert host.pod is not None

@@ -155,20 +155,31 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
 def _torch_cells(actions: Sequence[Action]) -> list[str]:
     """The cells of a pp rank: a forward and the backward that it overlaps are one cell, ``(0F3;1B2)OVERLAP_F_B``.
 
-    A transfer between the two, which the backward may wait for, comes before the cell.
+    Of the transfers between the two, receives come before the cell, because the backward may wait for them, and sends
+    after it, because they may send what the forward computes.
     """
     cells: list[str] = []
+    sends: list[str] = []
     forward: Action | None = None  # it overlaps the next computation
     for action in actions:
-        cell = f"{action.stage}{action.kind}{action.microbatch}"
+        cell = _torch_cell(action)
+        if forward is not None and action.kind.is_transfer:
+            (sends if action.kind.is_send else cells).append(cell)
+            continue
+        joins = forward is not None and action.kind in (Kind.B, Kind.I)
+        if forward is not None:
+            first = _torch_cell(forward)
+            cells += [f"({first};{cell})OVERLAP_F_B" if joins else first, *sends]
+            sends, forward = [], None
         if action.overlaps:
             forward = action
-        elif forward is not None and not action.kind.is_transfer:
-            cells.append(f"({forward.stage}{forward.kind}{forward.microbatch};{cell})OVERLAP_F_B")
-            forward = None
-        else:
+        elif not joins:
             cells.append(cell)
-    return cells
+    return cells if forward is None else [*cells, _torch_cell(forward), *sends]
+
+
+def _torch_cell(action: Action) -> str:
+    return f"{action.stage}{action.kind}{action.microbatch}"
 
 
 @check_arguments()

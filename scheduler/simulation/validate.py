@@ -116,6 +116,13 @@ def _check_order(schedule: Schedule, pipeline: Pipeline, pp_rank: int, actions: 
                 f"{show(schedule, pp_rank, index)}"
             )
         is_backward = action.kind in (Kind.B, Kind.I)
+        if action.overlaps:
+            following = next((later for later in actions[index + 1 :] if not later.kind.is_transfer), None)
+            if following is None or following.kind not in (Kind.B, Kind.I):
+                raise ScheduleError(
+                    f"{action} overlaps the next computation, which must be a backward, not {following}: "
+                    f"{show(schedule, pp_rank, index)}"
+                )
         if is_backward:
             need(index, action, Kind.F)
         if action.kind is Kind.W:

@@ -19,6 +19,27 @@ MOE = {
     "model_type": "qwen3_moe", "hidden_size": 32, "moe_intermediate_size": 8, "intermediate_size": 16, "num_experts": 4,
     "num_hidden_layers": 2, "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8,
 }  # fmt: skip
+PHI3 = {
+    "model_type": "phi3", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": 0,
+}  # fmt: skip
+DEEPSEEK = {
+    "model_type": "deepseek_v3", "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16,
+    "num_hidden_layers": 4, "vocab_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "n_routed_experts": 4,
+    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 4, "qk_nope_head_dim": 4, "n_group": 1,
+    "topk_group": 1, "num_experts_per_tok": 2,
+}  # fmt: skip
+GEMMA = {
+    "model_type": "gemma3",
+    "text_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 4, "head_dim": 8, "vocab_size": 64,
+    },
+    "vision_config": {
+        "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "image_size": 28,
+        "patch_size": 14,
+    },
+}  # fmt: skip
 GPT2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": 64, "n_positions": 16}
 
 
@@ -76,6 +97,17 @@ def test_experts_are_sharded_by_ep_or_each_by_tp(tmp_path):
     assert _region(by_columns, name, 1) == [[(0, 4), (4, 8), (0, 32)], [(0, 4), (12, 16), (0, 32)]]  # of gate, of up
 
 
+def test_projections_whose_input_is_split_are_cut_by_columns(tmp_path):
+    layouts = _layouts(tmp_path, PHI3, "tp=2")
+    assert _region(layouts, "model.layers.0.self_attn.o_proj.weight", 1) == [[(0, 32), (16, 32)]]
+
+
+def test_fsdp_shards_no_buffers(tmp_path):
+    layouts = _layouts(tmp_path, DEEPSEEK, "fsdp=2")
+    assert _region(layouts, "model.layers.3.mlp.gate.e_score_correction_bias", 1) == [[(0, 4)]]
+    assert _region(layouts, "model.layers.3.mlp.gate.weight", 1) == [[(2, 4), (0, 32)]]
+
+
 def test_stages_of_a_pipeline_hold_consecutive_layers(tmp_path):
     layouts = _layouts(tmp_path, LLAMA, "pp=2,tp=2")
     for name, ranks in {
@@ -107,6 +139,7 @@ def test_command_prints_classes_of_tensors(tmp_path, capsys):
         (LLAMA, ["--src", "fsdp=2", "--dst", "tp=3"], "tp=3, which does not divide the 8 attention heads"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "ep=2"], "LlamaForCausalLM has no experts"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "pp=5"], "pp=5, but LlamaForCausalLM has 4 layers"),
+        (GEMMA, ["--src", "fsdp=2", "--dst", "pp=2"], "several stacks of layers"),
         (GPT2, ["--src", "fsdp=2", "--dst", "tp=2"], "no tensor-parallel plan for GPT2LMHeadModel"),
         (LLAMA | {"model_type": "nonesuch"}, ["--src", "fsdp=2", "--dst", "tp=2"], "has no model for"),
         (LLAMA, ["--src", "fsdp=2", "--dst", "tp=2", "--shape", "4"], "--shape and --model exclude each other"),

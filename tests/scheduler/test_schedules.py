@@ -120,8 +120,17 @@ def test_v_shaped_schedules_are_valid_for_any_number_of_microbatches(build, num)
         csv = to_torch_csv(schedule)
         assert ("OVERLAP_F_B" in csv) == any(action.overlaps for _, action in schedule)
         assert from_torch_csv(csv, pipeline, schedule.name).rank_actions == schedule.rank_actions
+        check_schedule(from_torch_csv(to_torch_csv(schedule, transfers=True), pipeline), pipeline)
     with pytest.raises(ArgumentError, match="there are 3 stages"):
         build(chain(1.0, 1.0), num)
+
+
+def test_a_forward_that_overlaps_no_backward_is_refused_and_yet_exported():
+    text = "x: 2 microbatches, stages on pp ranks 0\n0: 0F0& 0F1& 0B0 0B1\n"
+    schedule, pipeline = parse_schedule(text), Pipeline.of_costs([1.0], [2.0], [])
+    with pytest.raises(ScheduleError, match=r"0F0& overlaps the next computation, which must be a backward, not 0F1&"):
+        check_schedule(schedule, pipeline)
+    assert to_torch_csv(schedule).strip() == "0F0,(0F1;0B0)OVERLAP_F_B,0B1"
 
 
 @pytest.mark.parametrize("build", [interleaved_1f1b, interleaved_zero_bubble, looped_bfs])

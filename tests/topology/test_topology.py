@@ -348,10 +348,16 @@ def test_pods_of_equal_hosts_in_one_line():
     ("changes", "message"),
     [
         ({"oversubscription": 2}, "needs hosts_per_pod, or the pod of every host"),
-        ({"hosts_per_pod": 1, "oversubscription": 0}, r"oversubscription is 0\.0; it must be positive"),
+        ({"hosts_per_pod": 1, "oversubscription": 0}, "oversubscription is 0; it must be a positive"),
         ({"hosts_per_pod": 1, "oversubscription": 2, "pods": []}, "pods and oversubscription exclude each other"),
+        ({"hosts_per_pod": 1, "oversubscription": "2:1"}, "oversubscription is '2:1'; it must be a positive number"),
+        ({"hosts_per_pod": 1, "oversubscription": True}, "oversubscription is True; it must be a positive number"),
+        ({"hosts_per_pod": 1}, "hosts_per_pod needs the uplinks of the pods"),
         ({"hosts_per_pod": 0}, "hosts_per_pod is 0; it must be a positive integer"),
-        ({"hosts": [{"devices": 1, "pod": 0}], "hosts_per_pod": 1}, "hosts_per_pod and the pod of a host exclude"),
+        (
+            {"hosts": [{"devices": 1, "pod": 0}], "hosts_per_pod": 1, "oversubscription": 2},
+            "hosts_per_pod and the pod of a host exclude",
+        ),
         ({"hosts": [{"devices": 1, "pod": 1}], "oversubscription": 2}, r"numbered from 0 without gaps, not \[1\]"),
         ({"hosts": [{"devices": 1, "nics": "2000 x 1 GB/s"}]}, "a host has 1 to 128 NICs, not 2000"),
         ({"hosts": [{"devices": 1, "nics": "2 x fast"}]}, "a rate must be .*, not 'fast'"),
