@@ -91,9 +91,11 @@ def run(options: argparse.Namespace) -> None:
         hashes = set()
         for _ in range(options.repeats):
             for shares in (False, True):
-                found = run_processes(measure, _RANKS, case, shares, timeout_seconds=900)
-                sums[shares].append([sum(each[name] for each in found) for name in ("planned", "cpu", "held", "peak")])
-                hashes |= {repr(each["arguments"]) for each in found}
+                results = run_processes(measure, _RANKS, case, shares, timeout_seconds=900)
+                sums[shares].append(
+                    [sum(result[name] for result in results) for name in ("planned", "cpu", "held", "peak")]
+                )
+                hashes |= {repr(result["arguments"]) for result in results}
         alone, once = (np.median(sums[shares], axis=0) for shares in (False, True))
         for title, row in (("each rank", alone), ("once", once)):
             print(f"{case:34} {title:10} {row[0]:11.2f} {row[1]:11.2f} {row[2] / 1024:10.0f} {row[3] / 1024:10.0f}")

@@ -211,7 +211,7 @@ def _write(plan: Plan) -> tuple[int, int, int]:
         "strategy": plan.strategy,
         "plan_hash": plan.plan_hash,
         "digest": digest.intdigest(),
-        "arrays": [[name, array.shape, at] for (name, array), at in zip(arrays.items(), ends, strict=False)],
+        "arrays": [[name, array.shape, begin] for (name, array), begin in zip(arrays.items(), ends, strict=False)],
     }
     text = json.dumps(contents).encode()
     token = secrets.randbits(62)
@@ -238,7 +238,7 @@ def _map(file: Sequence[int], tensors: Sequence[TensorSpec], topology: Topology 
     contents = json.loads(mapped[-_SIZE.size - size : -_SIZE.size].tobytes())
     if xxhash.xxh3_64(mapped[: -_SIZE.size - size].data).intdigest() != contents["digest"]:
         raise OSError("the file of a plan has changed")
-    arrays = {name: _view(mapped, shape, at) for name, shape, at in contents["arrays"]}
+    arrays = {name: _view(mapped, shape, begin) for name, shape, begin in contents["arrays"]}
     fields = {name: arrays[name] for name in Transfers.__dataclass_fields__}
     plan = restore_plan(
         tensors, contents["strategy"], Transfers.unchecked(**fields), topology=topology, staging_bytes=staging_bytes
@@ -249,7 +249,7 @@ def _map(file: Sequence[int], tensors: Sequence[TensorSpec], topology: Topology 
     return plan
 
 
-def _view(mapped: Any, shape: Sequence[int], at: int) -> np.ndarray:
+def _view(mapped: Any, shape: Sequence[int], begin: int) -> np.ndarray:
     """An int64 array of this shape that begins at a byte."""
-    view: np.ndarray = mapped[at : at + 8 * math.prod(shape)].view(np.int64).reshape(shape)
+    view: np.ndarray = mapped[begin : begin + 8 * math.prod(shape)].view(np.int64).reshape(shape)
     return view

@@ -82,10 +82,10 @@ def read_model(source: str, dtype: str | None) -> Model:
         raise ArgumentError("--model needs torch and transformers: pip install torch transformers") from None
     try:
         config = _read_config(source)
-        own = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+        config_dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
         with torch.device("meta"):
             make: Any = transformers.AutoModelForCausalLM.from_config
-            model = make(config, dtype=getattr(torch, dtype or own))
+            model = make(config, dtype=getattr(torch, dtype or config_dtype))
     except Exception as error:  # transformers raises many types for a config that it does not know
         raise ArgumentError(
             f"transformers {transformers.__version__} has no model for {source}: {type(error).__name__}: {error}"
@@ -209,14 +209,14 @@ class Parallelism:
 
     def layouts(self) -> dict[str, Layout]:
         """``{name: layout}``."""
-        found: dict[str, Layout] = {}
+        layout_of: dict[str, Layout] = {}
         stage = 0
         for tensor in self._model.tensors:
             layer = _layer_of(tensor)
             if layer is not None:
                 stage = layer * self._sizes["pp"] // self._num_layers
-            found[tensor.name] = self._layout_of(tensor, stage)
-        return found
+            layout_of[tensor.name] = self._layout_of(tensor, stage)
+        return layout_of
 
     def _layout_of(self, tensor: ModelTensor, stage: int) -> Layout:
         sizes, shape = self._sizes, tensor.shape

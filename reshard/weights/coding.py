@@ -57,17 +57,17 @@ def encode_region(region: torch.Tensor, base: torch.Tensor | None, name: str, ou
     Returns:
         The number of bytes written.
     """
-    width, at = word_width(region.itemsize), 0
+    width, num_written = word_width(region.itemsize), 0
     pieces = cut_pieces(region)
     bases = pieces if base is None else cut_pieces(base)
     for piece in pieces:
         words = bytes_of(piece)
         old = words if base is None else bytes_of(next(bases))
-        first = at + _NUMBER_BYTES
+        first = num_written + _NUMBER_BYTES
         size = FORMATS[name].encode(words, old, out[first : first + len(words) + HEADER_BYTES], width)
-        out[at:first] = np.frombuffer(size.to_bytes(_NUMBER_BYTES, "little"), dtype=np.uint8)
-        at = first + size
-    return at
+        out[num_written:first] = np.frombuffer(size.to_bytes(_NUMBER_BYTES, "little"), dtype=np.uint8)
+        num_written = first + size
+    return num_written
 
 
 def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
@@ -82,18 +82,18 @@ def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
     Raises:
         ArgumentError: ``data`` is not the code of such a region. Some of it may have changed.
     """
-    width, at = word_width(region.itemsize), 0
+    width, num_read = word_width(region.itemsize), 0
     for piece in cut_pieces(region):
-        words, first = bytes_of(piece), at + _NUMBER_BYTES
-        size = int.from_bytes(data[at:first].tobytes(), "little")
+        words, first = bytes_of(piece), num_read + _NUMBER_BYTES
+        size = int.from_bytes(data[num_read:first].tobytes(), "little")
         if not 0 < size <= len(data) - first:
             raise ArgumentError(f"a piece of {size} bytes is not among the {len(data) - first} bytes that are left")
         decode_piece(data[first : first + size], words, width)
         if not piece.is_contiguous():
             kind = torch.uint8 if piece.itemsize == 1 else piece.dtype  # torch cannot copy uint4
             write_into(piece.view(kind), torch.from_numpy(words).view(kind).view(piece.shape))
-        at = first + size
-    return at
+        num_read = first + size
+    return num_read
 
 
 def sample_region(region: torch.Tensor, base: torch.Tensor | None) -> Sample:
@@ -106,7 +106,7 @@ def sample_region(region: torch.Tensor, base: torch.Tensor | None) -> Sample:
     if base is None or nbytes <= SMALL_BYTES or (region.is_contiguous() and base.is_contiguous()):
         return take_sample(bytes_of(region), None if base is None else bytes_of(base), width)
     places = _find_places(region.shape, region.itemsize)
-    new, old = (_gather(each, places) for each in (region, base))
+    new, old = (_gather(tensor, places) for tensor in (region, base))
     return take_sample(new, old, width, every=1)
 
 

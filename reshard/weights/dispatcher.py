@@ -203,7 +203,9 @@ class Dispatcher:
     def _choose_engines(self, job: _Job) -> None:
         """Send to all engines at once, or first to those that hold the base, and to the others afterwards."""
         base, roster = self._find_base(), self._team.roster
-        holders = [each for each in job.pending if base is not None and self._held.get(each, roster.held(each)) == base]
+        holders = [
+            engine for engine in job.pending if base is not None and self._held.get(engine, roster.held(engine)) == base
+        ]
         job.engines, job.base = (holders, base) if holders else (list(job.pending), None)
 
     def _check_pings(self, job: _Job) -> None:

@@ -101,8 +101,8 @@ class EncodedTransfers:
         reports = self.exchange(describe, "compares formats")
         limit = max(1, min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES)
         held, needed = (_sum_by_rank(self._buckets, side) for side in ("holders", "receivers"))
-        most = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
-        self.num_rounds = max(1, -(-most // limit))
+        max_bytes = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
+        self.num_rounds = max(1, -(-max_bytes // limit))
         self.plain_bytes = sum(bucket.nbytes for bucket in self._buckets.values())
         if choice is not None:
             choice.agree(reports, *(self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed)))
@@ -158,13 +158,13 @@ class EncodedTransfers:
 
     def _find_round(self, number: int) -> dict[str, _Part]:
         """The part of each bucket that travels in a round."""
-        found = {}
+        parts = {}
         for name, bucket in self._buckets.items():
-            lo, hi = (bucket.nbytes * each // self.num_rounds for each in (number, number + 1))
+            lo, hi = (bucket.nbytes * nth // self.num_rounds for nth in (number, number + 1))
             cut = list(_cut_regions(bucket.regions, self._itemsize, lo, hi))
             regions = tuple(region for _, region in cut)
-            found[name] = _Part(replace(bucket, regions=regions), [number for number, _ in cut])
-        return found
+            parts[name] = _Part(replace(bucket, regions=regions), [number for number, _ in cut])
+        return parts
 
     def choose(self, new: Arrays, old: Arrays | None) -> dict[str, BucketChoice]:
         """The formats of the buckets that this rank holds, the same on all ranks that hold a bucket.
@@ -176,7 +176,7 @@ class EncodedTransfers:
         if self._chosen and self._chosen[0] == (old is None) and self._num_chosen % MAX_KEPT:
             return self._chosen[1]
         self._num_chosen = 0
-        found = {}
+        choices = {}
         for name, bucket in self._buckets.items():
             if self._rank not in bucket.holders:
                 continue
@@ -190,28 +190,28 @@ class EncodedTransfers:
                 plain[chosen] = plain.get(chosen, 0) + view.numel() * view.itemsize
             if gain <= 0:
                 names, plain = ["raw"] * len(views), {"raw": bucket.nbytes}
-            found[name] = BucketChoice(names, gain, plain, counts=bucket.holders[0] == self._rank)
+            choices[name] = BucketChoice(names, gain, plain, counts=bucket.holders[0] == self._rank)
         is_known = self._choice.link_rate is not None
-        self._chosen = (old is None, found) if is_known else None
-        return found
+        self._chosen = (old is None, choices) if is_known else None
+        return choices
 
     def encode(
         self, number: int, new: Arrays, old: Arrays | None, choices: Mapping[str, BucketChoice]
     ) -> dict[str, Any]:
         """Encode this rank's buckets of a round into buffers; returns their sizes and digests."""
-        found = {}
+        offers = {}
         for name, part, views in self._sources(number, new):
             if name not in choices:
                 continue
             bases = [None] * len(views) if old is None else list(part.bucket.views(old, "src"))
-            most = find_capacities({name: sum(map(largest_size, views))}, {})[name]
-            if len(self._sent.get(name, ())) < most:
-                self._sent[name] = np.empty(most, dtype=np.uint8)  # only pages that are used take memory
-            out, at = self._sent[name], 0
+            capacity = find_capacities({name: sum(map(largest_size, views))}, {})[name]
+            if len(self._sent.get(name, ())) < capacity:
+                self._sent[name] = np.empty(capacity, dtype=np.uint8)  # only pages that are used take memory
+            out, size = self._sent[name], 0
             for region, view, base in zip(part.numbers, views, bases, strict=True):
-                at += encode_region(view, base, choices[name].names[region], out[at:])
-            found[name] = at, xxhash.xxh3_64(out[:at].data).intdigest()
-        return found
+                size += encode_region(view, base, choices[name].names[region], out[size:])
+            offers[name] = size, xxhash.xxh3_64(out[:size].data).intdigest()
+        return offers
 
     def raw_sizes(self, number: int, new: Arrays) -> dict[str, Any]:
         """What :meth:`encode` returns if all regions are raw, but without digests."""
@@ -226,9 +226,9 @@ class EncodedTransfers:
     def _decode(self, number: int, arrays: Arrays) -> None:
         for name, part in self._rounds[number].items():
             if self._rank in part.bucket.receivers:
-                data, at = self._received[name], 0
+                data, begin = self._received[name], 0
                 for view in part.bucket.views(arrays, "dst"):
-                    at += decode_region(data[at:], view)
+                    begin += decode_region(data[begin:], view)
 
     def move(self, reports: Mapping[int, Any]) -> tuple[Handle, int]:
         """Start the transfer of the buckets of a round; returns its handle, and the bytes of all buckets."""
@@ -364,30 +364,30 @@ def _raise_problem(problem: str) -> dict[str, Any]:
 
 def _sum_by_rank(buckets: Mapping[str, Bucket], side: str) -> dict[int, int]:
     """Bytes of the buckets that each rank holds or needs."""
-    found: dict[int, int] = {}
+    sums: dict[int, int] = {}
     for bucket in buckets.values():
         for rank in getattr(bucket, side):
-            found[rank] = found.get(rank, 0) + bucket.nbytes
-    return found
+            sums[rank] = sums.get(rank, 0) + bucket.nbytes
+    return sums
 
 
 def _cut_regions(
     regions: Sequence[Region], itemsize: Mapping[str, int], lo: int, hi: int
 ) -> Iterator[tuple[int, Region]]:
     """The rows of regions that begin at some of their bytes, each with the number of its region."""
-    at = 0
+    region_begin = 0
     for number, region in enumerate(regions):
         slices = region.src or region.dst
         if slices is None:  # this rank neither holds nor needs it
             continue
-        shape = [each.stop - each.start for each in slices]
+        shape = [piece.stop - piece.start for piece in slices]
         rows = shape[0] if shape else 1
         row_bytes = math.prod(shape) * itemsize[region.tensor] // rows
-        first, last = (min(rows, max(0, -(-(edge - at) // row_bytes))) for edge in (lo, hi))
+        first, last = (min(rows, max(0, -(-(edge - region_begin) // row_bytes))) for edge in (lo, hi))
         if first < last:
             sides = [
                 side and (slice(side[0].start + first, side[0].start + last), *side[1:])
                 for side in (region.src, region.dst)
             ]
             yield number, Region(region.tensor, *sides)
-        at += rows * row_bytes
+        region_begin += rows * row_bytes

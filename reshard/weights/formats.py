@@ -81,7 +81,9 @@ class FormatChoice:
         self._formats = tuple(
             name
             for name in FORMATS
-            if name in self._allowed and name in known[0] and all(each.get(name) == known[0][name] for each in known)
+            if name in self._allowed
+            and name in known[0]
+            and all(formats.get(name) == known[0][name] for formats in known)
         )
         self._rates = slowest_rates([report["rates"] for report in reports.values()])
 

@@ -43,15 +43,15 @@ def param_metas(
         return {"state": state_of_rank(read_state(model))}
 
     states = run_collectively(find_group(group), describe, "describes its model", timeout_seconds)
-    return write_metas(merge_states({rank: each["state"] for rank, each in states.items()}, "the model"), make)
+    return write_metas(merge_states({rank: report["state"] for rank, report in states.items()}, "the model"), make)
 
 
 def write_metas(manifest: Manifest, make: Callable[..., Any]) -> list[Any]:
     """The tensors of a manifest; see :func:`param_metas`."""
-    found = []
+    metas = []
     for name, entry in manifest.entries.items():
         mesh_shape, placements = _find_placements(entry.held, entry.shape)
-        found.append(
+        metas.append(
             make(
                 name=name,
                 dtype=getattr(torch, entry.dtype),
@@ -61,7 +61,7 @@ def write_metas(manifest: Manifest, make: Callable[..., Any]) -> list[Any]:
                 placements=placements,
             )
         )
-    return found
+    return metas
 
 
 def read_metas(metas: Sequence[Any]) -> Manifest:

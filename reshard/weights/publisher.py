@@ -225,8 +225,8 @@ class Publisher:
         seconds = self._timeout_seconds + AGREE_SECONDS  # others may still send the version before
         measured: list[Any] = []
         if self._quantizer is not None and self._quantizer.has_shared:
-            found = run_collectively(self._team.group, measure, "measures what it quantizes", seconds, kept)
-            measured += [report["measured"] for report in found.values()]
+            measurements = run_collectively(self._team.group, measure, "measures what it quantizes", seconds, kept)
+            measured += [report["measured"] for report in measurements.values()]
         reports = run_collectively(self._team.group, copy, "publishes a version", seconds, kept)
         versions = {report["version"] for report in reports.values()}
         if len(versions) > 1:

@@ -91,7 +91,7 @@ class Recording:
         for step in self._steps:
             if isinstance(step, Copy):
                 regions.setdefault(step.source.name, []).append(step.source.region)
-        self.held = {name: cover(found) for name, found in regions.items()}
+        self.held = {name: cover(tensor_regions) for name, tensor_regions in regions.items()}
 
     def state(self) -> dict[str, Any]:
         """What this rank tells the others, see :func:`reshard.weights.model.manifest.state_of_rank`."""
@@ -113,8 +113,8 @@ class Recording:
         boxes = self.held[name]
         sizes = [hi - lo for lo, hi in boxes[0]]
         if len(boxes) > 1:
-            at = join_dim(boxes)
-            sizes[at] = sum(box[at][1] - box[at][0] for box in boxes)
+            dim = join_dim(boxes)
+            sizes[dim] = sum(box[dim][1] - box[dim][0] for box in boxes)
         return tuple(sizes)
 
     def parameters(self) -> list[torch.Tensor]:
@@ -155,19 +155,19 @@ def _tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The parameters and buffers of a model by name, and the names of the parameters. Tied ones have one name."""
     if isinstance(model, torch.nn.Module):
         parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
-        found = {**parameters, **dict(model.named_buffers())}
+        tensors = {**parameters, **dict(model.named_buffers())}
     elif isinstance(model, Mapping):
-        found = parameters = {name: each for name, each in model.items() if isinstance(each, torch.Tensor)}
+        tensors = parameters = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
     else:
         raise ArgumentError(f"a model is a torch.nn.Module or a mapping of tensors, not {type(model).__name__}")
-    if not found:
+    if not tensors:
         raise ArgumentError("the model has no tensors")
     first_name: dict[Any, str] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ArgumentError(f"{name!r} is on the meta device: give it memory first (model.to_empty)")
         first_name.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)
-    return {name: found[name] for name in first_name.values()}, set(parameters)
+    return {name: tensors[name] for name in first_name.values()}, set(parameters)
 
 
 def _resolve_tie(step: Copy | Fill, tied: Mapping[str, str]) -> Copy | Fill:
@@ -185,11 +185,11 @@ def cover(regions: Iterable[Region]) -> tuple[Box, ...]:
         size = len(boxes)
         for dim in range(ndim):
             boxes = _join_along(boxes, dim)
-    found = tuple(sorted(boxes))
-    differing = [dim for dim in range(ndim) if len({box[dim] for box in found}) > 1]
+    joined = tuple(sorted(boxes))
+    differing = [dim for dim in range(ndim) if len({box[dim] for box in joined}) > 1]
     if len(differing) <= 1:
-        return found
-    return (tuple((min(lo for lo, _ in sides), max(hi for _, hi in sides)) for sides in zip(*found, strict=True)),)
+        return joined
+    return (tuple((min(lo for lo, _ in sides), max(hi for _, hi in sides)) for sides in zip(*joined, strict=True)),)
 
 
 def _join_along(boxes: set[Box], dim: int) -> set[Box]:
@@ -197,16 +197,16 @@ def _join_along(boxes: set[Box], dim: int) -> set[Box]:
     rows: dict[Any, list[tuple[int, int]]] = {}
     for box in boxes:
         rows.setdefault((box[:dim], box[dim + 1 :]), []).append(box[dim])
-    found = set()
+    joined = set()
     for (before, after), sides in rows.items():
         begin, end = min(sides)
         for lo, hi in sorted(sides):
             if lo > end:
-                found.add((*before, (begin, end), *after))
+                joined.add((*before, (begin, end), *after))
                 begin = lo
             end = max(end, hi)
-        found.add((*before, (begin, end), *after))
-    return found
+        joined.add((*before, (begin, end), *after))
+    return joined
 
 
 def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[str]) -> None:
@@ -250,20 +250,22 @@ def _count_written(name: str, regions: Sequence[Region], is_copy: Sequence[bool]
         return 0
     edges = []
     for along in zip(*regions, strict=True):
-        found = [np.array([edge for each in along for edge in (each.start, each[-1] + 1)])]
-        found += [np.concatenate([np.array(each), np.array(each) + 1]) for each in along if each.step > 1]
-        edges.append(np.unique(np.concatenate(found)))
-    written = np.zeros([len(each) - 1 for each in edges], dtype=np.uint8)
+        dim_edges = [np.array([edge for indices in along for edge in (indices.start, indices[-1] + 1)])]
+        dim_edges += [
+            np.concatenate([np.array(indices), np.array(indices) + 1]) for indices in along if indices.step > 1
+        ]
+        edges.append(np.unique(np.concatenate(dim_edges)))
+    written = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.uint8)
     for region, copied in zip(regions, is_copy, strict=True):
         cells = []
-        for indices, at in zip(region, edges, strict=True):
-            starts = np.array(indices) if indices.step > 1 else at[(at >= indices[0]) & (at <= indices[-1])]
-            cells.append(np.searchsorted(at, starts))
+        for indices, cuts in zip(region, edges, strict=True):
+            starts = np.array(indices) if indices.step > 1 else cuts[(cuts >= indices[0]) & (cuts <= indices[-1])]
+            cells.append(np.searchsorted(cuts, starts))
         where = np.ix_(*cells)
         if (written[where] == 2).any():
             raise ArgumentError(f"load_weights writes elements of {name!r} twice, so it cannot be recorded")
         written[where] = 2 if copied else 1
     sizes = np.ones_like(written, dtype=np.int64)
-    for dim, at in enumerate(edges):
-        sizes *= np.diff(at).reshape([-1 if other == dim else 1 for other in range(len(edges))])
+    for dim, cuts in enumerate(edges):
+        sizes *= np.diff(cuts).reshape([-1 if other == dim else 1 for other in range(len(edges))])
     return int(sizes[written > 0].sum())

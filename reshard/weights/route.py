@@ -181,7 +181,7 @@ class Route:
         Args:
             base: what the tensors hold before, by the same names; None: anything.
         """
-        found: dict[str, torch.Tensor] = {}
+        landed: dict[str, torch.Tensor] = {}
         copies = []
         bases = self._find_views(arrays if base is None else base)
         for spec, views, old in zip(self.plan.tensors, self._find_views(arrays), bases, strict=True):
@@ -198,8 +198,8 @@ class Route:
                 shape = (len(views), *views[0].shape) if len(views) > 1 else views[0].shape
                 tensor = torch.empty(shape, dtype=views[0].dtype, device=self.device)
                 copies.append((views, tensor))
-            found[spec.name or ""] = tensor
-        return Landing(found, copies, list(arrays.values()))
+            landed[spec.name or ""] = tensor
+        return Landing(landed, copies, list(arrays.values()))
 
     def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
         """What this rank holds of the pieces of each bundle: all of them or none. Kept for the same arrays."""

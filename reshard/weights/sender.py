@@ -191,7 +191,7 @@ class Sender:
         if message["encoded"]:
             self._choice.note(any(name != "raw" for report in reports.values() for name in report["formats"]))
         self._choice.add_transfer(nbytes, seconds, plain, is_first=way not in self._seen)
-        self._seen = {each for each in self._seen if each[0] == message["route"]} | {way}
+        self._seen = {seen for seen in self._seen if seen[0] == message["route"]} | {way}
         formats: dict[str, int] = {}
         for report in reports.values():
             for name, size in report["formats"].items():

@@ -71,8 +71,8 @@ def choose_part(problem: SearchProblem) -> TrainingPlan:
 
 
 def _refined(part: _Part) -> ChosenPlan:
-    found = refine(part.problem, part.found)
-    return part.problem, found[0], found[1:]
+    evaluations = refine(part.problem, part.found)
+    return part.problem, evaluations[0], evaluations[1:]
 
 
 def _search_parts(whole: _Part) -> list[_Part]:
@@ -113,26 +113,26 @@ def _quick_limit(parts: Sequence[_Part]) -> float:
         if work_bound(part.problem) >= limit:
             break
         for candidate in pure(part.problem)[:1]:
-            found = evaluate(part.problem, candidate, below_seconds=limit)
-            limit = limit if found is None or found.short_bytes else found.seconds
+            evaluation = evaluate(part.problem, candidate, below_seconds=limit)
+            limit = limit if evaluation is None or evaluation.short_bytes else evaluation.seconds
     return limit
 
 
 def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:
     """Seconds of all layers for one sample."""
     times = [profile.times(layer.key, 1)[0].at(1) for layer in problem.graph.layers]
-    return sum(each.forward_seconds + each.backward_seconds for each in times)
+    return sum(layer_times.forward_seconds + layer_times.backward_seconds for layer_times in times)
 
 
-def _on_ranks(found: TrainingPlan, ranks: tuple[int, ...], whole: _Part) -> TrainingPlan:
+def _on_ranks(plan: TrainingPlan, ranks: tuple[int, ...], whole: _Part) -> TrainingPlan:
     """A training plan of a part of a cluster, or of its hosts in another order, as one of the whole cluster."""
     cluster = whole.problem.cluster
     on_all = whole.seconds if whole.found else whole.bound_seconds
     names = list(dict.fromkeys(cluster.host_of(rank) for rank in ranks))
     return replace(
-        found,
+        plan,
         cluster_hash=cluster.hash,
-        hosts=tuple((names[host], first, end) for host, first, end in found.hosts),
+        hosts=tuple((names[host], first, end) for host, first, end in plan.hosts),
         ranks=ranks,
         num_cluster_ranks=cluster.num_ranks,
         on_all_seconds=on_all if math.isfinite(on_all) else 0.0,

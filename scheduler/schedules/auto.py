@@ -59,11 +59,11 @@ class Candidate:
 
 def best(candidates: Iterable[Candidate]) -> Candidate | None:
     """The best of some candidates; the first of equal ones."""
-    found: Candidate | None = None
+    chosen: Candidate | None = None
     for candidate in candidates:
-        if found is None or candidate.is_better(found):
-            found = candidate
-    return found
+        if chosen is None or candidate.is_better(chosen):
+            chosen = candidate
+    return chosen
 
 
 def auto_schedule(
@@ -141,7 +141,7 @@ class _Search:
         within = [level for level in levels if level <= top]
         if len(set(self.limits)) > 1 and top not in within:
             within.append(top)
-        found: dict[float, Candidate] = {}  # the best of each level
+        best_of_level: dict[float, Candidate] = {}
         fastest, fastest_known = math.inf, math.inf
         for level in reversed(within):
             limits = tuple(min(limit, level) for limit in self.limits)
@@ -158,13 +158,13 @@ class _Search:
             fastest_known = min([fastest_known, *(candidate.seconds for candidate in known)])
             candidate = _LevelSearch(self, limits, known, bound.seconds).run()
             if candidate is not None:
-                found[level] = candidate
+                best_of_level[level] = candidate
                 fastest = min(fastest, candidate.seconds)
-        if not found:
+        if not best_of_level:
             return None
         allowed = max(fastest, min(fastest * (1 + SLACK), fastest_known)) * (1 + _SAME)
-        lowest = min(level for level, candidate in found.items() if candidate.seconds <= allowed)
-        return self.join_backwards(found[lowest])
+        lowest = min(level for level, candidate in best_of_level.items() if candidate.seconds <= allowed)
+        return self.join_backwards(best_of_level[lowest])
 
     def measure_known(self) -> Iterator[tuple[Candidate, list[float]]]:
         """The known schedules of the placement that do not deadlock, each with the peak bytes of each pp rank."""
@@ -197,13 +197,13 @@ class _Search:
     def levels(self) -> list[float]:
         """Levels of memory, ascending: those of the known schedules, the default, and some in between."""
         num = len(self.pp_ranks)
-        least, most = max(self.bytes_by_pp_rank([1] * num)), max(self.bytes_by_pp_rank([self.num] * num))
-        levels = {least, most, self.default_bytes(), *(max(peaks) for _, peaks in self.known)}
+        low_bytes, high_bytes = max(self.bytes_by_pp_rank([1] * num)), max(self.bytes_by_pp_rank([self.num] * num))
+        levels = {low_bytes, high_bytes, self.default_bytes(), *(max(peaks) for _, peaks in self.known)}
         levels |= {max(self.bytes_of)}  # one stage of a pp rank at a time, which some placements need not exceed
         unit = min((size for size in self.bytes_of if size), default=1)
-        if most / unit <= _FINE_LEVELS:
-            levels |= {nth * unit for nth in range(1, int(most / unit))}
-        ascending = sorted(level for level in levels if level <= most)
+        if high_bytes / unit <= _FINE_LEVELS:
+            levels |= {nth * unit for nth in range(1, int(high_bytes / unit))}
+        ascending = sorted(level for level in levels if level <= high_bytes)
         for low, high in itertools.pairwise(list(ascending)):
             steps = math.ceil(math.log(high / low) / math.log(_LEVEL_RATIO) - 1e-9) if low else 1
             ascending += [low * (high / low) ** (step / steps) for step in range(1, steps)]
@@ -308,13 +308,13 @@ class _LevelSearch:
 
 def in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
     """For each stage, the most microbatches in flight."""
-    now, most = [0] * num_stages, [0] * num_stages
+    now, peaks = [0] * num_stages, [0] * num_stages
     for codes in order:
         for code in codes:
             stage, change = (code >> 2) % num_stages, (1, -1, 0, -1)[code & 3]
             now[stage] += change
-            most[stage] = max(most[stage], now[stage])
-    return tuple(most)
+            peaks[stage] = max(peaks[stage], now[stage])
+    return tuple(peaks)
 
 
 def join(codes: Sequence[int], num_microbatches: int, num_stages: int) -> list[int]:

@@ -63,16 +63,16 @@ class RowActions:
     def finish(self, *indices: int) -> None:
         """Add the weight-gradient passes that are left, of some stages."""
         for index in indices:
-            self.add(f"W{index}", sum(at == index for at, _ in self._deferred))
+            self.add(f"W{index}", sum(stage_index == index for stage_index, _ in self._deferred))
 
     def _add_one(self, word: str, overlaps: bool = False) -> None:
         kind = Kind(word[0])
         if kind is Kind.W:
-            found = next((item for item in self._deferred if word[1:] in ("", str(item[0]))), None)
-            if found is None:
+            weight_pass = next((item for item in self._deferred if word[1:] in ("", str(item[0]))), None)
+            if weight_pass is None:
                 return
-            self._deferred.remove(found)
-            index, microbatch = found
+            self._deferred.remove(weight_pass)
+            index, microbatch = weight_pass
         else:
             index = int(word[1:])
             microbatch = self._count[kind is Kind.F, index]

@@ -87,11 +87,11 @@ class Attempts:
         """
         name, text = describe_error(error)
         value = json.dumps([name, text, self._team.rank, secrets.token_hex(4)])
-        found = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, AGREE_SECONDS)
-        is_first = found == value.encode()
+        stored = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, AGREE_SECONDS)
+        is_first = stored == value.encode()
         if is_first:
             self._team.post_to_all({"kind": "given_up", "attempt": self.number, "failed": [name, text]})
-        return _read(found)[0], is_first
+        return _read(stored)[0], is_first
 
 
 def _read(value: bytes) -> tuple[ReshardError | None, int]:

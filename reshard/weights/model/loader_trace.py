@@ -129,7 +129,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        roots = [root for each in tree_leaves((args, kwargs)) if (root := self._find_root(each)) is not None]
+        roots = [root for leaf in tree_leaves((args, kwargs)) if (root := self._find_root(leaf)) is not None]
         if not roots:
             return self._run_without_roots(func, args, kwargs)
         if func is _aten.copy_.default:
@@ -139,7 +139,7 @@ class _Trace(TorchDispatchMode):
             return self._add(roots[0].view(args[0]), (*roots[0].dtypes, *[dtype] * (dtype != args[0].dtype)))
         if func in (_aten.cat.default, _aten.stack.default) and len({root.dtypes for root in roots}) == 1:
             return self._join(func, *args, **kwargs)
-        is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        is_view = all(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
         if func is _aten._unsafe_view.default or (is_view and func is not _aten.view.dtype):
             return func(*args, **kwargs)
         raise _refusal(func, roots)
@@ -171,17 +171,17 @@ class _Trace(TorchDispatchMode):
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         root = self._find_root(source)
         if root is None or _storage_of(target) not in self._parameters:
-            known = [each for each in (root, self._find_root(target)) if each is not None]
+            known = [end for end in (root, self._find_root(target)) if end is not None]
             raise _refusal(_aten.copy_.default, known)
         for before, after in itertools.pairwise(root.dtypes):
             if after != target.dtype and not _keeps_values(before, after):
                 raise ArgumentError(f"load_weights casts {_name_of([root])!r} to {after} and then to {target.dtype}")
         for part in root.view(source.expand(target.shape)).parts:
-            along = [dim for dim, at in enumerate(part.dims) if at >= 0]
+            along = [dim for dim, place_dim in enumerate(part.dims) if place_dim >= 0]
             dims = [part.dims[dim] for dim in along]
-            shape = [len(part.place[at]) for at in dims]
-            strides = [target.stride(at) * part.place[at].step for at in dims]
-            offset = sum(at.start * stride for at, stride in zip(part.place, target.stride(), strict=True))
+            shape = [len(part.place[place_dim]) for place_dim in dims]
+            strides = [target.stride(place_dim) * part.place[place_dim].step for place_dim in dims]
+            offset = sum(indices.start * stride for indices, stride in zip(part.place, target.stride(), strict=True))
             place = self._place_of(target.as_strided(shape, strides, target.storage_offset() + offset))
             self.found.append(Copy(Side(part.source, part.region, tuple(along)), place))
         return target

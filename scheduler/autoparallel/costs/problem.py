@@ -101,8 +101,8 @@ class SearchProblem:
                 the samples, or the policy has other dimensions, or codecs whose rates the topology lacks.
         """
         self.profiles = profiles_of(cluster, profile)
-        for each in self.profiles.values():
-            each.check(graph)
+        for type_profile in self.profiles.values():
+            type_profile.check(graph)
         if type(num_samples) is not int or num_samples < 1:
             raise ArgumentError(f"samples is {brief(num_samples)}; it must be a positive integer")
         for count in microbatch_counts:
@@ -111,15 +111,15 @@ class SearchProblem:
         self.graph, self.cluster, self.num_samples = graph, cluster, num_samples
         self.states = StateBytes() if states is None else states
         self.rules = ChoiceRules() if rules is None else rules
-        most = min(256, 4 * cluster.num_ranks, num_samples)
-        divisors = tuple(count for count in range(1, most + 1) if num_samples % count == 0)
+        max_count = min(256, 4 * cluster.num_ranks, num_samples)
+        divisors = tuple(count for count in range(1, max_count + 1) if num_samples % count == 0)
         self.microbatch_counts = microbatch_counts or divisors
         self.compression, self.compress_all = compression, compress_all
         codecs: EdgeCodecs = (None, None)
         if compression is not None:
             check_policy(compression, cluster)
             codecs = compression.pair("pp")
-        message_seconds = max(each.message_seconds for each in self.profiles.values())
+        message_seconds = max(type_profile.message_seconds for type_profile in self.profiles.values())
         self.prices = EdgePrices(graph, cluster, message_seconds, codecs)
         sums = self.codec_costs.sums
         self.ties = TiePrices(
@@ -253,10 +253,10 @@ class SearchProblem:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
-            price, one = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
+            price, layer_of_class = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
             self._layer_costs[key] = slowest_of(
                 [
-                    price(one, choice, place, self.workload(num_microbatches, name))
+                    price(layer_of_class, choice, place, self.workload(num_microbatches, name))
                     for name in place.device_types or self.profiles
                 ]
             )
@@ -427,9 +427,11 @@ def profiles_of(cluster: Cluster, profile: LayerProfile | Mapping[str, LayerProf
                 "{type: LayerProfile} with the profile of each type"
             )
         return {types[0] if types else "": profile}
-    for name, each in profile.items():
-        if not isinstance(each, LayerProfile):
-            raise ArgumentError(f"the profile of device type {name!r} must be a LayerProfile, not {brief(each)}")
+    for name, type_profile in profile.items():
+        if not isinstance(type_profile, LayerProfile):
+            raise ArgumentError(
+                f"the profile of device type {name!r} must be a LayerProfile, not {brief(type_profile)}"
+            )
     if not types:
         raise ArgumentError(
             f"there are profiles of device types {format_names(profile)}, but the cluster does not say which device "

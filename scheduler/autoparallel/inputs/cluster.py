@@ -86,7 +86,7 @@ class Cluster:
         if (
             isinstance(types, str)
             or not isinstance(types, Sequence)
-            or not all(isinstance(each, str) for each in types)
+            or not all(isinstance(device_type, str) for device_type in types)
         ):
             raise ArgumentError(f"device_types is {brief(types)}; it must be a list with the type of each device")
         if types and len(types) != self.num_ranks:
@@ -94,13 +94,13 @@ class Cluster:
         object.__setattr__(self, "device_types", tuple(types))
         limits = self.memory_limit_bytes
         if isinstance(limits, Mapping):
-            missing = next((each for each in types if each not in limits), None)
+            missing = next((device_type for device_type in types if device_type not in limits), None)
             if missing is not None or not types:
                 raise ArgumentError(
                     f"memory_limit_bytes is for devices of type {format_names(limits)}; "
                     + (f"it lacks {missing!r}" if types else "device_types must then say the type of each device")
                 )
-            object.__setattr__(self, "memory_limit_bytes", tuple(limits[each] for each in types))
+            object.__setattr__(self, "memory_limit_bytes", tuple(limits[device_type] for device_type in types))
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, int, int], ...]:
@@ -140,17 +140,17 @@ class Cluster:
         Args:
             speeds: of each type of device.
         """
-        found = list(self._combinations())
-        if not found:
+        parts = list(self._combinations())
+        if not parts:
             for _, first, end in self.hosts:
                 sizes = [1 << power for power in range((end - first).bit_length()) if 1 << power < end - first]
-                found += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
+                parts += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
             for hosts in self._host_orders(speeds or {}):
                 for count in range(2, len(hosts) + 1):
                     if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(hosts):
-                        found.append(tuple(rank for _, first, end in hosts[:count] for rank in range(first, end)))
+                        parts.append(tuple(rank for _, first, end in hosts[:count] for rank in range(first, end)))
         every = tuple(range(self.num_ranks))
-        kinds = {self.select(ranks).hash: ranks for ranks in reversed(found) if ranks != every}
+        kinds = {self.select(ranks).hash: ranks for ranks in reversed(parts) if ranks != every}
         return sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks))
 
     def _combinations(self) -> Iterator[tuple[int, ...]]:
@@ -174,10 +174,13 @@ class Cluster:
         by_rate = sorted(self.hosts, key=rate)
         yield by_rate
         if self.device_types:
-            slowest = {host: min(speeds.get(each, 0.0) for each in self.types_of(*host[1:])) for host in self.hosts}
+            slowest = {
+                host: min(speeds.get(device_type, 0.0) for device_type in self.types_of(*host[1:]))
+                for host in self.hosts
+            }
             yield sorted(self.hosts, key=lambda host: (-slowest[host], rate(host)))
-            for each in sorted(set(self.device_types)):
-                yield [host for host in by_rate if self.types_of(*host[1:]) == (each,)]
+            for device_type in sorted(set(self.device_types)):
+                yield [host for host in by_rate if self.types_of(*host[1:]) == (device_type,)]
 
     @cached_property
     def hash(self) -> str:
@@ -284,7 +287,7 @@ class Place:
         latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
         measured = [profile.sums for profile in profiles if profile.sums is not None]
         if measured:
-            latency, rate = max(each[0] for each in measured), min(each[1] for each in measured)
+            latency, rate = max(sums[0] for sums in measured), min(sums[1] for sums in measured)
         parts = cluster.hosts_of(first, end)
         nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
         between = cluster.topology.latency_seconds
