@@ -1,8 +1,9 @@
 """Planning on the eight ranks of a host: each of them by itself, or one for all.
 
-The plans are those of ``microbench large``. Only the ranks of one host run; the others are in the plan alone. Each rank
-also hashes the plan and builds its program, as calls do. Printed are sums over the ranks: CPU seconds; the memory that
-they hold afterwards, in which shared pages count once; and their peaks, in which the pages of the file count once.
+The plans are those of ``microbench large``. Only the ranks of one host run, although the plans have more ranks. Each
+rank also hashes the plan and builds its program, as calls do. The benchmark prints sums over the ranks: CPU seconds;
+the memory that they hold afterwards, shared pages counted once; and their peaks, with the pages of the file counted
+once.
 """
 
 from __future__ import annotations

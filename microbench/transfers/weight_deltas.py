@@ -6,7 +6,7 @@ hosts each need all weights. Between versions, a share of the weights changes by
 :meth:`reshard.weights.Publisher.publish` until every engine holds the version, verified, without compression and with
 ``compression="delta"``; ``update`` then swaps the version in. :func:`reshard.reshard` sends differences with
 ``compression="delta"``, and with ``"bf16-lossless"`` the whole weights without loss. Every engine compares each result
-with the trainers' weights bit for bit. The CPU time is that of all eight ranks together.
+with the trainers' weights bit for bit. The CPU time is the sum over all eight ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def measure(
     """Measure all methods on this rank, once per version.
 
     Args:
-        mib: size of the weights in MiB. share: fraction of the weights that change. repeats: number of timed versions.
+        mib: size of the weights in MiB.
+        share: fraction of the weights that change.
+        repeats: number of timed versions.
 
     Returns:
         Seconds of each method, one value per version; its CPU seconds; and plain bytes over bytes of the last

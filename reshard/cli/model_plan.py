@@ -70,7 +70,7 @@ def read_model(source: str, dtype: str | None) -> Model:
 
     Args:
         source: a ``config.json``, its folder, or a name that transformers knows.
-        dtype: of the parameters; None: that of the config, or bfloat16.
+        dtype: dtype of the parameters; None: the dtype in the config, or bfloat16.
 
     Raises:
         ArgumentError: transformers is not installed, or has no causal language model for the config.
@@ -125,7 +125,7 @@ def _read_config(source: str) -> Any:
 
 
 def _style_of(name: str, plan: Mapping[str, str] | None) -> str:
-    """The style that a plan of transformers gives a tensor, under its own name or that of its module."""
+    """The style that a plan of transformers gives a tensor, by the name of the tensor or of its module."""
     for candidate in (name, name.rpartition(".")[0]):
         style = (plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", candidate))
         if style is not None:
@@ -178,7 +178,7 @@ class Parallelism:
         model: the tensors.
         sizes: ``{dimension: size}`` of all :data:`DIMENSIONS`.
         flag: the option that gave them, for errors.
-        first_rank: the first of the ranks.
+        first_rank: the lowest of the ranks.
 
     Raises:
         ArgumentError: tp does not divide the heads, or the model has no plan for tp or no experts.
@@ -208,7 +208,7 @@ class Parallelism:
         self._model = model
 
     def layouts(self) -> dict[str, Layout]:
-        """``{name: layout}``."""
+        """The layout of each tensor, by name."""
         layout_of: dict[str, Layout] = {}
         stage = 0
         for tensor in self._model.tensors:
@@ -259,7 +259,7 @@ def plan_model(
         src: parallelism of the source, such as ``fsdp=32``.
         dst: parallelism of the destination, on the ranks that follow.
         topology: makes the topology of a number of ranks.
-        dtype: of the parameters; None: that of the config.
+        dtype: dtype of the parameters; None: the dtype in the config.
         **options: further arguments of :func:`reshard.make_plan`.
     """
     model = read_model(source, dtype)

@@ -1,7 +1,7 @@
-"""Regions of tensors as bytes in a lossless format: choose a sample, encode, and decode in place.
+"""Regions of tensors as bytes in a lossless format: sample, encode, and decode in place.
 
-A region is cut into pieces that fit a core's cache. In its code, the number of bytes of each piece comes before the
-piece, in eight bytes.
+A region is cut into pieces that fit a core's cache. In an encoded region, eight bytes before each piece tell its number
+of bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.codecs.formats import FORMATS, decode_piece
 from reshard.codecs.raw_bytes import write_into
 from reshard.errors import ArgumentError
 
-#: Bytes of a piece, if a slice of the region along its last dim has no more.
+#: Largest number of bytes of a piece.
 PIECE_BYTES = 2**20
 #: Bytes of the number before a piece.
 _NUMBER_BYTES = 8
@@ -43,7 +43,7 @@ def cut_pieces(region: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def largest_size(region: torch.Tensor) -> int:
-    """The most bytes that the code of a region may have: those of raw."""
+    """The largest number of bytes that an encoded region may have, which is that of the raw format."""
     num_pieces = sum(1 for _ in cut_pieces(region))
     return region.numel() * region.itemsize + (_NUMBER_BYTES + HEADER_BYTES) * num_pieces
 
@@ -52,7 +52,10 @@ def encode_region(region: torch.Tensor, base: torch.Tensor | None, name: str, ou
     """Encode a region.
 
     Args:
-        region, base: on the CPU, of one shape. name: of the format. out: flat uint8, of :func:`largest_size` or more.
+        region: a tensor on the CPU.
+        base: the tensor before, of equal shape, on the CPU; None if the format needs none.
+        name: name of the format.
+        out: flat uint8, with at least :func:`largest_size` bytes.
 
     Returns:
         The number of bytes written.
@@ -71,16 +74,17 @@ def encode_region(region: torch.Tensor, base: torch.Tensor | None, name: str, ou
 
 
 def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
-    """Turn the base into what :func:`encode_region` was given, in place.
+    """Turn the base into the region that :func:`encode_region` encoded, in place.
 
     Args:
-        data: flat uint8; more bytes may follow. region: on the CPU.
+        data: flat uint8, which begins with the encoded region.
+        region: the base, on the CPU; it becomes the decoded region.
 
     Returns:
         The number of bytes read.
 
     Raises:
-        ArgumentError: ``data`` is not the code of such a region. Some of it may have changed.
+        ArgumentError: ``data`` is not the code of a region of this shape. Some elements of ``region`` may have changed.
     """
     width, num_read = word_width(region.itemsize), 0
     for piece in cut_pieces(region):
@@ -97,10 +101,11 @@ def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
 
 
 def sample_region(region: torch.Tensor, base: torch.Tensor | None) -> Sample:
-    """Sample the changes of a region, at the same places on all ranks that hold it, whatever its strides there.
+    """Sample the changes of a region, at the same places on all ranks that hold it, whatever its strides.
 
     Args:
-        region, base: on the CPU, of one shape.
+        region: a tensor on the CPU.
+        base: the tensor before, of equal shape, on the CPU; None if there is none.
     """
     width, nbytes = word_width(region.itemsize), region.numel() * region.itemsize
     if base is None or nbytes <= SMALL_BYTES or (region.is_contiguous() and base.is_contiguous()):
@@ -116,7 +121,7 @@ def _gather(region: torch.Tensor, places: tuple[np.ndarray, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def _find_places(shape: torch.Size, itemsize: int) -> tuple[np.ndarray, ...]:
-    """The indices of the elements that a sample of a contiguous region has."""
+    """The indices of the sampled elements of a contiguous region."""
     per_block = BLOCK_BYTES // itemsize
     distance = distance_of(math.prod(shape) * itemsize) * per_block
     first = np.arange(0, math.prod(shape) - per_block + 1, distance)

@@ -39,7 +39,7 @@ class PublishReport:
         nbytes: bytes of the model.
         base: the version to which differences referred in the last transfer; None if all engines got whole tensors.
         formats: ``{lossless format: bytes of the model}`` in the last transfer, with ``compression``.
-        encoded_bytes: bytes that travelled in it, each counted once.
+        encoded_bytes: bytes that travelled in the last transfer, each counted once.
     """
 
     version: int

@@ -1,4 +1,4 @@
-"""Rules that an engine's own loader states: which regions of the trainer's tensors go to which of its parameters."""
+"""Rules from the loader of an engine: which regions of the trainer's tensors go to which parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 @dataclass(frozen=True)
 class RecordedLoader:
-    """What :func:`record` returns: rules that are found when the tensors of the trainer are known."""
+    """The result of :func:`record`: a loader to trace when the tensors of the trainer are known."""
 
     load_weights: LoadWeights
     kept: tuple[str, ...]
@@ -43,15 +43,15 @@ def record(
 
     When the Subscriber is made, the loader runs once with tensors of the trainer's names, shapes and dtypes, on the
     meta device. It may take views (``narrow``, ``chunk``, ``view``, ``transpose``, an index), join them, cast them,
-    ``copy_`` them to parameters, and fill parameters with a number. Nothing is written. Versions then go the recorded
-    ways, and the loader does not run again.
+    ``copy_`` them to parameters, and fill parameters with a number. The parameters do not change. Later, versions are
+    copied as recorded, and the loader does not run again.
 
     Args:
         load_weights: takes an iterable of ``(name, tensor)`` pairs, as ``load_weights`` of vLLM's models does. Tensors
             that it leaves out do not travel to the engine.
-        kept: patterns of parameters that it need not write, for example ``"{p}.k_scale"``.
-        metas: what the trainer will publish, as vLLM's ``ParamMeta`` of each tensor. Default: what it publishes when
-            the Subscriber is made.
+        kept: patterns of parameters that the loader need not write, for example ``"{p}.k_scale"``.
+        metas: the tensors that the trainer will publish, as vLLM's ``ParamMeta`` of each tensor. Default: the tensors
+            that a trainer publishes when the Subscriber is made.
 
     Raises:
         ArgumentError: an entry of ``metas`` is not valid.
@@ -60,19 +60,19 @@ def record(
 
 
 class Recording:
-    """What the loader of one rank does.
+    """The copies and fills that the loader of one rank makes.
 
     Args:
-        loader: of the engine.
+        loader: loader of the engine.
         model: a module, or a mapping of tensors, as the loader writes it.
         source: the trainer's tensors.
 
     Attributes:
-        held: the regions of the trainer's tensors that this rank receives, by name; of tied ones, by the first.
-        device: where they arrive.
+        held: the regions of the trainer's tensors that this rank receives, by name; tied tensors have the first name.
+        device: device on which they arrive.
 
     Raises:
-        ArgumentError: the loader computes or fails, writes an element twice, or leaves some of a parameter out.
+        ArgumentError: the loader computes or fails, writes an element twice, or leaves out a part of a parameter.
     """
 
     def __init__(self, loader: RecordedLoader, model: Any, source: Manifest) -> None:
@@ -94,7 +94,7 @@ class Recording:
         self.held = {name: cover(tensor_regions) for name, tensor_regions in regions.items()}
 
     def state(self) -> dict[str, Any]:
-        """What this rank tells the others, see :func:`reshard.weights.model.manifest.state_of_rank`."""
+        """The state that this rank tells the others; see :func:`reshard.weights.model.manifest.state_of_rank`."""
         holdings = {}
         for name, boxes in self.held.items():
             entry = self._source.entries[name]
@@ -103,7 +103,7 @@ class Recording:
         return {**state_of_rank(ModelState(holdings, {}, {})), "devices": self._devices}
 
     def without_unused(self, manifest: Manifest) -> Manifest:
-        """The manifest of the engine, with rules that drop the trainer's tensors that no rank of it takes."""
+        """The manifest of the engine, with rules that drop tensors of the trainer that no rank of the engine takes."""
         tied = self._source.tied
         unused = [name for name in self._source.entries if tied.get(name, name) not in manifest.entries]
         return replace(manifest, rules=tuple(map(Drop, unused)))
@@ -118,12 +118,12 @@ class Recording:
         return tuple(sizes)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that it writes."""
+        """The parameters that the loader writes."""
         tensors, _ = _tensors_of(self._model)
         return [tensors[name] for name in dict.fromkeys(step.target.name for step in self._steps)]
 
     def replay(self, arrays: Tensors) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Write what has arrived into the parameters; then yield each region of them beside what belongs there.
+        """Write the arrays into the parameters; then yield each region of a parameter and the values that belong there.
 
         Args:
             arrays: local arrays with the regions ``held``.
@@ -178,7 +178,7 @@ def _resolve_tie(step: Copy | Fill, tied: Mapping[str, str]) -> Copy | Fill:
 
 
 def cover(regions: Iterable[Region]) -> tuple[Box, ...]:
-    """The least disjoint boxes, along one dim, that cover some regions of a tensor; one box if there are no such."""
+    """The smallest disjoint boxes, side by side along one dim, that cover regions of a tensor; otherwise one box."""
     boxes = {tuple((indices[0], indices[-1] + 1) for indices in region) for region in regions}
     ndim, size = len(next(iter(boxes))), 0
     while size != len(boxes):
@@ -193,7 +193,7 @@ def cover(regions: Iterable[Region]) -> tuple[Box, ...]:
 
 
 def _join_along(boxes: set[Box], dim: int) -> set[Box]:
-    """Boxes that differ along one dim only, and touch or overlap there, as one."""
+    """Join boxes that are equal along all other dims, and touch or overlap along this one."""
     rows: dict[Any, list[tuple[int, int]]] = {}
     for box in boxes:
         rows.setdefault((box[:dim], box[dim + 1 :]), []).append(box[dim])
@@ -232,7 +232,7 @@ def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[st
 
 
 def _regions_in(place: Place, tensor: torch.Tensor) -> list[Region]:
-    """The regions of a parameter that a place consists of, with its dims in the order in which they lie in memory."""
+    """The regions of a parameter that form a place, with the dims of the parameter in the order of its memory."""
     order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
     ordered = tensor.permute(order)
     if not ordered.is_contiguous():
@@ -245,7 +245,7 @@ def _geometry_of(place: Place) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def _count_written(name: str, regions: Sequence[Region], is_copy: Sequence[bool]) -> int:
-    """Number of elements in some regions of a parameter. A copy may lie where the parameter was filled before."""
+    """The number of elements in some regions of a parameter. A copy may overwrite a fill, but not another copy."""
     if not regions:
         return 0
     edges = []

@@ -72,7 +72,8 @@ class Landing:
     """Where the tensors of a plan arrive on a rank.
 
     Attributes:
-        arrays: memory for them by name. copies: the parts of the local shards that get what arrived in a tensor.
+        arrays: memory for the tensors, by name.
+        copies: ``(parts of local shards, tensor)`` pairs: each tensor is copied to these parts after it has arrived.
         shards: the local shards.
     """
 
@@ -81,7 +82,7 @@ class Landing:
     shards: list[torch.Tensor]
 
     def finish(self) -> None:
-        """Write the local shards, once all has arrived."""
+        """Write the local shards, after all tensors have arrived."""
         for views, tensor in self.copies:
             copy_all(views, list(tensor.unbind()) if len(views) > 1 else [tensor])
         synchronize(self.shards)
@@ -171,7 +172,7 @@ class Route:
         landing.finish()
 
     def gather(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What this rank holds of the plan's tensors, from its local shards by name."""
+        """The parts of the plan's tensors that this rank holds, from its local shards by name."""
         pairs = zip(self.plan.tensors, self._find_views(arrays), strict=True)
         return {spec.name or "": _one(views) for spec, views in pairs if views}
 
@@ -179,7 +180,7 @@ class Route:
         """Where the plan's tensors arrive for the local shards of a destination model, by name.
 
         Args:
-            base: what the tensors hold before, by the same names; None: anything.
+            base: values that the tensors hold before, by the same names; None: any values.
         """
         landed: dict[str, torch.Tensor] = {}
         copies = []

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
-#: A problem with the codecs that were chosen, the choice, and candidates that it was compared with.
+#: A problem with the chosen codecs, the chosen evaluation, and evaluations to which it was compared.
 ChosenPlan = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
 
 
@@ -34,7 +34,8 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     """The fastest candidate with a subset of the codecs of a policy, or with none if they gain too little.
 
     Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
-    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
+    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both
+    searches.
     """
     raw = problem.changed(compression=None)
     plain = _decide(raw, method)
@@ -55,7 +56,7 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
 
 
 def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
-    """Evaluated candidates of a method, the fastest one that fits the memory first."""
+    """Evaluated candidates of a method; the first one is the fastest that fits the memory."""
     evaluations = decide(problem, _find(method)(problem), moves=method == "auto")
     best = evaluations[0]
     if best.short_bytes:

@@ -1,4 +1,4 @@
-"""A training plan from an evaluated candidate: where time and memory go, and what it was compared with."""
+"""A training plan from an evaluated candidate: where time and memory go, and other candidates."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ def make_training_plan(
     *,
     is_of_parts: bool = False,
 ) -> TrainingPlan:
-    """The training plan of an evaluation, with what it is compared to.
+    """The training plan of an evaluation.
 
     Args:
-        bound_seconds: no training plan is faster that uses all devices, or, with ``is_of_parts``, any part of them;
-            default: the bound of all devices.
+        problem: the search.
+        best: the evaluation.
+        others: evaluations to which it is compared.
+        bound_seconds: no training plan on all devices is faster; with ``is_of_parts``, no plan on any part of them.
+            Default: the bound of all devices.
+        is_of_parts: whether the bound holds for plans on parts of the devices too.
     """
     bound = step_bound_of_any(problem) if bound_seconds is None else bound_seconds
     candidate, count = best.candidate, best.candidate.num_microbatches
@@ -140,7 +144,7 @@ def _same_for(others: int) -> str:
 
 
 def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
-    """The text of the policy of a problem with those of its codecs that stages and edges use.
+    """The text of the policy of a problem, with only the codecs that stages and edges use.
 
     If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.
     """

@@ -155,7 +155,7 @@ def to_torch_csv(schedule: Schedule, *, transfers: bool = False) -> str:
 def _torch_cells(actions: Sequence[Action]) -> list[str]:
     """The cells of a pp rank: a forward and the backward that it overlaps are one cell, ``(0F3;1B2)OVERLAP_F_B``.
 
-    A transfer between the two, which the backward may wait for, comes before the cell.
+    A transfer between the two comes before the cell, because the backward may wait for it.
     """
     cells: list[str] = []
     forward: Action | None = None  # it overlaps the next computation

@@ -19,8 +19,10 @@ class _Run:
     """Elements at equal distances along one dim of a view, which run along one dim of the tensor.
 
     Attributes:
-        dim: of the view. place_step: how far its index moves from one element to the next.
-        base_dim: of the tensor. step: how far the index along it moves.
+        dim: the dim of the view.
+        place_step: the distance of two elements along this dim.
+        base_dim: the dim of the tensor.
+        step: the distance of two elements along that dim.
         count: number of elements, at least 2.
     """
 
@@ -37,11 +39,14 @@ def view_of_tensor(
     """A view, as regions of a contiguous tensor.
 
     Args:
-        name: of the tensor. base_shape: of the tensor.
-        shape, strides, offset: of the view; strides and offset in elements.
+        name: name of the tensor.
+        base_shape: shape of the tensor.
+        shape: shape of the view.
+        strides: strides of the view, in elements.
+        offset: offset of the view, in elements.
 
     Raises:
-        ArgumentError: the view shows an element twice, or its elements lie along no dims of the tensor.
+        ArgumentError: the view shows an element twice, or its elements are no slices along dims of the tensor.
     """
     if math.prod(shape) == 0:
         return Made(tuple(shape), ())

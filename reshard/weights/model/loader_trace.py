@@ -1,8 +1,8 @@
-"""What a loader of an engine does with each tensor of a checkpoint, found by running it on tensors without storage.
+"""What a loader of an engine does with each tensor of a checkpoint, traced on tensors without storage.
 
 The tensors that the loader gets lie on the meta device. Their views share a storage, so size, strides and offset tell
 which region of which tensor a view shows. A dispatch mode sees each operation: it notes copies into the parameters of
-the engine, lets views pass, and refuses what computes.
+the engine, lets views pass, and refuses operations that compute.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class Place:
     """A region of a parameter, in its memory.
 
     Attributes:
-        name: of the parameter.
-        shape, strides, offset: of the region; strides and offset in elements, the offset from that of the parameter.
+        name: name of the parameter.
+        shape: shape of the region.
+        strides: strides of the region, in elements.
+        offset: elements from the start of the parameter to the start of the region.
     """
 
     name: str
@@ -67,8 +69,9 @@ class _Root:
     """A tensor without storage, of which the loader sees views.
 
     Attributes:
-        tensor: contiguous. made: the regions of the checkpoint that it consists of.
-        dtypes: that of the checkpoint, and those to which it was cast, in order.
+        tensor: the tensor, which is contiguous.
+        made: the regions of the checkpoint that it consists of.
+        dtypes: the dtype in the checkpoint, then the dtypes to which the loader has cast it, in order.
     """
 
     tensor: torch.Tensor
@@ -82,7 +85,7 @@ class _Root:
 
 
 def trace_loader(load_weights: Any, tensors: Tensors, given: Mapping[str, Given]) -> list[Copy | Fill]:
-    """What a loader does, in order. Parameters do not change.
+    """The copies and fills of a loader, in order. Parameters do not change.
 
     Args:
         load_weights: takes an iterable of ``(name, tensor)`` pairs.
@@ -187,7 +190,7 @@ class _Trace(TorchDispatchMode):
         return target
 
     def _place_of(self, view: torch.Tensor) -> Place:
-        """Where a view of a parameter lies in it. Of tied parameters it is the first one."""
+        """The place of a view in its parameter; of tied parameters, in the first one."""
         first = view.storage_offset()
         last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
         for name, tensor in self._parameters[_storage_of(view)]:

@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, int]:
-        """Microbatches, the stages of ZeRO in all, and stages: of equally fast candidates, the least is chosen."""
+        """Numbers of microbatches, all ZeRO stages, and pipeline stages: of equally fast candidates, the least wins."""
         zero = sum(max(choice.zero for choice in stage.choices) for stage in self.stages)
         return self.num_microbatches, zero, len(self.stages)
 
@@ -69,7 +69,8 @@ class SearchProblem:
     """A search: what to train, where, and which choices are allowed. It remembers each cost that it has computed.
 
     Attributes:
-        prices, ties: of edges between stages, and of sums over stages that share parameters.
+        prices: prices of edges between stages.
+        ties: prices of sums over stages that share parameters.
     """
 
     def __init__(
@@ -88,13 +89,16 @@ class SearchProblem:
 
         Args:
             graph, cluster: the model and its devices.
-            profile: the times of its layers, or those on each type of device.
-            num_samples: samples of a step. states: bytes of states of a parameter. rules: choices of a layer.
+            profile: the times of its layers, or ``{type of device: times}``.
+            num_samples: samples of a step.
+            states: bytes of the states of a parameter.
+            rules: allowed choices of a layer.
             microbatch_counts: numbers of microbatches to try; default: divisors of ``num_samples``, at most 4 x the
                 devices and 256.
             compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
                 (``zero``) and of products on grids (``tp``).
-            compress_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
+            compress_all: encode all traffic inside stages that has a codec. Otherwise each layer takes the faster of
+                encoded and raw traffic.
 
         Raises:
             ArgumentError: a profile is of another model, a type of device has none, no number of microbatches divides
@@ -131,7 +135,7 @@ class SearchProblem:
             is_optional=not compress_all,
             min_ratio=sums.ratio if sums else 1.0,
         )
-        #: What the methods keep from one call to the next, such as tables.
+        #: Results that methods keep from one call to the next, such as tables.
         self.memo: dict[Hashable, Any] = {}
         self._layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = {}
         self._stage_costs: dict[tuple[StagePlan, int], StageCost] = {}
@@ -139,7 +143,7 @@ class SearchProblem:
         self._places: dict[tuple[int, int], Place] = {}
 
     def changed(self, **changes: Any) -> SearchProblem:
-        """The search with other arguments. Costs of layers that do not depend on the changes are computed once."""
+        """The search with other arguments. It keeps the costs of layers if they do not depend on the changes."""
         values = {
             "graph": self.graph,
             "cluster": self.cluster,
@@ -156,12 +160,12 @@ class SearchProblem:
             values["profile"] = {name: self.profiles[name] for name in kept}
         other = SearchProblem(**{**values, **changes})
         if set(changes) <= {"cluster", "rules", "microbatch_counts"} and self.compression is None:
-            other._layer_costs = self._layer_costs  # they depend on the cluster by their place alone
+            other._layer_costs = self._layer_costs  # of the cluster, they depend on their place only
         return other
 
     @property
     def profile(self) -> LayerProfile:
-        """The profile of the devices, if they are all alike; otherwise that of the first type."""
+        """The profile of the devices; if there are several types, the profile of the first type."""
         return next(iter(self.profiles.values()))
 
     @property

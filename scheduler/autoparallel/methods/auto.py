@@ -48,7 +48,7 @@ MIN_GAIN = 1e-6
 def auto(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves.
 
-    If no method finds any, the smallest training plans, of which one may just fit.
+    If no method finds any, the training plans that lack the least memory, of which one may just fit.
     """
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
@@ -78,7 +78,7 @@ def evaluate_all(
 ) -> list[Evaluation]:
     """Simulate candidates. Those that fit come first, then the fastest. Errors: see :func:`decide`.
 
-    With ``below_seconds``, only those that fit and are faster.
+    With ``below_seconds``, only candidates that fit the memory and are faster than this count.
     """
     for candidate in candidates or ():
         _check_candidate(problem, candidate)
@@ -108,9 +108,10 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
 
 
 def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evaluation:
-    """Of the candidates that the profile cannot tell from the fastest one, the simplest, improved by simpler moves.
+    """The simplest of the candidates that tie with the fastest one, then made simpler by moves.
 
-    The measured times of layers vary, so predictions within :data:`ERROR_OF_SPREAD` of the profile's spread are a tie.
+    Measured times of layers vary, so predictions whose relative difference is at most :data:`ERROR_OF_SPREAD` times the
+    spread of the profile are a tie.
     """
     best = evaluations[0]
     if best.short_bytes:
@@ -167,7 +168,8 @@ def order(evaluation: Evaluation) -> tuple[float, tuple[float, tuple[int, int, i
 def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
     """Hill climbing: take the first move that gains until none does, or the tries are spent.
 
-    A move is simulated under the schedule of the best candidate so far. If it gains, all schedules are.
+    A move is simulated under the schedule of the best candidate so far. If it gains, it is simulated under all
+    schedules.
     """
 
     def can_split(candidate: Candidate) -> bool:
@@ -201,7 +203,7 @@ def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
 
 
 def why_nothing_fits(problem: SearchProblem) -> str:
-    """Why no training plan uses all devices: how much memory it lacks, or why no stage can have its layers."""
+    """Why no training plan uses all devices: the memory that one lacks, or the reason why no stage is possible."""
     total, short = problem.cluster.num_ranks, least_shortages(problem)
     if short and short[0].nbytes > 0:
         lacks = short[0]

@@ -4,14 +4,15 @@ A step of m microbatches takes at least, for each stage i and each share s from 
 
     sum over stages j before i of (f_j + s a_j + x_j + s y_j)  +  m (f_i + b_i - s w_i)  +  (1 - s) sync_i
 
-f and b are the seconds of a forward and of a whole backward, w those of the weight gradients that a split defers,
-a = b - w, x and y those of the edge behind a stage in both directions, and sync those of the gradient sums. The first
-microbatch passes all stages before i, and stage i then computes all microbatches. After that it sums its gradients
-(s = 0), while the last gradients pass the stages before i (s = 1). Both hold, and so does any mean of them. The same
-holds for m transfers over the edge behind stage i. Where a layer does not read the one before it, nothing is counted
-for the stages before. A recurrence over the stages, from the last one, finds the least
-value of all divisions of layers and devices, in which each stage has the least time of its choices, and the memory of
-one microbatch with all layers recomputed.
+f and b are the seconds of a forward and of a whole backward, w the seconds of the weight gradients that a split defers,
+and a = b - w. x and y are the seconds of the edge behind a stage in both directions, and sync the seconds of the
+gradient sums. The first microbatch passes all stages before i, and stage i then computes all microbatches. After that,
+stage i sums its gradients (s = 0), and the last gradients pass the stages before i (s = 1). Both bounds hold, and so
+does each weighted mean of them. The same holds for m transfers over the edge behind stage i. If a layer does not read
+the layer before it, nothing is counted for the stages before i.
+
+A recurrence over the stages, from the last one, finds the least value of all divisions of layers and devices. There,
+each stage has the least time of its choices, and the memory of one microbatch with all layers recomputed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from ..inputs.choices import Choice
 from ..inputs.cluster import Place
 from .range_bytes import bytes_of_cuts
 
-#: Shares that are tried.
+#: Values of the share s that are tried.
 SHARES = (0.0, 0.5, 1.0)
-#: With more devices, the recurrence takes long, and the bound is that of the work alone.
+#: With more devices, the recurrence takes too long, and only :func:`work_bound` counts.
 MAX_RANKS = 128
-#: A bound is this part lower than its sums: the simulator adds in another order.
+#: A bound is lowered by this fraction, because the simulator adds numbers in another order.
 MARGIN = 1e-8
 
 
@@ -46,7 +47,7 @@ def work_bound(problem: SearchProblem) -> float:
 
 
 def step_bound_of_any(problem: SearchProblem) -> float:
-    """Seconds that no plan beats; infinite if no plan fits the memory. See the module."""
+    """Seconds that no plan beats, as the module describes; infinite if no plan fits the memory."""
     if problem.cluster.num_ranks > MAX_RANKS:
         return work_bound(problem)
     if "step bound" not in problem.memo:
@@ -57,7 +58,7 @@ def step_bound_of_any(problem: SearchProblem) -> float:
 
 
 def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, Place]]:
-    """``(devices left, devices, place)`` of all stages, with the devices of the stage itself among those left."""
+    """``(devices left, devices, place)`` of all possible stages. The devices left include the devices of the stage."""
     total, cluster = problem.cluster.num_ranks, problem.cluster
     for used in range(1, total + 1):
         begin = total - used
@@ -71,7 +72,7 @@ def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, Place]]:
 
 
 def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[LayerCost, LayerCost]]]:
-    """For each choice of a stage, its least cost of each layer in time, and the least in activations."""
+    """For each choice of a stage, two costs of each layer: the least in time, and the least in activations."""
     choices = problem.choices(place.num_ranks, problem.num_samples // count)
     never = LayerCost(*[math.inf] * 12)
     costs_of: dict[Choice, list[tuple[LayerCost, LayerCost]]] = {}
@@ -93,7 +94,7 @@ def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[
 
 
 def _work(problem: SearchProblem, places: tuple[Place, ...], count: int) -> float:
-    """Device-seconds of a step."""
+    """The least device-seconds of a step."""
     min_seconds = np.full(len(problem.graph.layers), np.inf)
     for place in places:
         for costs in _costs(problem, place, count):
@@ -107,9 +108,9 @@ class _Stages:
     """Least values of stages of layers ``first`` to ``end - 1`` on one place, infinite where no choice is possible.
 
     Attributes:
-        passed: ``[share, first, end]``: seconds of one microbatch that passes: f + s a.
-        filled: ``[share, first, end]``: seconds of all microbatches and sums: m (f + b - s w) + (1 - s) sync.
-        needed_bytes: ``[first, end]``: memory of a device.
+        passed: seconds of one microbatch that passes, f + s a, as ``[share, first, end]``.
+        filled: seconds of all microbatches and sums, m (f + b - s w) + (1 - s) sync, as ``[share, first, end]``.
+        needed_bytes: memory of a device, as ``[first, end]``.
     """
 
     passed: np.ndarray

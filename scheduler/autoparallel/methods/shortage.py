@@ -1,4 +1,4 @@
-"""How much memory a problem lacks if no training plan fits."""
+"""The memory that a problem lacks if no training plan fits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class Shortage(NamedTuple):
     """The training plan that lacks the least memory.
 
     Attributes:
-        nbytes: that its worst device lacks; not positive if it fits.
-        candidate: its stages, which hold one microbatch each. stage: number of the worst stage.
+        nbytes: bytes that the worst device lacks; not positive if the plan fits.
+        candidate: its stages, which hold one microbatch each.
+        stage: number of the worst stage.
     """
 
     nbytes: float
@@ -25,10 +26,10 @@ class Shortage(NamedTuple):
 
 
 def least_shortages(problem: SearchProblem) -> list[Shortage]:
-    """For each number of microbatches the training plan that lacks the least memory, the least shortage first.
+    """For each number of microbatches, the training plan that lacks the least memory; the smallest shortage first.
 
-    None if no stage can have the samples, whatever the memory. A plan fits even if it lacks a few bytes here, where all
-    gradients and buffers count: see :meth:`StageCost.peak_bytes`.
+    The list is empty if no stage can have the samples, whatever the memory. A plan that lacks a few bytes here may fit,
+    because all gradients and buffers count here; see :meth:`StageCost.peak_bytes`.
     """
     shortages = []
     for count in problem.microbatch_counts:
@@ -45,7 +46,7 @@ def least_shortages(problem: SearchProblem) -> list[Shortage]:
 
 
 def _smallest(tables: Tables) -> tuple[tuple[int, int, int, int], ...]:
-    """``(first, end, devices left, option)`` of the stages whose worst device lacks least; empty if there are none."""
+    """``(first, end, devices left, option)`` of the stages whose worst device lacks least; or nothing."""
     size = len(tables.problem.graph.layers) + 1
     num_ends, upper = len(tables.ends), np.triu(np.ones((size, size), dtype=bool), 1)
     needed = np.where(upper & np.isfinite(tables.forward), tables.needed_bytes(slice(None), 1), np.inf)
