@@ -284,7 +284,7 @@ def check_limit(memory_limit_bytes: object) -> None:
 
 
 def check_limits(memory_limit_bytes: object, num_pp_ranks: int) -> tuple[float, ...]:
-    """The limit of each pp rank, from one number for all or a list. Raises ArgumentError if one is invalid."""
+    """The limit of each pp rank, from one number for all or a list. Raises ArgumentError if a limit is invalid."""
     if not isinstance(memory_limit_bytes, Sequence) or isinstance(memory_limit_bytes, str):
         check_limit(memory_limit_bytes)
         return (memory_limit_bytes,) * num_pp_ranks  # type: ignore[return-value]  # check_limit accepts numbers only
@@ -298,7 +298,7 @@ def check_limits(memory_limit_bytes: object, num_pp_ranks: int) -> tuple[float, 
 
 
 def check_placement(pipeline: Pipeline, pp_rank_of_stage: object) -> tuple[int, ...]:
-    """The pp rank of each stage; None stands for one stage per pp rank. Raises ArgumentError if one is invalid."""
+    """The pp rank of each stage; None: one stage per pp rank. Raises ArgumentError if a pp rank is invalid."""
     if pp_rank_of_stage is None:
         return tuple(range(len(pipeline.stages)))
     if not isinstance(pp_rank_of_stage, Sequence):

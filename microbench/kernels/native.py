@@ -102,13 +102,13 @@ def _rotation(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], 
     count = int((classes.receivers != NO_RANK).sum())
     outputs = [np.empty(count, dtype=np.int64) for _ in range(4)]
     after = [np.empty(size, dtype=np.int64) for size in (count + 1, 2 * count, count)]
-    host, most = topology.host_by_rank, float(classes.nbytes.sum())
+    host, total_bytes = topology.host_by_rank, float(classes.nbytes.sum())
     inputs = np.ascontiguousarray(classes.receivers), holder, classes.nbytes, piece_at, host, host
 
     def native() -> object:
-        return _native.rotate(*inputs, topology.num_hosts, True, most, WINDOW, INSIDE_WINDOW, *outputs, *after)
+        return _native.rotate(*inputs, topology.num_hosts, True, total_bytes, WINDOW, INSIDE_WINDOW, *outputs, *after)
 
-    return native, lambda: rotate_python(classes, holder.tolist(), piece_at.tolist(), topology, True, most)
+    return native, lambda: rotate_python(classes, holder.tolist(), piece_at.tolist(), topology, True, total_bytes)
 
 
 def _direct_loads(problem: PlanProblem) -> tuple[Callable[[], object], Callable[[], object]]:
@@ -132,11 +132,11 @@ def pipelines() -> None:
         order = order_greedily(pipeline, num_microbatches, rows, policy)
         simulate_schedule(add_transfers("listed", order, pipeline, rows, num_microbatches), pipeline)
         listed = time.process_time()
-        found = model.order(policy)
-        assert found is not None
-        model.makespan_seconds(found)
+        native_order = model.order(policy)
+        assert native_order is not None
+        model.makespan_seconds(native_order)
         native = time.process_time()
-        assert model.actions(found) == order
+        assert model.actions(native_order) == order
         compared = time.process_time()
         auto_schedule(pipeline, num_microbatches)
         done = time.process_time()

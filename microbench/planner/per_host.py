@@ -1,8 +1,9 @@
 """Planning on the eight ranks of a host: each of them by itself, or one for all.
 
-The plans are those of ``microbench large``. Only the ranks of one host run; the others are in the plan alone. Each rank
-also hashes the plan and builds its program, as calls do. Printed are sums over the ranks: CPU seconds; the memory that
-they hold afterwards, in which shared pages count once; and their peaks, in which the pages of the file count once.
+The plans are those of ``microbench large``. Only the ranks of one host run, although the plans have more ranks. Each
+rank also hashes the plan and builds its program, as calls do. The benchmark prints sums over the ranks: CPU seconds;
+the memory that they hold afterwards, shared pages counted once; and their peaks, with the pages of the file counted
+once.
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ def run(options: argparse.Namespace) -> None:
         hashes = set()
         for _ in range(options.repeats):
             for shares in (False, True):
-                found = run_processes(measure, _RANKS, case, shares, timeout_seconds=900)
-                sums[shares].append([sum(each[name] for each in found) for name in ("planned", "cpu", "held", "peak")])
-                hashes |= {repr(each["arguments"]) for each in found}
+                results = run_processes(measure, _RANKS, case, shares, timeout_seconds=900)
+                sums[shares].append(
+                    [sum(result[name] for result in results) for name in ("planned", "cpu", "held", "peak")]
+                )
+                hashes |= {repr(result["arguments"]) for result in results}
         alone, once = (np.median(sums[shares], axis=0) for shares in (False, True))
         for title, row in (("each rank", alone), ("once", once)):
             print(f"{case:34} {title:10} {row[0]:11.2f} {row[1]:11.2f} {row[2] / 1024:10.0f} {row[3] / 1024:10.0f}")

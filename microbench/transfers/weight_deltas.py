@@ -6,7 +6,7 @@ hosts each need all weights. Between versions, a share of the weights changes by
 :meth:`reshard.weights.Publisher.publish` until every engine holds the version, verified, without compression and with
 ``compression="delta"``; ``update`` then swaps the version in. :func:`reshard.reshard` sends differences with
 ``compression="delta"``, and with ``"bf16-lossless"`` the whole weights without loss. Every engine compares each result
-with the trainers' weights bit for bit. The CPU time is that of all eight ranks together.
+with the trainers' weights bit for bit. The CPU time is the sum over all eight ranks.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def measure(
     """Measure all methods on this rank, once per version.
 
     Args:
-        mib: size of the weights in MiB. share: fraction of the weights that change. repeats: number of timed versions.
+        mib: size of the weights in MiB.
+        share: fraction of the weights that change.
+        repeats: number of timed versions.
 
     Returns:
         Seconds of each method, one value per version; its CPU seconds; and plain bytes over bytes of the last
@@ -55,7 +57,7 @@ def measure(
     shape = (mib * 2**20 // 2 // COLUMNS, COLUMNS)
     generator = torch.Generator().manual_seed(0)
     whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
-    lo, hi = (each * shape[0] // 4 for each in (rank, rank + 1))
+    lo, hi = (quarter * shape[0] // 4 for quarter in (rank, rank + 1))
     groups = [dist.new_group(range(4)), *(dist.new_group([engine]) for engine in range(4, 8))]
     held = {"w": torch.zeros_like(whole[lo:hi] if rank < 4 else whole)}
     models: dict[str, dict[str, torch.Tensor]] = {
@@ -91,9 +93,9 @@ def measure(
                     mover(shard, out=outs[name])
                 elif method == "publish":
                     if rank < 4:
-                        found = sides[name].publish(version).wait(600)
-                        assert list(found.engines.values()) == [""] * 4, found
-                        ratio = found.nbytes / (found.encoded_bytes or found.nbytes)
+                        published = sides[name].publish(version).wait(600)
+                        assert list(published.engines.values()) == [""] * 4, published
+                        ratio = published.nbytes / (published.encoded_bytes or published.nbytes)
                 elif method == "update":
                     if rank >= 4:
                         assert sides["publish delta"].update(600) == version

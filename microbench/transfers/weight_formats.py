@@ -173,7 +173,7 @@ def time_parts(old: Weights, new: Weights, choice: FormatChoice) -> Parts:
     as they travel; and the plain bytes in each format. The fastest of some runs.
     """
     taken = [_code(old, new, choice) for _ in range(PARTS_REPEATS)]
-    return min(each[0] for each in taken), min(each[1] for each in taken), taken[0][2], taken[0][3]
+    return min(parts[0] for parts in taken), min(parts[1] for parts in taken), taken[0][2], taken[0][3]
 
 
 def _code(old: Weights, new: Weights, choice: FormatChoice) -> Parts:

@@ -150,8 +150,8 @@ def reshard_local(
 ) -> dict[Any, Any]:
     """Reshard a tensor whose shards are all in this process, or several tensors.
 
-    For several tensors pass ``{name: shards}``, one plan for each. The other arguments are then one value for all, or
-    ``{name: value}``.
+    For several tensors, pass ``{name: shards}``. Each tensor gets a plan. Each other argument is then one value for all
+    tensors, or ``{name: value}``.
 
     Args:
         shards: ``{source rank: local array}``, NumPy or torch.

@@ -1,7 +1,7 @@
 """Plan once per host: one rank of each host makes a plan, and the others map its arrays.
 
-Two rounds come before the round that compares plans. In the first one the ranks find out which of them run on one
-machine; the lowest rank of each is its planner. Planners then plan and write the arrays into an unnamed file in memory.
+Two rounds come before the round that compares plans. In the first round, the ranks find out which of them run on one
+machine. The lowest rank of each machine is its planner: it plans, and writes the arrays into an unnamed file in memory.
 The second round tells where the files are. A rank that cannot map the file of its planner, or whose planner failed or
 was lost, plans by itself. Small plans are made on every rank, because that is faster than two rounds.
 """
@@ -64,10 +64,11 @@ def plan_per_host(
     """Make a plan on one rank of each host. All ranks of the channel enter, and leave after a further round.
 
     Args:
-        channel: its ranks pass equal arguments.
-        make: makes the plan of the tensors with a strategy of the library, on this topology with these staging bytes.
+        channel: channel of the ranks, which pass equal arguments.
+        make: function that makes the plan of tensors with a strategy of the library, for the topology and the staging
+            bytes below.
         fault_tolerant: continue without ranks that are lost.
-        purpose: of the call, for errors.
+        purpose: purpose of the call, for errors.
 
     Yields:
         A function that returns the plan. It raises what ``make`` raises.
@@ -101,7 +102,7 @@ def plan_per_host(
     made, error, file = None, None, None
     try:
         made = alone()
-    except Exception as raised:  # the others plan too, and raise the same
+    except Exception as raised:  # the other ranks plan too, and raise the same error
         error = raised
     try:
         if made is not None:
@@ -124,7 +125,7 @@ def plan_in_group(
     staging_bytes: int,
     timeout_seconds: float,
 ) -> Iterator[Plan]:
-    """The plan of tensors for a Mover, which is made inside of this context. All ranks of the layouts enter it.
+    """The plan of tensors for a Mover. Make the Mover inside this context, which all ranks of the layouts enter.
 
     Raises:
         ReshardError: see :func:`plan_per_host` and :func:`reshard.planner.plan_tensors`.
@@ -159,7 +160,7 @@ def _map_or_make(
     topology: Topology | None,
     staging_bytes: int,
 ) -> Plan:
-    """The plan in a planner's file, if there is one that this rank can map."""
+    """The plan in the planner's file, or a new one if this rank can map no such file."""
     if file is not None:
         with contextlib.suppress(OSError):
             return _map(file, tensors, topology, staging_bytes)
@@ -167,7 +168,7 @@ def _map_or_make(
 
 
 def _find_planners(requests: list[Request], members: Sequence[int]) -> Decision:
-    """A decision whose payloads are the planner of each rank, from the names of their machines."""
+    """A decision whose payloads are the planner of each rank, found by the names of the machines."""
     lowest: dict[Any, int] = {}
     planners = {request.rank: lowest.setdefault(request.payload, request.rank) for request in requests}
     return replace(resolve_partial(requests, {}, members), payloads=planners)
@@ -180,14 +181,15 @@ def _gather_files(requests: list[Request], members: Sequence[int]) -> Decision:
 
 
 def _name_machine(channel: Channel) -> str:
-    """A name that only ranks share which may open files of each other.
+    """A name that ranks share only if they may open each other's files.
 
-    A container has a process table of its own, so its ranks differ from those of another one, whatever its host name.
+    Each container has a process table, so ranks of different containers have different names, whatever their host
+    names are.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         names = [boot, str(Path("/proc/self/ns/pid").readlink()), str(os.geteuid()), channel.group.hostname]
-    except OSError:  # not Linux, or a system that hides this
+    except OSError:  # not Linux, or a system that hides these files
         return f"rank {channel.group.rank}"
     return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
 
@@ -211,7 +213,7 @@ def _write(plan: Plan) -> tuple[int, int, int]:
         "strategy": plan.strategy,
         "plan_hash": plan.plan_hash,
         "digest": digest.intdigest(),
-        "arrays": [[name, array.shape, at] for (name, array), at in zip(arrays.items(), ends, strict=False)],
+        "arrays": [[name, array.shape, begin] for (name, array), begin in zip(arrays.items(), ends, strict=False)],
     }
     text = json.dumps(contents).encode()
     token = secrets.randbits(62)
@@ -238,18 +240,18 @@ def _map(file: Sequence[int], tensors: Sequence[TensorSpec], topology: Topology 
     contents = json.loads(mapped[-_SIZE.size - size : -_SIZE.size].tobytes())
     if xxhash.xxh3_64(mapped[: -_SIZE.size - size].data).intdigest() != contents["digest"]:
         raise OSError("the file of a plan has changed")
-    arrays = {name: _view(mapped, shape, at) for name, shape, at in contents["arrays"]}
+    arrays = {name: _view(mapped, shape, begin) for name, shape, begin in contents["arrays"]}
     fields = {name: arrays[name] for name in Transfers.__dataclass_fields__}
     plan = restore_plan(
         tensors, contents["strategy"], Transfers.unchecked(**fields), topology=topology, staging_bytes=staging_bytes
     )
-    # what the planner has derived of these very bytes
+    # the planner has derived these values from the same bytes
     vars(plan.transfers).update({name: arrays[name] for name in _DERIVED})
     vars(plan).update(plan_hash=contents["plan_hash"], message_bytes=arrays["message_bytes"])
     return plan
 
 
-def _view(mapped: Any, shape: Sequence[int], at: int) -> np.ndarray:
-    """An int64 array of this shape that begins at a byte."""
-    view: np.ndarray = mapped[at : at + 8 * math.prod(shape)].view(np.int64).reshape(shape)
+def _view(mapped: Any, shape: Sequence[int], begin: int) -> np.ndarray:
+    """An int64 array of this shape, in the mapped bytes from ``begin`` on."""
+    view: np.ndarray = mapped[begin : begin + 8 * math.prod(shape)].view(np.int64).reshape(shape)
     return view

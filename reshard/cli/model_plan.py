@@ -72,7 +72,7 @@ def read_model(source: str, dtype: str | None) -> Model:
 
     Args:
         source: a ``config.json``, its folder, or a name that transformers knows.
-        dtype: of the parameters; None: that of the config, or bfloat16.
+        dtype: dtype of the parameters; None: the dtype in the config, or bfloat16.
 
     Raises:
         ArgumentError: transformers is not installed, or has no causal language model for the config.
@@ -84,10 +84,10 @@ def read_model(source: str, dtype: str | None) -> Model:
         raise ArgumentError("--model needs torch and transformers: pip install torch transformers") from None
     try:
         config = _read_config(source)
-        own = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
+        config_dtype = str(getattr(config, "dtype", None) or "bfloat16").removeprefix("torch.")
         with torch.device("meta"):
             make: Any = transformers.AutoModelForCausalLM.from_config
-            model = make(config, dtype=getattr(torch, dtype or own))
+            model = make(config, dtype=getattr(torch, dtype or config_dtype))
     except Exception as error:  # transformers raises many types for a config that it does not know
         raise ArgumentError(
             f"transformers {transformers.__version__} has no model for {source}: {type(error).__name__}: {error}"
@@ -127,7 +127,7 @@ def _read_config(source: str) -> Any:
 
 
 def _style_of(name: str, plan: Mapping[str, str] | None) -> str:
-    """The style that a plan of transformers gives a tensor, under its own name or that of its module."""
+    """The style that a plan of transformers gives a tensor, by the name of the tensor or of its module."""
     for candidate in (name, name.rpartition(".")[0]):
         style = (plan or {}).get(re.sub(r"\.\d+(?=\.|$)", ".*", candidate))
         if style is not None:
@@ -180,7 +180,7 @@ class Parallelism:
         model: the tensors.
         sizes: ``{dimension: size}`` of all :data:`DIMENSIONS`.
         flag: the option that gave them, for errors.
-        first_rank: the first of the ranks.
+        first_rank: the lowest of the ranks.
 
     Raises:
         ArgumentError: tp does not divide the heads, or the model has no plan for tp or no experts.
@@ -217,15 +217,15 @@ class Parallelism:
         self._model = model
 
     def layouts(self) -> dict[str, Layout]:
-        """``{name: layout}``."""
-        found: dict[str, Layout] = {}
+        """The layout of each tensor, by name."""
+        layout_of: dict[str, Layout] = {}
         stage = 0
         for tensor in self._model.tensors:
             layer = _layer_of(tensor)
             if layer is not None:
                 stage = layer[1] * self._sizes["pp"] // self._num_layers
-            found[tensor.name] = self._layout_of(tensor, stage)
-        return found
+            layout_of[tensor.name] = self._layout_of(tensor, stage)
+        return layout_of
 
     def _layout_of(self, tensor: ModelTensor, stage: int) -> Layout:
         sizes, shape = self._sizes, tensor.shape
@@ -270,7 +270,7 @@ def plan_model(
         src: parallelism of the source, such as ``fsdp=32``.
         dst: parallelism of the destination, on the ranks that follow.
         topology: makes the topology of a number of ranks.
-        dtype: of the parameters; None: that of the config.
+        dtype: dtype of the parameters; None: the dtype in the config.
         **options: further arguments of :func:`reshard.make_plan`.
     """
     model = read_model(source, dtype)

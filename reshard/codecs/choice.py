@@ -21,10 +21,11 @@ PER_WORD = frozenset(("delta", "bitmap"))
 ZSTD_SECONDS = 2.5e-4
 #: A format other than raw is chosen only if its predicted time is below this fraction of the raw time.
 MIN_GAIN = 0.97
-#: A sample is so many blocks of so many bytes, at equal distances; at most one block of four.
+#: A sample has about this many blocks of this many bytes, at equal distances.
 NUM_BLOCKS, BLOCK_BYTES = 1024, 64
+#: Least distance of the sampled blocks, in blocks.
 MIN_DISTANCE = 4
-#: Seconds in which a region is encoded, and in which it is decoded, beyond the time of its bytes.
+#: Seconds that encoding and decoding a region take in addition to the time of its bytes.
 ENCODE_SECONDS, DECODE_SECONDS = 3e-5, 2e-5
 #: Encoded bytes per plain byte beyond which a bitmap is given up.
 MAX_BITMAP_SIZE = 0.75
@@ -120,7 +121,7 @@ def choose_format(numel: int, width: int, sample: Sample, rates: Rates, formats:
     """
     known = [name for name in FORMATS if name in formats and name in rates.formats]
     if "bitmap" in known and sample.changed > DENSE_SHARES[width]:
-        known = [name for name in known if name != "delta"]  # which would be bitmaps, too
+        known = [name for name in known if name != "delta"]  # its pieces would be bitmaps, too
     seconds = {name: predict_seconds(name, numel, width, sample, rates) for name in known}
     return min(seconds, key=seconds.__getitem__, default="raw")
 
@@ -130,7 +131,8 @@ def take_sample(words: np.ndarray, base: np.ndarray | None, width: int, every: i
 
     Args:
         words, base: flat uint8 of equal size. Without a base, all words count as changed.
-        width: bytes of a word. every: of how many blocks of 64 bytes to look at one; default: :func:`distance_of`.
+        width: bytes of a word.
+        every: distance of the sampled blocks, in blocks of 64 bytes; default: :func:`distance_of`.
     """
     if base is None or not len(words):
         return Sample(float(base is None), 0.0)
@@ -145,5 +147,5 @@ def take_sample(words: np.ndarray, base: np.ndarray | None, width: int, every: i
 
 
 def distance_of(nbytes: int) -> int:
-    """Of how many blocks of 64 bytes a sample has one."""
+    """The distance of the sampled blocks of an array, in blocks of 64 bytes."""
     return max(MIN_DISTANCE, nbytes // (BLOCK_BYTES * NUM_BLOCKS))

@@ -18,16 +18,14 @@ from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_
 from reshard.codecs.xor_planes import XOR_PLANES, apply_planes, encode_planes, zstd_version
 from reshard.errors import ArgumentError
 
-#: Share of changed words, by their bytes, from which ``bitmap`` is smaller than ``delta``, or faster (bytes).
+#: ``{bytes of a word: share of changed words}`` from which ``bitmap`` is smaller than ``delta``, or faster (1 byte).
 DENSE_SHARES = {1: 1 / 16, 2: 1 / 8, 4: 1 / 8}
-
-
-#: Of so many blocks of 64 bytes, one tells whether a piece is dense.
+#: Distance, in blocks of 64 bytes, of the blocks that tell whether a piece is dense.
 SAMPLED_BLOCKS = 64
 
 
 def encode_changes(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: int) -> int:
-    """As :func:`encode_delta`, or as :func:`encode_bitmap` if many words changed."""
+    """Encode as :func:`encode_delta` does, or as :func:`encode_bitmap` if many words changed."""
     count, changed, _, _ = _native.sample_changes(width, words, base, SAMPLED_BLOCKS)
     encode = encode_bitmap if changed > DENSE_SHARES[width] * count else encode_delta
     return encode(words, base, out, width)

@@ -151,13 +151,13 @@ def restore_plan(
 
 
 def estimate_planning_seconds(tensors: Sequence[TensorSpec]) -> float:
-    """The CPU seconds of :func:`plan_tensors` with the default strategy on one core of 2020, within a factor of 5."""
+    """CPU seconds of :func:`plan_tensors` with the default strategy, within a factor of 5, on a core of 2020."""
     stacks = Stacks.of(tensors)
     return 2e-4 * len(ranks_of(tensors)) * len(stacks.heights) + 1.5e-5 * len(tensors)
 
 
 def _topology_of(tensors: Sequence[TensorSpec], topology: Topology | None) -> Topology:
-    """The topology of a plan: that of the ranks up to the last one of the tensors."""
+    """The topology of a plan, cut to the ranks up to the last one of the tensors."""
     count = 1 + ranks_of(tensors)[-1]
     return (Topology((0,) * count) if topology is None else topology).first(count)
 

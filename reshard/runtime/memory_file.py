@@ -1,4 +1,4 @@
-"""Unnamed files in memory, which processes of one host share. They end with the processes that have them open.
+"""Unnamed files in memory, which processes of one host share. The kernel frees a file when no process has it open.
 
 Linux only. Elsewhere, :func:`create_memory_file` raises OSError.
 """

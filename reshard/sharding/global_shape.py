@@ -19,8 +19,8 @@ def find_minority(values: Mapping[int, Any]) -> tuple[list[int], list[int]] | No
         ranks_of.setdefault(values[rank], []).append(rank)
     if len(ranks_of) < 2:
         return None
-    most, odd, *_ = sorted(ranks_of.values(), key=len, reverse=True)
-    return most, odd
+    usual, odd, *_ = sorted(ranks_of.values(), key=len, reverse=True)
+    return usual, odd
 
 
 def find_global_shape(what: str, sizes: Mapping[int, Sequence[int]], layout: Layout | RegionLayout) -> list[int]:
@@ -61,9 +61,9 @@ def find_global_shape(what: str, sizes: Mapping[int, Sequence[int]], layout: Lay
 def _check_numbers_of_dims(what: str, sizes: Mapping[int, tuple[int, ...]], layout: Layout) -> None:
     groups = find_minority({rank: len(size) for rank, size in sizes.items()})
     if groups is not None:
-        (most, *_), (odd, *_) = groups
+        (usual, *_), (odd, *_) = groups
         raise ArgumentError(
-            f"{what}: rank {odd} passes a shard of shape {list(sizes[odd])}, rank {most} one of {list(sizes[most])}; "
+            f"{what}: rank {odd} passes a shard of shape {list(sizes[odd])}, rank {usual} one of {list(sizes[usual])}; "
             "shards of one tensor have the same number of dims"
         )
     ndim = len(sizes[layout.ranks[0]])

@@ -126,7 +126,7 @@ def topology_from_json(data: Any) -> Topology:
          "codecs": {"int8x128": {"encode": "6 GB/s", "decode": "8 GB/s"}}}
 
     In place of ``pods``, ``"oversubscription": 2`` gives each pod an uplink of half the rates of its NICs, and
-    ``"hosts_per_pod": 4`` puts each four consecutive hosts into a pod.
+    ``"hosts_per_pod": 4`` puts four consecutive hosts into each pod.
 
     ``count`` repeats a host. Ranks are assigned to hosts consecutively, in the order of the list. To assign them
     explicitly, replace ``"devices"`` by ``"ranks": [...]`` in every host. A host with several NICs may give the NIC of

@@ -1,7 +1,7 @@
-"""Regions of tensors as bytes in a lossless format: choose a sample, encode, and decode in place.
+"""Regions of tensors as bytes in a lossless format: sample, encode, and decode in place.
 
-A region is cut into pieces that fit a core's cache. In its code, the number of bytes of each piece comes before the
-piece, in eight bytes.
+A region is cut into pieces that fit a core's cache. In an encoded region, eight bytes before each piece tell its number
+of bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from reshard.codecs.formats import FORMATS, decode_piece
 from reshard.codecs.raw_bytes import write_into
 from reshard.errors import ArgumentError
 
-#: Bytes of a piece, if a slice of the region along its last dim has no more.
+#: Largest number of bytes of a piece.
 PIECE_BYTES = 2**20
 #: Bytes of the number before a piece.
 _NUMBER_BYTES = 8
@@ -43,7 +43,7 @@ def cut_pieces(region: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def largest_size(region: torch.Tensor) -> int:
-    """The most bytes that the code of a region may have: those of raw."""
+    """The largest number of bytes that an encoded region may have, which is that of the raw format."""
     num_pieces = sum(1 for _ in cut_pieces(region))
     return region.numel() * region.itemsize + (_NUMBER_BYTES + HEADER_BYTES) * num_pieces
 
@@ -52,61 +52,66 @@ def encode_region(region: torch.Tensor, base: torch.Tensor | None, name: str, ou
     """Encode a region.
 
     Args:
-        region, base: on the CPU, of one shape. name: of the format. out: flat uint8, of :func:`largest_size` or more.
+        region: a tensor on the CPU.
+        base: the tensor before, of equal shape, on the CPU; None if the format needs none.
+        name: name of the format.
+        out: flat uint8, with at least :func:`largest_size` bytes.
 
     Returns:
         The number of bytes written.
     """
-    width, at = word_width(region.itemsize), 0
+    width, num_written = word_width(region.itemsize), 0
     pieces = cut_pieces(region)
     bases = pieces if base is None else cut_pieces(base)
     for piece in pieces:
         words = bytes_of(piece)
         old = words if base is None else bytes_of(next(bases))
-        first = at + _NUMBER_BYTES
+        first = num_written + _NUMBER_BYTES
         size = FORMATS[name].encode(words, old, out[first : first + len(words) + HEADER_BYTES], width)
-        out[at:first] = np.frombuffer(size.to_bytes(_NUMBER_BYTES, "little"), dtype=np.uint8)
-        at = first + size
-    return at
+        out[num_written:first] = np.frombuffer(size.to_bytes(_NUMBER_BYTES, "little"), dtype=np.uint8)
+        num_written = first + size
+    return num_written
 
 
 def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
-    """Turn the base into what :func:`encode_region` was given, in place.
+    """Turn the base into the region that :func:`encode_region` encoded, in place.
 
     Args:
-        data: flat uint8; more bytes may follow. region: on the CPU.
+        data: flat uint8, which begins with the encoded region.
+        region: the base, on the CPU; it becomes the decoded region.
 
     Returns:
         The number of bytes read.
 
     Raises:
-        ArgumentError: ``data`` is not the code of such a region. Some of it may have changed.
+        ArgumentError: ``data`` is not the code of a region of this shape. Some elements of ``region`` may have changed.
     """
-    width, at = word_width(region.itemsize), 0
+    width, num_read = word_width(region.itemsize), 0
     for piece in cut_pieces(region):
-        words, first = bytes_of(piece), at + _NUMBER_BYTES
-        size = int.from_bytes(data[at:first].tobytes(), "little")
+        words, first = bytes_of(piece), num_read + _NUMBER_BYTES
+        size = int.from_bytes(data[num_read:first].tobytes(), "little")
         if not 0 < size <= len(data) - first:
             raise ArgumentError(f"a piece of {size} bytes is not among the {len(data) - first} bytes that are left")
         decode_piece(data[first : first + size], words, width)
         if not piece.is_contiguous():
             kind = torch.uint8 if piece.itemsize == 1 else piece.dtype  # torch cannot copy uint4
             write_into(piece.view(kind), torch.from_numpy(words).view(kind).view(piece.shape))
-        at = first + size
-    return at
+        num_read = first + size
+    return num_read
 
 
 def sample_region(region: torch.Tensor, base: torch.Tensor | None) -> Sample:
-    """Sample the changes of a region, at the same places on all ranks that hold it, whatever its strides there.
+    """Sample the changes of a region, at the same places on all ranks that hold it, whatever its strides.
 
     Args:
-        region, base: on the CPU, of one shape.
+        region: a tensor on the CPU.
+        base: the tensor before, of equal shape, on the CPU; None if there is none.
     """
     width, nbytes = word_width(region.itemsize), region.numel() * region.itemsize
     if base is None or nbytes <= SMALL_BYTES or (region.is_contiguous() and base.is_contiguous()):
         return take_sample(bytes_of(region), None if base is None else bytes_of(base), width)
     places = _find_places(region.shape, region.itemsize)
-    new, old = (_gather(each, places) for each in (region, base))
+    new, old = (_gather(tensor, places) for tensor in (region, base))
     return take_sample(new, old, width, every=1)
 
 
@@ -116,7 +121,7 @@ def _gather(region: torch.Tensor, places: tuple[np.ndarray, ...]) -> np.ndarray:
 
 @functools.lru_cache(maxsize=1024)
 def _find_places(shape: torch.Size, itemsize: int) -> tuple[np.ndarray, ...]:
-    """The indices of the elements that a sample of a contiguous region has."""
+    """The indices of the sampled elements of a contiguous region."""
     per_block = BLOCK_BYTES // itemsize
     distance = distance_of(math.prod(shape) * itemsize) * per_block
     first = np.arange(0, math.prod(shape) - per_block + 1, distance)

@@ -56,12 +56,13 @@ class _Job:
     Attributes:
         pending: the engines that neither hold it nor were dropped, by id.
         results: ``""`` for each engine that holds it, or why it does not.
-        attempts: how often it was sent to each engine.
+        attempts: number of times that it was sent to each engine.
         phase: ``"ping"``, ``"send"`` or ``"confirm"``.
         deadline: of the phase.
         answered: ``(id of the team, rank)`` of those who answered the last ping.
-        engines: to which it is being sent. base: the version that they hold, if it travels as differences.
-        failed: engines to which it must be sent anew.
+        engines: engines to which it is being sent.
+        base: the version that these engines hold, if the new one travels as differences.
+        failed: engines to which it must be sent anew, each with the reason.
     """
 
     version: int
@@ -80,7 +81,7 @@ class _Job:
 
     @property
     def awaited(self) -> list[str]:
-        """The engines to which it is being sent, and of which nothing is known yet."""
+        """The engines to which the version is being sent, and which have not reported success or failure."""
         return [engine for engine in self.engines if engine in self.pending and engine not in self.failed]
 
 
@@ -104,7 +105,7 @@ class Dispatcher:
         describe_coding: Callable[[int | None], Mapping[str, Any]],
     ) -> None:
         self._find_base, self._describe_coding = find_base, describe_coding
-        self._held: dict[str, int | None] = {}  # what engines hold to which this rank has sent
+        self._held: dict[str, int | None] = {}  # version of each engine to which this rank has sent one
         self._team, self._manifest = team, manifest
         self._join_seconds, self._timeout_seconds = options.join_seconds, options.timeout_seconds
         self._job: _Job | None = None
@@ -201,9 +202,11 @@ class Dispatcher:
                 self._post(job.pending[engine], ping)
 
     def _choose_engines(self, job: _Job) -> None:
-        """Send to all engines at once, or first to those that hold the base, and to the others afterwards."""
+        """Send to all engines at once, or first to the engines that hold the base, and to the others afterwards."""
         base, roster = self._find_base(), self._team.roster
-        holders = [each for each in job.pending if base is not None and self._held.get(each, roster.held(each)) == base]
+        holders = [
+            engine for engine in job.pending if base is not None and self._held.get(engine, roster.held(engine)) == base
+        ]
         job.engines, job.base = (holders, base) if holders else (list(job.pending), None)
 
     def _check_pings(self, job: _Job) -> None:

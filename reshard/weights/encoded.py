@@ -1,4 +1,4 @@
-"""Versions over a route in lossless formats, as differences if the destinations hold an earlier version."""
+"""Versions that travel over a route in lossless formats: as differences if the destinations hold an earlier version."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from reshard.weights.route import Route, RouteOptions
 Arrays = Mapping[str, torch.Tensor]
 #: Versions for which the formats of regions are kept.
 MAX_KEPT = 8
-#: Parts of ``memory_bytes``: for the buffers, for the staging of their transfers, and for that of raw ones.
+#: Equal parts of ``memory_bytes``: buffers, staging of encoded transfers, and staging of raw transfers.
 NUM_SHARES = 3
 
 
@@ -37,7 +37,8 @@ class SendingReport:
     """How a version was sent.
 
     Attributes:
-        seconds: that transfers took. nbytes: that travelled, each counted once.
+        seconds: how long its transfers took.
+        nbytes: bytes that travelled, each counted once.
         formats: ``{format: plain bytes}``, on this rank.
     """
 
@@ -62,9 +63,10 @@ class BucketChoice:
     """The formats of a bucket.
 
     Attributes:
-        names: the format of each region. plain: ``{format: plain bytes}``.
-        gain: seconds that they are predicted to save. All regions are raw if that is not more than 0.
-        counts: whether this rank is the first holder, which reports the gain.
+        names: the format of each region.
+        plain: ``{format: plain bytes}``.
+        gain: seconds that these formats are predicted to save. All regions are raw if this is not positive.
+        counts: whether this rank is the first holder of the bucket, which reports the gain.
     """
 
     names: list[str]
@@ -74,15 +76,15 @@ class BucketChoice:
 
 
 class EncodedTransfers:
-    """Moves versions over a route. Every rank of the route makes one at the same time. Used by the thread of the route.
+    """Moves versions over a route, in the thread of the route. All ranks of the route make one at the same time.
 
-    The regions that the same ranks hold and need are a bucket. If the buckets of a rank are larger than its share of
-    memory, they travel in several rounds, in each an equal part of every bucket.
+    Regions that the same ranks hold and the same ranks need form a bucket. If the buckets of a rank exceed its share of
+    memory, they travel in several rounds. Each round moves an equal part of every bucket.
 
     Args:
         route: the route.
-        options: of this rank; all ranks use the least memory of any.
-        choice: of formats; None on a rank of a destination.
+        options: options of this rank; all ranks use the smallest ``memory_bytes`` of any rank.
+        choice: the choice of formats; None on a rank of a destination.
 
     Raises:
         ReshardError: a rank did not come; the same on all ranks.
@@ -101,8 +103,8 @@ class EncodedTransfers:
         reports = self.exchange(describe, "compares formats")
         limit = max(1, min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES)
         held, needed = (_sum_by_rank(self._buckets, side) for side in ("holders", "receivers"))
-        most = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
-        self.num_rounds = max(1, -(-most // limit))
+        max_bytes = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
+        self.num_rounds = max(1, -(-max_bytes // limit))
         self.plain_bytes = sum(bucket.nbytes for bucket in self._buckets.values())
         if choice is not None:
             choice.agree(reports, *(self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed)))
@@ -119,7 +121,7 @@ class EncodedTransfers:
 
         Args:
             arrays: the local shards of the source model by name, on the CPU.
-            base: those of the version that the destinations hold; None if they need not hold any.
+            base: the local shards of the version that the destinations hold; None if they need not hold one.
             problem: why this rank cannot send, as an error for all ranks.
         """
         new = self.route.gather(arrays)
@@ -130,8 +132,8 @@ class EncodedTransfers:
         """Receive into the local shards of the destination model of this rank.
 
         Args:
-            arrays: by name; they change only after all ranks are known to hold the base.
-            base: shards of the version to which differences refer, in the same or in other memory.
+            arrays: the local shards by name; they change only after all ranks are known to hold the base.
+            base: the local shards of the version to which differences refer, in the same or in other memory.
             problem: why this rank cannot receive, as an error for all ranks.
         """
         landing = None
@@ -146,7 +148,7 @@ class EncodedTransfers:
             self.move(reports)[0].wait(self.timeout_seconds)
             try:
                 self._decode(number, landing.arrays)
-            except Exception as error:  # the other ranks hear of it in the next round
+            except Exception as error:  # the next round reports it to the other ranks
                 problem = f"{type(error).__name__}: {error}"
         _raise_problem(problem)
         assert landing is not None
@@ -158,25 +160,25 @@ class EncodedTransfers:
 
     def _find_round(self, number: int) -> dict[str, _Part]:
         """The part of each bucket that travels in a round."""
-        found = {}
+        parts = {}
         for name, bucket in self._buckets.items():
-            lo, hi = (bucket.nbytes * each // self.num_rounds for each in (number, number + 1))
+            lo, hi = (bucket.nbytes * nth // self.num_rounds for nth in (number, number + 1))
             cut = list(_cut_regions(bucket.regions, self._itemsize, lo, hi))
             regions = tuple(region for _, region in cut)
-            found[name] = _Part(replace(bucket, regions=regions), [number for number, _ in cut])
-        return found
+            parts[name] = _Part(replace(bucket, regions=regions), [number for number, _ in cut])
+        return parts
 
     def choose(self, new: Arrays, old: Arrays | None) -> dict[str, BucketChoice]:
-        """The formats of the buckets that this rank holds, the same on all ranks that hold a bucket.
+        """The formats of the buckets that this rank holds. All ranks that hold a bucket choose the same.
 
-        They are kept for some versions, as updates of one training run are alike.
+        A choice is kept for some versions, because updates of one training run are alike.
         """
         assert self._choice is not None
         self._num_chosen += 1
         if self._chosen and self._chosen[0] == (old is None) and self._num_chosen % MAX_KEPT:
             return self._chosen[1]
         self._num_chosen = 0
-        found = {}
+        choices = {}
         for name, bucket in self._buckets.items():
             if self._rank not in bucket.holders:
                 continue
@@ -190,28 +192,28 @@ class EncodedTransfers:
                 plain[chosen] = plain.get(chosen, 0) + view.numel() * view.itemsize
             if gain <= 0:
                 names, plain = ["raw"] * len(views), {"raw": bucket.nbytes}
-            found[name] = BucketChoice(names, gain, plain, counts=bucket.holders[0] == self._rank)
+            choices[name] = BucketChoice(names, gain, plain, counts=bucket.holders[0] == self._rank)
         is_known = self._choice.link_rate is not None
-        self._chosen = (old is None, found) if is_known else None
-        return found
+        self._chosen = (old is None, choices) if is_known else None
+        return choices
 
     def encode(
         self, number: int, new: Arrays, old: Arrays | None, choices: Mapping[str, BucketChoice]
     ) -> dict[str, Any]:
         """Encode this rank's buckets of a round into buffers; returns their sizes and digests."""
-        found = {}
+        offers = {}
         for name, part, views in self._sources(number, new):
             if name not in choices:
                 continue
             bases = [None] * len(views) if old is None else list(part.bucket.views(old, "src"))
-            most = find_capacities({name: sum(map(largest_size, views))}, {})[name]
-            if len(self._sent.get(name, ())) < most:
-                self._sent[name] = np.empty(most, dtype=np.uint8)  # only pages that are used take memory
-            out, at = self._sent[name], 0
+            capacity = find_capacities({name: sum(map(largest_size, views))}, {})[name]
+            if len(self._sent.get(name, ())) < capacity:
+                self._sent[name] = np.empty(capacity, dtype=np.uint8)  # only pages that are used take memory
+            out, size = self._sent[name], 0
             for region, view, base in zip(part.numbers, views, bases, strict=True):
-                at += encode_region(view, base, choices[name].names[region], out[at:])
-            found[name] = at, xxhash.xxh3_64(out[:at].data).intdigest()
-        return found
+                size += encode_region(view, base, choices[name].names[region], out[size:])
+            offers[name] = size, xxhash.xxh3_64(out[:size].data).intdigest()
+        return offers
 
     def raw_sizes(self, number: int, new: Arrays) -> dict[str, Any]:
         """What :meth:`encode` returns if all regions are raw, but without digests."""
@@ -226,9 +228,9 @@ class EncodedTransfers:
     def _decode(self, number: int, arrays: Arrays) -> None:
         for name, part in self._rounds[number].items():
             if self._rank in part.bucket.receivers:
-                data, at = self._received[name], 0
+                data, begin = self._received[name], 0
                 for view in part.bucket.views(arrays, "dst"):
-                    at += decode_region(data[at:], view)
+                    begin += decode_region(data[begin:], view)
 
     def move(self, reports: Mapping[int, Any]) -> tuple[Handle, int]:
         """Start the transfer of the buckets of a round; returns its handle, and the bytes of all buckets."""
@@ -275,11 +277,13 @@ class EncodedTransfers:
 
 
 class SendingHandle:
-    """A version on its way: the first round has begun, and :meth:`wait` does the others.
+    """A version on its way: the first round has begun, and :meth:`wait` runs the others.
 
     Args:
-        transfers: of the route. arrays: the local shards of the source model by name. new, old: the tensors of the
-            route, now and at the base.
+        transfers: the transfers of the route.
+        arrays: the local shards of the source model by name.
+        new: the tensors of the route.
+        old: the same tensors in the base; None without a base.
         problem: why this rank cannot send, as an error for all ranks.
     """
 
@@ -326,10 +330,11 @@ class SendingHandle:
 
 
 class RawHandle:
-    """A version on its way as it is.
+    """A version on its way without encoding.
 
     Args:
-        route: the route. arrays: the local shards of the source model by name.
+        route: the route.
+        arrays: the local shards of the source model by name.
     """
 
     def __init__(self, route: Route, arrays: Arrays) -> None:
@@ -345,7 +350,7 @@ class RawHandle:
 
 @dataclass(frozen=True)
 class _Part:
-    """A part of a bucket, and the numbers in the whole bucket of its regions."""
+    """A part of a bucket, and the number that each of its regions has in the whole bucket."""
 
     bucket: Bucket
     numbers: list[int]
@@ -364,30 +369,30 @@ def _raise_problem(problem: str) -> dict[str, Any]:
 
 def _sum_by_rank(buckets: Mapping[str, Bucket], side: str) -> dict[int, int]:
     """Bytes of the buckets that each rank holds or needs."""
-    found: dict[int, int] = {}
+    sums: dict[int, int] = {}
     for bucket in buckets.values():
         for rank in getattr(bucket, side):
-            found[rank] = found.get(rank, 0) + bucket.nbytes
-    return found
+            sums[rank] = sums.get(rank, 0) + bucket.nbytes
+    return sums
 
 
 def _cut_regions(
     regions: Sequence[Region], itemsize: Mapping[str, int], lo: int, hi: int
 ) -> Iterator[tuple[int, Region]]:
-    """The rows of regions that begin at some of their bytes, each with the number of its region."""
-    at = 0
+    """The rows that begin at bytes ``lo`` to ``hi - 1`` of joined regions, each with the number of its region."""
+    region_begin = 0
     for number, region in enumerate(regions):
         slices = region.src or region.dst
-        if slices is None:  # this rank neither holds nor needs it
+        if slices is None:  # this rank neither holds nor needs the region
             continue
-        shape = [each.stop - each.start for each in slices]
+        shape = [piece.stop - piece.start for piece in slices]
         rows = shape[0] if shape else 1
         row_bytes = math.prod(shape) * itemsize[region.tensor] // rows
-        first, last = (min(rows, max(0, -(-(edge - at) // row_bytes))) for edge in (lo, hi))
+        first, last = (min(rows, max(0, -(-(edge - region_begin) // row_bytes))) for edge in (lo, hi))
         if first < last:
             sides = [
                 side and (slice(side[0].start + first, side[0].start + last), *side[1:])
                 for side in (region.src, region.dst)
             ]
             yield number, Region(region.tensor, *sides)
-        at += rows * row_bytes
+        region_begin += rows * row_bytes

@@ -1,4 +1,4 @@
-"""In which lossless format each region of a version travels: the one that is predicted to be fastest."""
+"""The lossless format of each region of a version: the one that is predicted to be fastest."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.weights.coding import sample_region
 
-#: Values of ``compression=``: differences to the last version, or formats that need none.
+#: Values of ``compression=``: differences to the last version, or formats that need no version before.
 COMPRESSIONS = ("delta", "lossless")
-#: The rate of the link is the median of so many transfers.
+#: The rate of the link is the median of at most this many transfers.
 MAX_LINK_RATES = 5
-#: Regions that take less time on the link are not compared: that would take a good part of this time.
+#: Regions that take less time on the link travel raw: comparing formats would take a large part of this time.
 MIN_REGION_SECONDS = 5e-5
-#: Most versions that travel raw without a comparison of formats, after comparisons that ended in raw.
+#: Largest number of versions without a comparison of formats, after comparisons that ended in raw.
 MAX_PAUSE = 32
-#: Transfers of less than this part of the plain bytes take too short to tell the rate of the link.
+#: A transfer of less than this part of the plain bytes is too short to measure the rate of the link.
 MIN_PART = 1 / 16
 
 
@@ -41,7 +41,7 @@ def check_compression(compression: Any) -> str | None:
     """The compression of a Publisher.
 
     Raises:
-        ArgumentError: it is none.
+        ArgumentError: the value is not one of :data:`COMPRESSIONS`.
     """
     if compression is not None and compression not in COMPRESSIONS:
         raise ArgumentError(f"compression is {brief(compression)}; it must be None, 'delta' or 'lossless'")
@@ -49,12 +49,12 @@ def check_compression(compression: Any) -> str | None:
 
 
 def report_formats() -> dict[str, Any]:
-    """What a rank tells the others: the formats that it knows, and how fast it codes."""
+    """What a rank tells the others: the formats that it knows, and its rates of encoding and decoding."""
     return {"known": known_formats(), "rates": measure_format_rates()}
 
 
 class FormatChoice:
-    """The choice of formats on one rank of a trainer. All its ranks choose alike: they know the same rates.
+    """The choice of formats on one rank of a trainer. All ranks choose alike, because they know the same rates.
 
     Args:
         allowed: names of the formats among which to choose, with ``"raw"``.
@@ -65,7 +65,7 @@ class FormatChoice:
         self._formats: tuple[str, ...] = ()
         self._rates: Mapping[str, Any] = {}
         self._encoders = self._decoders = 1.0
-        self._pause = self._left = 0  # versions without a comparison: the last time, and still
+        self._pause = self._left = 0  # versions without a comparison: in the last pause, and left in this one
         self._link_rates: list[float] = []
         self._first_rate: float | None = None  # of a transfer that also connected the ranks
 
@@ -74,14 +74,17 @@ class FormatChoice:
 
         Args:
             reports: result of :func:`report_formats` of each rank.
-            encoders, decoders: by how many times faster than one rank all ranks together code.
+            encoders: how many times faster than one rank all ranks together encode.
+            decoders: how many times faster than one rank all ranks together decode.
         """
         self._encoders, self._decoders = encoders, decoders
         known = [report["known"] for report in reports.values()]
         self._formats = tuple(
             name
             for name in FORMATS
-            if name in self._allowed and name in known[0] and all(each.get(name) == known[0][name] for each in known)
+            if name in self._allowed
+            and name in known[0]
+            and all(formats.get(name) == known[0][name] for formats in known)
         )
         self._rates = slowest_rates([report["rates"] for report in reports.values()])
 
@@ -89,7 +92,9 @@ class FormatChoice:
         """Take the rate of the link from a transfer.
 
         Args:
-            nbytes: that travelled. seconds: the longest of any rank. plain: bytes of the model.
+            nbytes: bytes that travelled.
+            seconds: the longest time of any rank.
+            plain: bytes of the model.
             is_first: whether the transfer was the first one of its connections.
         """
         if seconds <= 0 or nbytes < MIN_PART * plain:
@@ -105,7 +110,7 @@ class FormatChoice:
         return statistics.median(self._link_rates) if self._link_rates else self._first_rate
 
     def note(self, pays: bool) -> None:
-        """Note whether a comparison of formats has ended in another one than raw."""
+        """Note whether a comparison of formats has chosen another format than raw."""
         if self.link_rate is not None:  # else nothing was compared
             self._pause = 0 if pays else min(MAX_PAUSE, max(1, 2 * self._pause))
             self._left = self._pause
@@ -113,8 +118,8 @@ class FormatChoice:
     def may_pay(self) -> bool:
         """Whether to compare formats for the next version.
 
-        Not if none is faster than raw even where nothing changed; and not for some versions after a comparison that
-        ended in raw, because comparing takes time.
+        False if no format is faster than raw even where nothing changed. Also False for some versions after a
+        comparison that ended in raw, because comparing takes time.
         """
         if self._left:
             self._left -= 1
@@ -130,7 +135,8 @@ class FormatChoice:
         """The format of a region, and how many seconds it is predicted to save.
 
         Args:
-            region, base: on the CPU; base is None if the receivers hold none.
+            region: a tensor on the CPU.
+            base: the same region of the version before, on the CPU; None if the receivers hold no such version.
         """
         dtype, width, nbytes = dtype_name(region.dtype), word_width(region.itemsize), region.numel() * region.itemsize
         allowed = [

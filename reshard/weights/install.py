@@ -143,11 +143,11 @@ class CopyAsRecorded:
 
     def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
         """See :class:`Installer`."""
-        recording, found = self._recording, {}
+        recording, arrays = self._recording, {}
         for name, dtype in {piece.target.name: piece.dtype for piece in pieces}.items():
             if name in recording.held:
-                found[name] = _allocate(recording.shape(name), dtype, recording.device, known.get(name))
-        return found
+                arrays[name] = _allocate(recording.shape(name), dtype, recording.device, known.get(name))
+        return arrays
 
     def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
         """See :class:`Installer`. What has arrived is verified, and compared with the parameters bit for bit."""

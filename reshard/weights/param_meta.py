@@ -25,13 +25,15 @@ _Held = tuple[tuple[int, tuple[Box, ...]], ...]
 def param_metas(
     model: Any, make: Callable[..., Any], group: Any = None, *, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS
 ) -> list[Any]:
-    """What ranks hold of a model, for the ``metadata()`` of vLLM's ``WeightSource``. Every rank of a group calls it.
+    """The tensors of a model, and the ranks that hold them, for ``metadata()`` of vLLM's ``WeightSource``.
+
+    Every rank of a group calls it.
 
     Args:
         model: a module, or a mapping of tensors; each rank has its own shards.
         make: vLLM's ``ParamMeta``, or anything that takes ``name``, ``dtype`` (of torch), ``shape``, ``owners`` (ranks
-            in the order of the mesh), ``mesh_shape`` and ``placements`` (of torch). Both last ones are None if no mesh
-            of one or two dims has such shards, as with strided ones.
+            in the order of the mesh), ``mesh_shape`` and ``placements`` (of torch). ``mesh_shape`` and ``placements``
+            are None if no mesh of one or two dims has such shards, for example strided shards.
         group: the process group. Default: the world.
         timeout_seconds: how long to wait for the other ranks.
 
@@ -43,15 +45,15 @@ def param_metas(
         return {"state": state_of_rank(read_state(model))}
 
     states = run_collectively(find_group(group), describe, "describes its model", timeout_seconds)
-    return write_metas(merge_states({rank: each["state"] for rank, each in states.items()}, "the model"), make)
+    return write_metas(merge_states({rank: report["state"] for rank, report in states.items()}, "the model"), make)
 
 
 def write_metas(manifest: Manifest, make: Callable[..., Any]) -> list[Any]:
-    """The tensors of a manifest; see :func:`param_metas`."""
-    found = []
+    """A ``ParamMeta`` for each tensor of a manifest; see :func:`param_metas`."""
+    metas = []
     for name, entry in manifest.entries.items():
         mesh_shape, placements = _find_placements(entry.held, entry.shape)
-        found.append(
+        metas.append(
             make(
                 name=name,
                 dtype=getattr(torch, entry.dtype),
@@ -61,7 +63,7 @@ def write_metas(manifest: Manifest, make: Callable[..., Any]) -> list[Any]:
                 placements=placements,
             )
         )
-    return found
+    return metas
 
 
 def read_metas(metas: Sequence[Any]) -> Manifest:
@@ -106,7 +108,7 @@ def _find_placements(held: _Held, shape: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _mesh_shapes(count: int) -> Iterator[tuple[int, ...]]:
-    """The meshes of one and two dims with a number of ranks."""
+    """The shapes of the meshes of one and two dims with this number of ranks."""
     if count:
         yield (count,)
     yield from ((rows, count // rows) for rows in range(2, count // 2 + 1) if count % rows == 0)

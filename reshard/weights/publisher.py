@@ -39,7 +39,7 @@ class PublishReport:
         nbytes: bytes of the model.
         base: the version to which differences referred in the last transfer; None if all engines got whole tensors.
         formats: ``{lossless format: bytes of the model}`` in the last transfer, with ``compression``.
-        encoded_bytes: bytes that travelled in it, each counted once.
+        encoded_bytes: bytes that travelled in the last transfer, each counted once.
     """
 
     version: int
@@ -225,8 +225,8 @@ class Publisher:
         seconds = self._timeout_seconds + AGREE_SECONDS  # others may still send the version before
         measured: list[Any] = []
         if self._quantizer is not None and self._quantizer.has_shared:
-            found = run_collectively(self._team.group, measure, "measures what it quantizes", seconds, kept)
-            measured += [report["measured"] for report in found.values()]
+            measurements = run_collectively(self._team.group, measure, "measures what it quantizes", seconds, kept)
+            measured += [report["measured"] for report in measurements.values()]
         reports = run_collectively(self._team.group, copy, "publishes a version", seconds, kept)
         versions = {report["version"] for report in reports.values()}
         if len(versions) > 1:

@@ -28,7 +28,7 @@ from reshard.weights.route import Route, RouteOptions
 
 #: What the first rank passes on to all ranks, so that they act in the same order.
 _RELAYED = ("receive", "verify", "serve", "ping", "refused", "dropped", "swap")
-#: What a thread does for another one, and its result.
+#: A function that one thread runs for another one, and its result.
 Errand = tuple[Callable[[], None], Future[None]]
 
 
@@ -132,7 +132,7 @@ class Receiver:
             return self.swapped >= attempt
 
     def _leave_errand(self, errand: Errand, error: BaseException) -> None:
-        """Put back what an exception has kept this thread from doing; what has begun has failed."""
+        """Put back an errand that an exception has kept this thread from doing; an errand that has begun has failed."""
         future = errand[1]
         if future.running():
             future.set_exception(RemoteError(f"{type(error).__name__} while it installed a version"))

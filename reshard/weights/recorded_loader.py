@@ -1,4 +1,4 @@
-"""Rules that an engine's own loader states: which regions of the trainer's tensors go to which of its parameters."""
+"""Rules from the loader of an engine: which regions of the trainer's tensors go to which parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], Any]
 
 @dataclass(frozen=True)
 class RecordedLoader:
-    """What :func:`record` returns: rules that are found when the tensors of the trainer are known."""
+    """The result of :func:`record`: a loader to trace when the tensors of the trainer are known."""
 
     load_weights: LoadWeights
     kept: tuple[str, ...]
@@ -43,15 +43,15 @@ def record(
 
     When the Subscriber is made, the loader runs once with tensors of the trainer's names, shapes and dtypes, on the
     meta device. It may take views (``narrow``, ``chunk``, ``view``, ``transpose``, an index), join them, cast them,
-    ``copy_`` them to parameters, and fill parameters with a number. Nothing is written. Versions then go the recorded
-    ways, and the loader does not run again.
+    ``copy_`` them to parameters, and fill parameters with a number. The parameters do not change. Later, versions are
+    copied as recorded, and the loader does not run again.
 
     Args:
         load_weights: takes an iterable of ``(name, tensor)`` pairs, as ``load_weights`` of vLLM's models does. Tensors
             that it leaves out do not travel to the engine.
-        kept: patterns of parameters that it need not write, for example ``"{p}.k_scale"``.
-        metas: what the trainer will publish, as vLLM's ``ParamMeta`` of each tensor. Default: what it publishes when
-            the Subscriber is made.
+        kept: patterns of parameters that the loader need not write, for example ``"{p}.k_scale"``.
+        metas: the tensors that the trainer will publish, as vLLM's ``ParamMeta`` of each tensor. Default: the tensors
+            that a trainer publishes when the Subscriber is made.
 
     Raises:
         ArgumentError: an entry of ``metas`` is not valid.
@@ -60,19 +60,19 @@ def record(
 
 
 class Recording:
-    """What the loader of one rank does.
+    """The copies and fills that the loader of one rank makes.
 
     Args:
-        loader: of the engine.
+        loader: loader of the engine.
         model: a module, or a mapping of tensors, as the loader writes it.
         source: the trainer's tensors.
 
     Attributes:
-        held: the regions of the trainer's tensors that this rank receives, by name; of tied ones, by the first.
-        device: where they arrive.
+        held: the regions of the trainer's tensors that this rank receives, by name; tied tensors have the first name.
+        device: device on which they arrive.
 
     Raises:
-        ArgumentError: the loader computes or fails, writes an element twice, or leaves some of a parameter out.
+        ArgumentError: the loader computes or fails, writes an element twice, or leaves out a part of a parameter.
     """
 
     def __init__(self, loader: RecordedLoader, model: Any, source: Manifest) -> None:
@@ -91,10 +91,10 @@ class Recording:
         for step in self._steps:
             if isinstance(step, Copy):
                 regions.setdefault(step.source.name, []).append(step.source.region)
-        self.held = {name: cover(found) for name, found in regions.items()}
+        self.held = {name: cover(tensor_regions) for name, tensor_regions in regions.items()}
 
     def state(self) -> dict[str, Any]:
-        """What this rank tells the others, see :func:`reshard.weights.model.manifest.state_of_rank`."""
+        """The state that this rank tells the others; see :func:`reshard.weights.model.manifest.state_of_rank`."""
         holdings = {}
         for name, boxes in self.held.items():
             entry = self._source.entries[name]
@@ -103,7 +103,7 @@ class Recording:
         return {**state_of_rank(ModelState(holdings, {}, {})), "devices": self._devices}
 
     def without_unused(self, manifest: Manifest) -> Manifest:
-        """The manifest of the engine, with rules that drop the trainer's tensors that no rank of it takes."""
+        """The manifest of the engine, with rules that drop tensors of the trainer that no rank of the engine takes."""
         tied = self._source.tied
         unused = [name for name in self._source.entries if tied.get(name, name) not in manifest.entries]
         return replace(manifest, rules=tuple(map(Drop, unused)))
@@ -113,17 +113,17 @@ class Recording:
         boxes = self.held[name]
         sizes = [hi - lo for lo, hi in boxes[0]]
         if len(boxes) > 1:
-            at = join_dim(boxes)
-            sizes[at] = sum(box[at][1] - box[at][0] for box in boxes)
+            dim = join_dim(boxes)
+            sizes[dim] = sum(box[dim][1] - box[dim][0] for box in boxes)
         return tuple(sizes)
 
     def parameters(self) -> list[torch.Tensor]:
-        """The parameters that it writes."""
+        """The parameters that the loader writes."""
         tensors, _ = _tensors_of(self._model)
         return [tensors[name] for name in dict.fromkeys(step.target.name for step in self._steps)]
 
     def replay(self, arrays: Tensors) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """Write what has arrived into the parameters; then yield each region of them beside what belongs there.
+        """Write the arrays into the parameters; then yield each region of a parameter and the values that belong there.
 
         Args:
             arrays: local arrays with the regions ``held``.
@@ -155,19 +155,19 @@ def _tensors_of(model: Any) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The parameters and buffers of a model by name, and the names of the parameters. Tied ones have one name."""
     if isinstance(model, torch.nn.Module):
         parameters: dict[str, torch.Tensor] = dict(model.named_parameters())
-        found = {**parameters, **dict(model.named_buffers())}
+        tensors = {**parameters, **dict(model.named_buffers())}
     elif isinstance(model, Mapping):
-        found = parameters = {name: each for name, each in model.items() if isinstance(each, torch.Tensor)}
+        tensors = parameters = {name: value for name, value in model.items() if isinstance(value, torch.Tensor)}
     else:
         raise ArgumentError(f"a model is a torch.nn.Module or a mapping of tensors, not {type(model).__name__}")
-    if not found:
+    if not tensors:
         raise ArgumentError("the model has no tensors")
     first_name: dict[Any, str] = {}
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         if tensor.is_meta:
             raise ArgumentError(f"{name!r} is on the meta device: give it memory first (model.to_empty)")
         first_name.setdefault((tensor.data_ptr(), tensor.shape, tensor.stride()) if tensor.numel() else name, name)
-    return {name: found[name] for name in first_name.values()}, set(parameters)
+    return {name: tensors[name] for name in first_name.values()}, set(parameters)
 
 
 def _resolve_tie(step: Copy | Fill, tied: Mapping[str, str]) -> Copy | Fill:
@@ -178,35 +178,35 @@ def _resolve_tie(step: Copy | Fill, tied: Mapping[str, str]) -> Copy | Fill:
 
 
 def cover(regions: Iterable[Region]) -> tuple[Box, ...]:
-    """The least disjoint boxes, along one dim, that cover some regions of a tensor; one box if there are no such."""
+    """The smallest disjoint boxes, side by side along one dim, that cover regions of a tensor; otherwise one box."""
     boxes = {tuple((indices[0], indices[-1] + 1) for indices in region) for region in regions}
     ndim, size = len(next(iter(boxes))), 0
     while size != len(boxes):
         size = len(boxes)
         for dim in range(ndim):
             boxes = _join_along(boxes, dim)
-    found = tuple(sorted(boxes))
-    differing = [dim for dim in range(ndim) if len({box[dim] for box in found}) > 1]
+    joined = tuple(sorted(boxes))
+    differing = [dim for dim in range(ndim) if len({box[dim] for box in joined}) > 1]
     if len(differing) <= 1:
-        return found
-    return (tuple((min(lo for lo, _ in sides), max(hi for _, hi in sides)) for sides in zip(*found, strict=True)),)
+        return joined
+    return (tuple((min(lo for lo, _ in sides), max(hi for _, hi in sides)) for sides in zip(*joined, strict=True)),)
 
 
 def _join_along(boxes: set[Box], dim: int) -> set[Box]:
-    """Boxes that differ along one dim only, and touch or overlap there, as one."""
+    """Join boxes that are equal along all other dims, and touch or overlap along this one."""
     rows: dict[Any, list[tuple[int, int]]] = {}
     for box in boxes:
         rows.setdefault((box[:dim], box[dim + 1 :]), []).append(box[dim])
-    found = set()
+    joined = set()
     for (before, after), sides in rows.items():
         begin, end = min(sides)
         for lo, hi in sorted(sides):
             if lo > end:
-                found.add((*before, (begin, end), *after))
+                joined.add((*before, (begin, end), *after))
                 begin = lo
             end = max(end, hi)
-        found.add((*before, (begin, end), *after))
-    return found
+        joined.add((*before, (begin, end), *after))
+    return joined
 
 
 def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[str]) -> None:
@@ -232,7 +232,7 @@ def _check_writes(steps: Sequence[Copy | Fill], tensors: Tensors, needed: set[st
 
 
 def _regions_in(place: Place, tensor: torch.Tensor) -> list[Region]:
-    """The regions of a parameter that a place consists of, with its dims in the order in which they lie in memory."""
+    """The regions of a parameter that form a place, with the dims of the parameter in the order of its memory."""
     order = sorted(range(tensor.ndim), key=lambda dim: (-tensor.stride(dim), dim))
     ordered = tensor.permute(order)
     if not ordered.is_contiguous():
@@ -245,25 +245,27 @@ def _geometry_of(place: Place) -> tuple[tuple[int, ...], tuple[int, ...], int]:
 
 
 def _count_written(name: str, regions: Sequence[Region], is_copy: Sequence[bool]) -> int:
-    """Number of elements in some regions of a parameter. A copy may lie where the parameter was filled before."""
+    """The number of elements in some regions of a parameter. A copy may overwrite a fill, but not another copy."""
     if not regions:
         return 0
     edges = []
     for along in zip(*regions, strict=True):
-        found = [np.array([edge for each in along for edge in (each.start, each[-1] + 1)])]
-        found += [np.concatenate([np.array(each), np.array(each) + 1]) for each in along if each.step > 1]
-        edges.append(np.unique(np.concatenate(found)))
-    written = np.zeros([len(each) - 1 for each in edges], dtype=np.uint8)
+        dim_edges = [np.array([edge for indices in along for edge in (indices.start, indices[-1] + 1)])]
+        dim_edges += [
+            np.concatenate([np.array(indices), np.array(indices) + 1]) for indices in along if indices.step > 1
+        ]
+        edges.append(np.unique(np.concatenate(dim_edges)))
+    written = np.zeros([len(cuts) - 1 for cuts in edges], dtype=np.uint8)
     for region, copied in zip(regions, is_copy, strict=True):
         cells = []
-        for indices, at in zip(region, edges, strict=True):
-            starts = np.array(indices) if indices.step > 1 else at[(at >= indices[0]) & (at <= indices[-1])]
-            cells.append(np.searchsorted(at, starts))
+        for indices, cuts in zip(region, edges, strict=True):
+            starts = np.array(indices) if indices.step > 1 else cuts[(cuts >= indices[0]) & (cuts <= indices[-1])]
+            cells.append(np.searchsorted(cuts, starts))
         where = np.ix_(*cells)
         if (written[where] == 2).any():
             raise ArgumentError(f"load_weights writes elements of {name!r} twice, so it cannot be recorded")
         written[where] = 2 if copied else 1
     sizes = np.ones_like(written, dtype=np.int64)
-    for dim, at in enumerate(edges):
-        sizes *= np.diff(at).reshape([-1 if other == dim else 1 for other in range(len(edges))])
+    for dim, cuts in enumerate(edges):
+        sizes *= np.diff(cuts).reshape([-1 if other == dim else 1 for other in range(len(edges))])
     return int(sizes[written > 0].sum())

@@ -72,7 +72,8 @@ class Landing:
     """Where the tensors of a plan arrive on a rank.
 
     Attributes:
-        arrays: memory for them by name. copies: the parts of the local shards that get what arrived in a tensor.
+        arrays: memory for the tensors, by name.
+        copies: ``(parts of local shards, tensor)`` pairs: each tensor is copied to these parts after it has arrived.
         shards: the local shards.
     """
 
@@ -81,7 +82,7 @@ class Landing:
     shards: list[torch.Tensor]
 
     def finish(self) -> None:
-        """Write the local shards, once all has arrived."""
+        """Write the local shards, after all tensors have arrived."""
         for views, tensor in self.copies:
             copy_all(views, list(tensor.unbind()) if len(views) > 1 else [tensor])
         synchronize(self.shards)
@@ -171,7 +172,7 @@ class Route:
         landing.finish()
 
     def gather(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What this rank holds of the plan's tensors, from its local shards by name."""
+        """The parts of the plan's tensors that this rank holds, from its local shards by name."""
         pairs = zip(self.plan.tensors, self._find_views(arrays), strict=True)
         return {spec.name or "": _one(views) for spec, views in pairs if views}
 
@@ -179,9 +180,9 @@ class Route:
         """Where the plan's tensors arrive for the local shards of a destination model, by name.
 
         Args:
-            base: what the tensors hold before, by the same names; None: anything.
+            base: values that the tensors hold before, by the same names; None: any values.
         """
-        found: dict[str, torch.Tensor] = {}
+        landed: dict[str, torch.Tensor] = {}
         copies = []
         bases = self._find_views(arrays if base is None else base)
         for spec, views, old in zip(self.plan.tensors, self._find_views(arrays), bases, strict=True):
@@ -198,8 +199,8 @@ class Route:
                 shape = (len(views), *views[0].shape) if len(views) > 1 else views[0].shape
                 tensor = torch.empty(shape, dtype=views[0].dtype, device=self.device)
                 copies.append((views, tensor))
-            found[spec.name or ""] = tensor
-        return Landing(found, copies, list(arrays.values()))
+            landed[spec.name or ""] = tensor
+        return Landing(landed, copies, list(arrays.values()))
 
     def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
         """What this rank holds of the pieces of each bundle: all of them or none. Kept for the same arrays."""

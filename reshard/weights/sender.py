@@ -88,7 +88,7 @@ class Sender:
         return self._snapshot.base_version if self._is_encoded and self._compression == "delta" else None
 
     def _describe_coding(self, base: int | None) -> dict[str, Any]:
-        """What a message says about the coding of a version."""
+        """The entries of a message about the coding of a version."""
         return {"compression": self._compression, "encoded": self._is_encoded, "base": base}
 
     def watch(self, is_done: Callable[[], bool]) -> None:
@@ -185,13 +185,13 @@ class Sender:
         return self._encoded.start_sending(snapshot.arrays, None if base is None else snapshot.base, problem)
 
     def _note_transfer(self, message: Message, reports: Mapping[int, Any], plain: int) -> dict[str, Any]:
-        """Learn the rate of the link from a transfer; returns what the report of the version says about its coding."""
+        """Learn the rate of the link from a transfer; returns the entries of the report of the version."""
         way = message["route"], message["encoded"]
         seconds, nbytes = (max(report[name] for report in reports.values()) for name in ("seconds", "nbytes"))
         if message["encoded"]:
             self._choice.note(any(name != "raw" for report in reports.values() for name in report["formats"]))
         self._choice.add_transfer(nbytes, seconds, plain, is_first=way not in self._seen)
-        self._seen = {each for each in self._seen if each[0] == message["route"]} | {way}
+        self._seen = {seen for seen in self._seen if seen[0] == message["route"]} | {way}
         formats: dict[str, int] = {}
         for report in reports.values():
             for name, size in report["formats"].items():

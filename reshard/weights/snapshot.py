@@ -25,7 +25,8 @@ class Snapshot:
         manifest: of the model when it was first read.
         dtype: dtype of floating-point tensors; None: their own.
         quantizer: of tensors that are published in float8.
-        on_host: whether the copy is in host memory. keeps_base: whether the version before is kept, too.
+        on_host: whether the copy is in host memory.
+        keeps_base: whether the version before is kept, too.
 
     Attributes:
         arrays, values: tensors, and numbers and strings, by name.
@@ -84,7 +85,8 @@ class Snapshot:
         Args:
             state: of the model.
             measured: what all ranks have measured for the quantizer.
-            version: its number. last: the last one that all ranks have published.
+            version: number of the version.
+            last: number of the last version that all ranks have published; None if there is none.
             seconds: how long to wait for a version that is being sent.
 
         Raises:
@@ -110,7 +112,7 @@ class Snapshot:
             self.version = version
 
     def _pair(self, state: ModelState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Where the weights of a model are copied, and from where."""
+        """The destinations and the sources of the copies of a model's weights."""
         copies, arrays = [], []
         for name, holding in state.holdings.items():
             if self._quantizer is not None and name in self._quantizer.names:

@@ -70,7 +70,7 @@ def transfer_state_dict(
         dst: this rank's shards of the destination, which are overwritten; None on other ranks. Numbers and strings
             of the source are written to a mapping too.
         group: the process group (default: the world) or the result of :func:`reshard.join` of all ranks.
-        rules: see :mod:`reshard.weights.mapping.rules`. Default: those of the families of models that fit.
+        rules: see :mod:`reshard.weights.mapping.rules`. Default: the rules of the families of models that fit.
         quantize: which tensors of the source arrive in float8, with the scales of their blocks.
         memory_bytes: memory for data in transit on each rank.
         timeout_seconds: limit of each agreement, and of the transfer.

@@ -43,10 +43,9 @@ class Subscriber:
         shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
         memory_bytes: memory for data in transit on each rank, beyond the received version.
-        rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.mapping.rules`. Default: the
-            rules of the families of models that fit. ``record(load_weights)``: those that the loader of the engine
-            states; then a trainer must publish the name within ``join_seconds``, unless ``record`` knows what it will
-            publish.
+        rules: from the trainer's tensors to those of the model, see :mod:`reshard.weights.mapping.rules`. Default:
+            the rules of the families of models that fit. ``record(load_weights)``: rules from the loader of the engine;
+            a trainer must then publish the name within ``join_seconds``, unless ``record`` has ``metas``.
         load_weights: the loader of an engine that cuts, fuses or packs its weights by itself, with ``model=None``. It
             is called with ``(name, whole tensor)`` pairs, tied tensors under each name, in the thread that calls
             ``update``. Each rank then receives every tensor whole, in host memory, and keeps the version before, which
@@ -116,7 +115,7 @@ class Subscriber:
                 self._team.post.post(self._team.address(0), {"kind": "enlist"})
 
     def _find_source(self, seconds: float) -> Manifest:
-        """What the trainer publishes, once it does."""
+        """The manifest of the trainer, as soon as one publishes the name."""
         deadline = time.monotonic() + seconds
         while (trainer := self._team.roster.publisher()) is None:
             if time.monotonic() > deadline:
@@ -181,7 +180,7 @@ class Subscriber:
             )
         except AttemptLeftError as left:
             raise left.error from None
-        except ReshardError as failed:  # of all ranks, or the thread has failed
+        except ReshardError as failed:  # on all ranks alike, or the thread has failed
             error = failed
         except RuntimeError as lost:
             raise lost_store_error(lost) from lost

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 #: Codecs are used only if they shorten a step by at least this fraction.
 MIN_GAIN = 0.01
-#: A problem with the codecs that were chosen, the choice, and candidates that it was compared with.
+#: A problem with the chosen codecs, the chosen evaluation, and evaluations to which it was compared.
 ChosenPlan = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
 
 
 def choose(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
     """The fastest candidate that fits the memory. Errors: see :func:`~.searching.search`."""
     if problem.compression is None:
-        found = _decide(problem, method)
-        return problem, found[0], found[1:]
+        evaluations = _decide(problem, method)
+        return problem, evaluations[0], evaluations[1:]
     return _choose_codecs(problem, problem.compression, method)
 
 
@@ -34,18 +34,19 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
     """The fastest candidate with a subset of the codecs of a policy, or with none if they gain too little.
 
     Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
-    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both.
+    the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both
+    searches.
     """
     raw = problem.changed(compression=None)
     plain = _decide(raw, method)
     encoded = _decide(problem, method)
     best, best_problem = plain[0], raw
-    for found in (plain[0], encoded[0]):
-        for part in parts_of_policy(policy, found.candidate.stages, problem.graph):
+    for start in (plain[0], encoded[0]):
+        for part in parts_of_policy(policy, start.candidate.stages, problem.graph):
             fixed = problem.changed(compression=part, compress_all=True)
-            each = evaluate(fixed, found.candidate)
-            if each is not None and not each.short_bytes and each.seconds < best.seconds:
-                best, best_problem = each, fixed
+            evaluation = evaluate(fixed, start.candidate)
+            if evaluation is not None and not evaluation.short_bytes and evaluation.seconds < best.seconds:
+                best, best_problem = evaluation, fixed
     if best.seconds >= (1 - MIN_GAIN) * plain[0].seconds:
         return raw, plain[0], plain[1:]
     thorough = evaluate(best_problem, best.candidate, thorough=True)
@@ -55,12 +56,12 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
 
 
 def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
-    """Evaluated candidates of a method, the fastest one that fits the memory first."""
-    found = decide(problem, _find(method)(problem), moves=method == "auto")
-    best = found[0]
+    """Evaluated candidates of a method; the first one is the fastest that fits the memory."""
+    evaluations = decide(problem, _find(method)(problem), moves=method == "auto")
+    best = evaluations[0]
     if best.short_bytes:
         raise ArgumentError(why_nothing_fits(problem))
-    return found
+    return evaluations
 
 
 def _find(method: str | Method) -> Method:

@@ -19,7 +19,8 @@ from .methods.pure import pure
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
 
-#: Local moves improve the candidates of a part of the cluster if they take at most this many times as long as the best.
+#: Local moves improve a part of the cluster if its best candidate takes at most this many times the time of the best
+#: plan.
 NEAR = 1.25
 
 
@@ -28,9 +29,10 @@ class _Part:
     """A part of a cluster, or all of it with its hosts in some order.
 
     Attributes:
-        ranks: of the cluster; empty for all in their order. problem: the search on them.
-        bound_seconds: no training plan that uses all of them is faster.
-        found: candidates, the fastest first; none if it was not searched, or no method finds any.
+        ranks: ranks of the cluster; empty for all ranks in their order.
+        problem: the search on these ranks.
+        bound_seconds: no training plan that uses all these ranks is faster.
+        found: evaluated candidates, the fastest first; empty if the part was not searched, or no method finds any.
     """
 
     ranks: tuple[int, ...]
@@ -40,14 +42,14 @@ class _Part:
 
     @property
     def seconds(self) -> float:
-        """Of the fastest candidate; infinite without one."""
+        """Seconds of the fastest candidate; infinite if none fits the memory."""
         return math.inf if not self.found or self.found[0].short_bytes else self.found[0].seconds
 
 
 def choose_part(problem: SearchProblem) -> TrainingPlan:
     """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them.
 
-    Parts whose bound is slower than a training plan are not searched. Local moves improve the best ones only.
+    It does not search parts whose bound is slower than a known training plan. Local moves improve only the best parts.
     """
     whole = _Part((), problem)
     parts = _search_parts(whole)
@@ -71,12 +73,12 @@ def choose_part(problem: SearchProblem) -> TrainingPlan:
 
 
 def _refined(part: _Part) -> ChosenPlan:
-    found = refine(part.problem, part.found)
-    return part.problem, found[0], found[1:]
+    evaluations = refine(part.problem, part.found)
+    return part.problem, evaluations[0], evaluations[1:]
 
 
 def _search_parts(whole: _Part) -> list[_Part]:
-    """All parts that may have the fastest training plan, with candidates on them, the most promising ones first."""
+    """All parts that may have the fastest training plan, with their candidates; the most promising parts first."""
     problem = whole.problem
     speeds = {name: 1 / (_model_seconds(problem, profile) or 1.0) for name, profile in problem.profiles.items()}
     parts = [whole]
@@ -114,26 +116,26 @@ def _quick_limit(parts: Sequence[_Part]) -> float:
         if work_bound(part.problem) >= limit:
             break
         for candidate in pure(part.problem)[:1]:
-            found = evaluate(part.problem, candidate, below_seconds=limit)
-            limit = limit if found is None or found.short_bytes else found.seconds
+            evaluation = evaluate(part.problem, candidate, below_seconds=limit)
+            limit = limit if evaluation is None or evaluation.short_bytes else evaluation.seconds
     return limit
 
 
 def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:
     """Seconds of all layers for one sample."""
     times = [profile.times(layer.key, 1)[0].at(1) for layer in problem.graph.layers]
-    return sum(each.forward_seconds + each.backward_seconds for each in times)
+    return sum(layer_times.forward_seconds + layer_times.backward_seconds for layer_times in times)
 
 
-def _on_ranks(found: TrainingPlan, ranks: tuple[int, ...], whole: _Part) -> TrainingPlan:
-    """A training plan of a part of a cluster, or of its hosts in another order, as one of the whole cluster."""
+def _on_ranks(plan: TrainingPlan, ranks: tuple[int, ...], whole: _Part) -> TrainingPlan:
+    """The training plan of a part of a cluster, or of its hosts in another order, as a plan of the whole cluster."""
     cluster = whole.problem.cluster
     on_all = whole.seconds if whole.found else whole.bound_seconds
     names = list(dict.fromkeys(cluster.host_of(rank) for rank in ranks))
     return replace(
-        found,
+        plan,
         cluster_hash=cluster.hash,
-        hosts=tuple((names[host], first, end) for host, first, end in found.hosts),
+        hosts=tuple((names[host], first, end) for host, first, end in plan.hosts),
         ranks=ranks,
         num_cluster_ranks=cluster.num_ranks,
         on_all_seconds=on_all if math.isfinite(on_all) else 0.0,

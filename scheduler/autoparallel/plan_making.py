@@ -1,4 +1,4 @@
-"""A training plan from an evaluated candidate: where time and memory go, and what it was compared with."""
+"""A training plan from an evaluated candidate: where time and memory go, and other candidates."""
 
 from __future__ import annotations
 
@@ -32,11 +32,15 @@ def make_training_plan(
     *,
     is_of_parts: bool = False,
 ) -> TrainingPlan:
-    """The training plan of an evaluation, with what it is compared to.
+    """The training plan of an evaluation.
 
     Args:
-        bound_seconds: no training plan is faster that uses all devices, or, with ``is_of_parts``, any part of them;
-            default: the bound of all devices.
+        problem: the search.
+        best: the evaluation.
+        others: evaluations to which it is compared.
+        bound_seconds: no training plan on all devices is faster; with ``is_of_parts``, no plan on any part of them.
+            Default: the bound of all devices.
+        is_of_parts: whether the bound holds for plans on parts of the devices too.
     """
     bound = step_bound_of_any(problem) if bound_seconds is None else bound_seconds
     candidate, count = best.candidate, best.candidate.num_microbatches
@@ -115,8 +119,8 @@ def _edge_reports(problem: SearchProblem, candidate: Candidate) -> tuple[EdgeRep
     for edge in problem.edges(candidate.stages, candidate.num_microbatches):
         port, seconds = max(edge.forward_loads, key=lambda load: (load[1], load[0]), default=("", 0.0))
         nbytes = sum(math.prod(spec.shape) * ITEMSIZE[spec.dtype] for spec in edge.tensors)
-        found = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
-        edges.append(EdgeReport(*found, edge.forward_codec, edge.backward_codec))
+        fields = (edge.src, edge.dst, nbytes, edge.forward_seconds, edge.backward_seconds, port, seconds)
+        edges.append(EdgeReport(*fields, edge.forward_codec, edge.backward_codec))
     return tuple(edges)
 
 
@@ -127,12 +131,12 @@ def _grid_refusals(layers: Sequence[Layer]) -> tuple[tuple[str, str], ...]:
     """
     counts = Counter(layer.key for layer in layers if layer.grid_refusal)
     shown: set[str] = set()
-    found = []
+    refusals = []
     for layer in layers:
         if layer.grid_refusal and not {layer.key, layer.grid_refusal} & shown:
             shown |= {layer.key, layer.grid_refusal}
-            found.append((layer.name, layer.grid_refusal + _same_for(counts[layer.key] - 1)))
-    return tuple(found)
+            refusals.append((layer.name, layer.grid_refusal + _same_for(counts[layer.key] - 1)))
+    return tuple(refusals)
 
 
 def _same_for(others: int) -> str:
@@ -140,7 +144,7 @@ def _same_for(others: int) -> str:
 
 
 def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Sequence[EdgeReport]) -> str:
-    """The text of the policy of a problem with those of its codecs that stages and edges use.
+    """The text of the policy of a problem, with only the codecs that stages and edges use.
 
     If all edges use the same codecs, ``force_pp`` is set, so that the engine does not choose again by its own topology.
     """
@@ -149,8 +153,8 @@ def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Seq
         return ""
     ways = (any(edge.forward_codec for edge in edges), any(edge.backward_codec for edge in edges))
     pair = tuple(codec if is_used else None for codec, is_used in zip(policy.pair("pp"), ways, strict=True))
-    most = next(parts_of_policy(policy, stages, problem.graph))
-    used = with_codecs(most, most.dp, pair if any(pair) else None, most.tp, most.zero)
+    applicable = next(parts_of_policy(policy, stages, problem.graph))
+    used = with_codecs(applicable, applicable.dp, pair if any(pair) else None, applicable.tp, applicable.zero)
     forward = {edge.forward_codec for edge in edges}
     backward = {edge.backward_codec for edge in edges if edge.backward_seconds}
     if any(pair) and len(forward) == 1 and len(backward) <= 1:
@@ -158,11 +162,11 @@ def _used_policy(problem: SearchProblem, stages: Sequence[StagePlan], edges: Seq
     return str(used) if used.dimensions else ""
 
 
-def _alternative(found: Evaluation) -> Alternative:
+def _alternative(evaluation: Evaluation) -> Alternative:
     return Alternative(
-        found.candidate.method,
-        found.candidate.text,
-        found.seconds,
-        *found.seconds_by_kind(),
-        short_bytes=found.short_bytes,
+        evaluation.candidate.method,
+        evaluation.candidate.text,
+        evaluation.seconds,
+        *evaluation.seconds_by_kind(),
+        short_bytes=evaluation.short_bytes,
     )

@@ -24,11 +24,12 @@ NAME = "auto_schedule"
 SLACK = 0.003
 #: Makespans whose relative difference is smaller count as equal. Memory, then the number of actions, breaks the tie.
 _SAME = 1e-9
-#: Ratio of neighbouring memory levels at most, in addition to the levels of the known schedules.
+#: Largest ratio of neighbouring memory levels.
 _LEVEL_RATIO = 1.5
-#: Up to this many microbatches of the smallest stage, each is a level.
+#: If all microbatches take at most this many times the bytes of the smallest stage, each multiple of these is a level.
 _FINE_LEVELS = 24
-#: Computations that the search of one level may order in all, and the least and the most orders that it tries.
+#: Number of computations that the search of one level may order in all, and least and largest number of orders that it
+#: tries.
 _COMPUTATIONS, _MIN_TRIES, _MAX_TRIES = 400_000, 24, 400
 
 
@@ -58,12 +59,12 @@ class Candidate:
 
 
 def best(candidates: Iterable[Candidate]) -> Candidate | None:
-    """The best of some candidates; the first of equal ones."""
-    found: Candidate | None = None
+    """The best of some candidates; of equal candidates, the first."""
+    chosen: Candidate | None = None
     for candidate in candidates:
-        if found is None or candidate.is_better(found):
-            found = candidate
-    return found
+        if chosen is None or candidate.is_better(chosen):
+            chosen = candidate
+    return chosen
 
 
 def auto_schedule(
@@ -76,15 +77,15 @@ def auto_schedule(
 ) -> Schedule:
     """Search for the fastest schedule by :func:`simulate_schedule`. Gives up at most 0.3 % of its speed to save memory.
 
-    Candidates are the known schedules of the placement, and list scheduling under many policies: a pp rank begins a
-    forward if its stages together have the memory for it. It is at least as fast as every known schedule that keeps no
-    more on any pp rank. A larger limit for all pp ranks never makes it slower.
+    Candidates are the known schedules of the placement, and schedules by list scheduling under many policies: a pp rank
+    begins a forward if its stages together have the memory for it. The result is at least as fast as every known
+    schedule that keeps no more on any pp rank. A larger limit for all pp ranks never makes it slower.
 
     Args:
         pipeline, num_microbatches: what to schedule.
         memory_limit_bytes: limit of the activations that a device keeps at once, or one limit for each pp rank.
-            Default: each pp rank may keep what the fullest one keeps if each stage has as many microbatches in flight
-            as under 1F1B, or as hide its communication if that is more.
+            Default: the bytes of the fullest pp rank if each stage has as many microbatches in flight as under 1F1B,
+            or as it needs to hide its communication if that is more.
         pp_rank_of_stage: pp rank that computes each stage; default: one stage per pp rank.
         can_split: whether a backward may be split into an input-gradient pass and a weight-gradient pass.
 
@@ -115,8 +116,8 @@ def _limit_text(limits: tuple[float, ...]) -> str:
 class _Search:
     """A search at levels of memory that depend on the pipeline only, not on the limit.
 
-    The search of a level sees no other level. So the levels within a larger limit include those within a smaller one,
-    and a larger limit never gives a slower schedule.
+    The search of a level uses no result of another level. The levels within a larger limit include the levels within a
+    smaller one, so a larger limit never gives a slower schedule.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class _Search:
         within = [level for level in levels if level <= top]
         if len(set(self.limits)) > 1 and top not in within:
             within.append(top)
-        found: dict[float, Candidate] = {}  # the best of each level
+        best_of_level: dict[float, Candidate] = {}
         fastest, fastest_known = math.inf, math.inf
         for level in reversed(within):
             limits = tuple(min(limit, level) for limit in self.limits)
@@ -153,18 +154,18 @@ class _Search:
                 can_split=self.can_split,
             )
             if bound.seconds > min(fastest * (1 + SLACK), fastest_known) * (1 + _SAME):
-                break  # bounds of lower levels are not smaller
+                break  # lower levels have bounds that are at least as large
             known = [candidate for candidate, peaks in self.known if _fits(peaks, limits)]
             fastest_known = min([fastest_known, *(candidate.seconds for candidate in known)])
             candidate = _LevelSearch(self, limits, known, bound.seconds).run()
             if candidate is not None:
-                found[level] = candidate
+                best_of_level[level] = candidate
                 fastest = min(fastest, candidate.seconds)
-        if not found:
+        if not best_of_level:
             return None
         allowed = max(fastest, min(fastest * (1 + SLACK), fastest_known)) * (1 + _SAME)
-        lowest = min(level for level, candidate in found.items() if candidate.seconds <= allowed)
-        return self.join_backwards(found[lowest])
+        lowest = min(level for level, candidate in best_of_level.items() if candidate.seconds <= allowed)
+        return self.join_backwards(best_of_level[lowest])
 
     def measure_known(self) -> Iterator[tuple[Candidate, list[float]]]:
         """The known schedules of the placement that do not deadlock, each with the peak bytes of each pp rank."""
@@ -195,15 +196,15 @@ class _Search:
         return sums
 
     def levels(self) -> list[float]:
-        """Levels of memory, ascending: those of the known schedules, the default, and some in between."""
+        """Levels of memory, ascending: the peaks of the known schedules, the default, and levels in between."""
         num = len(self.pp_ranks)
-        least, most = max(self.bytes_by_pp_rank([1] * num)), max(self.bytes_by_pp_rank([self.num] * num))
-        levels = {least, most, self.default_bytes(), *(max(peaks) for _, peaks in self.known)}
-        levels |= {max(self.bytes_of)}  # one stage of a pp rank at a time, which some placements need not exceed
+        low_bytes, high_bytes = max(self.bytes_by_pp_rank([1] * num)), max(self.bytes_by_pp_rank([self.num] * num))
+        levels = {low_bytes, high_bytes, self.default_bytes(), *(max(peaks) for _, peaks in self.known)}
+        levels |= {max(self.bytes_of)}  # enough where each pp rank keeps one stage at a time
         unit = min((size for size in self.bytes_of if size), default=1)
-        if most / unit <= _FINE_LEVELS:
-            levels |= {nth * unit for nth in range(1, int(most / unit))}
-        ascending = sorted(level for level in levels if level <= most)
+        if high_bytes / unit <= _FINE_LEVELS:
+            levels |= {nth * unit for nth in range(1, int(high_bytes / unit))}
+        ascending = sorted(level for level in levels if level <= high_bytes)
         for low, high in itertools.pairwise(list(ascending)):
             steps = math.ceil(math.log(high / low) / math.log(_LEVEL_RATIO) - 1e-9) if low else 1
             ascending += [low * (high / low) ** (step / steps) for step in range(1, steps)]
@@ -308,13 +309,13 @@ class _LevelSearch:
 
 def in_flight(order: Order, num_stages: int) -> tuple[int, ...]:
     """For each stage, the most microbatches in flight."""
-    now, most = [0] * num_stages, [0] * num_stages
+    now, peaks = [0] * num_stages, [0] * num_stages
     for codes in order:
         for code in codes:
             stage, change = (code >> 2) % num_stages, (1, -1, 0, -1)[code & 3]
             now[stage] += change
-            most[stage] = max(most[stage], now[stage])
-    return tuple(most)
+            peaks[stage] = max(peaks[stage], now[stage])
+    return tuple(peaks)
 
 
 def join(codes: Sequence[int], num_microbatches: int, num_stages: int) -> list[int]:

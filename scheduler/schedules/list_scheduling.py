@@ -9,13 +9,13 @@ from dataclasses import dataclass
 class Policy:
     """How an idle pp rank chooses its next computation.
 
-    Of the forwards that are ready, and of the backwards, the one of the oldest group of ``group`` microbatches goes
-    first: in a group, forwards of earlier stages go first, and backwards of later ones. Without groups, the oldest
-    microbatch goes first, then the stage nearest to the end of the pipeline.
+    If several forwards are ready, or several backwards, the oldest group of ``group`` microbatches goes first. In a
+    group, forwards of earlier stages and backwards of later stages go first. Without groups, the oldest microbatch goes
+    first, then the stage nearest to the end of the pipeline.
 
     Attributes:
-        max_in_flight: for each stage, the most microbatches begun and not finished.
-        max_bytes: for each pp rank, the most bytes of activations that its stages keep together at any time.
+        max_in_flight: for each stage, the limit on microbatches that are begun and not finished.
+        max_bytes: for each pp rank, the limit on the bytes of activations that its stages keep together.
         splits: for each stage, whether its backward is split into an input-gradient and a weight-gradient pass.
         forward_first: whether a forward goes before a backward when both are ready.
         weights_first: whether a weight-gradient pass goes before a forward.

@@ -16,8 +16,8 @@ from .phases import alternate
 def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
     """Interleaved 1F1B: each pp rank computes the first of its stages for a group of microbatches, then the next stage.
 
-    There are as many groups as ``num_pp_ranks`` divides the microbatches into, at least one. Groups differ by at most
-    one microbatch. Source: Megatron-LM (Narayanan et al., 2021).
+    The number of groups is ``num_microbatches // num_pp_ranks``, at least one. Groups differ by at most one microbatch.
+    Source: Megatron-LM (Narayanan et al., 2021).
 
     Raises:
         ArgumentError: ``num_pp_ranks`` does not divide the number of stages.
@@ -115,7 +115,7 @@ def _warmups(num_pp_ranks: int, stages_per_pp_rank: int, num_microbatches: int, 
 
 
 def _check_placement(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> int:
-    """Stages per pp rank."""
+    """The number of stages per pp rank. Raises ArgumentError if an argument is wrong."""
     check_microbatches(pipeline, num_microbatches)
     num_stages = len(pipeline.stages)
     if isinstance(num_pp_ranks, bool) or not isinstance(num_pp_ranks, int):

@@ -71,11 +71,11 @@ class OrderModel:
         return peaks
 
     def numbers(self, rank_actions: Sequence[Sequence[Action]]) -> Order:
-        """The order of some computations."""
+        """The computations of each pp rank as numbers."""
         num, kinds = len(self.pp_rank_of_stage), {kind: number for number, kind in enumerate(KINDS)}
         return [[(a.microbatch * num + a.stage) * 4 + kinds[a.kind] for a in actions] for actions in rank_actions]
 
     def actions(self, order: Order) -> list[list[Action]]:
-        """The computations of an order."""
+        """The computations of each pp rank, from their numbers."""
         num = len(self.pp_rank_of_stage)
         return [[Action(KINDS[c & 3], (c >> 2) % num, (c >> 2) // num) for c in codes] for codes in order]

@@ -1,4 +1,4 @@
-"""Parts that the orders of known schedules have in common."""
+"""Parts that orders of known schedules share."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..ir.actions import Action, Kind
 def alternate(
     forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int, deferred: int | None = None
 ) -> list[Action]:
-    """Some forwards alone, then a forward and a backward in turn, then the backwards that are left.
+    """The order of a pp rank: some forwards, then forwards and backwards in turn, then the backwards that are left.
 
     Args:
         forwards, backwards: all computations of a pp rank, in order; whole backwards.
-        num_warmup: number of forwards before the first pair. Larger numbers than there are forwards stand for all.
+        num_warmup: number of forwards before the first pair; a number that is too large stands for all forwards.
         deferred: split each backward, and run its weight-gradient pass this many backwards later.
     """
     num_warmup = min(num_warmup, len(forwards))
@@ -48,10 +48,10 @@ class RowActions:
         return self._count[True, index]
 
     def add(self, kinds: str, times: int = 1) -> None:
-        """Add computations, such as ``"F0 I1 W1"``: forward of the first stage, then both passes of the second one.
+        """Add computations, such as ``"F0 I1 W1"``: a forward of the first stage, then both passes of the second stage.
 
-        ``W`` alone is the oldest weight-gradient pass that is left, or nothing, and ``W1`` the oldest one of the second
-        stage. ``F0&B1`` is a forward that overlaps a backward.
+        ``W`` is the oldest weight-gradient pass that is left, if any, and ``W1`` the oldest one of the second stage.
+        ``F0&B1`` is a forward that overlaps a backward.
         """
         for _ in range(times):
             for word in kinds.split():
@@ -61,18 +61,18 @@ class RowActions:
                     self._add_one(second)
 
     def finish(self, *indices: int) -> None:
-        """Add the weight-gradient passes that are left, of some stages."""
+        """Add the weight-gradient passes of some stages that are left."""
         for index in indices:
-            self.add(f"W{index}", sum(at == index for at, _ in self._deferred))
+            self.add(f"W{index}", sum(stage_index == index for stage_index, _ in self._deferred))
 
     def _add_one(self, word: str, overlaps: bool = False) -> None:
         kind = Kind(word[0])
         if kind is Kind.W:
-            found = next((item for item in self._deferred if word[1:] in ("", str(item[0]))), None)
-            if found is None:
+            weight_pass = next((item for item in self._deferred if word[1:] in ("", str(item[0]))), None)
+            if weight_pass is None:
                 return
-            self._deferred.remove(found)
-            index, microbatch = found
+            self._deferred.remove(weight_pass)
+            index, microbatch = weight_pass
         else:
             index = int(word[1:])
             microbatch = self._count[kind is Kind.F, index]

@@ -1,4 +1,4 @@
-"""The known schedules: for each, the placements that it is for, and the order of its computations."""
+"""The known schedules: the placements and the order of computations of each."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class KnownSchedule:
 
     Attributes:
         name: name of the schedule.
-        order: computations of each pp rank, from the number of pp ranks, of stages on each, and of microbatches.
-        placement: pp rank of each stage, from the first two of these numbers.
+        order: function from the numbers of pp ranks, of stages per pp rank and of microbatches to the computations of
+            each pp rank.
+        placement: function from the first two of these numbers to the pp rank of each stage; empty if there is none.
         splits: whether it splits backwards.
     """
 

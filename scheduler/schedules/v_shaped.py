@@ -38,7 +38,7 @@ def dualpipe_v(pipeline: Pipeline, num_microbatches: int) -> Schedule:
 
 
 def zb_v_order(num_pp_ranks: int, num_microbatches: int) -> list[list[Action]]:
-    """The computations of each pp rank under :func:`zb_v`. Fewer microbatches than fill the pipeline leave gaps."""
+    """The computations of each pp rank under :func:`zb_v`. Too few microbatches for the pipeline leave gaps."""
     num = max(num_microbatches, 2 * num_pp_ranks - 1)
     order = []
     for pp_rank in range(num_pp_ranks):

@@ -13,11 +13,11 @@ from ..graph import MAX_COUNT, Pipeline, check_limits, check_placement
 
 @dataclass(frozen=True)
 class LowerBound:
-    """Seconds that no schedule of a placement is below, for four reasons.
+    """Lower bounds on the makespan of every schedule of a placement.
 
     Attributes:
         critical_path_seconds: one microbatch passes through all stages and back.
-        busiest_pp_rank_seconds: a pp rank computes all microbatches of its stages, or of the later ones of them.
+        busiest_pp_rank_seconds: a pp rank computes all microbatches of its stages, or of its later stages.
         busiest_link_seconds: a channel or a shared link carries all microbatches.
         memory_seconds: a pp rank keeps each microbatch at least until its backward has come back, within a limit.
     """
@@ -51,7 +51,7 @@ def find_lower_bound(
     pp_rank_of_stage: Sequence[int] | None = None,
     can_split: bool = True,
 ) -> LowerBound:
-    """Seconds that no schedule is below. ``docs/algorithms.md`` has the proof.
+    """Lower bounds on the makespan of every schedule. ``docs/algorithms.md`` has the proof.
 
     Args:
         pipeline, num_microbatches: what to schedule.
@@ -118,11 +118,11 @@ class _Times:
         return edge.forward_seconds, edge.backward_seconds
 
     def rest(self, stages: Sequence[int]) -> float:
-        """From the end of the last computation of some stages to the end of the step."""
+        """Least seconds from the end of the last computation of some stages to the end of the step."""
         return 0.0 if self.can_split else min(self.after[stage] for stage in stages)
 
     def busy_seconds(self, stages: Sequence[int], num_microbatches: int) -> float:
-        """Bound by the work of a pp rank, or of those of its stages that begin latest."""
+        """The bound by the work of a pp rank, or of its stages that begin latest."""
         by_head = sorted(stages, key=lambda stage: self.head[stage])
         return max(
             self.head[by_head[first]]
@@ -132,7 +132,7 @@ class _Times:
         )
 
     def kept_seconds(self, stages: Sequence[int], limit: float, num_microbatches: int) -> float:
-        """Bound by the bytes of a pp rank times the seconds for which it keeps them."""
+        """The bound by the bytes of a pp rank times the seconds for which it keeps them."""
         kept = sum(self.pipeline.stages[stage].activation_bytes * self.hold[stage] for stage in stages)
         if not kept:
             return 0.0
@@ -141,7 +141,7 @@ class _Times:
         return min(self.head[stage] for stage in stages) + num_microbatches * kept / limit + self.rest(stages)
 
     def link_seconds(self, num_microbatches: int) -> float:
-        """Bound by the channels and the shared links."""
+        """The bound by the channels and the shared links."""
         best, links = 0.0, dict[str, tuple[float, float, float]]()  # before, busy, after
         for edge in self.pipeline.edges:
             if self.pp_rank_of_stage[edge.src] == self.pp_rank_of_stage[edge.dst]:

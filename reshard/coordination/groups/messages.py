@@ -99,7 +99,7 @@ class Request:
     payload: Any = None
 
     def to_json(self) -> dict[str, Any]:
-        """A dict of plain values. They are those of the request: a payload may be large."""
+        """A dict of plain values, without copies of the request's values: a payload may be large."""
         tensors = {name: vars(tensor) for name, tensor in self.tensors.items()}
         return {**vars(self), "tensors": tensors, "caller": asdict(self.caller)}
 

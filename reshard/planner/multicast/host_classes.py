@@ -250,9 +250,9 @@ def _arrivals_and_departures(
 
 def _pod_table(members: RaggedRows, pod_of: np.ndarray, count: int) -> np.ndarray:
     """``(host_classes, pods)`` True where a member host is in the pod."""
-    found = np.zeros((len(members[0]) - 1, count), dtype=bool)
-    found[np.repeat(np.arange(len(found)), np.diff(members[0])), pod_of[members[1]]] = True
-    return found
+    table = np.zeros((len(members[0]) - 1, count), dtype=bool)
+    table[np.repeat(np.arange(len(table)), np.diff(members[0])), pod_of[members[1]]] = True
+    return table
 
 
 def _senders(host_classes: HostClasses) -> list[int]:

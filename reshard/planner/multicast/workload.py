@@ -122,5 +122,5 @@ class Workload:
 
 def rows_of(members: RaggedRows) -> list[list[int]]:
     """Rows of :data:`RaggedRows` as lists."""
-    at, values = members[0].tolist(), members[1].tolist()
-    return [values[a:b] for a, b in itertools.pairwise(at)]
+    row_begins, values = members[0].tolist(), members[1].tolist()
+    return [values[a:b] for a, b in itertools.pairwise(row_begins)]

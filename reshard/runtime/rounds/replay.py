@@ -35,7 +35,10 @@ def calls_of(rounds: Iterable[Round]) -> list[list[Call]]:
             *(_as_call([op]) for op in item.recvs),
             *(_as_call([op]) for op in item.sends),
             *map(_as_call, item.joined),
-            *(Call("broadcast", one.root, sum(op.nbytes for op in one.parts)) for one in item.broadcasts),
+            *(
+                Call("broadcast", broadcast.root, sum(op.nbytes for op in broadcast.parts))
+                for broadcast in item.broadcasts
+            ),
         ]
         for item in rounds
     ]
@@ -59,7 +62,7 @@ def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
     Raises:
         PlanError: the ends of a message or of a broadcast differ in size or root, or ranks deadlock.
     """
-    at = dict.fromkeys(calls, 0)
+    current = dict.fromkeys(calls, 0)
     left = {rank: list(groups[0]) if groups else [] for rank, groups in calls.items()}
     is_moving = True
     while is_moving:
@@ -70,14 +73,14 @@ def check_calls(calls: Mapping[int, Sequence[Sequence[Call]]]) -> None:
         while _broadcast(left):
             pass
         for rank, groups in calls.items():
-            while not left[rank] and at[rank] < len(groups):
-                at[rank] += 1
-                left[rank] = list(groups[at[rank]]) if at[rank] < len(groups) else []
+            while not left[rank] and current[rank] < len(groups):
+                current[rank] += 1
+                left[rank] = list(groups[current[rank]]) if current[rank] < len(groups) else []
                 is_moving = True
     stuck = [rank for rank, posted in left.items() if posted]
     if stuck:
         rank = stuck[0]
-        raise PlanError(f"ranks {stuck} deadlock: rank {rank} waits in its group {at[rank]} to {left[rank][0]}")
+        raise PlanError(f"ranks {stuck} deadlock: rank {rank} waits in its group {current[rank]} to {left[rank][0]}")
 
 
 def _move(sender: int, call: Call, left: Mapping[int, list[Call]]) -> None:

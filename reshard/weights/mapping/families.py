@@ -52,7 +52,7 @@ _FUSED: tuple[tuple[Rule, ...], ...] = (
 )
 
 _GATE = Rename("{p}.mlp.gate.weight", "{p}.block_sparse_moe.gate.weight")
-#: Experts that transformers has stacked: in vLLM's names; Mixtral in vLLM's, and in those of its checkpoints.
+#: Experts that transformers has stacked: in vLLM's names; Mixtral in vLLM's names, and in the names of its checkpoints.
 _STACKED: tuple[tuple[Rule, ...], ...] = (
     (
         Rename("{p}.experts.gate_up_proj", "{p}.experts.w13_weight"),

@@ -167,19 +167,19 @@ def compose_parts(view: Made, base: Made) -> Made:
         view: its parts are regions of the made tensor.
         base: the made tensor.
     """
-    found = []
+    parts = []
     for part in view.parts:
         for inner in base.parts:
             overlap = tuple(map(meet, part.region, inner.place))
             if not all(overlap):
                 continue
             region, dims, place = list(inner.region), [-1] * len(inner.dims), list(part.place)
-            for dim, at in enumerate(inner.dims):
-                if at >= 0:
-                    region[dim] = pick(region[dim], positions(overlap[at], inner.place[at]))
-                    dims[dim] = part.dims[at]
-            for at, dim in enumerate(part.dims):
+            for dim, place_dim in enumerate(inner.dims):
+                if place_dim >= 0:
+                    region[dim] = pick(region[dim], positions(overlap[place_dim], inner.place[place_dim]))
+                    dims[dim] = part.dims[place_dim]
+            for place_dim, dim in enumerate(part.dims):
                 if dim >= 0:
-                    place[dim] = pick(part.place[dim], positions(overlap[at], part.region[at]))
-            found.append(Part(inner.source, tuple(region), tuple(place), tuple(dims)))
-    return Made(view.shape, tuple(found))
+                    place[dim] = pick(part.place[dim], positions(overlap[place_dim], part.region[place_dim]))
+            parts.append(Part(inner.source, tuple(region), tuple(place), tuple(dims)))
+    return Made(view.shape, tuple(parts))

@@ -19,8 +19,10 @@ class _Run:
     """Elements at equal distances along one dim of a view, which run along one dim of the tensor.
 
     Attributes:
-        dim: of the view. place_step: how far its index moves from one element to the next.
-        base_dim: of the tensor. step: how far the index along it moves.
+        dim: the dim of the view.
+        place_step: the distance of two elements along this dim.
+        base_dim: the dim of the tensor.
+        step: the distance of two elements along that dim.
         count: number of elements, at least 2.
     """
 
@@ -37,11 +39,14 @@ def view_of_tensor(
     """A view, as regions of a contiguous tensor.
 
     Args:
-        name: of the tensor. base_shape: of the tensor.
-        shape, strides, offset: of the view; strides and offset in elements.
+        name: name of the tensor.
+        base_shape: shape of the tensor.
+        shape: shape of the view.
+        strides: strides of the view, in elements.
+        offset: offset of the view, in elements.
 
     Raises:
-        ArgumentError: the view shows an element twice, or its elements lie along no dims of the tensor.
+        ArgumentError: the view shows an element twice, or its elements are no slices along dims of the tensor.
     """
     if math.prod(shape) == 0:
         return Made(tuple(shape), ())
@@ -64,28 +69,28 @@ def view_of_tensor(
 
 def _find_runs(dim: int, count: int, stride: int, base_shape: Sequence[int], base_strides: Sequence[int]) -> list[_Run]:
     """The runs of one dim of a view: several if it joins dims of the tensor."""
-    found, place_step = [], 1
+    runs, place_step = [], 1
     while count > 1:
-        at = next((d for d, size in enumerate(base_shape) if size > 1 and 0 < base_strides[d] <= stride), None)
-        if at is None or stride % base_strides[at]:
+        base_dim = next((d for d, size in enumerate(base_shape) if size > 1 and 0 < base_strides[d] <= stride), None)
+        if base_dim is None or stride % base_strides[base_dim]:
             raise ArgumentError(f"a view with stride {stride} of a tensor of shape {list(base_shape)} cannot be traced")
-        step = stride // base_strides[at]
-        inside = -(-base_shape[at] // step)  # elements until the dim ends
+        step = stride // base_strides[base_dim]
+        inside = -(-base_shape[base_dim] // step)  # elements until the dim ends
         if count <= inside:
             inside = count
-        elif base_shape[at] % step or count % inside:
+        elif base_shape[base_dim] % step or count % inside:
             raise ArgumentError(f"a view of a tensor of shape {list(base_shape)} joins dims in part")
         if inside == 1:
             raise ArgumentError(f"a view of a tensor of shape {list(base_shape)} leaves it")
-        found.append(_Run(dim, place_step, at, step, inside))
+        runs.append(_Run(dim, place_step, base_dim, step, inside))
         count, stride, place_step = count // inside, stride * inside, place_step * inside
-    return found
+    return runs
 
 
 def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) -> tuple[Part, ...]:
     """One part for each combination of the runs that share a dim with a longer one."""
     kept: list[_Run] = []
-    for run in sorted(runs, key=lambda each: -each.count):
+    for run in sorted(runs, key=lambda run: -run.count):
         if all(run.dim != other.dim and run.base_dim != other.base_dim for other in kept):
             kept.append(run)
     unrolled = [run for run in runs if run not in kept]
@@ -93,13 +98,13 @@ def _parts_of(name: str, runs: Sequence[_Run], first: Sequence[int], ndim: int) 
         raise ArgumentError(f"a view of {name!r} consists of more than {MAX_PARTS} regions")
     parts = []
     for numbers in itertools.product(*(range(run.count) for run in unrolled)):
-        begin, at, dims = list(first), [0] * ndim, [-1] * len(first)
+        begin, placed_first, dims = list(first), [0] * ndim, [-1] * len(first)
         for run, number in zip(unrolled, numbers, strict=True):
             begin[run.base_dim] += number * run.step
-            at[run.dim] += number * run.place_step
-        region, place = ([range(index, index + 1) for index in indices] for indices in (begin, at))
+            placed_first[run.dim] += number * run.place_step
+        region, place = ([range(index, index + 1) for index in indices] for indices in (begin, placed_first))
         for run in kept:
-            begun, placed = begin[run.base_dim], at[run.dim]
+            begun, placed = begin[run.base_dim], placed_first[run.dim]
             region[run.base_dim] = range(begun, begun + (run.count - 1) * run.step + 1, run.step)
             place[run.dim] = range(placed, placed + (run.count - 1) * run.place_step + 1, run.place_step)
             dims[run.base_dim] = run.dim

@@ -19,7 +19,7 @@ def key_of(team_id: str, attempt: int) -> str:
 
 
 class AttemptLeftError(Exception):
-    """An exception on another rank has ended an attempt before this one took part in it."""
+    """An exception on another rank has ended an attempt before this rank took part in it."""
 
     def __init__(self, error: ReshardError) -> None:
         super().__init__(str(error))
@@ -30,7 +30,7 @@ class Attempts:
     """The attempts of one rank. Ranks match them by number.
 
     Attributes:
-        number: of the attempt in which this rank takes part next, or does now.
+        number: number of the attempt in which this rank takes part now or next.
     """
 
     def __init__(self, team: Team) -> None:
@@ -40,7 +40,8 @@ class Attempts:
         """Take part in the next attempt.
 
         Raises:
-            AttemptLeftError: it has ended already. Those that time limits have ended are passed over.
+            AttemptLeftError: an exception on another rank has ended it already. Attempts that time limits have ended
+                are passed over.
         """
         store, team = self._team.store, self._team
         while store.check([key := key_of(team.id, self.number)], seconds):
@@ -66,10 +67,10 @@ class Attempts:
         """End the attempt in which other ranks wait for this one, or will wait.
 
         Args:
-            swapped: the last attempt whose swap this rank has made.
+            swapped: number of the last attempt whose swap this rank has made.
 
         Returns:
-            Whether it has ended. Otherwise the ranks swap now.
+            Whether the attempt has ended. Otherwise the ranks swap now.
         """
         is_first = False
         while not is_first:
@@ -80,22 +81,22 @@ class Attempts:
         return True
 
     def _decide(self, error: ReshardError) -> tuple[ReshardError | None, bool]:
-        """The decision on the current attempt: that it ends with this error, unless there is another one.
+        """The decision on the current attempt: it ends with this error, unless the store has another decision.
 
         Returns:
-            The error with which it ends, None after a swap; and whether this call has decided it.
+            The error with which the attempt ends (None after a swap), and whether this call has decided it.
         """
         name, text = describe_error(error)
         value = json.dumps([name, text, self._team.rank, secrets.token_hex(4)])
-        found = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, AGREE_SECONDS)
-        is_first = found == value.encode()
+        stored = self._team.store.compare_set(key_of(self._team.id, self.number), "", value, AGREE_SECONDS)
+        is_first = stored == value.encode()
         if is_first:
             self._team.post_to_all({"kind": "given_up", "attempt": self.number, "failed": [name, text]})
-        return _read(found)[0], is_first
+        return _read(stored)[0], is_first
 
 
 def _read(value: bytes) -> tuple[ReshardError | None, int]:
-    """The error with which an attempt has ended, None after a swap; and the rank that wrote it."""
+    """The error with which an attempt has ended (None after a swap), and the rank that wrote it."""
     if value.decode(errors="replace") == SWAP:
         return None, 0
     try:

@@ -180,9 +180,9 @@ def _join_prefix(kind: str, team_id: str) -> str:
 
 
 def _read_claim(text: bytes) -> list[Any]:
-    """Id of the trainer, and host and process of its first rank."""
-    found: list[Any] = read_json(text, (str, str, int))
-    return found
+    """The id of a trainer, and the host and the process of its first rank."""
+    claim: list[Any] = read_json(text, (str, str, int))
+    return claim
 
 
 def _read_version(text: bytes) -> int | None:

@@ -144,7 +144,7 @@ class Team:
         except ReshardError:
             raise
         except BaseException as error:
-            if not is_published(error):  # it came before publish_interruption could catch it
+            if not is_published(error):  # the exception came before publish_interruption could catch it
                 leave_interrupted(error, self.group, self._ranks)
             self.leave(error)
             raise
@@ -160,7 +160,7 @@ class Team:
             raise
 
     def leave_unbegun(self, error: BaseException) -> None:
-        """As :meth:`leave`, for a call that has not reached :meth:`ending_calls`: others may wait for it in a round."""
+        """As :meth:`leave`, for a call that has not reached :meth:`ending_calls`. Other ranks may wait for it."""
         leave_interrupted(error, self.group, self._ranks)
         self.leave(error)
 
@@ -216,8 +216,9 @@ class Team:
         """Start the thread.
 
         Args:
-            act: is called with each message. fail: with the error that ends the thread, or the calls of this team.
-            end: at the end, in any case.
+            act: function that the thread calls with each message.
+            fail: function that it calls with the error that ends the thread, or the calls of this team.
+            end: function that it calls at the end, in any case.
         """
         mailbox = Mailbox(self.raw, self.address(self.rank))
         Monitor.of(self.inner_group())  # shows others that this process lives

@@ -1,8 +1,8 @@
-"""What a loader of an engine does with each tensor of a checkpoint, found by running it on tensors without storage.
+"""What a loader of an engine does with each tensor of a checkpoint, traced on tensors without storage.
 
 The tensors that the loader gets lie on the meta device. Their views share a storage, so size, strides and offset tell
 which region of which tensor a view shows. A dispatch mode sees each operation: it notes copies into the parameters of
-the engine, lets views pass, and refuses what computes.
+the engine, lets views pass, and refuses operations that compute.
 """
 
 from __future__ import annotations
@@ -32,8 +32,10 @@ class Place:
     """A region of a parameter, in its memory.
 
     Attributes:
-        name: of the parameter.
-        shape, strides, offset: of the region; strides and offset in elements, the offset from that of the parameter.
+        name: name of the parameter.
+        shape: shape of the region.
+        strides: strides of the region, in elements.
+        offset: elements from the start of the parameter to the start of the region.
     """
 
     name: str
@@ -67,8 +69,9 @@ class _Root:
     """A tensor without storage, of which the loader sees views.
 
     Attributes:
-        tensor: contiguous. made: the regions of the checkpoint that it consists of.
-        dtypes: that of the checkpoint, and those to which it was cast, in order.
+        tensor: the tensor, which is contiguous.
+        made: the regions of the checkpoint that it consists of.
+        dtypes: the dtype in the checkpoint, then the dtypes to which the loader has cast it, in order.
     """
 
     tensor: torch.Tensor
@@ -82,7 +85,7 @@ class _Root:
 
 
 def trace_loader(load_weights: Any, tensors: Tensors, given: Mapping[str, Given]) -> list[Copy | Fill]:
-    """What a loader does, in order. Parameters do not change.
+    """The copies and fills of a loader, in order. Parameters do not change.
 
     Args:
         load_weights: takes an iterable of ``(name, tensor)`` pairs.
@@ -129,7 +132,7 @@ class _Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        roots = [root for each in tree_leaves((args, kwargs)) if (root := self._find_root(each)) is not None]
+        roots = [root for leaf in tree_leaves((args, kwargs)) if (root := self._find_root(leaf)) is not None]
         if not roots:
             return self._run_without_roots(func, args, kwargs)
         if func is _aten.copy_.default:
@@ -139,7 +142,7 @@ class _Trace(TorchDispatchMode):
             return self._add(roots[0].view(args[0]), (*roots[0].dtypes, *[dtype] * (dtype != args[0].dtype)))
         if func in (_aten.cat.default, _aten.stack.default) and len({root.dtypes for root in roots}) == 1:
             return self._join(func, *args, **kwargs)
-        is_view = all(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
+        is_view = all(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
         if func is _aten._unsafe_view.default or (is_view and func is not _aten.view.dtype):
             return func(*args, **kwargs)
         raise _refusal(func, roots)
@@ -171,23 +174,23 @@ class _Trace(TorchDispatchMode):
     def _note_copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         root = self._find_root(source)
         if root is None or _storage_of(target) not in self._parameters:
-            known = [each for each in (root, self._find_root(target)) if each is not None]
+            known = [end for end in (root, self._find_root(target)) if end is not None]
             raise _refusal(_aten.copy_.default, known)
         for before, after in itertools.pairwise(root.dtypes):
             if after != target.dtype and not _keeps_values(before, after):
                 raise ArgumentError(f"load_weights casts {_name_of([root])!r} to {after} and then to {target.dtype}")
         for part in root.view(source.expand(target.shape)).parts:
-            along = [dim for dim, at in enumerate(part.dims) if at >= 0]
+            along = [dim for dim, place_dim in enumerate(part.dims) if place_dim >= 0]
             dims = [part.dims[dim] for dim in along]
-            shape = [len(part.place[at]) for at in dims]
-            strides = [target.stride(at) * part.place[at].step for at in dims]
-            offset = sum(at.start * stride for at, stride in zip(part.place, target.stride(), strict=True))
+            shape = [len(part.place[place_dim]) for place_dim in dims]
+            strides = [target.stride(place_dim) * part.place[place_dim].step for place_dim in dims]
+            offset = sum(indices.start * stride for indices, stride in zip(part.place, target.stride(), strict=True))
             place = self._place_of(target.as_strided(shape, strides, target.storage_offset() + offset))
             self.found.append(Copy(Side(part.source, part.region, tuple(along)), place))
         return target
 
     def _place_of(self, view: torch.Tensor) -> Place:
-        """Where a view of a parameter lies in it. Of tied parameters it is the first one."""
+        """The place of a view in its parameter; of tied parameters, in the first one."""
         first = view.storage_offset()
         last = first + sum((size - 1) * stride for size, stride in zip(view.shape, view.stride(), strict=True))
         for name, tensor in self._parameters[_storage_of(view)]:

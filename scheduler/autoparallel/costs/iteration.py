@@ -19,7 +19,7 @@ from .tie_prices import TieExchange
 
 #: Largest number of actions of a schedule for which ``auto_schedule`` is tried.
 MAX_ACTIONS = 1500
-#: Relative tolerance of lower bounds: the simulator adds in another order.
+#: Relative tolerance of lower bounds, because the simulator adds numbers in another order.
 BOUND_TOLERANCE = 1e-8
 #: Names of 1F1B with depths that hide the transfers, and with one microbatch more in each stage.
 OVERLAPPING = ("overlapping_1f1b", "overlapping_1f1b_plus_1")
@@ -87,7 +87,7 @@ def evaluate(
         problem: the search.
         candidate: stages and number of microbatches.
         thorough: try :func:`reshard.scheduler.auto_schedule` too, which takes seconds.
-        below_seconds: only schedules that fit the memory and are faster than this are of interest.
+        below_seconds: consider only schedules that fit the memory and are faster than this.
         only: name of the schedule to simulate if it fits the memory; default: all.
 
     Returns:
@@ -112,7 +112,7 @@ def evaluate(
         found = _evaluate_within(limit, candidate, pipeline, costs, exchanges, schedule)
         if found is not None and (best is None or _preference(found) < _preference(best)):
             best, max_short = found, short
-    if best is None and only is not None and not has_room:  # another schedule may fit
+    if best is None and only is not None and not has_room:  # another schedule may fit the memory
         return evaluate(problem, candidate, below_seconds=below_seconds)
     return None if best is None or best.seconds >= below_seconds else best
 
@@ -174,10 +174,11 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
 
 
 def _bound(costs: Sequence[StageCost], count: int, pipeline: Pipeline | None, *, is_sequential: bool) -> float:
-    """A lower bound, in seconds, on a step under any schedule; better with the edges of a pipeline.
+    """A lower bound, in seconds, on a step under any schedule; tighter with the edges of a pipeline.
 
-    A stage works for all microbatches behind one forward of the stages before it, and in front of its sums of gradients
-    or of one backward of the stages before it, without their weight gradients. So does an edge.
+    Before a stage computes its microbatches, each stage before it computes a forward. After it has computed them, it
+    sums its gradients, and each stage before it computes a backward without its weight gradients. The same holds for
+    the transfers of an edge.
     """
     there, back, best = 0.0, 0.0, 0.0
     for number, cost in enumerate(costs):
@@ -211,7 +212,7 @@ def _schedules(
     """Schedules to try: the classic ones, 1F1B with depths that hide the transfers, and ``auto_schedule``.
 
     ``overlapping_1f1b`` has just these depths, and ``overlapping_1f1b_plus_1`` one microbatch more in each stage.
-    ``only``: make the one of this name alone, or all if no schedule of several stages has it.
+    ``only``: make just the schedule of this name; make all if no schedule of several stages has this name.
     """
     made: dict[str, Callable[[Pipeline, int], Schedule]] = {"1f1b": one_f_one_b}
     if len(costs) > 1:

@@ -174,7 +174,7 @@ class StageCost:
 
 
 def slowest_of(costs: Sequence[LayerCost]) -> LayerCost:
-    """The cost of a layer on devices of several types, which wait for each other: the most of each number."""
+    """The cost of a layer on devices of several types, which wait for each other: the maximum of each field."""
     return costs[0] if len(costs) == 1 else LayerCost(*map(max, zip(*map(astuple, costs), strict=True)))
 
 
@@ -187,7 +187,7 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
     """The cost of a layer for one microbatch, whose samples the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
-    The copies and calls of a gather take the device's own time, which nothing hides.
+    Nothing hides the copies and calls of a gather, because the device itself runs them.
     The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
     """
     profile, codec_costs = work.profile, work.codec_costs

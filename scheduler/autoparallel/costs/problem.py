@@ -60,7 +60,7 @@ class Candidate:
 
     @property
     def complexity(self) -> tuple[int, int, int]:
-        """Microbatches, the stages of ZeRO in all, and stages: of equally fast candidates, the least is chosen."""
+        """Numbers of microbatches, all ZeRO stages, and pipeline stages: of equally fast candidates, the least wins."""
         zero = sum(max(choice.zero for choice in stage.choices) for stage in self.stages)
         return self.num_microbatches, zero, len(self.stages)
 
@@ -69,7 +69,8 @@ class SearchProblem:
     """A search: what to train, where, and which choices are allowed. It remembers each cost that it has computed.
 
     Attributes:
-        prices, ties: of edges between stages, and of sums over stages that share parameters.
+        prices: prices of edges between stages.
+        ties: prices of sums over stages that share parameters.
     """
 
     def __init__(
@@ -88,21 +89,24 @@ class SearchProblem:
 
         Args:
             graph, cluster: the model and its devices.
-            profile: the times of its layers, or those on each type of device.
-            num_samples: samples of a step. states: bytes of states of a parameter. rules: choices of a layer.
+            profile: the times of its layers, or ``{type of device: times}``.
+            num_samples: samples of a step.
+            states: bytes of the states of a parameter.
+            rules: allowed choices of a layer.
             microbatch_counts: numbers of microbatches to try; default: divisors of ``num_samples``, at most 4 x the
                 devices and 256.
             compression: codecs of edges (``pp``), of sums of gradients over replicas (``dp``), of collectives of ZeRO 3
                 (``zero``) and of products on grids (``tp``).
-            compress_all: code all traffic inside stages that has a codec. Otherwise each layer uses the faster way.
+            compress_all: encode all traffic inside stages that has a codec. Otherwise each layer takes the faster of
+                encoded and raw traffic.
 
         Raises:
             ArgumentError: a profile is of another model, a type of device has none, no number of microbatches divides
                 the samples, or the policy has other dimensions, or codecs whose rates the topology lacks.
         """
         self.profiles = profiles_of(cluster, profile)
-        for each in self.profiles.values():
-            each.check(graph)
+        for type_profile in self.profiles.values():
+            type_profile.check(graph)
         if type(num_samples) is not int or num_samples < 1:
             raise ArgumentError(f"samples is {brief(num_samples)}; it must be a positive integer")
         for count in microbatch_counts:
@@ -111,15 +115,15 @@ class SearchProblem:
         self.graph, self.cluster, self.num_samples = graph, cluster, num_samples
         self.states = StateBytes() if states is None else states
         self.rules = ChoiceRules() if rules is None else rules
-        most = min(256, 4 * cluster.num_ranks, num_samples)
-        divisors = tuple(count for count in range(1, most + 1) if num_samples % count == 0)
+        max_count = min(256, 4 * cluster.num_ranks, num_samples)
+        divisors = tuple(count for count in range(1, max_count + 1) if num_samples % count == 0)
         self.microbatch_counts = microbatch_counts or divisors
         self.compression, self.compress_all = compression, compress_all
         codecs: EdgeCodecs = (None, None)
         if compression is not None:
             check_policy(compression, cluster)
             codecs = compression.pair("pp")
-        message_seconds = max(each.message_seconds for each in self.profiles.values())
+        message_seconds = max(type_profile.message_seconds for type_profile in self.profiles.values())
         self.prices = EdgePrices(graph, cluster, message_seconds, codecs)
         sums = self.codec_costs.sums
         self.ties = TiePrices(
@@ -131,7 +135,7 @@ class SearchProblem:
             is_optional=not compress_all,
             min_ratio=sums.ratio if sums else 1.0,
         )
-        #: What the methods keep from one call to the next, such as tables.
+        #: Results that methods keep from one call to the next, such as tables.
         self.memo: dict[Hashable, Any] = {}
         self._layer_costs: dict[tuple[int, Choice, Place, int], LayerCost] = {}
         self._stage_costs: dict[tuple[StagePlan, int], StageCost] = {}
@@ -139,7 +143,7 @@ class SearchProblem:
         self._places: dict[tuple[int, int], Place] = {}
 
     def changed(self, **changes: Any) -> SearchProblem:
-        """The search with other arguments. Costs of layers that do not depend on the changes are computed once."""
+        """The search with other arguments. It keeps the costs of layers if they do not depend on the changes."""
         values = {
             "graph": self.graph,
             "cluster": self.cluster,
@@ -156,12 +160,12 @@ class SearchProblem:
             values["profile"] = {name: self.profiles[name] for name in kept}
         other = SearchProblem(**{**values, **changes})
         if set(changes) <= {"cluster", "rules", "microbatch_counts"} and self.compression is None:
-            other._layer_costs = self._layer_costs  # they depend on the cluster by their place alone
+            other._layer_costs = self._layer_costs  # of the cluster, they depend on their place only
         return other
 
     @property
     def profile(self) -> LayerProfile:
-        """The profile of the devices, if they are all alike; otherwise that of the first type."""
+        """The profile of the devices; if there are several types, the profile of the first type."""
         return next(iter(self.profiles.values()))
 
     @property
@@ -253,10 +257,10 @@ class SearchProblem:
         """The cost of a layer, which is the same for all layers of its class."""
         key = (self.class_of[layer], choice, place, num_microbatches)
         if key not in self._layer_costs:
-            price, one = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
+            price, layer_of_class = grid_cost if choice.grid else layer_cost, self.layer_classes[key[0]]
             self._layer_costs[key] = slowest_of(
                 [
-                    price(one, choice, place, self.workload(num_microbatches, name))
+                    price(layer_of_class, choice, place, self.workload(num_microbatches, name))
                     for name in place.device_types or self.profiles
                 ]
             )
@@ -427,9 +431,11 @@ def profiles_of(cluster: Cluster, profile: LayerProfile | Mapping[str, LayerProf
                 "{type: LayerProfile} with the profile of each type"
             )
         return {types[0] if types else "": profile}
-    for name, each in profile.items():
-        if not isinstance(each, LayerProfile):
-            raise ArgumentError(f"the profile of device type {name!r} must be a LayerProfile, not {brief(each)}")
+    for name, type_profile in profile.items():
+        if not isinstance(type_profile, LayerProfile):
+            raise ArgumentError(
+                f"the profile of device type {name!r} must be a LayerProfile, not {brief(type_profile)}"
+            )
     if not types:
         raise ArgumentError(
             f"there are profiles of device types {format_names(profile)}, but the cluster does not say which device "

@@ -20,7 +20,8 @@ from .layer_profile import LayerProfile
 
 #: A cluster with less memory per device is refused: its unit is probably wrong.
 MIN_MEMORY_BYTES = 1 << 20
-#: Limit on the parts of a cluster if all numbers of devices of all hosts, in all orders, are parts.
+#: If a cluster has at most this many choices of a number of devices on each host and an order of the hosts, all of them
+#: are parts.
 MAX_COMBINATIONS = 50
 #: Rate inside hosts if the topology gives none.
 UNLIMITED_BYTES_PER_SECOND = 1e15
@@ -32,10 +33,11 @@ class Cluster:
 
     Args:
         topology: hosts and links. Ranks of a host must be consecutive.
-        memory_limit_bytes: memory of every device, or a list with the memory of each device, or a mapping from type of
-            device to memory.
+        memory_limit_bytes: memory of every device, a list with the memory of each device, or ``{type of device:
+            memory}``.
         num_ranks: number of ranks to use, from rank 0; 0: all of the topology.
-        device_types: the type of each device; empty: all are alike. A search then needs a profile for each type.
+        device_types: the type of each device; empty: all devices are alike. With types, a search needs a profile for
+            each type.
 
     Raises:
         ArgumentError: the memory of a device is less than 1 MiB or not a number, a list has another length, or a
@@ -86,7 +88,7 @@ class Cluster:
         if (
             isinstance(types, str)
             or not isinstance(types, Sequence)
-            or not all(isinstance(each, str) for each in types)
+            or not all(isinstance(device_type, str) for device_type in types)
         ):
             raise ArgumentError(f"device_types is {brief(types)}; it must be a list with the type of each device")
         if types and len(types) != self.num_ranks:
@@ -94,13 +96,13 @@ class Cluster:
         object.__setattr__(self, "device_types", tuple(types))
         limits = self.memory_limit_bytes
         if isinstance(limits, Mapping):
-            missing = next((each for each in types if each not in limits), None)
+            missing = next((device_type for device_type in types if device_type not in limits), None)
             if missing is not None or not types:
                 raise ArgumentError(
                     f"memory_limit_bytes is for devices of type {format_names(limits)}; "
                     + (f"it lacks {missing!r}" if types else "device_types must then say the type of each device")
                 )
-            object.__setattr__(self, "memory_limit_bytes", tuple(limits[each] for each in types))
+            object.__setattr__(self, "memory_limit_bytes", tuple(limits[device_type] for device_type in types))
 
     @cached_property
     def hosts(self) -> tuple[tuple[int, int, int], ...]:
@@ -131,30 +133,31 @@ class Cluster:
 
     @check_arguments()
     def parts(self, speeds: Mapping[str, float] | None = None) -> list[tuple[int, ...]]:
-        """The ranks of parts of the cluster that may be faster than all of it, because their devices or links are.
+        """The ranks of parts of the cluster that may be faster than the whole, as their devices or links are faster.
 
-        One device, some devices of a host, each host, the hosts of each type of device, and the first hosts in the
-        order of their rates, and in that of their speeds. If there are at most :data:`MAX_COMBINATIONS` of them, all
-        numbers of devices on all hosts, in all orders of the hosts. Of equal parts only the first is listed.
+        The parts are one device, some devices of a host, each host, the hosts of each type of device, and the first
+        hosts, both in the order of their rates and in the order of their speeds. If there are at most
+        :data:`MAX_COMBINATIONS` choices of a number of devices on each host and an order of the hosts, these are the
+        parts instead. Of equal parts, only the first is listed.
 
         Args:
-            speeds: of each type of device.
+            speeds: the speed of each type of device.
         """
-        found = list(self._combinations())
-        if not found:
+        parts = list(self._combinations())
+        if not parts:
             for _, first, end in self.hosts:
                 sizes = [1 << power for power in range((end - first).bit_length()) if 1 << power < end - first]
-                found += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
+                parts += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
             for hosts in self._host_orders(speeds or {}):
                 for count in range(2, len(hosts) + 1):
                     if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(hosts):
-                        found.append(tuple(rank for _, first, end in hosts[:count] for rank in range(first, end)))
+                        parts.append(tuple(rank for _, first, end in hosts[:count] for rank in range(first, end)))
         every = tuple(range(self.num_ranks))
-        kinds = {self.select(ranks).hash: ranks for ranks in reversed(found) if ranks != every}
+        kinds = {self.select(ranks).hash: ranks for ranks in reversed(parts) if ranks != every}
         return sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks))
 
     def _combinations(self) -> Iterator[tuple[int, ...]]:
-        """All numbers of devices of all hosts in all orders; nothing if there are too many."""
+        """All choices of a number of devices on each host and an order of the hosts; nothing if there are too many."""
         sizes = [end - first for _, first, end in self.hosts]
         if math.prod(size + 1 for size in sizes) * math.factorial(len(sizes)) > MAX_COMBINATIONS:
             return
@@ -174,10 +177,13 @@ class Cluster:
         by_rate = sorted(self.hosts, key=rate)
         yield by_rate
         if self.device_types:
-            slowest = {host: min(speeds.get(each, 0.0) for each in self.types_of(*host[1:])) for host in self.hosts}
+            slowest = {
+                host: min(speeds.get(device_type, 0.0) for device_type in self.types_of(*host[1:]))
+                for host in self.hosts
+            }
             yield sorted(self.hosts, key=lambda host: (-slowest[host], rate(host)))
-            for each in sorted(set(self.device_types)):
-                yield [host for host in by_rate if self.types_of(*host[1:]) == (each,)]
+            for device_type in sorted(set(self.device_types)):
+                yield [host for host in by_rate if self.types_of(*host[1:]) == (device_type,)]
 
     @cached_property
     def hash(self) -> str:
@@ -260,7 +266,7 @@ class Place:
         num_ranks: ranks of the stage. num_hosts: hosts that they are on.
         nic_bytes_per_second: slowest host of these; unused on one host.
         inside_bytes_per_second, inside_latency_seconds, latency_seconds: inside a host and between hosts.
-        device_types: types of the devices, sorted; empty if all of the cluster are alike.
+        device_types: types of the devices, sorted; empty if all devices of the cluster are alike.
         pods: pod of each host, numbered in the order of the hosts; empty if all hosts share a pod.
         uplinks: bytes per second of the uplink of each of these pods, in its slower direction.
     """
@@ -279,12 +285,12 @@ class Place:
     def of(cls, cluster: Cluster, profiles: Sequence[LayerProfile], first: int, end: int) -> Place:
         """The place of ranks ``first`` to ``end - 1``, whose types of devices have these profiles.
 
-        Measured collectives replace those of the topology.
+        Measured times of collectives replace the latency and the rate of the topology.
         """
         latency, rate = cluster.topology.inside_latency_seconds, cluster.inside_bytes_per_second
         measured = [profile.sums for profile in profiles if profile.sums is not None]
         if measured:
-            latency, rate = max(each[0] for each in measured), min(each[1] for each in measured)
+            latency, rate = max(sums[0] for sums in measured), min(sums[1] for sums in measured)
         parts = cluster.hosts_of(first, end)
         nic = min(cluster.nic_bytes_per_second(host) for host, _, _ in parts)
         between = cluster.topology.latency_seconds

@@ -293,7 +293,7 @@ class LayerGraph:
 
     @cached_property
     def is_sequential(self) -> bool:
-        """Whether each layer reads the one before it and returns a gradient: a stage waits for all before it."""
+        """Whether each layer reads a tensor of the layer before it and returns its gradient."""
         linked = {reader for t in self.tensors if t.has_gradient for reader in t.readers if reader == t.writer + 1}
         return linked == set(range(1, len(self.layers)))
 

@@ -58,9 +58,11 @@ class ClassTimes:
     """Measurements of one layer class at one tensor-parallel degree, by samples.
 
     Attributes:
-        measured, failed: times by samples, and samples that did not fit.
-        gather_seconds, scatter_seconds: what a gather of the layer's parameters and a scatter of their gradients under
-            ZeRO 3 add to the computation of a device, besides the time of the bytes on links.
+        measured: times, each for a number of samples.
+        failed: numbers of samples that did not fit the memory.
+        gather_seconds: seconds that a gather of the layer's parameters under ZeRO 3 adds to the computation of a
+            device, without the time of the bytes on links.
+        scatter_seconds: the same for a scatter of the gradients of these parameters.
 
     Raises:
         ArgumentError: two measurements have the same samples, or a time is not a number of at least 0.

@@ -48,7 +48,7 @@ MIN_GAIN = 1e-6
 def auto(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves.
 
-    If no method finds any, the smallest training plans, of which one may just fit.
+    If no method finds any, the training plans that lack the least memory, of which one may just fit.
     """
     found: dict[str, Candidate] = {}
     for method in METHODS.values():
@@ -78,47 +78,48 @@ def evaluate_all(
 ) -> list[Evaluation]:
     """Simulate candidates. Those that fit come first, then the fastest. Errors: see :func:`decide`.
 
-    With ``below_seconds``, only those that fit and are faster.
+    With ``below_seconds``, only candidates that fit the memory and are faster than this count.
     """
     for candidate in candidates or ():
         _check_candidate(problem, candidate)
     if not candidates:
         raise ArgumentError(why_nothing_fits(problem))
-    found = (evaluate(problem, candidate, below_seconds=below_seconds) for candidate in candidates)
-    return sorted((each for each in found if each is not None), key=order)
+    evaluations = (evaluate(problem, candidate, below_seconds=below_seconds) for candidate in candidates)
+    return sorted((evaluation for evaluation in evaluations if evaluation is not None), key=order)
 
 
-def refine(problem: SearchProblem, found: Sequence[Evaluation]) -> list[Evaluation]:
+def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
     """Improve the best evaluated candidates by local moves, and try ``auto_schedule`` on the last ones."""
-    found = list(found)
-    for start in [item for item in found if not item.short_bytes][:NUM_IMPROVED]:
+    evaluations = list(evaluations)
+    for start in [item for item in evaluations if not item.short_bytes][:NUM_IMPROVED]:
         better = improve(problem, start)
         if better is not start:
-            found.append(better)
-    found.sort(key=order)
-    for item in found[:NUM_THOROUGH]:
+            evaluations.append(better)
+    evaluations.sort(key=order)
+    for item in evaluations[:NUM_THOROUGH]:
         thorough = evaluate(problem, item.candidate, thorough=True)
         if thorough is not None and order(thorough) < order(item):
-            found[found.index(item)] = thorough
-    found.sort(key=order)
-    if not found:
+            evaluations[evaluations.index(item)] = thorough
+    evaluations.sort(key=order)
+    if not evaluations:
         return []
-    simple = simplify(problem, found)
-    return [simple, *(item for item in found if item is not simple)]
+    simple = simplify(problem, evaluations)
+    return [simple, *(item for item in evaluations if item is not simple)]
 
 
-def simplify(problem: SearchProblem, found: Sequence[Evaluation]) -> Evaluation:
-    """Of the candidates that the profile cannot tell from the fastest one, the simplest, improved by simpler moves.
+def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evaluation:
+    """The simplest of the candidates that tie with the fastest one, then made simpler by moves.
 
-    The measured times of layers vary, so predictions within :data:`ERROR_OF_SPREAD` of the profile's spread are a tie.
+    Measured times of layers vary, so predictions whose relative difference is at most :data:`ERROR_OF_SPREAD` times the
+    spread of the profile are a tie.
     """
-    best = found[0]
+    best = evaluations[0]
     if best.short_bytes:
         return best
     limit = best.seconds * (1 + ERROR_OF_SPREAD * problem.spread()[0])
     if limit == best.seconds:
         return best
-    ties = [item for item in found if not item.short_bytes and item.seconds <= limit]
+    ties = [item for item in evaluations if not item.short_bytes and item.seconds <= limit]
     best = min(ties, key=lambda item: (item.candidate.complexity, item.rank_key))
     for _ in range(MAX_SIMPLER):
         for candidate in neighbours(problem, best.candidate):
@@ -159,15 +160,16 @@ def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
                 )
 
 
-def order(found: Evaluation) -> tuple[float, tuple[float, tuple[int, int, int], float, str]]:
+def order(evaluation: Evaluation) -> tuple[float, tuple[float, tuple[int, int, int], float, str]]:
     """Sort key of evaluations: training plans that fit the memory, then the fastest."""
-    return (found.short_bytes, found.rank_key)
+    return (evaluation.short_bytes, evaluation.rank_key)
 
 
 def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
     """Hill climbing: take the first move that gains until none does, or the tries are spent.
 
-    A move is simulated under the schedule of the best candidate so far. If it gains, all schedules are.
+    A move is simulated under the schedule of the best candidate so far. If it gains, it is simulated under all
+    schedules.
     """
 
     def can_split(candidate: Candidate) -> bool:
@@ -201,7 +203,7 @@ def _why_refused(problem: SearchProblem, grid: GridShape) -> str:
 
 
 def why_nothing_fits(problem: SearchProblem) -> str:
-    """Why no training plan uses all devices: how much memory it lacks, or why no stage can have its layers."""
+    """Why no training plan uses all devices: the memory that one lacks, or the reason why no stage is possible."""
     total, short = problem.cluster.num_ranks, least_shortages(problem)
     if short and short[0].nbytes > 0:
         lacks = short[0]
@@ -213,10 +215,10 @@ def why_nothing_fits(problem: SearchProblem) -> str:
             f"{limit / 1e9:.4g}, with one microbatch of {count_of(problem.num_samples // count, 'sample')} in flight; "
             "use more devices or memory, fewer samples, or allow recomputation and ZeRO 3"
         )
-    most = max(layer.tp_limit for layer in problem.graph.layers)
-    if problem.rules.min_tp > most:
+    max_tp = max(layer.tp_limit for layer in problem.graph.layers)
+    if problem.rules.min_tp > max_tp:
         return (
-            f"no stage can have tp={problem.rules.min_tp}: the layers of {problem.graph.name} allow tp={most} at "
+            f"no stage can have tp={problem.rules.min_tp}: the layers of {problem.graph.name} allow tp={max_tp} at "
             "most; use a smaller tp, or pass a tp_plan and max_tp when you trace the model"
         )
     for count in problem.microbatch_counts:

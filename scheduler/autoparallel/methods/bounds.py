@@ -4,14 +4,15 @@ A step of m microbatches takes at least, for each stage i and each share s from 
 
     sum over stages j before i of (f_j + s a_j + x_j + s y_j)  +  m (f_i + b_i - s w_i)  +  (1 - s) sync_i
 
-f and b are the seconds of a forward and of a whole backward, w those of the weight gradients that a split defers,
-a = b - w, x and y those of the edge behind a stage in both directions, and sync those of the gradient sums. The first
-microbatch passes all stages before i, and stage i then computes all microbatches. After that it sums its gradients
-(s = 0), while the last gradients pass the stages before i (s = 1). Both hold, and so does any mean of them. The same
-holds for m transfers over the edge behind stage i. Where a layer does not read the one before it, nothing is counted
-for the stages before. A recurrence over the stages, from the last one, finds the least
-value of all divisions of layers and devices, in which each stage has the least time of its choices, and the memory of
-one microbatch with all layers recomputed.
+f and b are the seconds of a forward and of a whole backward, w the seconds of the weight gradients that a split defers,
+and a = b - w. x and y are the seconds of the edge behind a stage in both directions, and sync the seconds of the
+gradient sums. The first microbatch passes all stages before i, and stage i then computes all microbatches. After that,
+stage i sums its gradients (s = 0), and the last gradients pass the stages before i (s = 1). Both bounds hold, and so
+does each weighted mean of them. The same holds for m transfers over the edge behind stage i. If a layer does not read
+the layer before it, nothing is counted for the stages before i.
+
+A recurrence over the stages, from the last one, finds the least value of all divisions of layers and devices. There,
+each stage has the least time of its choices, and the memory of one microbatch with all layers recomputed.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ from ..inputs.choices import Choice
 from ..inputs.cluster import Place
 from .range_bytes import bytes_of_cuts
 
-#: Shares that are tried.
+#: Values of the share s that are tried.
 SHARES = (0.0, 0.5, 1.0)
-#: With more devices, the recurrence takes long, and the bound is that of the work alone.
+#: With more devices, the recurrence takes too long, and only :func:`work_bound` counts.
 MAX_RANKS = 128
-#: A bound is this part lower than its sums: the simulator adds in another order.
+#: A bound is lowered by this fraction, because the simulator adds numbers in another order.
 MARGIN = 1e-8
 
 
@@ -40,24 +41,24 @@ def work_bound(problem: SearchProblem) -> float:
     """Seconds that no plan beats: the least work of each layer on any mesh, spread evenly over all devices."""
     if "work bound" not in problem.memo:
         places = dict.fromkeys(place for _, _, place in _positions(problem))
-        found = [_work(problem, tuple(places), count) for count in problem.microbatch_counts]
-        problem.memo["work bound"] = min(found) * (1 - MARGIN) / problem.cluster.num_ranks
+        work_by_count = [_work(problem, tuple(places), count) for count in problem.microbatch_counts]
+        problem.memo["work bound"] = min(work_by_count) * (1 - MARGIN) / problem.cluster.num_ranks
     return float(problem.memo["work bound"])
 
 
 def step_bound_of_any(problem: SearchProblem) -> float:
-    """Seconds that no plan beats; infinite if no plan fits the memory. See the module."""
+    """Seconds that no plan beats, as the module describes; infinite if no plan fits the memory."""
     if problem.cluster.num_ranks > MAX_RANKS:
         return work_bound(problem)
     if "step bound" not in problem.memo:
         positions = list(_positions(problem))
-        found = [_recurrence(problem, positions, count) for count in problem.microbatch_counts]
-        problem.memo["step bound"] = max(work_bound(problem), min(found) * (1 - MARGIN))
+        bounds = [_recurrence(problem, positions, count) for count in problem.microbatch_counts]
+        problem.memo["step bound"] = max(work_bound(problem), min(bounds) * (1 - MARGIN))
     return float(problem.memo["step bound"])
 
 
 def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, Place]]:
-    """``(devices left, devices, place)`` of all stages, with the devices of the stage itself among those left."""
+    """``(devices left, devices, place)`` of all possible stages. The devices left include the devices of the stage."""
     total, cluster = problem.cluster.num_ranks, problem.cluster
     for used in range(1, total + 1):
         begin = total - used
@@ -71,13 +72,13 @@ def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, Place]]:
 
 
 def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[LayerCost, LayerCost]]]:
-    """For each choice of a stage, its least cost of each layer in time, and the least in activations."""
+    """For each choice of a stage, two costs of each layer: the least in time, and the least in activations."""
     choices = problem.choices(place.num_ranks, problem.num_samples // count)
     never = LayerCost(*[math.inf] * 12)
-    found: dict[Choice, list[tuple[LayerCost, LayerCost]]] = {}
+    costs_of: dict[Choice, list[tuple[LayerCost, LayerCost]]] = {}
     for choice in choices:
         plain = replace(choice, recompute=False)
-        if plain in found:
+        if plain in costs_of:
             continue
         ways = [item for item in (plain, replace(choice, recompute=True)) if item in choices]
         costs = []
@@ -88,18 +89,18 @@ def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[
                 costs.append((pair[0], pair[-1]))
             else:
                 costs.append((never, never))
-        found[plain] = [costs[number] for number in problem.class_of]
-    return list(found.values())
+        costs_of[plain] = [costs[number] for number in problem.class_of]
+    return list(costs_of.values())
 
 
 def _work(problem: SearchProblem, places: tuple[Place, ...], count: int) -> float:
-    """Device-seconds of a step."""
-    least = np.full(len(problem.graph.layers), np.inf)
+    """The least device-seconds of a step."""
+    min_seconds = np.full(len(problem.graph.layers), np.inf)
     for place in places:
         for costs in _costs(problem, place, count):
             seconds = [cost.forward_seconds + cost.backward_seconds for cost, _ in costs]
-            least = np.minimum(least, place.num_ranks * np.array(seconds))
-    return count * float(least.sum())
+            min_seconds = np.minimum(min_seconds, place.num_ranks * np.array(seconds))
+    return count * float(min_seconds.sum())
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,9 +108,9 @@ class _Stages:
     """Least values of stages of layers ``first`` to ``end - 1`` on one place, infinite where no choice is possible.
 
     Attributes:
-        passed: ``[share, first, end]``: seconds of one microbatch that passes: f + s a.
-        filled: ``[share, first, end]``: seconds of all microbatches and sums: m (f + b - s w) + (1 - s) sync.
-        needed_bytes: ``[first, end]``: memory of a device.
+        passed: seconds of one microbatch that passes, f + s a, as ``[share, first, end]``.
+        filled: seconds of all microbatches and sums, m (f + b - s w) + (1 - s) sync, as ``[share, first, end]``.
+        needed_bytes: memory of a device, as ``[first, end]``.
     """
 
     passed: np.ndarray
@@ -136,8 +137,8 @@ def _stages(problem: SearchProblem, place: Place, count: int) -> list[_Stages]:
         filled = np.stack([count * (f + b - s * w) + (1 - s) * sums + never for s in SHARES])
         rows.append((passed, filled, needed))
     if not problem.rules.executable and rows:
-        least = [np.min([row[number] for row in rows], axis=0) for number in (0, 1)]
-        rows = [(least[0], least[1], np.zeros(least[0].shape[1]))]
+        minima = [np.min([row[number] for row in rows], axis=0) for number in (0, 1)]
+        rows = [(minima[0], minima[1], np.zeros(minima[0].shape[1]))]
     return [_Stages(*map(_range_sums, row)) for row in rows]
 
 
@@ -163,8 +164,8 @@ def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, Place]],
     sizes_at: dict[int, list[int]] = {}
     for used, number, _ in positions:
         sizes_at.setdefault(used, []).append(number)
-    least = np.full((total + 1, len(SHARES), size), np.inf)
-    least[0, :, -1] = 0.0  # no layer and no device is left
+    bound = np.full((total + 1, len(SHARES), size), np.inf)
+    bound[0, :, -1] = 0.0  # no layer and no device is left
     for used, number, place in positions:
         begin, cut = total - used, total - used + number
         memory = problem.cluster.memory_of(begin, cut)
@@ -176,10 +177,10 @@ def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, Place]],
         there, back = sent * factor, returned * factor
         over_edge = passed + count * np.maximum(there, back)
         beyond = passed + there + shares * back if is_sequential else np.where(np.isfinite(passed), 0.0, np.inf)
-        beyond = beyond + least[used - number][:, None, :]
+        beyond = beyond + bound[used - number][:, None, :]
         seconds = np.maximum(np.maximum(filled, beyond), np.where(is_range, over_edge, np.inf))
-        least[used] = np.minimum(least[used], seconds.min(axis=-1))
-    return float(least[total, :, 0].max())
+        bound[used] = np.minimum(bound[used], seconds.min(axis=-1))
+    return float(bound[total, :, 0].max())
 
 
 def _least_of(tables: list[_Stages], memory_bytes: float, is_range: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -202,7 +203,7 @@ def _cut_bytes(problem: SearchProblem, is_gradient: bool) -> np.ndarray:
     size = len(graph.layers) + 1
     if graph.is_chain:
         return np.broadcast_to(table[0, :, 0], (size, size))
-    at = np.arange(size)
-    first, cut, end = at[:, None, None], at[None, :, None], at[None, None, :]
-    least = np.where((first < cut) & (cut < end), table, np.inf).min(axis=2)
-    return np.where(np.isfinite(least), least, 0.0)  # 0: no stage is behind this one
+    numbers = np.arange(size)
+    first, cut, end = numbers[:, None, None], numbers[None, :, None], numbers[None, None, :]
+    min_bytes = np.where((first < cut) & (cut < end), table, np.inf).min(axis=2)
+    return np.where(np.isfinite(min_bytes), min_bytes, 0.0)  # 0: no stage is behind this one

@@ -60,7 +60,7 @@ def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterat
 
 
 def _all_alike(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
-    """One ZeRO, or one recomputation, in all stages. A backward can be split only if no stage has either."""
+    """The same ZeRO, or the same recomputation, in all stages: backwards can be split only if no stage has either."""
     for zero in problem.rules.zero if len(stages) > 1 else ():
         yield tuple(
             replace(

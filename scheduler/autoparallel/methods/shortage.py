@@ -1,4 +1,4 @@
-"""How much memory a problem lacks if no training plan fits."""
+"""The memory that a problem lacks if no training plan fits."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ class Shortage(NamedTuple):
     """The training plan that lacks the least memory.
 
     Attributes:
-        nbytes: that its worst device lacks; not positive if it fits.
-        candidate: its stages, which hold one microbatch each. stage: number of the worst stage.
+        nbytes: bytes that the worst device lacks; not positive if the plan fits.
+        candidate: its stages, which hold one microbatch each.
+        stage: number of the worst stage.
     """
 
     nbytes: float
@@ -25,12 +26,12 @@ class Shortage(NamedTuple):
 
 
 def least_shortages(problem: SearchProblem) -> list[Shortage]:
-    """For each number of microbatches the training plan that lacks the least memory, the least shortage first.
+    """For each number of microbatches, the training plan that lacks the least memory; the smallest shortage first.
 
-    None if no stage can have the samples, whatever the memory. A plan fits even if it lacks a few bytes here, where all
-    gradients and buffers count: see :meth:`StageCost.peak_bytes`.
+    The list is empty if no stage can have the samples, whatever the memory. A plan that lacks a few bytes here may fit,
+    because all gradients and buffers count here; see :meth:`StageCost.peak_bytes`.
     """
-    found = []
+    shortages = []
     for count in problem.microbatch_counts:
         tables = make_tables(problem, count)
         chosen = () if tables is None else _smallest(tables)
@@ -38,37 +39,39 @@ def least_shortages(problem: SearchProblem) -> list[Shortage]:
             stages = tuple(tables.stage(*item) for item in chosen)
             costs = [problem.stage_cost(stage, count) for stage in stages]
             lacks = [cost.memory_bytes(1) - cost.limit_bytes for cost in costs]
-            found.append(Shortage(max(lacks), Candidate("smallest", stages, count), lacks.index(max(lacks))))
-    return sorted(found, key=lambda each: (each.nbytes, each.candidate.complexity, each.candidate.text))
+            shortages.append(Shortage(max(lacks), Candidate("smallest", stages, count), lacks.index(max(lacks))))
+    return sorted(
+        shortages, key=lambda shortage: (shortage.nbytes, shortage.candidate.complexity, shortage.candidate.text)
+    )
 
 
 def _smallest(tables: Tables) -> tuple[tuple[int, int, int, int], ...]:
-    """``(first, end, devices left, option)`` of the stages whose worst device lacks least; empty if there are none."""
+    """``(first, end, devices left, option)`` of the stages whose worst device lacks least; or nothing."""
     size = len(tables.problem.graph.layers) + 1
     num_ends, upper = len(tables.ends), np.triu(np.ones((size, size), dtype=bool), 1)
     needed = np.where(upper & np.isfinite(tables.forward), tables.needed_bytes(slice(None), 1), np.inf)
-    least = np.full((num_ends, size), np.inf)
-    least[0, -1] = -np.inf  # no layer and no device is left
+    min_shortage = np.full((num_ends, size), np.inf)
+    min_shortage[0, -1] = -np.inf  # no layer and no device is left
     came: dict[tuple[int, int], tuple[int, int, int]] = {}  # option, end and devices left after the stage
-    for at in range(1, num_ends):
-        for c in np.flatnonzero(tables.next_at[:, at] >= 0).tolist():
-            options = np.flatnonzero((tables.allowed[:, at] > 0) & (tables.option_class == c))
+    for position in range(1, num_ends):
+        for c in np.flatnonzero(tables.next_at[:, position] >= 0).tolist():
+            options = np.flatnonzero((tables.allowed[:, position] > 0) & (tables.option_class == c))
             if not len(options):
                 continue
-            rest = int(tables.next_at[c, at])
+            rest = int(tables.next_at[c, position])
             of_range = needed[options]
-            worst = np.maximum(of_range.min(axis=0) - tables.memory[c, at], least[rest][None, :])
+            worst = np.maximum(of_range.min(axis=0) - tables.memory[c, position], min_shortage[rest][None, :])
             worst = np.where(upper, worst, np.inf)
             ends = worst.argmin(axis=1)
-            for first in np.flatnonzero(worst.min(axis=1) < least[at]).tolist():
+            for first in np.flatnonzero(worst.min(axis=1) < min_shortage[position]).tolist():
                 end = int(ends[first])
-                least[at, first] = worst[first, end]
-                came[at, first] = (int(options[of_range[:, first, end].argmin()]), end, rest)
-    if math.isinf(least[-1, 0]):
+                min_shortage[position, first] = worst[first, end]
+                came[position, first] = (int(options[of_range[:, first, end].argmin()]), end, rest)
+    if math.isinf(min_shortage[-1, 0]):
         return ()
-    stages, at, first = [], num_ends - 1, 0
-    while at:
-        option, end, rest = came[at, first]
-        stages.append((first, end, at, option))
-        at, first = rest, end
+    stages, position, first = [], num_ends - 1, 0
+    while position:
+        option, end, rest = came[position, first]
+        stages.append((first, end, position, option))
+        position, first = rest, end
     return tuple(stages)

@@ -1,4 +1,4 @@
-"""Measure what ZeRO 3 adds to a layer on its device: hooks, and copies before and after each collective."""
+"""Measure the time that ZeRO 3 adds to a layer on its device: hooks, and copies before and after each collective."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_RANKS = 2
 class GatherTimes(NamedTuple):
     """Seconds that one gather of the parameters of a layer adds to its device, and one scatter of their gradients.
 
-    The time of the bytes on links is not in them.
+    They do not contain the time of the bytes on links.
     """
 
     gather_seconds: float = 0.0
@@ -37,19 +37,19 @@ class GatherTimes(NamedTuple):
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-#: What another process runs: it reads the arguments of :func:`measure_gathers` and writes the result.
+#: Program of another process, which reads the arguments of :func:`measure_gathers` and writes the result.
 _PROGRAM = (
     "import pickle, sys; from reshard.scheduler.autoparallel.modules.gather_times import measure_gathers; "
     "result = measure_gathers(*pickle.load(sys.stdin.buffer)); sys.stdout.buffer.write(pickle.dumps(result))"
 )
-#: Limit on the seconds of that process.
+#: Time limit of that process.
 TIMEOUT_SECONDS = 300.0
 
 
 def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
     """Times of layers with these parameters under ``fully_shard``, over a group whose collectives return at once.
 
-    What remains is what the device and its host do for a gather and a scatter. If this process has a world group,
+    Only the work of the device and its host for a gather and a scatter remains. If this process has a world group,
     another process measures.
 
     Warns:
@@ -80,7 +80,7 @@ def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> li
 
 
 class _Parameters(nn.Module):
-    """Uses one value of each parameter, and so has a whole gradient of each."""
+    """Uses one value of each parameter, so each parameter has a whole gradient."""
 
     def __init__(self, shapes: Shapes, device: str) -> None:
         super().__init__()

@@ -24,7 +24,7 @@ from .tracing import TracedModel, layer_inputs, run_layer
 
 #: Samples that are measured, unless others are given.
 SAMPLE_COUNTS = (1, 2, 4)
-#: Most repetitions of a gather and a scatter, which copy all parameters of a layer.
+#: Largest number of repetitions of a gather and a scatter, which copy all parameters of a layer.
 MAX_GATHER_REPEATS = 3
 #: If a number of samples took longer than this, larger numbers are not measured.
 MAX_SECONDS = 5.0

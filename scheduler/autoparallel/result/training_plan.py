@@ -24,8 +24,8 @@ class TrainingPlan(TrainingPlanRecord):
         num_microbatches, num_samples: of a step. schedule_text: the schedule, as
             :func:`reshard.scheduler.parse_schedule` reads.
         seconds: predicted seconds of a step, with the sums of gradients.
-        bound_seconds: no plan of this model and profile is faster that uses all devices or, with
-            ``is_bound_of_parts``, any part of them that ``auto`` considers.
+        bound_seconds: no plan of this model and profile on all devices is faster; with ``is_bound_of_parts``, no plan
+            on any part of the devices that ``auto`` considers.
         is_guess: whether the profile is an estimate.
         graph_hash, profile_hash, cluster_hash: what it was made for.
         reports, edges: details of each stage and edge. alternatives: other candidates, fastest first.
@@ -37,7 +37,7 @@ class TrainingPlan(TrainingPlanRecord):
             training on these, or pass ``Pipe`` their process group.
         num_cluster_ranks: ranks of the cluster, if ``ranks`` is not empty.
         on_all_seconds: predicted seconds of the best plan on all ranks in their order; 0: none fits.
-        is_on_all_bound: whether these are a lower bound, because no plan was searched on all ranks.
+        is_on_all_bound: whether ``on_all_seconds`` is a lower bound, because no plan was searched on all ranks.
         compression_text: the codecs, as :func:`reshard.compression.parse_policy` reads them.
     """
 

@@ -26,7 +26,7 @@ class ShardRead:
     """A part of a shard, and the memory that it fills.
 
     Attributes:
-        key: of the tensor.
+        key: key of the tensor.
         shard: the shard to read from.
         slices: the part of the shard, one for each dim.
         target: a view of the same shape.
@@ -160,7 +160,7 @@ class StoredCheckpoint:
         return tensor
 
     def file_of(self, key: str) -> Path:
-        """The file that holds a value; the index file if the key is not that of a value."""
+        """The file that holds a value; the index file if no value has the key."""
         return self.folder / self._index.values.get(key, INDEX_FILE)
 
     def _by_file(self, reads: Sequence[ShardRead]) -> dict[str, list[ShardRead]]:
