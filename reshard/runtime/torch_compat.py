@@ -140,5 +140,14 @@ def is_in_backward() -> bool:
 
 
 def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source to the target at its place. One call for many small tensors."""
+    """Copy each source to the target at its place. One call for many small tensors.
+
+    Equal dtypes are copied as integers: on a GPU the call does not know all dtypes, and may change the bits of NaNs.
+    """
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    if all(
+        target.dtype == source.dtype and target.itemsize in words and not target.is_complex()
+        for target, source in zip(targets, sources, strict=True)
+    ):
+        targets, sources = ([tensor.view(words[tensor.itemsize]) for tensor in side] for side in (targets, sources))
     torch._foreach_copy_(list(targets), list(sources))

@@ -63,6 +63,7 @@ class _Job:
         engines: engines to which it is being sent.
         base: the version that these engines hold, if the new one travels as differences.
         failed: engines to which it must be sent anew, each with the reason.
+        has_failed: whether an attempt has failed. Further ones are not encoded.
     """
 
     version: int
@@ -74,6 +75,7 @@ class _Job:
     nonce: str = ""
     deadline: float = 0.0
     answered: set[tuple[str, int]] = field(default_factory=set)
+    has_failed: bool = False
     engines: list[str] = field(default_factory=list)
     base: int | None = None
     failed: dict[str, str] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class Dispatcher:
         team: the trainer.
         manifest: its model.
         options: how long engines may take to answer, and to confirm a version.
-        find_base: returns the version to which differences may refer, if any.
+        find_base: returns the version to which differences may refer, if any, given whether the version may be encoded.
         describe_coding: what messages say about the coding of a version, given its base.
     """
 
@@ -101,7 +103,7 @@ class Dispatcher:
         team: Team,
         manifest: Manifest,
         options: RouteOptions,
-        find_base: Callable[[], int | None],
+        find_base: Callable[[bool], int | None],
         describe_coding: Callable[[int | None], Mapping[str, Any]],
     ) -> None:
         self._find_base, self._describe_coding = find_base, describe_coding
@@ -203,7 +205,7 @@ class Dispatcher:
 
     def _choose_engines(self, job: _Job) -> None:
         """Send to all engines at once, or first to the engines that hold the base, and to the others afterwards."""
-        base, roster = self._find_base(), self._team.roster
+        base, roster = self._find_base(not job.has_failed), self._team.roster
         holders = [
             engine for engine in job.pending if base is not None and self._held.get(engine, roster.held(engine)) == base
         ]
@@ -270,6 +272,7 @@ class Dispatcher:
                 job.results[engine] = f"failed {MAX_ATTEMPTS} times: {job.failed.get(engine, '')}"
         if job.failed:
             self._route = None
+            job.has_failed = True
         self._begin_attempt(job)
 
     def _check(self, job: _Job) -> None:

@@ -16,7 +16,7 @@ from reshard.api.handle import Handle, times_of
 from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.regions import Bucket, Region, find_buckets
 from reshard.api.mover import Mover
-from reshard.errors import DisagreementError, RemoteError
+from reshard.errors import ArgumentError, DisagreementError, RemoteError
 from reshard.formatting import format_ranks
 from reshard.planner import plan_tensors
 from reshard.sharding import Layout, Mesh, TensorSpec
@@ -30,6 +30,8 @@ Arrays = Mapping[str, torch.Tensor]
 MAX_KEPT = 8
 #: Equal parts of ``memory_bytes``: buffers, staging of encoded transfers, and staging of raw transfers.
 NUM_SHARES = 3
+#: The most rounds of a version; more would take longer than they save.
+MAX_ROUNDS = 4096
 
 
 @dataclass
@@ -98,13 +100,19 @@ class EncodedTransfers:
         self._itemsize = {spec.name or "": spec.itemsize for spec in specs}
 
         def describe() -> dict[str, Any]:
-            return {**report_formats(), "memory_bytes": options.memory_bytes}
+            link_rate = None if choice is None else choice.link_rate
+            return {**report_formats(), "memory_bytes": options.memory_bytes, "link_rate": link_rate}
 
         reports = self.exchange(describe, "compares formats")
         limit = max(1, min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES)
         held, needed = (_sum_by_rank(self._buckets, side) for side in ("holders", "receivers"))
         max_bytes = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
         self.num_rounds = max(1, -(-max_bytes // limit))
+        if self.num_rounds > MAX_ROUNDS:
+            raise ArgumentError(
+                f"compression= would send this model in {self.num_rounds:,} rounds, because memory_bytes is "
+                f"{limit * NUM_SHARES:,} on a rank; it must be at least {NUM_SHARES * -(-max_bytes // MAX_ROUNDS):,}"
+            )
         self.plain_bytes = sum(bucket.nbytes for bucket in self._buckets.values())
         if choice is not None:
             choice.agree(reports, *(self.plain_bytes / max(1, *side.values(), 1) for side in (held, needed)))
@@ -338,13 +346,14 @@ class RawHandle:
     """
 
     def __init__(self, route: Route, arrays: Arrays) -> None:
-        self._handle, self._nbytes = route.start_sending(arrays), int(route.predict()["nbytes"])
+        self._route, self._handle = route, route.start_sending(arrays)
 
     def wait(self, timeout_seconds: float) -> SendingReport:
         """Wait until all data has left."""
         self._handle.wait(timeout_seconds)
-        report = SendingReport(formats={"raw": self._nbytes})
-        report.add(self._handle, self._nbytes)
+        nbytes = int(self._route.predict()["nbytes"])
+        report = SendingReport(formats={"raw": nbytes})
+        report.add(self._handle, nbytes)
         return report
 
 
@@ -382,7 +391,7 @@ def _cut_regions(
     """The rows that begin at bytes ``lo`` to ``hi - 1`` of joined regions, each with the number of its region."""
     region_begin = 0
     for number, region in enumerate(regions):
-        slices = region.src or region.dst
+        slices = region.dst if region.src is None else region.src  # () for a tensor without dims
         if slices is None:  # this rank neither holds nor needs the region
             continue
         shape = [piece.stop - piece.start for piece in slices]

@@ -87,6 +87,9 @@ class FormatChoice:
             and all(formats.get(name) == known[0][name] for formats in known)
         )
         self._rates = slowest_rates([report["rates"] for report in reports.values()])
+        # a rank that missed a version knows another rate, and holders of a region must choose alike
+        link_rates = [report["link_rate"] for report in reports.values() if report.get("link_rate") is not None]
+        self._link_rates, self._first_rate = [], link_rates[0] if link_rates else None
 
     def add_transfer(self, nbytes: int, seconds: float, plain: int, is_first: bool) -> None:
         """Take the rate of the link from a transfer.

@@ -178,7 +178,7 @@ def _is_cast(array: torch.Tensor, arrived: torch.Tensor) -> bool:
         array, arrived = array[None], arrived[None]
     rows = max(1, _CAST_ELEMENTS // max(1, array[:1].numel()))
     pairs = zip(array.split(rows), arrived.split(rows), strict=True)
-    return all(torch.equal(_bits(part), _bits(other.to(array.dtype))) for part, other in pairs)
+    return all(torch.equal(_bits(part), _bits(other.to(array.device, array.dtype))) for part, other in pairs)
 
 
 def _bits(array: torch.Tensor) -> torch.Tensor:

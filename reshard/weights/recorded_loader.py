@@ -79,8 +79,7 @@ class Recording:
         tensors, parameters = _tensors_of(model)
         entries = {name: (entry.shape, getattr(torch, entry.dtype)) for name, entry in source.entries.items()}
         steps = trace_loader(loader.load_weights, tensors, entries)
-        # one tensor for all names of a tied one; each copy once
-        self._steps = tuple(dict.fromkeys(_resolve_tie(step, source.tied) for step in steps))
+        self._steps = _drop_repeated_copies(_resolve_tie(step, source.tied) for step in steps)
         self._model, self._source = model, source
         self._geometry = {name: (tensor.shape, tensor.stride(), tensor.dtype) for name, tensor in tensors.items()}
         self._devices = sorted({tensor.device.type for tensor in tensors.values()})
@@ -269,3 +268,16 @@ def _count_written(name: str, regions: Sequence[Region], is_copy: Sequence[bool]
     for dim, cuts in enumerate(edges):
         sizes *= np.diff(cuts).reshape([-1 if other == dim else 1 for other in range(len(edges))])
     return int(sizes[written > 0].sum())
+
+
+def _drop_repeated_copies(steps: Iterable[Copy | Fill]) -> tuple[Copy | Fill, ...]:
+    """The steps with each copy once: a tied tensor is copied under all its names."""
+    kept: list[Copy | Fill] = []
+    copies: set[Copy] = set()
+    for step in steps:
+        if isinstance(step, Copy):
+            if step in copies:
+                continue
+            copies.add(step)
+        kept.append(step)
+    return tuple(kept)

@@ -82,9 +82,9 @@ class Sender:
     def _make_dispatcher(self) -> Dispatcher:
         return Dispatcher(self._team, self._manifest, self._options, self._find_base, self._describe_coding)
 
-    def _find_base(self) -> int | None:
-        """The version to which differences may refer."""
-        self._is_encoded = self._compression is not None and self._choice.may_pay()
+    def _find_base(self, may_encode: bool) -> int | None:
+        """The version to which differences may refer, if the version may be encoded."""
+        self._is_encoded = may_encode and self._compression is not None and self._choice.may_pay()
         return self._snapshot.base_version if self._is_encoded and self._compression == "delta" else None
 
     def _describe_coding(self, base: int | None) -> dict[str, Any]:

@@ -193,7 +193,7 @@ class Subscriber:
 
     def _leave(self, error: BaseException) -> None:
         """End the call on all ranks, because an exception has ended it on this one."""
-        with contextlib.suppress(RuntimeError):  # the store is lost, and so are the calls of all ranks
+        with contextlib.suppress(RuntimeError, ReshardError):  # the store is lost, and so are the calls of all ranks
             if not self._attempts.leave(self._team.left_error(error), self._receiver.swapped):
                 self._receiver.wait_for_swap(self._attempts.number, AGREE_SECONDS)
 

@@ -26,6 +26,7 @@ from decimal import Decimal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import get_args
+from unittest import mock
 
 import numpy as np
 import torch
@@ -38,6 +39,8 @@ from reshard.codecs import find_codec
 from reshard.formatting import brief
 from reshard.scheduler import autoparallel
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
+from reshard.scheduler.autoparallel.modules import profiling
+from reshard.scheduler.autoparallel.modules.gather_times import GatherTimes
 from reshard.scheduler.autoparallel.tuning import Measurement
 from reshard.weights.mapping.rules import Rule
 from tests.campaigns.nonsense import ARGUMENTS
@@ -510,6 +513,12 @@ def _of_schedules():
     }
 
 
+def _profile_layers(**arguments):
+    """Without the process that measures gathers, which takes seconds to start."""
+    with mock.patch.object(profiling, "measure_gathers", lambda layers, *_: [GatherTimes()] * len(layers)):
+        return autoparallel.profile_layers(**arguments)
+
+
 def _of_searches():
     graph, cluster, profile, training_plan = _searched()
     folder = tempfile.mkdtemp()
@@ -586,7 +595,7 @@ def _of_searches():
             | {"max_tp": 1, "name": "x", "autocast": torch.bfloat16, "loss": None, "blocks": None},
         ),
         "profile_layers": (
-            autoparallel.profile_layers,
+            _profile_layers,
             {"traced": traced, "device": "cpu", "sample_counts": (1, 2), "repeats": 1, "message_seconds": 0.0}
             | {"slowdown": 1.0},
         ),

@@ -112,6 +112,11 @@ def test_views_joins_and_copies_are_recorded(load):
     _record(load)
 
 
+def _scaled(x):
+    torch._foreach_mul_([x], 2.0)
+    return x
+
+
 def _replace(m, x, y):
     _rows(m, x, y)
     m["a"].data = torch.zeros(6, 4)
@@ -132,6 +137,9 @@ def _replace(m, x, y):
             lambda m, x, y: m["a"].view(4, 6).copy_(x.view(4, 6)),
             "a view with stride 6 of a tensor of shape .6, 4. cannot be traced",
         ),
+        (lambda m, x, y: m["a"].copy_(_scaled(x)), "computes aten._foreach_mul_.Scalar with 'x'"),
+        (lambda m, x, y: torch.add(torch.ones(4), 1, out=m["b"]), "changes 'b' by aten.add.out without a tensor"),
+        (lambda m, x, y: torch._foreach_zero_([m["b"]]), "changes 'b' by aten._foreach_zero_.default without a tensor"),
         (lambda m, x, y: m["a"].mul_(2), "changes 'a' by aten.mul_.Tensor without a tensor of the checkpoint"),
         (lambda m, x, y: m["a"].copy_(x.half()), "casts 'x' to torch.float16 and then to torch.float32"),
         (lambda m, x, y: (_rows(m, x, y), m["a"][0].copy_(y)), "writes elements of 'a' twice"),

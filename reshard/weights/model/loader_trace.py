@@ -142,7 +142,10 @@ class _Trace(TorchDispatchMode):
             return self._add(roots[0].view(args[0]), (*roots[0].dtypes, *[dtype] * (dtype != args[0].dtype)))
         if func in (_aten.cat.default, _aten.stack.default) and len({root.dtypes for root in roots}) == 1:
             return self._join(func, *args, **kwargs)
-        is_view = all(value.alias_info is not None and not value.alias_info.is_write for value in func._schema.returns)
+        returns = [value.alias_info for value in func._schema.returns]
+        is_view = bool(returns) and all(alias is not None and not alias.is_write for alias in returns)
+        if func in (_aten._conj.default, _aten._neg_view.default):  # a view of other values
+            is_view = False
         if func is _aten._unsafe_view.default or (is_view and func is not _aten.view.dtype):
             return func(*args, **kwargs)
         raise _refusal(func, roots)
@@ -160,9 +163,8 @@ class _Trace(TorchDispatchMode):
 
     def _run_without_roots(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Run an operation on other tensors, unless it would change a parameter."""
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            is_written = argument.alias_info is not None and argument.alias_info.is_write
-            if is_written and isinstance(value, torch.Tensor) and _storage_of(value) in self._parameters:
+        for value in _written_tensors(func._schema.arguments, args, kwargs):
+            if _storage_of(value) in self._parameters:
                 place = self._place_of(value)
                 if func not in (_aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor):
                     what = f"load_weights changes {place.name!r} by {func} without a tensor of the checkpoint"
@@ -237,3 +239,13 @@ def _refusal(func: Any, roots: Sequence[_Root]) -> ArgumentError:
         f"load_weights computes {func} with {_name_of(roots)!r}, so it cannot be recorded; give it to the Subscriber "
         "as load_weights=, with model=None"
     )
+
+
+def _written_tensors(arguments: Sequence[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that a call of an operation writes, such as those of ``out=``."""
+    written: list[torch.Tensor] = []
+    for number, argument in enumerate(arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[number] if number < len(args) else kwargs.get(argument.name)
+            written += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return written

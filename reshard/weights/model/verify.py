@@ -191,11 +191,13 @@ class Checker:
         number: dict[str, int] = {}
         seen: set[Side] = set()
         tensor = np.full(self._first[-1], -1)
-        for piece, begin, end in zip(self._pieces, self._first[:-1], self._first[1:], strict=True):
+        ends = zip(self._pieces, self._targets, self._first[:-1], self._first[1:], strict=True)
+        for piece, target, begin, end in ends:
             if piece.source not in seen:
                 seen.add(piece.source)
                 name = piece.source.name
-                numel[name] = numel.get(name, 0) + math.prod(piece.shape)
+                # an engine may hold a part of a piece, of which alone there are digests
+                numel[name] = numel.get(name, 0) + int((target.stop - target.start).prod(axis=1).sum())
                 tensor[begin:end] = number.setdefault(name, len(number))
         shapes = {name: self._source.entries[name].shape for name in numel}
         return tensor, [name if numel[name] == math.prod(shapes[name]) else None for name in numel]
