@@ -144,23 +144,23 @@ class EncodedTransfers:
             base: the local shards of the version to which differences refer, in the same or in other memory.
             problem: why this rank cannot receive, as an error for all ranks.
         """
-        landing = None
+        buffers = None
         for number in range(self.num_rounds):
             reports = self.exchange(functools.partial(_raise_problem, problem))
             if number == 0:
                 if not _pays(reports):
                     self.route.receive(arrays)
                     return
-                landing = self.route.land(arrays, base)
-            assert landing is not None
+                buffers = self.route.find_buffers(arrays, base)
+            assert buffers is not None
             self.move(reports)[0].wait(self.timeout_seconds)
             try:
-                self._decode(number, landing.arrays)
+                self._decode(number, buffers.arrays)
             except Exception as error:  # the next round reports it to the other ranks
                 problem = f"{type(error).__name__}: {error}"
         _raise_problem(problem)
-        assert landing is not None
-        landing.finish()
+        assert buffers is not None
+        buffers.finish()
 
     def exchange(self, function: Callable[[], Mapping[str, Any]], purpose: str = "offers a version") -> dict[int, Any]:
         """The results of a function on all ranks of the route. If it raises an error on one, all raise it."""

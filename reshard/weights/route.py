@@ -68,7 +68,7 @@ class RouteOptions:
 
 
 @dataclass(frozen=True)
-class Landing:
+class ReceiveBuffers:
     """Where the tensors of a plan arrive on a rank.
 
     Attributes:
@@ -166,17 +166,19 @@ class Route:
 
     def receive(self, arrays: Mapping[str, torch.Tensor]) -> None:
         """Receive into the local shards of the destination model of this rank, given by name."""
-        landing = self.land(arrays)
-        out: dict[str | None, Any] = {spec.name: landing.arrays.get(spec.name or "") for spec in self.plan.tensors}
+        buffers = self.find_buffers(arrays)
+        out: dict[str | None, Any] = {spec.name: buffers.arrays.get(spec.name or "") for spec in self.plan.tensors}
         self._mover.start(dict.fromkeys(out), out=out).wait(self._timeout_seconds)
-        landing.finish()
+        buffers.finish()
 
     def gather(self, arrays: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The parts of the plan's tensors that this rank holds, from its local shards by name."""
         pairs = zip(self.plan.tensors, self._find_views(arrays), strict=True)
         return {spec.name or "": _one(views) for spec, views in pairs if views}
 
-    def land(self, arrays: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None) -> Landing:
+    def find_buffers(
+        self, arrays: Mapping[str, torch.Tensor], base: Mapping[str, torch.Tensor] | None = None
+    ) -> ReceiveBuffers:
         """Where the plan's tensors arrive for the local shards of a destination model, by name.
 
         Args:
@@ -200,7 +202,7 @@ class Route:
                 tensor = torch.empty(shape, dtype=views[0].dtype, device=self.device)
                 copies.append((views, tensor))
             landed[spec.name or ""] = tensor
-        return Landing(landed, copies, list(arrays.values()))
+        return ReceiveBuffers(landed, copies, list(arrays.values()))
 
     def _find_views(self, arrays: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
         """What this rank holds of the pieces of each bundle: all of them or none. Kept for the same arrays."""

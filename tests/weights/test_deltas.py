@@ -74,13 +74,13 @@ def _holds(model, number, cut):
 def _note_arrivals(monkeypatch):
     """The base of each version that arrives in this process, or "whole"."""
     found = []
-    land = Route.land
+    find_buffers = Route.find_buffers
 
-    def note_landing(self, arrays, base=None):
+    def note_arrival(self, arrays, base=None):
         found.append("whole" if base is None else "differences")
-        return land(self, arrays, base)
+        return find_buffers(self, arrays, base)
 
-    monkeypatch.setattr(Route, "land", note_landing)
+    monkeypatch.setattr(Route, "find_buffers", note_arrival)
     return found
 
 
