@@ -7,7 +7,7 @@ with a transfer is slowed, as Galvatron-BMW (Wang et al., 2023) charges it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from reshard.errors import ArgumentError
@@ -174,8 +174,15 @@ class StageCost:
 
 
 def slowest_of(costs: Sequence[LayerCost]) -> LayerCost:
-    """The cost of a layer on devices of several types, which wait for each other: the maximum of each field."""
-    return costs[0] if len(costs) == 1 else LayerCost(*map(max, zip(*map(astuple, costs), strict=True)))
+    """The cost of a layer on devices of several types, which wait for each other: the maximum of each field.
+
+    A split backward defers what the slowest pass of input gradients leaves of the slowest whole backward.
+    """
+    if len(costs) == 1:
+        return costs[0]
+    most = LayerCost(*map(max, zip(*map(astuple, costs), strict=True)))
+    input_seconds = max(cost.backward_seconds - cost.weight_grad_seconds for cost in costs)
+    return replace(most, weight_grad_seconds=most.backward_seconds - input_seconds)
 
 
 def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> float:

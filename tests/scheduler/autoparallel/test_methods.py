@@ -12,7 +12,7 @@ import pytest
 
 from reshard.scheduler.autoparallel import Choice
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, evaluate_schedule, step_bound
-from reshard.scheduler.autoparallel.costs.layer_costs import late_bytes, working_bytes
+from reshard.scheduler.autoparallel.costs.layer_costs import LayerCost, late_bytes, slowest_of, working_bytes
 from reshard.scheduler.autoparallel.costs.problem import Candidate
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods import alpa, bmw, joint, knapsack, pace
@@ -216,6 +216,15 @@ def test_a_layer_is_recomputed_with_its_own_parameters_not_with_those_of_the_lar
     assert working((19.0, 1.0, 2.0), (0.0, 10.0, 1.0)) == 30.0  # 18 + 2 * 1 + 10
     assert working((9.0, 10.0, 2.0), (0.0, 10.0, 1.0)) == 38.0  # equal layers: 8 + 3 * 10
     assert working((9.0, 0.0, 2.0), (0.0, 0.0, 1.0)) == 8.0  # without ZeRO 3
+
+
+def test_the_slowest_pass_of_input_gradients_is_not_deferred():
+    def cost(backward, weight):
+        return LayerCost(1.0, backward, weight, *[0.0] * 9)
+
+    both = slowest_of([cost(10.0, 5.0), cost(9.0, 1.0)])
+    assert (both.backward_seconds, both.weight_grad_seconds) == (10.0, 2.0)
+    assert slowest_of([cost(10.0, 0.0), cost(9.0, 0.0)]).weight_grad_seconds == 0.0
 
 
 def test_simulations_stop_only_where_no_schedule_can_be_the_best():
