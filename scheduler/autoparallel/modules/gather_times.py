@@ -37,10 +37,10 @@ class GatherTimes(NamedTuple):
 Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
-#: Program of another process, which reads the arguments of :func:`measure_gathers` and writes the result.
+#: Program of another process, which reads the arguments of :func:`measure_alone` and writes the result.
 _PROGRAM = (
-    "import pickle, sys; from reshard.scheduler.autoparallel.modules.gather_times import measure_gathers; "
-    "result = measure_gathers(*pickle.load(sys.stdin.buffer)); sys.stdout.buffer.write(pickle.dumps(result))"
+    "import pickle, sys; from reshard.scheduler.autoparallel.modules.gather_times import measure_alone; "
+    "result = measure_alone(*pickle.load(sys.stdin.buffer)); sys.stdout.buffer.write(pickle.dumps(result))"
 )
 #: Time limit of that process.
 TIMEOUT_SECONDS = 300.0
@@ -50,13 +50,17 @@ def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list
     """Times of layers with these parameters under ``fully_shard``, over a group whose collectives return at once.
 
     Only the work of the device and its host for a gather and a scatter remains. If this process has a world group,
-    another process measures.
+    another process measures on the same device. Layers that ``fully_shard`` does not shard, or that have no gradients,
+    have times of 0: those with a parameter that has no dimension, no element or no floating-point dtype, or with
+    parameters of several dtypes.
 
     Warns:
         UserWarning: the other process failed; all times are then 0.
     """
     if not dist.is_initialized():
         return _measure_in_group(layers, device, repeats)
+    if torch.device(device).type == "cuda" and torch.device(device).index is None:
+        device = f"cuda:{torch.cuda.current_device()}"
     try:
         done = subprocess.run(
             [sys.executable, "-c", _PROGRAM],
@@ -65,12 +69,19 @@ def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list
             check=True,
             timeout=TIMEOUT_SECONDS,
         )
-    except subprocess.SubprocessError as error:
+        return list(pickle.loads(done.stdout))
+    except (OSError, subprocess.SubprocessError, pickle.UnpicklingError) as error:
         warnings.warn(
             f"the search counts no calls and copies of ZeRO 3, as measuring them failed: {error}", stacklevel=2
         )
         return [GatherTimes()] * len(layers)
-    return list(pickle.loads(done.stdout))
+
+
+def measure_alone(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
+    """:func:`measure_gathers` in a process of its own, whose current device becomes the measured one."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+    return _measure_in_group(layers, device, repeats)
 
 
 def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
@@ -96,7 +107,9 @@ def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> GatherTime
     """Seconds of one layer: the difference between a step with and without sharding, and with and without scatters."""
     from torch.distributed.fsdp import fully_shard
 
-    if not shapes:
+    dtypes = {dtype for _, dtype in shapes}
+    is_sharded = len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes)
+    if not is_sharded or any(not shape or 0 in shape for shape, _ in shapes):
         return GatherTimes()
     try:
         plain, sharded = (nn.Sequential(*(_Parameters(shapes, device) for _ in range(NUM_COPIES))) for _ in range(2))

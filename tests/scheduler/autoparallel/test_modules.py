@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
 from dataclasses import replace
 
 import pytest
@@ -20,7 +22,8 @@ from reshard.scheduler.autoparallel import (
 )
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.modules import profiling
+from reshard.scheduler.autoparallel.modules import gather_times, profiling
+from reshard.scheduler.autoparallel.modules.gather_times import GatherTimes, measure_alone, measure_gathers
 from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
@@ -205,3 +208,35 @@ def test_a_size_that_does_not_fit_is_recorded(traced, monkeypatch):
         assert times[1].failed == (4, 8)
     with pytest.raises(ArgumentError, match=r"\[4, 8\] samples did not fit"):
         profile_layers(traced, sample_counts=(4, 8), repeats=1)
+
+
+def test_layers_that_fully_shard_refuses_have_no_gather_times():
+    single, half = torch.float32, torch.bfloat16
+    refused = [
+        (((4, 4), single), ((), single)),
+        (((4, 4), single), ((4,), half)),
+        (((4, 4), torch.int8),),
+        (((4, 4), single), ((0, 4), single)),
+        (((4, 4), torch.complex64),),
+    ]
+    *none, measured = measure_gathers([*refused, (((4, 4), single), ((4,), single))], "cpu", 1)
+    assert none == [GatherTimes()] * len(refused)
+    assert measured.gather_seconds > 0
+
+
+def test_another_process_measures_on_the_current_device_and_may_fail(monkeypatch):
+    def run(*_, input, **__):
+        layers, device, repeats = pickle.loads(input)
+        assert (layers, device, repeats) == ([()], "cuda:3", 1)
+        raise failure
+
+    monkeypatch.setattr(gather_times.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(subprocess, "run", run)
+    for failure in (OSError("no memory"), subprocess.SubprocessError("killed"), pickle.UnpicklingError("cut")):
+        with pytest.warns(UserWarning, match=f"measuring them failed: {failure}"):
+            assert measure_gathers([()], "cuda", 1) == [GatherTimes()]
+    used = []
+    monkeypatch.setattr(torch.cuda, "set_device", used.append)
+    monkeypatch.setattr(gather_times, "_measure_in_group", lambda layers, device, repeats: [*used, device])
+    assert measure_alone([()], "cuda:3", 1) == ["cuda:3", "cuda:3"]
