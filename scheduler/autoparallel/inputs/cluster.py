@@ -135,55 +135,61 @@ class Cluster:
     def parts(self, speeds: Mapping[str, float] | None = None) -> list[tuple[int, ...]]:
         """The ranks of parts of the cluster that may be faster than the whole, as their devices or links are faster.
 
-        The parts are one device, some devices of a host, each host, the hosts of each type of device, and the first
-        hosts, both in the order of their rates and in the order of their speeds. If there are at most
-        :data:`MAX_COMBINATIONS` choices of a number of devices on each host and an order of the hosts, these are the
-        parts instead. Of equal parts, only the first is listed.
+        The parts are one device, some devices of a host, each host, the devices of each type on each host and on all
+        hosts, and the first hosts, both in the order of their rates and in the order of their speeds. If there are at
+        most :data:`MAX_COMBINATIONS` choices of a number of devices on each host and an order of the hosts, these and
+        the devices of each type on each host are the parts instead. The fastest devices of a host come first. Of equal
+        parts, only the first is listed.
 
         Args:
             speeds: the speed of each type of device.
         """
-        parts = list(self._combinations())
+        speeds = speeds or {}
+        hosts = [self._fastest_first(first, end, speeds) for _, first, end in self.hosts]
+        parts = list(_combinations(hosts))
         if not parts:
-            for _, first, end in self.hosts:
-                sizes = [1 << power for power in range((end - first).bit_length()) if 1 << power < end - first]
-                parts += [tuple(range(first, first + size)) for size in (*sizes, end - first)]
-            for hosts in self._host_orders(speeds or {}):
-                for count in range(2, len(hosts) + 1):
-                    if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(hosts):
-                        parts.append(tuple(rank for _, first, end in hosts[:count] for rank in range(first, end)))
+            for ranks in hosts:
+                sizes = [1 << power for power in range(len(ranks).bit_length()) if 1 << power < len(ranks)]
+                parts += [ranks[:size] for size in (*sizes, len(ranks))]
+            for ordered in self._host_orders(hosts, speeds):
+                for count in range(2, len(ordered) + 1):
+                    if len(self.hosts) <= 8 or count & (count - 1) == 0 or count == len(ordered):
+                        parts.append(tuple(itertools.chain.from_iterable(ordered[:count])))
+        for device_type in sorted(set(self.device_types)):
+            parts += self._of_type(device_type, hosts)
         every = tuple(range(self.num_ranks))
         kinds = {self.select(ranks).hash: ranks for ranks in reversed(parts) if ranks != every}
         return sorted(kinds.values(), key=lambda ranks: (len(ranks), ranks))
 
-    def _combinations(self) -> Iterator[tuple[int, ...]]:
-        """All choices of a number of devices on each host and an order of the hosts; nothing if there are too many."""
-        sizes = [end - first for _, first, end in self.hosts]
-        if math.prod(size + 1 for size in sizes) * math.factorial(len(sizes)) > MAX_COMBINATIONS:
-            return
-        firsts = [first for _, first, _ in self.hosts]
-        for counts in itertools.product(*(range(size + 1) for size in sizes)):
-            used = [range(first, first + count) for first, count in zip(firsts, counts, strict=True) if count]
-            for order in itertools.permutations(used):
-                if order:
-                    yield tuple(itertools.chain.from_iterable(order))
+    def _fastest_first(self, first: int, end: int, speeds: Mapping[str, float]) -> tuple[int, ...]:
+        """Ranks ``first`` to ``end - 1``: the fastest devices first, then those with the most memory."""
 
-    def _host_orders(self, speeds: Mapping[str, float]) -> Iterator[list[tuple[int, int, int]]]:
-        """Hosts with the fastest links first, hosts with the fastest devices first, and the hosts of each type."""
+        def key(rank: int) -> tuple[float, float]:
+            speed = speeds.get(self.device_types[rank], 0.0) if self.device_types else 0.0
+            return -speed, -self.memory_of(rank, rank + 1)
 
-        def rate(host: tuple[int, int, int]) -> float:
-            return -self.nic_bytes_per_second(host[0])
+        return tuple(sorted(range(first, end), key=key))
 
-        by_rate = sorted(self.hosts, key=rate)
+    def _of_type(self, device_type: str, hosts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        """The ranks of a type of device on each host that has any."""
+        found = (tuple(rank for rank in ranks if self.device_types[rank] == device_type) for ranks in hosts)
+        return [ranks for ranks in found if ranks]
+
+    def _host_orders(
+        self, hosts: Sequence[tuple[int, ...]], speeds: Mapping[str, float]
+    ) -> Iterator[list[tuple[int, ...]]]:
+        """Hosts with the fastest links first, hosts with the fastest devices first, and the devices of each type."""
+
+        def rate(ranks: tuple[int, ...]) -> float:
+            return -self.nic_bytes_per_second(self.host_of(ranks[0]))
+
+        by_rate = sorted(hosts, key=rate)
         yield by_rate
         if self.device_types:
-            slowest = {
-                host: min(speeds.get(device_type, 0.0) for device_type in self.types_of(*host[1:]))
-                for host in self.hosts
-            }
-            yield sorted(self.hosts, key=lambda host: (-slowest[host], rate(host)))
+            slowest = {ranks: min(speeds.get(self.device_types[rank], 0.0) for rank in ranks) for ranks in hosts}
+            yield sorted(hosts, key=lambda ranks: (-slowest[ranks], rate(ranks)))
             for device_type in sorted(set(self.device_types)):
-                yield [host for host in by_rate if self.types_of(*host[1:]) == (device_type,)]
+                yield self._of_type(device_type, by_rate)
 
     @cached_property
     def hash(self) -> str:
@@ -256,6 +262,17 @@ class Cluster:
                 for index in range(len(self.hosts) - count + 1):
                     sizes.add(self.hosts[index + count - 1][2] - self.hosts[index][1])
         return tuple(sorted(sizes))
+
+
+def _combinations(hosts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """All choices of a number of the first ranks of each host and an order of the hosts; nothing if there are too many."""
+    if math.prod(len(ranks) + 1 for ranks in hosts) * math.factorial(len(hosts)) > MAX_COMBINATIONS:
+        return
+    for counts in itertools.product(*(range(len(ranks) + 1) for ranks in hosts)):
+        used = [ranks[:count] for ranks, count in zip(hosts, counts, strict=True) if count]
+        for order in itertools.permutations(used):
+            if order:
+                yield tuple(itertools.chain.from_iterable(order))
 
 
 @dataclass(frozen=True)

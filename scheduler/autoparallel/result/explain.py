@@ -41,7 +41,11 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
     lines += _device_lines(training_plan)
     if training_plan.is_guess:
         lines.append("all seconds are a GUESS: the profile is an estimate; measure one with profile_layers()")
-    where = "on all ranks or a part of them" if training_plan.is_bound_of_parts else "that uses all ranks"
+    where = (
+        "on all ranks or any part that the search considers"
+        if training_plan.is_bound_of_parts
+        else "that uses all ranks"
+    )
     lines.append(
         f"no plan of this model {where} takes less than {training_plan.bound_seconds:.4g} s, which is "
         f"{training_plan.bound_seconds / (training_plan.seconds or 1.0):.0%} of this one's time"
@@ -62,7 +66,7 @@ def _device_lines(training_plan: TrainingPlanRecord) -> list[str]:
     hosts = ", ".join(f"{end - first} of host {host}" for host, first, end in training_plan.hosts)
     what = f"{describe_ranks(idle)} of the cluster {'stay' if len(idle) > 1 else 'stays'} idle"
     return [
-        f"{what if idle else 'the hosts work in another order'}: ranks work as {hosts}; "
+        f"{what if idle else 'the ranks work in another order'}: ranks work as {hosts}; "
         f"{on_all if seconds else 'nothing fits on all ranks in their order'}",
         f"ranks of the cluster, in the order of the plan: {format_ranks(training_plan.ranks)}",
     ]

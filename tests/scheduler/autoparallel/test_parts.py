@@ -62,6 +62,16 @@ def test_slow_devices_stay_idle_and_have_the_memory_of_their_type():
     assert found.seconds == search(GRAPH, Cluster(Topology.uniform((0, 0), 1e9), 1e9), FAST, num_samples=8).seconds
 
 
+def test_the_fast_devices_of_mixed_hosts_work_without_the_slow_ones():
+    crawling = LayerProfile.estimate(GRAPH, flops_per_second=1e9)
+    mixed = Cluster(Topology.uniform((0, 0), 1e9), 1e9, device_types=("old", "new"))
+    found = search(GRAPH, mixed, {"old": crawling, "new": FAST}, num_samples=8)
+    assert found.ranks == (1,)
+    assert found.seconds == search(GRAPH, Cluster(Topology.uniform((0,), 1e9), 1e9), FAST, num_samples=8).seconds
+    many = Cluster(Topology.uniform((0, 0, 1, 1, 2, 2, 3, 3), 1e9), 1e9, device_types=("old", "new") * 4)
+    assert {(1,), (1, 0), (1, 3, 5, 7), (0, 2, 4, 6)} <= set(many.parts({"old": 1.0, "new": 400.0}))
+
+
 @pytest.mark.parametrize(
     ("make", "text"),
     [
