@@ -11,7 +11,7 @@ from reshard.formatting import brief
 from .costs.codec_costs import parts_of_policy
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
-from .methods.auto import METHODS, Method, auto, decide, why_nothing_fits
+from .methods.auto import METHODS, Method, auto, decide, simplify, why_nothing_fits
 
 if TYPE_CHECKING:
     from reshard.compression import Policy
@@ -23,6 +23,15 @@ ChosenPlan = tuple[SearchProblem, Evaluation, Sequence[Evaluation]]
 
 
 def choose(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
+    """The fastest candidate that fits the memory; ``auto``: a simpler one that the profile cannot tell from it.
+
+    Errors: see :func:`~.searching.search`.
+    """
+    chosen = choose_fastest(problem, method)
+    return simplest(chosen) if _is_auto(method) else chosen
+
+
+def choose_fastest(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
     """The fastest candidate that fits the memory. Errors: see :func:`~.searching.search`."""
     if problem.compression is None:
         evaluations = _decide(problem, method)
@@ -30,18 +39,29 @@ def choose(problem: SearchProblem, method: str | Method = "auto") -> ChosenPlan:
     return _choose_codecs(problem, problem.compression, method)
 
 
+def simplest(chosen: ChosenPlan) -> ChosenPlan:
+    """The choice in place of which :func:`~.methods.auto.simplify` puts a simpler one; one with codecs stays."""
+    problem, best, others = chosen
+    if problem.compression is not None:
+        return chosen
+    evaluations = [best, *others]
+    simple = simplify(problem, evaluations)
+    return problem, simple, [item for item in evaluations if item is not simple]
+
+
 def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method) -> ChosenPlan:
     """The fastest candidate with a subset of the codecs of a policy, or with none if they gain too little.
 
     Two searches find stages: one without codecs, and one that uses a codec wherever it is faster. An engine compresses
     the traffic of all stages in the same way. So each subset of the policy is then simulated on the stages of both
-    searches.
+    searches, and compared with the fastest candidate without codecs.
     """
     raw = problem.changed(compression=None)
     plain = _decide(raw, method)
     encoded = _decide(problem, method)
     best, best_problem = plain[0], raw
-    for start in (plain[0], encoded[0]):
+    starts = (simplify(raw, plain), simplify(problem, encoded)) if _is_auto(method) else (plain[0], encoded[0])
+    for start in starts:
         for part in parts_of_policy(policy, start.candidate.stages, problem.graph):
             fixed = problem.changed(compression=part, compress_all=True)
             evaluation = evaluate(fixed, start.candidate)
@@ -57,17 +77,21 @@ def _choose_codecs(problem: SearchProblem, policy: Policy, method: str | Method)
 
 def _decide(problem: SearchProblem, method: str | Method) -> list[Evaluation]:
     """Evaluated candidates of a method; the first one is the fastest that fits the memory."""
-    evaluations = decide(problem, _find(method)(problem), moves=method == "auto")
+    evaluations = decide(problem, _find(method)(problem), moves=_is_auto(method))
     best = evaluations[0]
     if best.short_bytes:
         raise ArgumentError(why_nothing_fits(problem))
     return evaluations
 
 
+def _is_auto(method: str | Method) -> bool:
+    return isinstance(method, str) and method == "auto"
+
+
 def _find(method: str | Method) -> Method:
     if callable(method):
         return method
-    if isinstance(method, str) and method == "auto":
+    if _is_auto(method):
         return auto
     if not isinstance(method, str) or method not in METHODS:
         raise ArgumentError(f"no search method {brief(method)}; choose auto, {', '.join(METHODS)}, or pass a function")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError
 
-from .choosing import ChosenPlan, choose
+from .choosing import ChosenPlan, choose_fastest, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
@@ -50,6 +50,7 @@ def choose_part(problem: SearchProblem) -> TrainingPlan:
     """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them.
 
     It does not search parts whose bound is slower than a known training plan. Local moves improve only the best parts.
+    It compares the fastest candidates of the parts, and makes only the winner simpler.
     """
     whole = _Part((), problem)
     parts = _search_parts(whole)
@@ -61,14 +62,14 @@ def choose_part(problem: SearchProblem) -> TrainingPlan:
         limit = math.inf if best is None else best[1].seconds
         if part.bound_seconds >= limit or part.seconds > NEAR * limit:
             continue
-        choice = _refined(part) if part.problem.compression is None else choose(part.problem)
+        choice = _refined(part) if part.problem.compression is None else choose_fastest(part.problem)
         whole.found = [choice[1], *choice[2]] if part is whole else whole.found
         if choice[1].seconds < limit:
             best, used = choice, part.ranks
     if best is None:
         on_parts = "; nor does anything fit on a part of the cluster" if problem.cluster.num_ranks > 1 else ""
         raise ArgumentError(why_nothing_fits(problem) + on_parts)
-    plan = make_training_plan(*best, bound, is_of_parts=True)
+    plan = make_training_plan(*simplest(best), bound, is_of_parts=True)
     return _on_ranks(plan, used, whole) if used else plan
 
 
@@ -88,7 +89,9 @@ def _search_parts(whole: _Part) -> list[_Part]:
     # the bound of the work alone takes less time, so the better bound is found for promising parts only
     queue = [(work_bound(part.problem), number, False) for number, part in enumerate(parts)]
     heapq.heapify(queue)
-    limit = _quick_limit(parts)
+    # a problem with codecs uses each of them only where it is faster, which no engine does, so it gives no limit
+    raw = (part.problem if problem.compression is None else part.problem.changed(compression=None) for part in parts)
+    limit = _quick_limit(list(raw))
     searched: list[_Part] = []
     while queue:
         bound, number, is_better = heapq.heappop(queue)
@@ -104,19 +107,19 @@ def _search_parts(whole: _Part) -> list[_Part]:
             part.found = evaluate_all(part.problem, auto(part.problem), NEAR * limit or math.inf)
         except ArgumentError:  # nothing fits there
             continue
-        limit = min(limit, part.seconds)
+        limit = min(limit, part.seconds) if problem.compression is None else limit
     whole.bound_seconds = step_bound_of_any(problem)
     return searched
 
 
-def _quick_limit(parts: Sequence[_Part]) -> float:
-    """Seconds of the fastest plan of ``pure`` on any of the parts; infinite if none fits."""
+def _quick_limit(problems: Sequence[SearchProblem]) -> float:
+    """Seconds of the fastest plan of ``pure`` for any of the problems; infinite if none fits."""
     limit = math.inf
-    for part in sorted(parts, key=lambda part: work_bound(part.problem)):
-        if work_bound(part.problem) >= limit:
+    for problem in sorted(problems, key=work_bound):
+        if work_bound(problem) >= limit:
             break
-        for candidate in pure(part.problem)[:1]:
-            evaluation = evaluate(part.problem, candidate, below_seconds=limit)
+        for candidate in pure(problem)[:1]:
+            evaluation = evaluate(problem, candidate, below_seconds=limit)
             limit = limit if evaluation is None or evaluation.short_bytes else evaluation.seconds
     return limit
 

@@ -265,7 +265,7 @@ class Cluster:
 
 
 def _combinations(hosts: Sequence[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """All choices of a number of the first ranks of each host and an order of the hosts; nothing if there are too many."""
+    """All choices of a number of ranks of each host and an order of the hosts; nothing if there are too many."""
     if math.prod(len(ranks) + 1 for ranks in hosts) * math.factorial(len(hosts)) > MAX_COMBINATIONS:
         return
     for counts in itertools.product(*(range(len(ranks) + 1) for ranks in hosts)):

@@ -100,11 +100,7 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
         thorough = evaluate(problem, item.candidate, thorough=True)
         if thorough is not None and order(thorough) < order(item):
             evaluations[evaluations.index(item)] = thorough
-    evaluations.sort(key=order)
-    if not evaluations:
-        return []
-    simple = simplify(problem, evaluations)
-    return [simple, *(item for item in evaluations if item is not simple)]
+    return sorted(evaluations, key=order)
 
 
 def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evaluation:

@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from reshard.compression import Policy
 from reshard.errors import ArgumentError
-from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, search
+from reshard.scheduler.autoparallel import Cluster, LayerGraph, LayerProfile, parts, search
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes
-from reshard.scheduler.autoparallel.parts import choose_part
-from reshard.topology import Topology
+from reshard.scheduler.autoparallel.parts import _Part, _search_parts, choose_part
+from reshard.topology import CodecRate, Topology
 from tests.scheduler.autoparallel.random_searches import least_seconds, make_problem
 
 GRAPH = LayerGraph.transformer(layers=4, hidden=256, heads=4, sequence=64, vocabulary=512)
@@ -146,3 +148,40 @@ def test_zero_3_is_chosen_only_where_it_gains_more_than_the_profile_can_tell():
     assert zero(1.1 * cost, 0.0)[0] == 0
     charged = zero(0.5 * cost, 0.0)[1]
     assert charged.seconds - found.seconds == pytest.approx(1.5 * cost * len(GRAPH.layers), rel=1e-6)
+
+
+def test_codecs_are_compared_with_the_fastest_plan_without_them_not_with_a_simpler_one():
+    links = Topology.uniform((0, 1), 1e9)
+    keep = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None, "idle": False}
+    fastest = search(GRAPH, Cluster(links, 1e9), FAST, num_samples=8, keep=keep)
+
+    def find(rate):
+        cluster = Cluster(replace(links, codec_rates=(CodecRate("int8x128", rate, rate),)), 1e9)
+        noisy, policy = with_zero_3(FAST, 0.0, 0.7), Policy(dp="int8x128")
+        return search(GRAPH, cluster, noisy, num_samples=8, keep=keep, compression=policy)
+
+    simpler, encoded = find(1e10), find(1e12)
+    assert fastest.stages[0].choices[0].zero == 3 and simpler.stages[0].choices[0].zero == 0
+    assert simpler.compression is None  # codecs make it faster, but not than the fastest
+    assert encoded.compression is not None and encoded.seconds < 0.99 * fastest.seconds
+
+
+def test_parts_are_compared_before_a_simpler_plan_is_chosen(monkeypatch):
+    for bound in ("work_bound", "step_bound_of_any"):
+        monkeypatch.setattr(parts, bound, lambda problem: 0.0)  # excludes no part
+    cluster = Cluster(Topology.uniform((0, 1), 5.2e8), 1e9)
+    keep = {"num_microbatches": 1, "tp": 1, "recompute": False, "grid": None}
+    fastest = search(GRAPH, cluster, FAST, num_samples=8, keep=keep)
+    alone = search(GRAPH, cluster.select([0]), FAST, num_samples=8, keep=keep)
+    found = search(GRAPH, cluster, with_zero_3(FAST, 0.0, 0.8), num_samples=8, keep=keep)
+    assert found.stages[0].choices[0].zero == 0  # simpler than the fastest one
+    assert fastest.seconds < alone.seconds < found.seconds
+    assert found.num_ranks == 2
+
+
+def test_optional_codecs_that_no_engine_runs_exclude_no_part():
+    links = replace(Topology.uniform((0, 1, 2), 1e8), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))
+    raw = SearchProblem(GRAPH, Cluster(links, 1e9), FAST, 32, microbatch_counts=(1,))
+    encoded = raw.changed(compression=Policy(dp="int8x128"))
+    searched = [{part.ranks for part in _search_parts(_Part((), problem))} for problem in (raw, encoded)]
+    assert (1, 2) in searched[0] & searched[1]
