@@ -32,7 +32,8 @@ EXAMPLES = (
 )
 #: Values of ``--plan`` that search.
 SEARCHES = ("auto", "tune")
-_SCHEDULES = ("auto", "1f1b", "eager", "zb_h1")
+#: The names in ``loop.SCHEDULES``, which imports torch.
+_SCHEDULES = ("auto", "gpipe", "1f1b", "eager", "zb_h1", "zb_h2")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
 from ..schedules.auto import auto_schedule
-from ..schedules.classic import eager_1f1b, one_f_one_b, zb_h1
+from ..schedules.classic import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
@@ -28,9 +28,11 @@ from .progress import Progress
 
 SCHEDULES: Mapping[str, Callable[..., Any]] = {
     "auto": auto_schedule,
+    "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "eager": eager_1f1b,
     "zb_h1": zb_h1,
+    "zb_h2": zb_h2,
 }
 #: The learning rate ends at this share of its peak.
 MIN_RATE = 0.1
