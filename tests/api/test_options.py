@@ -26,7 +26,7 @@ def _defaults(function):
 
 @pytest.mark.parametrize("function", [reshard.reshard, reshard.reshard_async, reshard.ray.reshard])
 def test_signatures_show_every_option_and_its_default(function):
-    described = re.findall(r"^ {8}(\w+): ", TransferOptions.__doc__, flags=re.M)
+    described = re.findall(r"^ {4}(\w+): ", inspect.cleandoc(TransferOptions.__doc__), flags=re.M)
     assert set(get_type_hints(TransferOptions)) == set(described) == set(DEFAULTS)
     shown = _defaults(function)
     assert DEFAULTS.items() <= shown.items() and "options" not in shown
