@@ -26,7 +26,7 @@ struct Channel {
     bool crosses_rows;
     std::vector<int64_t> all_links;
     std::vector<double> all_busy;   // seconds for which a transfer keeps each link busy
-    std::vector<int64_t> links;     // those that a transfer keeps busy for more than 0 s
+    std::vector<int64_t> links;     // links that a transfer keeps busy for more than 0 s
     std::vector<double> shares;     // fraction of the capacity of each of them that a transfer uses at rate 1
 };
 

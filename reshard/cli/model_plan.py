@@ -96,13 +96,14 @@ def read_model(source: str, dtype: str | None) -> Model:
     num_heads = int(getattr(text, "num_attention_heads", 0) or 0)
     parameters = {name for name, _ in model.named_parameters()}
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - parameters
+    tp_plan, ep_plan = model.tp_plan, model.ep_plan  # each access merges those of all modules
     tensors = [
         ModelTensor(
             name,
             tuple(value.shape),
             str(value.dtype).removeprefix("torch."),
-            _style_of(name, model.tp_plan),
-            _style_of(name, model.ep_plan) == "grouped_gemm",
+            _style_of(name, tp_plan),
+            _style_of(name, ep_plan) == "grouped_gemm",
             name in parameters,
         )
         for name, value in model.state_dict().items()

@@ -66,8 +66,8 @@ class BucketChoice:
 
     Attributes:
         names: the format of each region.
-        plain: ``{format: plain bytes}``.
         gain: seconds that these formats are predicted to save. All regions are raw if this is not positive.
+        plain: ``{format: plain bytes}``.
         counts: whether this rank is the first holder of the bucket, which reports the gain.
     """
 

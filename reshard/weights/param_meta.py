@@ -79,7 +79,7 @@ def read_metas(metas: Sequence[Any]) -> Manifest:
         try:
             name, shape, owners = meta.name, check_shape(meta.shape), tuple(int(rank) for rank in meta.owners)
             if not isinstance(name, str) or name in entries or not owners:
-                raise ArgumentError("the name must be a string of its own, and some rank must own the tensor")
+                raise ArgumentError("each name must be a different string, and some rank must own the tensor")
             mesh_shape = (len(owners),) if meta.mesh_shape is None else tuple(meta.mesh_shape)
             placements = [Replicate()] * len(mesh_shape) if meta.placements is None else list(meta.placements)
             mesh = Mesh(owners, {str(axis): size for axis, size in enumerate(mesh_shape)})

@@ -54,7 +54,7 @@ class Snapshot:
         self._paired: ModelState | None = None
         self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
         self.version: int | None = None
-        self._idle = threading.Condition()  # held while copying; told when sending ends
+        self._idle = threading.Condition()  # held while copying; notified when sending ends
         self._is_sending = False
 
     def read(self) -> ModelState:

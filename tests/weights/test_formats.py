@@ -10,7 +10,7 @@ from reshard.api.lossless.regions import bytes_of
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.errors import ArgumentError
 from reshard.weights import coding
-from reshard.weights.formats import FormatChoice
+from reshard.weights.formats import FormatChoice, report_formats
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 300), (3, 4, 50), (2, 3000)]
 
@@ -54,6 +54,17 @@ def test_samples_are_those_of_the_region_whatever_the_strides():
     sample = coding.sample_region(new, base)
     assert sample == coding.sample_region(_strided(new), base) == coding.sample_region(_strided(new), _strided(base))
     assert sample.changed == pytest.approx(0.3, abs=0.02)
+
+
+def test_ranks_with_other_histories_agree_on_the_rate_of_the_link():
+    """A rank that missed a version knows another rate; holders of a region would then choose different formats."""
+    choices = [FormatChoice(), FormatChoice()]
+    choices[0].add_transfer(10**6, 10.0, 10**6, is_first=True)
+    for known in ([1e5, None], [None, 1e5]):
+        reports = {rank: {**report_formats(), "link_rate": rate} for rank, rate in enumerate(known)}
+        for choice in choices:
+            choice.agree(reports)
+        assert [choice.link_rate for choice in choices] == [1e5, 1e5]
 
 
 def _choice():

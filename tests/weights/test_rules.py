@@ -225,3 +225,14 @@ def test_a_version_without_a_digest_of_the_trainer_is_not_taken_for_proved():
         checker.compare_whole({"a": totals["a"]}, landed)
     with pytest.raises(VerificationError, match="'b': the digest differs"):
         checker.compare_whole({**totals, "b": totals["b"] ^ 1}, landed)
+
+
+def test_the_digest_of_a_part_is_not_that_of_the_whole_tensor():
+    """An engine that records its loader may hold a part of a tensor, although the piece is the whole of it."""
+    state = {"a": _random(8, 2), "b": _random(3)}
+    source = _manifest(state)
+    shards = {"a": ((8, 2), [[(0, 4), (0, 2)]]), "b": ((3,), [[(0, 3)]])}
+    part = merge_states({0: state_of_rank(read_state({"a": state["a"][:4], "b": state["b"]}, shards))}, "it")
+    whole, partial = (verify.Checker(source, target, match(source, target, "it")) for target in (source, part))
+    digests = partial.digest_source(state, 0)
+    assert partial.add_tensors(digests) == {"b": whole.add_tensors(whole.digest_source(state, 0))["b"]}
