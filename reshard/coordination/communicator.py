@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from reshard.coordination.groups.messages import Decision, Request, describe_error, name_rank, parse_error
 from reshard.coordination.groups.process_group import Group, check_inside
-from reshard.coordination.groups.store import ForeignValueError
+from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.liveness.status import find_late
@@ -240,10 +240,11 @@ class Channel:
         return ": all ranks have started it, so a device or the network stands still, or ranks differ in their order"
 
     def check_reported(self, generation: int) -> None:
-        """Raise the error that a member reported, if any."""
-        error = self.reported_error(generation)
-        if error is not None:
-            raise error
+        """Raise the error that a member reported, if any. If the store does not answer, none is known yet."""
+        with contextlib.suppress(StoreSilentError):
+            error = self.reported_error(generation)
+            if error is not None:
+                raise error
 
     def record_error(self, generation: int, error: ReshardError) -> ReshardError:
         """Mark the transport of a generation as failed; the next agreement makes a new one. Returns its first error."""

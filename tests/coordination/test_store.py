@@ -1,11 +1,14 @@
 """Calls of a store that is slow, silent or lost."""
 
+import json
 import threading
 import time
 
 import pytest
 import torch.distributed as dist
 
+import reshard
+from reshard.coordination.communicator import find_channel
 from reshard.coordination.groups import store as stores
 from reshard.coordination.groups.store import Store, StoreSilentError
 
@@ -121,3 +124,21 @@ def test_store_whose_connection_ended_is_not_called_again():
             other.check(["a"])
     assert raw.num_calls == 1
     store.close()
+
+
+def test_ranks_that_connect_ask_a_silent_store_again(monkeypatch):
+    with reshard.join(dist.HashStore(), 0, 1) as group:
+        channel = find_channel(group, (0,))
+        reported = []
+
+        def check(store, keys, seconds=None):
+            if not reported:
+                raise StoreSilentError("the store did not answer within 3.0 s")
+            return keys == [f"error/{channel.generation}"]
+
+        monkeypatch.setattr(Store, "check", check)
+        monkeypatch.setattr(Store, "get", lambda store, key, seconds=None: reported[0])
+        channel.check_reported(channel.generation)
+        reported.append(json.dumps(["TransferTimeoutError", "rank 1: too late"]).encode())
+        with pytest.raises(reshard.errors.TransferTimeoutError, match="rank 1: too late"):
+            channel.check_reported(channel.generation)
