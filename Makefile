@@ -1,4 +1,4 @@
-.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-cluster test-vllm test-faults test-fuzz gpu-check compatibility check bench clean
+.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-nightly test-cluster test-vllm test-faults test-fuzz gpu-check compatibility check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -41,11 +41,20 @@ lowest: install
 	PIP_CONSTRAINT= $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--target build/lowest --requirement constraints-lowest.txt
 
+# Each run imports only the files that have tests for it.
+FILES = $$(grep --recursive --files-with-matches --include='test_*.py' 'mark\.$(1)' tests)
+
 test-integration: install
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'integration and not slow and not cluster and not gpu'
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'integration and not nightly and not slow and not cluster and not gpu' \
+		$(call FILES,integration)
+
+# What CI leaves out; every night, and before a release.
+test-nightly: install
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m 'nightly and not slow and not cluster and not gpu' $(call FILES,nightly)
+	$(BIN)/python -m pytest -m 'nightly and cluster and not slow' $(call FILES,cluster)
 
 test-cluster: install
-	$(BIN)/python -m pytest -m 'cluster and not slow'
+	$(BIN)/python -m pytest -m 'cluster and not nightly and not slow' $(call FILES,cluster)
 
 # In an environment with vLLM and reshard: make test-vllm VLLM=environment
 test-vllm: install

@@ -53,7 +53,7 @@ except LaunchError as error:
 """
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_ranks_of_a_script_that_has_used_autograds_threads(tmp_path):
     pytest.importorskip("cloudpickle")
     path = tmp_path / "script.py"

@@ -100,6 +100,7 @@ def _forms(rank):
     return passed
 
 
+@pytest.mark.integration
 def test_every_form_of_arguments_delivers():
     passed = run_processes(_forms, 4)
     assert len(passed[0]) == 13

@@ -66,6 +66,7 @@ def _move(rank):
     return {(spec.name, spec.dtype) for spec in planned}
 
 
+@pytest.mark.integration
 def test_results_have_dst_dtype_and_the_narrower_dtype_is_sent():
     for planned in run_processes(_move, 5, timeout_seconds=60):
         for name, dtype in planned:
@@ -161,6 +162,7 @@ def _growth(rank, values):
     return found
 
 
+@pytest.mark.integration
 @pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="needs /proc to measure memory")
 def test_casts_stay_within_staging_bytes():
     """Peak memory grows by at most 10 MiB. Casting a whole shard at once would need 16 MiB."""

@@ -35,6 +35,6 @@ def _call_compiled(rank):
     ]
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_compiled_functions_may_call():
     assert run_processes(_call_compiled, 2) == [[True] * 6] * 2

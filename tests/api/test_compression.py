@@ -88,6 +88,7 @@ def _move(rank):
     assert dtypes == {"bias": "float32", "flat": "int8x32", "ids": "int64", "odd": "int8x128", "w": "int8x128"}
 
 
+@pytest.mark.nightly
 def test_every_codec_dtype_and_front_end_gives_the_values_of_the_codec():
     run_processes(_move, 6)
 
@@ -107,6 +108,7 @@ def _strided(rank):
         assert moved is None or (moved.isfinite().all() and same_bytes(moved, local[1])), (dtype, target, name)
 
 
+@pytest.mark.nightly
 def test_values_decode_alike_in_targets_with_strides_and_in_one_process():
     run_processes(_strided, 3)
 
@@ -146,6 +148,7 @@ def _limits(rank):
     return texts
 
 
+@pytest.mark.nightly
 def test_limits_on_the_error_hold_on_all_ranks_alike_and_wrong_calls_name_the_rule():
     texts = run_processes(_limits, 6)
     assert all(text == texts[0] for text in texts)
@@ -180,6 +183,7 @@ def _lose_a_rank(rank, victim):
     return _is_right(rank, dst, out, _round_trip(whole, "int8x128"))
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("victim", [pytest.param(1, marks=pytest.mark.slow), 4])
 def test_replicas_are_equal_bit_for_bit_after_a_rank_is_lost(victim):
     with pytest.raises(LaunchError) as caught:

@@ -117,6 +117,7 @@ def _move(rank):
     return [*texts, str(caught.value)]
 
 
+@pytest.mark.integration
 def test_a_codec_of_the_caller_moves_tensors_and_ranks_compare_it():
     texts = run_processes(_move, 6)
     assert all(text == texts[0] for text in texts)

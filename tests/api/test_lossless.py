@@ -97,6 +97,7 @@ def _deltas(rank):
         reshard.make_plan(SRC, DST, SHAPES, "float32", compression="delta")
 
 
+@pytest.mark.integration
 def test_differences_arrive_bit_for_bit_and_bases_are_compared_by_digest():
     run_processes(_deltas, 5)
 
@@ -293,6 +294,7 @@ def _survivors(victims, moment, on_loss):
     return [caught.value.results[rank] for rank in range(8) if rank not in victims]
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("victims", "moment"),
     [
@@ -310,6 +312,7 @@ def test_survivors_hold_the_new_version(victims, moment):
         assert outcome["new"] and "text" not in outcome and outcome["is_delta"], outcome
 
 
+@pytest.mark.integration
 def test_survivors_are_offered_a_plan_for_buckets():
     outcomes = _survivors((0,), "send", "offer")
     assert {outcome["lost"] for outcome in outcomes} == {(0,)} and all(outcome["new"] for outcome in outcomes)

@@ -184,7 +184,7 @@ def test_survivors_plan_after_their_planner_has_died():
         assert files == 0
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_planner_that_is_late_ends_the_call(monkeypatch):
     monkeypatch.setattr(plan_per_host, "_PATIENCE", 1)
     for found, _ in run_lost(2, victim=stop):

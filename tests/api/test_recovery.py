@@ -105,6 +105,7 @@ def test_survivors_recover(victims):
         assert outcome["seconds"] < 15, outcome
 
 
+@pytest.mark.integration
 def test_survivors_get_a_recovery_plan():
     outcomes = _run({2: 2}, SRC, "offer")
     assert len({(outcome["error"], outcome["plan"]) for outcome in outcomes}) == 1, outcomes
@@ -112,6 +113,7 @@ def test_survivors_get_a_recovery_plan():
     assert all(outcome["unlike"] == 0 for outcome in outcomes)
 
 
+@pytest.mark.integration
 def test_lost_regions_are_named():
     outcomes = _run({1: 1}, NO_REPLICAS, "recover")
     assert len({outcome["error"] for outcome in outcomes}) == 1, outcomes
@@ -123,6 +125,7 @@ def _move_without_loss(rank):
     return _move(rank, {}, SRC, "recover"), _move(rank, {}, SRC, "offer", verify=True)
 
 
+@pytest.mark.integration
 def test_fault_tolerant_transfers_deliver_without_losses():
     for both in run_processes(_move_without_loss, 8):
         assert [outcome["unlike"] for outcome in both] == [0, 0]
@@ -193,6 +196,7 @@ def _spawned(rank, port, folder):
     (folder / f"{rank}.part").rename(folder / f"{rank}.json")
 
 
+@pytest.mark.integration
 def test_survivors_recover_under_torch_multiprocessing(tmp_path):
     """Torch's launcher kills all ranks after one dies, but only when ``join`` is called."""
     listener = socket.create_server(("127.0.0.1", 0))

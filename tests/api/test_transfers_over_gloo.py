@@ -47,6 +47,7 @@ def _move_all(rank):
     return failed
 
 
+@pytest.mark.integration
 def test_every_case_and_strategy_moves_every_element():
     assert run_processes(_move_all, 8) == [[]] * 8
 

@@ -225,6 +225,7 @@ def _override_dtensors(rank):
     return refused, accepted
 
 
+@pytest.mark.integration
 def test_arguments_cannot_override_a_dtensor():
     for refused, accepted in run_processes(_override_dtensors, 4):
         for name, (result, text) in refused.items():

@@ -14,8 +14,11 @@ from tests.campaigns import interrupts
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        *(("reshard", 120), ("mover", 50), ("engine", 350), ("save", 900), ("load", 900)),
-        *(("transfer", 1000), ("publish", 60), ("update", 35)),
+        *(("reshard", 120), ("mover", 50), ("engine", 350), ("transfer", 1000)),
+        *(
+            pytest.param(kind, every, marks=pytest.mark.nightly)
+            for kind, every in (("save", 900), ("load", 900), ("publish", 60), ("update", 35))
+        ),
     ],
 )
 def test_interrupted_calls_never_mix_data_and_release_everything(kind, every):

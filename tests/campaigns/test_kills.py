@@ -13,8 +13,8 @@ from tests.campaigns.kills import Kill, play
     [
         ("ddp", 0, "train"),
         ("fsdp", 3, "train"),
-        ("fsdp", 3, "save"),
-        ("tp", 0, "train"),
+        pytest.param("fsdp", 3, "save", marks=pytest.mark.nightly),
+        pytest.param("tp", 0, "train", marks=pytest.mark.nightly),
         *(pytest.param("tp", item, "train", marks=pytest.mark.slow) for item in (1, 2, 3)),
         *(pytest.param("ddp", item, "train", marks=pytest.mark.slow) for item in (1, 2, 3)),
         *(pytest.param("grid", number, "train", marks=pytest.mark.slow) for number in range(4)),

@@ -40,6 +40,7 @@ def call_with_nonsense(_, num_runs):
     return nonsense_calls.run_campaign(num_runs, doors=doors)
 
 
+@pytest.mark.integration
 def test_nonsense_in_public_calls_is_an_error_of_this_package():
     ((ends, wrong),) = run_processes(call_with_nonsense, 1, 400)
     assert not wrong

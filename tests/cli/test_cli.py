@@ -262,6 +262,7 @@ def test_demo_on_gpus_needs_a_gpu_for_each_rank_or_leave_to_share_them(capsys, m
     assert "--share-gpus needs --device cuda" in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_cases_of_the_demo_on_gpus_move_every_element(capsys):
     assert demo._run(gpu_cases(64)) == 0
     assert "18 of 18 runs moved every element correctly" in capsys.readouterr().out

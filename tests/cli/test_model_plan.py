@@ -61,6 +61,7 @@ def _region(layouts, name, rank):
     return [[tuple(cut) for cut in box] for box in layout.regions(shape, rank)]
 
 
+@pytest.mark.integration
 def test_tensor_parallel_layers_are_sharded_as_transformers_does(tmp_path):
     layouts = _layouts(tmp_path, LLAMA, "tp=4,dp=2", first_rank=8)
     prefix = "model.layers.3."

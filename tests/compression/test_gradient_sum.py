@@ -198,6 +198,7 @@ def _feedback(rank):
     return [float((total - wanted).norm() / wanted.norm()) for total in totals.values()]
 
 
+@pytest.mark.integration
 def test_feedback_removes_the_error_over_steps_and_survives_new_buckets():
     for without, with_feedback in run_processes(_feedback, 4):
         assert with_feedback < without / 5

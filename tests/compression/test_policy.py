@@ -118,6 +118,7 @@ def _count(rank, policies):
     return results
 
 
+@pytest.mark.nightly
 def test_each_dimension_sends_fewer_bytes():
     policies = (None, Policy(pp="int8x128", force_pp=True), Policy(pp=("int8x128", None), force_pp=True),
                 Policy(dp="int8x128"))  # fmt: skip
@@ -168,7 +169,7 @@ def _count_fsdp(rank, policies):
     return results
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_collectives_of_fsdp_send_fewer_bytes():
     policies = (None, Policy(zero="int8x128"), Policy(zero=(None, "int4x128-bf16")))
     half = (WIDTH * WIDTH + WIDTH) // 2
@@ -189,6 +190,7 @@ def _choices(rank, rates):
     return texts
 
 
+@pytest.mark.nightly
 def test_an_edge_is_encoded_only_where_the_iteration_gets_shorter():
     slow, fast = run_processes(_choices, 3, (1e5, 1e12))[2]
     assert "0 -> 1 activations: int8x128" in slow and "1 -> 0 gradients: int8x128" in slow
@@ -201,6 +203,7 @@ def _refused(rank, cases):
             _engine(policy, stages)
 
 
+@pytest.mark.integration
 def test_dimensions_that_a_job_has_not_are_errors():
     cases = (
         (Policy(dp="int8x128"), "1x1,1x1", "has dp=, but no stage has replicas under DDP or a tied parameter"),
@@ -249,7 +252,7 @@ def _feed_back(rank, folder):
     assert (mean - exact).norm() < (plain[0] - exact).norm() / 3
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_errors_of_sums_are_fed_back_after_raw_steps_and_saved(tmp_path):
     run_processes(_feed_back, 3, str(tmp_path))
 
@@ -288,7 +291,7 @@ def _sum_ties(rank, policies):
     return results
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_gradients_of_tied_parameters_are_encoded_and_stay_equal():
     policies = (None, Policy(dp="int8x128"), Policy(dp="int8x128", raw_steps=1))
     ranks = run_processes(_sum_ties, 3, policies)
@@ -318,6 +321,6 @@ def _feed_back_scatters(rank, folder):
     assert (torch.stack(fed_back).mean(0) - exact).norm() < (plain[0] - exact).norm() / 3
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_errors_of_reduce_scatters_are_fed_back_and_saved(tmp_path):
     run_processes(_feed_back_scatters, 3, str(tmp_path))

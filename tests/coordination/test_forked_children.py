@@ -18,7 +18,7 @@ from tests.support.interpreters import run_interpreters
 SCRIPT = Path(__file__).with_name("forking.py")
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_forked_child_is_refused_and_its_parent_continues():
     for output, errors in run_interpreters(SCRIPT, 2):
         assert output.splitlines()[-1] == "well"  # Gloo of torch 2.9 prints too

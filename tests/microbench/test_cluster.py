@@ -286,6 +286,7 @@ def test_random_rows_depend_only_on_the_seed():
     plan_tensors(next(row for row in all_rows(7, 8) if row.suite == "random").tensors)
 
 
+@pytest.mark.nightly
 @on_hosts
 def test_every_method_trains_on_emulated_hosts(monkeypatch):
     """The compare_schedules command on two hosts with timed stages and a few microbatches; no speed is checked."""

@@ -206,6 +206,7 @@ def test_interface_names_are_unique_in_every_cluster():
         assert etc_hosts(topology).count("host0\n") >= 2
 
 
+@pytest.mark.integration
 def test_list_prints_rows_and_rejects_unknown_ones(capsys):
     assert main(["hosts", "--list"]) == 0
     output = capsys.readouterr().out

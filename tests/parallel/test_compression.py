@@ -116,7 +116,7 @@ def _count_collectives(patch):
     return wire
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_products_and_optimizer_state_send_fewer_bytes():
     for raw, encoded in run_processes(check_bytes, 4):
         assert encoded[0] < 0.45 * raw[0]

@@ -182,6 +182,7 @@ def check_one_bad_replica(rank):
     return True
 
 
+@pytest.mark.integration
 def test_a_replica_that_differs_is_an_error_on_all_ranks():
     assert run_processes(check_one_bad_replica, 4) == [True] * 4
 
@@ -220,6 +221,7 @@ def check_faults(rank):
     }
 
 
+@pytest.mark.integration
 def test_planted_faults_give_wrong_gradients():
     for found in run_processes(check_faults, 4):
         assert max(found.pop("none")) < 1e-12
@@ -270,7 +272,7 @@ def check_clip_and_checkpoint(rank, folder):
     return error, max(errors.values()), is_same
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_clipped_norms_and_loaded_checkpoints_equal_one_process(tmp_path):
     """A checkpoint of one grid loads on another."""
     limit = 1e-5 if torch.__version__.startswith("2.9.") else 1e-12  # torch 2.9 adds 1e-6 to each rank's part of a norm
@@ -299,7 +301,7 @@ def check_fsdp(rank):
     return abs(losses[0] - losses[1]), max(errors.values())
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_fsdp_over_depth_equals_one_process():
     for loss, gradient in run_processes(check_fsdp, 4):
         assert loss < 1e-12
@@ -324,6 +326,7 @@ def check_split_backward(rank):
     return early is None, max(float((a.grad - b.grad).to_local().abs().max()) for a, b in pairs)
 
 
+@pytest.mark.integration
 def test_deferred_weight_gradients_equal_immediate_ones():
     for is_deferred, error in run_processes(check_split_backward, 2):
         assert is_deferred

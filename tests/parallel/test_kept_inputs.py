@@ -61,7 +61,7 @@ def check_kept_inputs(rank, grid_shape):
     return kept_inputs
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_kept_inputs_are_not_gathered_again():
     for found in run_processes(check_kept_inputs, 4, (1, 4, 1)):
         moved, expected = found[False, False, False]

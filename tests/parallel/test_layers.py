@@ -86,6 +86,7 @@ def check_vocabulary(rank):
     return float((loss - expected).detach().abs()), relative_error(local.grad, whole.grad[rows, :, columns])
 
 
+@pytest.mark.integration
 def test_cross_entropy_of_50257_classes_on_three_columns_equals_one_process():
     for loss, gradient in run_processes(check_vocabulary, 6):
         assert loss < 1e-12
@@ -159,6 +160,7 @@ def check_autocast(rank):
     return abs(losses[0] - losses[1]), max(errors)
 
 
+@pytest.mark.nightly
 def test_autocast_to_bfloat16_is_close_to_one_process():
     for loss, gradient in run_processes(check_autocast, 4):
         assert loss < 1e-2
@@ -226,6 +228,7 @@ def check_repeated(rank, shape):
     return float(loss.detach()), model.body[1].weight.grad.full_tensor()
 
 
+@pytest.mark.nightly
 def test_modules_with_several_names_are_cut_under_each():
     ((expected, gradient),) = run_processes(check_repeated, 1, (1, 1, 1))
     for loss, actual in run_processes(check_repeated, 4, (2, 2, 1)):

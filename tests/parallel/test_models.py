@@ -37,7 +37,7 @@ def check_gpt(rank, grid_shape, rows, options):
     return abs(float(losses[0] - losses[1])), max(errors.values()), max(errors, key=errors.get)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("grid_shape", GRIDS)
 def test_gpt_has_the_loss_and_gradients_of_one_process(grid_shape):
     """Tied and untied; heads that the columns do not divide, odd widths, fewer rows than ranks."""
@@ -115,6 +115,7 @@ def check_transformers(rank, kind, grid_shape):
     return max(abs(a - b) for a, b in zip(*results, strict=True)), max(errors)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("kind", "grid_shape"),
     [
@@ -162,7 +163,7 @@ def check_frames(rank):
     return torch._dynamo.utils.counters["frames"]["ok"]
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_layers_on_a_grid_are_not_compiled_again_and_again():
     assert run_processes(check_frames, 1)[0] > 3
 
@@ -230,6 +231,7 @@ def check_lost(rank, victim, how):
         model.zero_grad()
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("victim", "how"),
     [(3, "killed")]
@@ -261,6 +263,7 @@ def check_empty_columns(rank):
     assert relative_error(model.get_parameter(key).grad.full_tensor(), plain.get_parameter(key).grad) < 1e-5
 
 
+@pytest.mark.integration
 def test_columns_may_be_empty():
     make_transformers_model("llama")
     run_processes(check_empty_columns, 4)

@@ -38,7 +38,7 @@ def check_sums_during_backward(rank, shape):
     return all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("shape", [(1, 1, 3), (1, 2, 2)])
 def test_sums_during_the_backward_have_the_bits_of_sums_after_it(shape):
     assert all(run_processes(check_sums_during_backward, shape[0] * shape[1] * shape[2], shape))

@@ -86,7 +86,7 @@ def check_engine(rank, make_schedule):
     return mine, losses, plain_state_dict(module)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("make_schedule", [zb_h1, pytest.param(one_f_one_b, marks=pytest.mark.slow)])
 def test_unlike_grids_train_as_one_process(make_schedule):
     results = run_processes(check_engine, 10, make_schedule)

@@ -113,6 +113,7 @@ def check_products(rank, rows, cols, depth):
     return worst, wrong_counts
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("rows", "cols", "depth"),
     [(2, 2, 1), (3, 2, 1), (2, 2, 2)]

@@ -38,7 +38,7 @@ def check_training(rank, num_grids):
     return is_exact, max(abs(a - b) for a, b in zip(losses, expected, strict=True))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("num_grids", [3, pytest.param(5, marks=pytest.mark.slow)])
 def test_training_is_the_same_over_several_grids(num_grids):
     for is_exact, error in run_processes(check_training, 4, num_grids):
@@ -101,6 +101,7 @@ def check_misuse(rank):
         relayout(make_gpt(), grids[0])
 
 
+@pytest.mark.nightly
 def test_wrong_arguments_of_relayout_are_refused():
     run_processes(check_misuse, 2)
 
@@ -136,7 +137,7 @@ def check_order(rank):
         assert torch.equal(state[name], value), name
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_ranks_in_any_order_give_the_plain_state():
     run_processes(check_order, 8)
 

@@ -100,7 +100,7 @@ def check_reuse(rank):
     return len(waiting)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_buffers_are_reused_also_those_of_results_that_nobody_waits_for():
     run_processes(check_reuse, 2)
 
@@ -270,6 +270,7 @@ def test_ranks_of_an_emulated_host_share_memory_and_no_others():
             assert cluster.run(find_sharing_axes) == [expected] * 4
 
 
+@pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
 def test_the_rate_of_shared_memory_is_measured_where_ranks_have_it():

@@ -69,6 +69,7 @@ def test_checkers_agree_on_plans_with_much_staging():
     assert found.count(True) > 60 and found.count(False) > 60, found
 
 
+@pytest.mark.integration
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.randoms(use_true_random=False))
 def test_checkers_agree_on_random_cases(case, strategy, rng):
     shape, src, dst, topology = case

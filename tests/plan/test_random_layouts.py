@@ -22,6 +22,7 @@ from tests.support.tensors import same_bytes, take_shard, whole_tensor
 DTYPES = ["uint8", "bfloat16", "float32", "complex64", "complex128"]
 
 
+@pytest.mark.nightly
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from(DTYPES))
 @settings(max_examples=200)
 def test_plans_of_random_layouts_deliver(case, strategy, dtype):

@@ -123,6 +123,7 @@ def test_check_plan_limits_messages():
         check_plan(replace(plan, transfers=cut))
 
 
+@pytest.mark.integration
 def test_chosen_pod_transfers_cannot_be_improved_by_an_exchange(monkeypatch):
     choose = PodChunkScheduler.choose_transfers
     seen = Counter()

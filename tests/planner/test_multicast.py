@@ -378,6 +378,7 @@ def test_auto_prefers_send_recv_if_it_is_as_fast_with_fewer_messages():
         assert plan.num_messages <= 2
 
 
+@pytest.mark.nightly
 def test_rank_can_stage_a_dropped_piece_again():
     """The shards are so uneven that ranks at some NICs hold nothing. They stage pieces twice, once per receiving host."""
     src, dst = Layout(Mesh.of("4x4"), "R R S01"), Layout(Mesh.of("2x4", first_rank=16))

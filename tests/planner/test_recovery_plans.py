@@ -81,7 +81,7 @@ def test_lost_regions_of_a_encoded_tensor_are_in_blocks():
     assert caught.value.regions == ("[0:32, 0:2] in blocks of 128 values",)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @given(cases(), st.sampled_from(sorted(STRATEGIES)), st.data())
 @settings(max_examples=150)
 def test_survivors_receive_everything_that_a_survivor_holds(case, strategy, data):

@@ -152,6 +152,7 @@ def _tried(problem, monkeypatch):
     return set(tried)
 
 
+@pytest.mark.integration
 def test_auto_skips_strategies_that_cannot_differ(monkeypatch):
     def problem(num, holders, receivers, hosts):
         layouts = Layout(Mesh(holders)), Layout(Mesh(receivers))

@@ -179,6 +179,7 @@ def _use_after_shutdown():
     return found
 
 
+@pytest.mark.nightly
 def test_use_after_ray_shutdown_is_an_error(drive):
     found = drive(_use_after_shutdown)
     assert len(found) == 8
@@ -207,6 +208,7 @@ def _add_one(rank, by_name, listed):
     return rank, None if trained is None else list(trained.shape), None if served is None else served.tolist()
 
 
+@pytest.mark.nightly
 def test_functions_get_the_shards_of_their_actor(drive):
     added, whole = drive(_run_on_shards), _whole(6, 4)
     assert [item[:2] for item in added] == [(0, [3, 4]), (1, [3, 4]), (2, None), (3, None)]
@@ -229,6 +231,7 @@ def _fail_while_others_work(rank):
     time.sleep(8)
 
 
+@pytest.mark.nightly
 def test_errors_of_wrong_calls_name_the_cause(drive):
     found = drive(_wrong_calls)
     starts = [
@@ -344,6 +347,7 @@ def _end_in_transfer(actor):
     GlooTransport.recv = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.nightly
 def test_survivors_recover_after_actors_die(drive):
     *good, error = drive(_recover)
     assert good == [True, [1], [], True, [0, 1, 3], [2]]
@@ -382,6 +386,7 @@ def _recover_without_a_stopped_one():
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_survivors_recover_without_a_stopped_actor(drive):
     assert drive(_recover_without_a_stopped_one) == [([1.0], [1], True), ([2.0], [1], True)]

@@ -35,6 +35,7 @@ def _run(folder, *options):
     return status, output.getvalue(), errors.getvalue()
 
 
+@pytest.mark.nightly
 def test_actors_train_as_local_processes_do_which_resume_their_run(drive, tmp_path, monkeypatch):
     """Actors run on other hosts and in other folders. They must resolve relative paths in the folder of the driver."""
     (tmp_path / "text").write_bytes(bytes(range(256)) * 20)
@@ -73,6 +74,7 @@ def _run_until_one_dies(folder, *options):
     return status, errors, time.time() - (folder / "kept" / "killed").stat().st_mtime
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_dead_worker_is_named(drive, tmp_path):
     options = ["--meshes", "1x1,2x1", "--steps", "100000", "--checkpoint", "kept", "--save-every", "1"]
@@ -83,6 +85,7 @@ def test_dead_worker_is_named(drive, tmp_path):
     assert seconds < 20
 
 
+@pytest.mark.nightly
 def test_wrong_use_is_an_error(drive, tmp_path, monkeypatch):
     status, _, errors = drive(_run, tmp_path, "--meshes", "1x1,2x1", "--device", "cuda", "--launcher", "ray")
     assert status == 2

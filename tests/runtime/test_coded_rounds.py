@@ -31,6 +31,7 @@ def _code(rank):
         assert all(result is None or torch.equal(result, wanted[rank]) for result in results)
 
 
+@pytest.mark.integration
 @pytest.mark.usefixtures("device")
 def test_encoded_tensors_move_in_rounds():
     run_processes(_code, RANKS)

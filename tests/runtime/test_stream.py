@@ -186,6 +186,7 @@ def _start_with(rank, kind):
     return None
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("kind", "name", "text"),
     [
@@ -315,6 +316,7 @@ def test_transfer_is_watched_while_its_start_blocks(device):
         assert text == "rank 2: another stage failed" and seconds < 10
 
 
+@pytest.mark.nightly
 def test_engine_losses_and_gradients_equal_one_process(device):
     losses, grads = single_process(torch.float64, [4, 4, 2])
     for build in (auto_schedule, one_f_one_b):

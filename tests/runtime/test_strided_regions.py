@@ -145,7 +145,7 @@ print("equal")
 """
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_interpreted_kernel_matches_its_python_reference(tmp_path):
     pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")
     import os
@@ -179,7 +179,7 @@ for pairs in (True, False):
 """
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_kernel_compiles_and_loads_sixteen_bytes_at_once():
     """Needs no GPU. The interpreter accepts code that the compiler rejects, so compile as well."""
     pytest.importorskip("triton", reason="triton is not installed: it comes with torch for CUDA")

@@ -58,6 +58,7 @@ def ratios_to_optimum(seeds):
     return ratios
 
 
+@pytest.mark.nightly
 def test_auto_schedule_is_near_the_optimum():
     ratios = ratios_to_optimum(range(8))
     assert statistics.mean(ratios) <= 1.02

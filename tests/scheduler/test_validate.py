@@ -171,6 +171,7 @@ def _random_pipeline(rng, num):
     return Pipeline(tuple(Stage(seconds(), seconds(), seconds()) for _ in range(num)), tuple(edges))
 
 
+@pytest.mark.nightly
 def test_all_builders_give_rows_one_order_and_other_orders_are_refused():
     rng, num_refused = random.Random(5), 0
     for _ in range(10):

@@ -176,6 +176,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.nightly
 @given(JSON)
 def test_random_json_never_crashes(data):
     with contextlib.suppress(ReshardError):
@@ -247,7 +248,7 @@ def test_byte_order_mark_is_accepted(tmp_path):
     assert len(read_topology(path).host_of_rank) == 4
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_all_forms_of_a_topology_have_the_same_limit_of_ranks():
     """A mesh may hold rank 2**22 - 1, so a topology may cover 2**22 ranks, and no form may cover more."""
     most = MAX_RANK + 1

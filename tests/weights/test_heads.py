@@ -342,6 +342,7 @@ def _in_processes(rank):
             assert torch.equal(back[name].full_tensor(), value), name
 
 
+@pytest.mark.integration
 def test_families_move_between_processes_with_their_digests():
     run_processes(_in_processes, 4)
 

@@ -104,6 +104,7 @@ def _there_and_back(rank, experts):
             assert torch.equal(back[name].full_tensor(), value), name
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("experts", [0, 4])
 def test_families_are_fused_and_split_whatever_the_sharding(experts):
     run_processes(_there_and_back, 3, experts)

@@ -44,6 +44,7 @@ def test_no_plan_on_a_part_of_the_cluster_is_faster_than_the_choice_or_below_the
     assert math.isinf(seconds) or bound > 0.2 * seconds
 
 
+@pytest.mark.integration
 def test_a_stage_waits_for_its_slowest_device():
     mixed = Cluster(HOSTS, 1e9, device_types=("new", "old", "new", "new"))
     keep = {"idle": False, "tp": 1, "recompute": False, "grid": None}
@@ -55,6 +56,7 @@ def test_a_stage_waits_for_its_slowest_device():
     assert found == search(GRAPH, mixed, dict(reversed(profiles.items())), num_samples=8, keep=keep) and busy
 
 
+@pytest.mark.nightly
 def test_slow_devices_stay_idle_and_have_the_memory_of_their_type():
     cluster = Cluster(HOSTS, {"old": 2e9, "new": 1e9}, device_types=("old", "old", "new", "new"))
     assert cluster.memory_limit_bytes == (2e9, 2e9, 1e9, 1e9)

@@ -55,6 +55,7 @@ def training_plan():
     return search(GRAPH, CLUSTER, PROFILE, num_samples=8, states=MIXED_PRECISION)
 
 
+@pytest.mark.integration
 def test_a_training_plan_fits_its_model_devices_and_memory(training_plan):
     assert [stage.first_layer for stage in training_plan.stages[1:]] == [
         stage.end_layer for stage in training_plan.stages[:-1]
@@ -179,6 +180,7 @@ def test_zero_3_over_the_depth_of_a_grid_is_chosen_where_memory_is_short():
         Choice.on_grid(1, 2, 1, zero=3)
 
 
+@pytest.mark.nightly
 def test_codecs_are_chosen_where_they_make_a_step_shorter():
     graph = make_graph(dtype="float32")
     profile = LayerProfile.estimate(graph, flops_per_second=1e12)
@@ -340,7 +342,7 @@ def test_the_uplinks_of_pods_are_priced():
         }
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_less_memory_never_gives_a_faster_training_plan():
     seconds = [search(GRAPH, Cluster(HOSTS, size), PROFILE, num_samples=8).seconds for size in (1e9, 2.5e7, 1.5e7)]
     assert seconds == sorted(seconds)
@@ -409,6 +411,7 @@ def test_devices_behind_slow_links_stay_idle_and_are_named():
         TrainingPlan.from_json(found.to_json().replace('"num_cluster_ranks": 4', '"num_cluster_ranks": 1'))
 
 
+@pytest.mark.nightly
 def test_hosts_work_in_the_order_of_their_rates():
     deep = make_graph(layers=6, hidden=512, sequence=256)
     profile = LayerProfile.estimate(deep, flops_per_second=1e11)

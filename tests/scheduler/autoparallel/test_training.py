@@ -76,6 +76,7 @@ def check_trains(training_plan):
     )
 
 
+@pytest.mark.integration
 def test_a_training_plan_trains_as_one_process():
     training_plan = find_training_plan((0, 0, 1))
     assert training_plan.num_ranks == 3
@@ -83,7 +84,7 @@ def test_a_training_plan_trains_as_one_process():
     check_trains(training_plan)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_a_stage_on_a_grid_beside_a_plain_one_trains_as_one_process():
     training_plan = find_training_plan((0,) * 5, {"grid": (2, 2, 1), "num_microbatches": 1}, flops=1e7)
     assert sorted(str(stage.choices[0]) for stage in training_plan.stages) == ["grid=2x2x1", "tp=1"]

@@ -133,7 +133,7 @@ def follow(rank, stages, source, start, until, wrap):
     return losses
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(
     ("first", "second", "wrap"),
@@ -163,6 +163,7 @@ def ask_for_more(rank, folder):
         return [*errors, engine.load("nowhere", missing_ok=True), engine.step(make_batch(0)).finite]
 
 
+@pytest.mark.integration
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_missing_checkpoint_and_missing_entry_are_errors_on_all_ranks(tmp_path):
     torch.manual_seed(0)
@@ -198,6 +199,7 @@ def save_again(rank, folder):
     return sorted(path.name for path in Path(folder).iterdir())
 
 
+@pytest.mark.integration
 def test_failed_save_is_an_error_on_all_ranks_and_keeps_the_earlier_checkpoint_of_the_step(tmp_path):
     assert run_processes(save_again, 2, str(tmp_path)) == [["step-00000001"]] * 2
 
@@ -243,6 +245,7 @@ def use_wrongly(rank, folder):
     return [path.name for _, path in find_checkpoints(folder)] == ["step-00000001"]
 
 
+@pytest.mark.integration
 def test_wrong_use_is_an_error_on_all_ranks_and_changes_nothing(tmp_path):
     assert run_processes(use_wrongly, 2, str(tmp_path)) == [True, True]
 
@@ -330,6 +333,7 @@ def resume_optimizer(rank, folder):
     return found
 
 
+@pytest.mark.integration
 def test_settings_of_an_optimizer_that_are_tensors_are_loaded(tmp_path):
     for whole, resumed in run_processes(resume_optimizer, 2, str(tmp_path)):
         assert resumed == whole

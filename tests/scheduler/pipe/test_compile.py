@@ -51,6 +51,7 @@ def compile_counters(rank):
     return counts
 
 
+@pytest.mark.integration
 def test_compile_restores_reassigned_buffers_and_all_random_number_generators():
     assert run_processes(compile_counters, 2) == [[0, 4]] * 2
 
@@ -92,6 +93,7 @@ def compile_with_an_error_on_one_rank(rank):
     return found
 
 
+@pytest.mark.nightly
 def test_an_error_of_one_rank_is_raised_on_all():
     for found in run_processes(compile_with_an_error_on_one_rank, 3):
         assert found[0].endswith("it does not suit me")
@@ -110,6 +112,7 @@ def make_frozen(layer=None):
     return model
 
 
+@pytest.mark.integration
 def test_stage_without_trainable_parameters_is_replicated():
     case = Case(
         make_frozen, [make_batch(seed) for seed in range(3)], make_batch(9), lambda model, batch: model(**batch)
@@ -129,6 +132,7 @@ def train_frozen_counter(rank):
         return float(counter.count), counter.layer.weight.sum().item()
 
 
+@pytest.mark.integration
 def test_replicas_of_a_frozen_stage_have_the_parameters_and_buffers_of_the_first():
     first, second, _ = run_processes(train_frozen_counter, 3)
     assert first == second
@@ -156,6 +160,7 @@ def step_with_changing_scalars(rank):
         return losses, made.call_count, len(engine._planner._graphs)
 
 
+@pytest.mark.integration
 def test_scalars_that_change_with_each_batch_share_one_program_and_few_graphs():
     for losses, made, graphs in run_processes(step_with_changing_scalars, 2):
         assert len(set(losses)) == len(losses)

@@ -89,6 +89,7 @@ def recompute(rank, models):
         return in_step, len(counts) - in_step
 
 
+@pytest.mark.nightly
 def test_checkpointed_blocks_are_computed_again():
     models = pytest.importorskip("tests.scheduler.pipe.test_transformers")
     models.make_llama()  # imports the model once, not on each rank
@@ -99,6 +100,7 @@ def make_cast_case(dtype, tolerance):
     return replace(make_case(), autocast=dtype, tolerance=tolerance)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.integration)])
 def test_losses_under_autocast_equal_one_process(dtype):
     case = make_cast_case(dtype, 1e-2)

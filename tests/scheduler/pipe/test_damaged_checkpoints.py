@@ -94,6 +94,7 @@ def save_and_damage(rank, folder):
     return names, unnamed
 
 
+@pytest.mark.nightly
 def test_any_damage_is_an_error_that_names_file_and_tensor_and_offers_the_checkpoint_before(tmp_path):
     for names, unnamed in run_processes(save_and_damage, 2, str(tmp_path)):
         tensors = [f"rank-0000{rank}-000.safetensors" for rank in (0, 1)]
@@ -221,6 +222,7 @@ def edit_and_load(rank, folder):
     return errors
 
 
+@pytest.mark.integration
 def test_nonsense_under_right_digests_is_an_error_that_names_file_and_key(tmp_path):
     (errors,) = run_processes(edit_and_load, 1, str(tmp_path))
     for name, (_, message) in EDITS.items():
@@ -268,6 +270,7 @@ def load_pickled(rank, folder):
     return loss, errors
 
 
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_pickled_checkpoints_load_only_if_they_are_trusted(tmp_path):
     save_pickled(tmp_path / "step-00000004")

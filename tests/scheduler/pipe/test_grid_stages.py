@@ -156,6 +156,7 @@ def check_untraceable(rank):
             pipe.compile({"x": torch.ones(4, 4)}, 2)
 
 
+@pytest.mark.integration
 def test_functions_of_whole_features_are_refused():
     run_processes(check_untraceable, 3)
 
@@ -172,6 +173,7 @@ class Regressor(torch.nn.Module):
         return torch.nn.functional.cross_entropy(self.second(torch.relu(self.first(x))), targets)
 
 
+@pytest.mark.nightly
 def test_a_linear_layer_reads_all_features_of_the_batch():
     generator = torch.Generator().manual_seed(0)
     batch = {

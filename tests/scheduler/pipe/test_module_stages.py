@@ -77,7 +77,7 @@ def make_batch(seed, num_samples=8):
     }
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_modules_equal_one_process():
     case = Case(make_stages, [make_batch(0), make_batch(1, 5), make_batch(2, 1)], make_batch(9, 3), run_alone)
     check_equal(case, lambda case: rs.Pipe(list(case.make_model()), stages="1x1,2x1,1x1"), 4, accumulate=1)
@@ -104,6 +104,7 @@ def check_weight(rank, factor):
     return True
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("factor", [1e-310, 1e300])
 def test_a_weight_that_float32_cannot_hold_is_an_error_on_all_ranks(factor):
     assert run_processes(check_weight, 2, factor) == [True, True]
@@ -133,6 +134,7 @@ def make_masked_batch(seed, masked_rows):
     return {name: batch[name] for name in ("tokens", "targets")}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "last",
     [
@@ -164,6 +166,7 @@ def step_without_weight(rank):
         return [(math.isnan(result.loss), result.finite) for result in results], norm, engine._loss_scale.value
 
 
+@pytest.mark.nightly
 def test_a_batch_of_weight_0_has_no_gradient_and_keeps_the_loss_scale():
     assert run_processes(step_without_weight, 2) == [([(True, False), (False, True)], 0.0, 65536.0)] * 2
 

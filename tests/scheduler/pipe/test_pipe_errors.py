@@ -305,6 +305,7 @@ def freeze_one_copy(rank):
         return str(found.value)
 
 
+@pytest.mark.nightly
 def test_a_shared_parameter_that_only_one_stage_froze():
     first, second = run_processes(freeze_one_copy, 2)
     assert first == second
@@ -320,6 +321,7 @@ def freeze_on_one_replica(rank, wrap):
             engine.step(make_batch(0))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrap", [rs.ddp, rs.fsdp])
 def test_a_parameter_that_only_one_replica_froze(wrap):
     run_processes(freeze_on_one_replica, 3, wrap)

@@ -69,7 +69,7 @@ def train_alone():
     return results
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("wrap", [rs.ddp, pytest.param(rs.fsdp, marks=pytest.mark.slow)], ids=["ddp", "fsdp"])
 def test_stages_without_parameters_train_save_and_resume(wrap, tmp_path):
     placements = [rs.Placement(), rs.Placement(), rs.Placement(dp=2, wrap=wrap), rs.Placement()]

@@ -99,12 +99,12 @@ def test_gpt2_equals_one_process():
     check_equal(case, pipe_of(gpt2_layers(2), "2x1,1x1"), 3)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_llama_equals_one_process():
     check_equal(make_case(lambda: make_llama(tied=True), ignored=True), pipe_of(llama_layers(1), "1x1,1x1"), 2)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("name", "stages"),
     [
@@ -118,14 +118,14 @@ def test_models_with_the_chain_of_llama_equal_one_process(name, stages):
     check_equal(case, pipe_of(llama_layers(3), stages), 2 if stages == "1x1,1x1" else 6)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")  # by transformers, up to torch 2.10
 def test_replicas_of_a_mixture_of_experts_equal_one_process():
     case = make_case(lambda: make_like_llama("Mixtral", head_dim=4, num_local_experts=4), steps=2)
     check_equal(case, pipe_of([], "2x1", loss=lambda output: output.loss), 2)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("model", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_stage_may_have_only_the_head(model):
     case = make_case(make_gpt2 if model == "gpt2" else make_llama, steps=2)
@@ -200,6 +200,7 @@ def _compile_with_styles_of_torch(rank):
     return str(caught.value)
 
 
+@pytest.mark.integration
 def test_an_error_names_the_module_that_a_style_does_not_know():
     for text in run_processes(_compile_with_styles_of_torch, 2):
         assert "the tp_plan does not fit 'transformer.h.0.mlp.c_fc' (Conv1D): ColwiseParallel currently only" in text
@@ -221,12 +222,12 @@ def _step_without_norms(rank):
         engine.step(make_batch(0))
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_tp_plan_that_omits_norms_of_heads_is_refused():
     run_processes(_step_without_norms, 2)
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_norms_of_heads_under_tensor_parallelism_equal_one_process():
     case = make_case(lambda: make_like_llama("Qwen3", **LIKE_LLAMA["Qwen3"]), steps=10, ignored=True)
     check_equal(case, pipe_of([], "1x2", tp_plan=PROJECTIONS | NORMS), 2)

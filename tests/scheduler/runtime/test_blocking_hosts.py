@@ -147,11 +147,12 @@ def run_cases(rank, size, names):
     return results
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(
     ("size", "names"),
     [
         (LARGE, ["skips", "V"]),
-        *(pytest.param(size, list(CASES), marks=pytest.mark.integration) for size in (SMALL, LARGE)),
+        *(pytest.param(size, list(CASES), marks=pytest.mark.nightly) for size in (SMALL, LARGE)),
     ],
 )
 def test_no_schedule_hangs_and_all_compute_the_same(monkeypatch, standin, size, names):
@@ -195,6 +196,7 @@ def test_schedules_without_one_order_are_refused_on_all_ranks(monkeypatch, stand
     assert kind == "ScheduleError" and "in different orders" in text
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize(("build", "size"), [(recvs_ahead, SMALL), (at_consumer, LARGE)])
 def test_device_shows_which_schedules_hang(monkeypatch, standin, build, size):
     use_streams(monkeypatch, standin, BlockingStream)

@@ -118,6 +118,7 @@ def run_ddp_cases(rank, cases):
     return [run_ddp(rank, *case[:3], 3) for case in cases]
 
 
+@pytest.mark.integration
 def test_gradients_accumulate_over_steps():
     """Each step has different data, so that a gradient of an earlier step is not mistaken for a later one."""
     cases = [

@@ -129,7 +129,7 @@ def run_cases(rank, cases):
     return [run_rank(rank, *case) for case in cases]
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("ranks", [[0, 1, 2], [0, 1, 0]])
 def test_losses_and_gradients_equal_a_single_process(ranks):
     sizes = [BATCH] * (NUM - 1) + [2]

@@ -181,7 +181,7 @@ def run_all(rank):
     return found
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 def test_error_of_one_rank_is_raised_on_all():
     results = run_processes(run_all, 3, timeout_seconds=90)
     for rank, found in enumerate(results):

@@ -131,6 +131,7 @@ def run_cases(rank, cases):
     return [run_rank(rank, *case) for case in cases]
 
 
+@pytest.mark.integration
 def test_gradients_equal_a_single_process():
     losses, grads = single_process(False)
     cases = [
@@ -152,6 +153,7 @@ def test_gradients_equal_a_single_process():
         assert sum(found) / len(found) == pytest.approx(sum(losses) / NUM, rel=1e-12), how
 
 
+@pytest.mark.integration
 def test_gradients_accumulate_and_tied_weights_get_equal_ones():
     losses, tied_grads = single_process(True)
     _, grads = single_process(False)

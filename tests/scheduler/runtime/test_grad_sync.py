@@ -130,6 +130,7 @@ def run_buffers(rank, kinds):
     return buffers
 
 
+@pytest.mark.integration
 def test_replicas_receive_the_buffers_of_the_first_replica():
     shared = ["sliced", "transposed on one", "int16", "conjugated", "empty"]
     refused = {

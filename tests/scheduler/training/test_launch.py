@@ -54,7 +54,7 @@ main("train gpt3-125m --shrink 64 --meshes 1x1 --steps 1 --batch 2 --autocast no
 """
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize("without_triton", ["1", ""])
 def test_a_rank_of_torchrun_ends_without_a_search_for_cycles_or_a_report_of_leaks(
     tmp_path, monkeypatch, without_triton

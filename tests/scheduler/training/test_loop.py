@@ -96,6 +96,7 @@ def test_resumed_training_equals_uninterrupted_training(preset, stages, tmp_path
     assert (finished.start, finished.losses, finished.held_out) == (6, (), whole.held_out)
 
 
+@pytest.mark.nightly
 def test_half_precision_stays_finite():
     job = Job("test", replace(GPT, autocast="float16"), 5, "1x1,1x1", warmup=2)
     result = train_staged(job)

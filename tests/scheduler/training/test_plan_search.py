@@ -17,7 +17,7 @@ from reshard.topology import Topology
 from tests.scheduler.training.test_loop import GPT, U_TRANSFORMER, train_alone
 
 
-@pytest.mark.integration
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("preset", "devices", "keep"),
     [
@@ -57,6 +57,7 @@ def test_the_command_searches_and_trains(capfd, tmp_path, monkeypatch):
     assert "Traceback" not in shown
 
 
+@pytest.mark.integration
 def test_the_command_refuses_what_does_not_fit(capfd, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     graph = LayerGraph.transformer(layers=5, hidden=8, heads=2, sequence=8, vocabulary=32)
