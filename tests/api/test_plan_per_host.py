@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import time
@@ -112,6 +113,17 @@ def check_fallbacks(rank):
     plan_per_host.map_memory_file = change
     assert move(rank, strategy="send_recv") == 0
     assert len(made) == {0: 2, 1: 0, 2: 1, 3: 2}[rank]
+    # the planner has too little memory for a file
+    made = count_plans(machine="one")
+    written = plan_per_host._write
+
+    def write(plan):
+        raise OSError(errno.ENOMEM, "too little memory")
+
+    plan_per_host._write = write
+    assert move(rank, strategy="broadcast_greedy") == 0
+    assert len(made) == 1
+    plan_per_host._write = written
     # no two ranks share a machine
     made = count_plans(machine=f"container {rank}")
     assert move(rank, strategy="local_all_gather") == 0

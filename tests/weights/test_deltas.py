@@ -143,6 +143,7 @@ def test_engines_that_hold_the_base_get_differences_and_others_whole_versions():
     # the last attempt of version 3 sends it whole, as does the second one of version 4, to the engine that failed
     assert [each[1] for each in reports] == [None, 1, None, None, None, 5]
     assert all((each[2] < plain / 4) == (each[1] is not None) for each in reports)
+    assert [each[2] >= plain for each in reports] == [False, False, True, False, False, False]  # raw after a failure
     assert results[2] == results[3] == ["whole", *["differences"] * 3, "whole", "differences"]
     assert results[4] == ["whole", "differences", "differences", "whole", "whole", "whole", "whole", "differences"]
     assert results[5] == ["whole", "differences", "differences", "whole", "differences"]
