@@ -206,9 +206,12 @@ def _to_json(plan: Plan, rank: int | None) -> dict[str, Any]:
     from reshard.plan import plan_to_json
 
     report = CostReport(plan)
+    with_latency = report.latency_bounds
     cost = {
         "lower_bound_seconds": report.lower_bound_seconds,
         "lower_bound_reason": report.bound.reason,
+        "latency_bound_seconds": None if with_latency is None else with_latency.any_plan_seconds,
+        "unmerged_bound_seconds": None if with_latency is None else with_latency.unmerged_seconds,
         "predicted_seconds": report.predicted_seconds,
         "is_estimate": report.makespan.is_estimate,
     }

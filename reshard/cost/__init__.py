@@ -5,6 +5,7 @@ Imports :mod:`reshard.plan` and the layers below it.
 
 from reshard.cost.coding import encoded_makespan
 from reshard.cost.fluid import flow
+from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
 from reshard.cost.lower_bound import find_bound
 from reshard.cost.port_loads import find_loads
 from reshard.cost.prediction import Makespan, predict_makespan
@@ -14,10 +15,12 @@ from reshard.cost.simulator import Timeline, network_of, simulate
 __all__ = [
     "NOTABLE_LATENCY",
     "CostReport",
+    "LatencyBounds",
     "Makespan",
     "Timeline",
     "encoded_makespan",
     "find_bound",
+    "find_latency_bounds",
     "find_loads",
     "flow",
     "network_of",

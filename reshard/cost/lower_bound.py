@@ -20,6 +20,8 @@ HostSet = tuple[int, ...]
 #: Bytes of regions by ``(holders, destinations)``: the places that hold a region, and the other places that need it.
 #: A place is a host or a pod.
 Classes = dict[tuple[HostSet, HostSet], int]
+#: The same, and the number of regions beside the bytes.
+Traffic = dict[tuple[HostSet, HostSet], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -69,32 +71,31 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
 
 
 def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
-    used: dict[int, set[int]] = {}
-    for spec in tensors:
-        for rank in (*spec.src.ranks, *spec.dst.ranks):
-            used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
-
-    def nics_of(host: int) -> Rates:
-        nics = [topology.host(host).nics[number] for number in sorted(used[host])]
-        return Rates(
-            sum(nic.egress_bytes_per_second for nic in nics), sum(nic.ingress_bytes_per_second for nic in nics)
-        )
-
+    used = used_nics(tensors, topology)
+    hosts = {host: Rates.of(nics) for host, nics in used.items()}
     of_hosts = _classes(tensors, topology.host_of_rank.__getitem__)
-    partly = {host for host, numbers in used.items() if len(numbers) < len(topology.host(host).nics)}
-    bound = _bound_of_places(of_hosts, nics_of, "host", partly)
+    partly = {host for host, nics in used.items() if len(nics) < len(topology.host(host).nics)}
+    bound = _bound_of_places(of_hosts, hosts.__getitem__, "host", partly)
     if topology.pods:
 
         def pod_of(rank: int) -> int:
             return topology.host(topology.host_of_rank[rank]).pod or 0
 
         of_pods = _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__, "pod")
-        hosts = {host: nics_of(host) for host in used}
         pods = {host: topology.host(host).pod or 0 for host in used}
         seconds, busy = bound_in_pods(of_hosts, hosts, pods, topology.pods)
         of_both = Bound(seconds, _format_busy_links(seconds, busy, hosts, topology.pods))
         bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
     return bound
+
+
+def used_nics(tensors: Sequence[TensorSpec], topology: Topology) -> dict[int, list[Port]]:
+    """The NICs of each host that ranks of either layout use."""
+    used: dict[int, set[int]] = {}
+    for spec in tensors:
+        for rank in (*spec.src.ranks, *spec.dst.ranks):
+            used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
+    return {host: [topology.host(host).nics[number] for number in sorted(numbers)] for host, numbers in used.items()}
 
 
 def _format_busy_links(
@@ -120,21 +121,27 @@ def _format_busy_links(
 
 def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Classes:
     """Bytes by holders and destinations, of the regions that some place needs and does not hold."""
-    classes: Classes = {}
+    return {key: nbytes for key, (nbytes, _) in find_traffic(tensors, place_of).items()}
+
+
+def find_traffic(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Traffic:
+    """Bytes and number of regions by holders and destinations, of the regions that some place needs and lacks."""
+    traffic: Traffic = {}
     for spec in tensors:
         tasks = spec.tasks
         src_sets, src_of = _place_sets(spec.src_shards.ranks, place_of)
         dst_sets, dst_of = _place_sets(spec.dst_shards.ranks, place_of)
         pair = src_of[tasks.src_tile] * len(dst_sets) + dst_of[tasks.dst_tile]
-        found, inverse = np.unique(pair, return_inverse=True)
+        found, inverse, counts = np.unique(pair, return_inverse=True, return_counts=True)
         nbytes = np.zeros(len(found), dtype=np.int64)
         np.add.at(nbytes, inverse.ravel(), tasks.numel * spec.itemsize)
-        for number, total in zip(found.tolist(), nbytes.tolist(), strict=True):
+        for number, total, count in zip(found.tolist(), nbytes.tolist(), counts.tolist(), strict=True):
             holders = src_sets[number // len(dst_sets)]
             destinations = tuple(place for place in dst_sets[number % len(dst_sets)] if place not in holders)
             if destinations and total:
-                classes[holders, destinations] = classes.get((holders, destinations), 0) + total
-    return classes
+                before = traffic.get((holders, destinations), (0, 0))
+                traffic[holders, destinations] = (before[0] + total, before[1] + count)
+    return traffic
 
 
 def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list[HostSet], np.ndarray]:
@@ -199,7 +206,7 @@ def _bound_of_places(
     return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
 
 
-def min_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> float:
+def min_largest_share(held: Mapping[HostSet, float], egress: Mapping[int, float]) -> float:
     """The least possible time of the slowest place if the bytes of each key are divided among its places.
 
     Solved as a linear program. Its dual gives the set of places that binds, from which the value is recomputed exactly.
@@ -207,7 +214,7 @@ def min_largest_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> 
     return _find_share(held, egress)[0]
 
 
-def _find_share(held: dict[HostSet, int], egress: Mapping[int, float]) -> tuple[float, list[int]]:
+def _find_share(held: Mapping[HostSet, float], egress: Mapping[int, float]) -> tuple[float, list[int]]:
     """As :func:`min_largest_share`, and the places that bind."""
     places = sorted({place for key in held for place in key})
     if not places:
@@ -235,7 +242,14 @@ def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
     return [place for place, dual in zip(places, duals, strict=True) if dual < -least]
 
 
-def _min_egress(classes: Classes, egress: Mapping[int, float]) -> tuple[float, list[int]]:
+def min_egress_seconds(classes: Mapping[tuple[HostSet, HostSet], float], egress: Mapping[int, float]) -> float:
+    """The least time for all departures without relays, if receivers may pass data on."""
+    return _min_egress(classes, egress)[0]
+
+
+def _min_egress(
+    classes: Mapping[tuple[HostSet, HostSet], float], egress: Mapping[int, float]
+) -> tuple[float, list[int]]:
     """The least time for all departures if receivers may pass data on, and the places that bind."""
     places = sorted({place for holders, destinations in classes for place in (*holders, *destinations)})
     share: list[tuple[int, int]] = []
@@ -253,7 +267,7 @@ def _solve(
     share: Sequence[tuple[int, int]],
     places: Sequence[int],
     egress: Mapping[int, float],
-    wholes: Sequence[tuple[Sequence[int], str]],
+    wholes: Sequence[tuple[Sequence[float], str]],
     columns_of: Sequence[Sequence[int]],
 ) -> tuple[float, list[float]]:
     """Minimise the time of the slowest place. Variable i is the bytes of a class at a place, ``share[i]``.

@@ -16,6 +16,13 @@ class Rates(NamedTuple):
     egress_bytes_per_second: float
     ingress_bytes_per_second: float
 
+    @classmethod
+    def of(cls, ports: Sequence[Port]) -> Rates:
+        """The sums of the rates of ports."""
+        return cls(
+            sum(port.egress_bytes_per_second for port in ports), sum(port.ingress_bytes_per_second for port in ports)
+        )
+
 
 class _Rows:
     """Rows of a linear program in coordinate form, and their right-hand sides."""

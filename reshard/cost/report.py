@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from reshard.arguments import check_fields
+from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
 from reshard.cost.lower_bound import Bound, find_bound
 from reshard.cost.port_loads import Load, find_loads
 from reshard.cost.prediction import Makespan, predict_makespan
@@ -23,6 +24,7 @@ class CostReport:
 
     >>> print(CostReport(plan))  # doctest: +SKIP
     lower bound  0.858993 s: host 0 receives 1 GiB at 1.25 GB/s
+    with latency 0.859793 s for any plan, 0.860193 s if no message carries two regions
     predicted    0.873068 s, 1.016 times the bound
     busiest      host 0 in: 1 GiB at 1.25 GB/s, 0.858993 s
     """
@@ -41,6 +43,15 @@ class CostReport:
     def lower_bound_seconds(self) -> float:
         """The time that no plan without relays can beat on this topology."""
         return self.bound.seconds
+
+    @cached_property
+    def latency_bounds(self) -> LatencyBounds | None:
+        """Two lower bounds that count latency; None if messages between hosts have none, or if links pass bursts.
+
+        ``any_plan_seconds`` holds for every plan, ``unmerged_seconds`` for plans without relays whose messages carry
+        bytes of one region each.
+        """
+        return find_latency_bounds(self.plan)
 
     @cached_property
     def makespan(self) -> Makespan:
@@ -69,10 +80,13 @@ class CostReport:
         return tuple(find_loads(self.plan))
 
     def __str__(self) -> str:
-        lines = [
-            f"lower bound  {self.lower_bound_seconds:.6g} s: {self.bound.reason}",
-            f"predicted    {self._format_prediction()}",
-        ]
+        lines = [f"lower bound  {self.lower_bound_seconds:.6g} s: {self.bound.reason}"]
+        if self.latency_bounds is not None and self.lower_bound_seconds:
+            any_plan, unmerged = self.latency_bounds.any_plan_seconds, self.latency_bounds.unmerged_seconds
+            lines.append(
+                f"with latency {any_plan:.6g} s for any plan, {unmerged:.6g} s if no message carries two regions"
+            )
+        lines.append(f"predicted    {self._format_prediction()}")
         if self.port_loads:
             lines.append(f"busiest      {self._format_busiest()}")
         return "\n".join(lines)

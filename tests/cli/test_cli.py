@@ -69,10 +69,11 @@ def test_json_has_the_documented_keys(capsys):
     data = json.loads(capsys.readouterr().out)
     assert set(data) >= {
         "tensors", "host_of_rank", "strategy", "plan_hash", "lower_bound_seconds", "predicted_seconds", "is_estimate",
-        "messages",
+        "latency_bound_seconds", "unmerged_bound_seconds", "messages",
     }  # fmt: skip
     assert data["predicted_seconds"] == pytest.approx(0.873068, abs=1e-5)
     assert data["lower_bound_seconds"] == pytest.approx(0.8589934592)
+    assert data["lower_bound_seconds"] < data["latency_bound_seconds"] <= data["unmerged_bound_seconds"] < 0.873
     assert data["host_of_rank"] == [rank // 4 for rank in range(20)]
     assert data["tensors"][0]["src"]["ranks"] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert data["tensors"][0]["src"]["spec"] == "S0 R R"

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, find_bound, load_preset, make_plan, simulate
 from reshard.cost.fluid import flow, flow_until
+from reshard.cost.latency_bounds import find_latency_bounds
 from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.simulator import network_of
 from reshard.plan.messages import expand_messages, message_nbytes, tabulate_messages
@@ -136,7 +137,7 @@ def test_message_table_matches_expansion(problem, strategy):
 
 
 @given(
-    cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([0.0, 1e-7]),
+    cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([0.0, 1e-7, 1e-4]),
     st.sampled_from([None, 1e8]), st.sampled_from([0, 7, 100]),
     st.none() | st.lists(st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=1, max_size=2), min_size=4, max_size=4),
     st.booleans(), st.sampled_from([0, 0, 50, 400]),
@@ -157,6 +158,8 @@ def test_native_matches_reference_and_no_plan_beats_the_bound(
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
     makespan = simulate(plan).makespan_seconds
     assert burst or makespan >= find_bound(plan.tensors, plan.topology).seconds * (1 - 1e-9)
+    with_latency = find_latency_bounds(plan)
+    assert with_latency is None or makespan >= with_latency.any_plan_seconds * (1 - 1e-9)
     messages = tabulate_messages(plan)
     moves = np.flatnonzero(messages.sender != messages.receiver)
     if len(moves):

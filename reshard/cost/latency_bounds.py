@@ -1,0 +1,261 @@
+"""Lower bounds that count the latency of messages between hosts; ``docs/latency-bounds.md`` proves them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.cost.lower_bound import (
+    Classes,
+    Traffic,
+    find_bound,
+    find_traffic,
+    min_egress_seconds,
+    min_largest_share,
+    used_nics,
+)
+from reshard.cost.pod_lower_bound import Rates
+from reshard.plan import Plan
+from reshard.topology import Port, Topology
+
+#: Weights of senders against receivers that are tried; each gives a valid bound.
+_MAX_WEIGHTS = 256
+
+
+@dataclass(frozen=True)
+class LatencyBounds:
+    """Two times that count bytes and latencies between hosts.
+
+    Attributes:
+        any_plan_seconds: no plan takes less, whatever it relays, gathers or merges.
+        unmerged_seconds: no plan takes less that has no relays and whose messages carry bytes of one unit task each.
+            Exchanges of equal parts reach it.
+    """
+
+    any_plan_seconds: float
+    unmerged_seconds: float
+
+
+def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
+    """The two bounds of a plan's tensors on its topology, in the model of :func:`reshard.simulate`.
+
+    Returns:
+        None if messages between hosts have no latency, or if links pass bursts, which no rate limits.
+    """
+    topology = plan.topology
+    if not topology.latency_seconds or topology.burst_bytes:
+        return None
+    traffic = find_traffic(plan.tensors, topology.host_of_rank.__getitem__)
+    if not traffic:
+        return LatencyBounds(0.0, 0.0)
+    problem = _Problem.of(plan, traffic)
+    any_plan = max(
+        problem.seconds_of_bytes(),
+        problem.seconds_of_rounds(),
+        problem.seconds_of_broadcasts(),
+        problem.seconds_of_exchanges(),
+    )
+    unmerged = max(any_plan, problem.seconds_of_unit_tasks(), find_bound(plan).seconds)
+    return LatencyBounds(*(topology.start_seconds + seconds for seconds in (any_plan, unmerged)))
+
+
+@dataclass(frozen=True, eq=False)
+class _Problem:
+    """The traffic between hosts, and the rates of those that take part.
+
+    Attributes:
+        traffic: bytes and unit tasks by holders and destinations. pods: the same of pods; None without pods.
+        rates: the total rates of each host, by the NICs that its ranks use.
+        num_nics: the number of these NICs.
+        hold_bytes: bytes that the slowest of these NICs could send during one latency.
+        latency: latency between hosts, in seconds.
+        pod_ports: the uplinks of pods.
+    """
+
+    traffic: Traffic
+    pods: Traffic | None
+    rates: Mapping[int, Rates]
+    num_nics: Mapping[int, int]
+    hold_bytes: Mapping[int, float]
+    latency: float
+    pod_ports: Sequence[Port]
+
+    @classmethod
+    def of(cls, plan: Plan, traffic: Traffic) -> _Problem:
+        topology = plan.topology
+        nics = used_nics(plan.tensors, topology)
+        return cls(
+            traffic,
+            find_traffic(plan.tensors, _pod_of(topology)) if topology.pods else None,
+            {host: Rates.of(found) for host, found in nics.items()},
+            {host: len(found) for host, found in nics.items()},
+            {
+                host: topology.latency_seconds * min(nic.egress_bytes_per_second for nic in found)
+                for host, found in nics.items()
+            },
+            topology.latency_seconds,
+            topology.pods,
+        )
+
+    def seconds_of_bytes(self) -> float:
+        """Each port that must pass bytes passes them after the latency of its first message."""
+        seconds = _arrival_or_share(_bytes_of(self.traffic), self.rates)
+        if self.pods is not None:
+            seconds = max(seconds, _arrival_or_share(_bytes_of(self.pods), dict(enumerate(self.pod_ports))))
+        total = sum(nbytes * len(destinations) for (_, destinations), (nbytes, _) in self.traffic.items())
+        receivers = len({host for _, destinations in self.traffic for host in destinations})
+        work = total + receivers * min(self.hold_bytes.values())
+        return max(self.latency + seconds, work / sum(rates.egress_bytes_per_second for rates in self.rates.values()))
+
+    def seconds_of_rounds(self) -> float:
+        """In the time of a latency, each NIC of each host that has some of the bytes informs one more host."""
+        informed: dict[tuple[int, ...], set[int]] = {}
+        for holders, destinations in self.traffic:
+            informed.setdefault(holders, set()).update(destinations)
+        sources = {host for holders in informed for host in holders}
+        everyone = set().union(*informed.values()) - sources
+        starts = [(holders, len(found.difference(holders))) for holders, found in informed.items()]
+        starts.append((tuple(sources), len(everyone)))
+        return self.latency * max(self._num_rounds(holders, count) for holders, count in starts)
+
+    def seconds_of_broadcasts(self) -> float:
+        """The last byte to leave a sole holder with one NIC then takes the rounds of its broadcast."""
+        by_rounds: dict[int, Counter[int]] = {}
+        for (holders, destinations), (nbytes, _) in self.traffic.items():
+            if len(holders) == 1 and self.num_nics[holders[0]] == 1:
+                by_rounds.setdefault(holders[0], Counter())[self._num_rounds(holders, len(destinations))] += nbytes
+        seconds = 0.0
+        for host, nbytes_of in by_rounds.items():
+            total = 0
+            for rounds in sorted(nbytes_of, reverse=True):
+                total += nbytes_of[rounds]
+                seconds = max(seconds, total / self.rates[host].egress_bytes_per_second + rounds * self.latency)
+        return seconds
+
+    def seconds_of_exchanges(self) -> float:
+        """What one host sends to one other goes in a message between them, or passes a third host as well."""
+        exchange = _Exchange.of(self)
+        return max(map(exchange.seconds, exchange.weights()))
+
+    def seconds_of_unit_tasks(self) -> float:
+        """As the bound of bytes, where each unit task that passes a port also takes one latency there."""
+        hold = min(self.hold_bytes.values())
+        work = {key: nbytes + count * hold for key, (nbytes, count) in self.traffic.items()}
+        egress = {host: rates.egress_bytes_per_second for host, rates in self.rates.items()}
+        total = sum(size * len(destinations) for (_, destinations), size in work.items())
+        found = [_share(work, egress), total / sum(egress.values())]
+        sources = {host for holders, _ in work for host in holders}
+        if not sources.isdisjoint({host for _, destinations in work for host in destinations}):
+            found.append(min_egress_seconds(work, egress))
+        return max(found)
+
+    def _num_rounds(self, holders: Sequence[int], num_destinations: int) -> int:
+        """The least number of latencies in which the holders can inform so many other hosts."""
+        branches = max(self.num_nics.values())
+        informed, ports, rounds = 0, sum(self.num_nics[host] for host in holders), 0
+        while informed < num_destinations:
+            informed += ports  # the NICs of the holders send to new hosts, and so do those of all hosts they informed
+            ports += ports * branches
+            rounds += 1
+        return rounds
+
+
+@dataclass(frozen=True, eq=False)
+class _Exchange:
+    """Loads of senders and receivers, each as a mean over their ports, and the parts that one host sends to one other.
+
+    Attributes:
+        out, into: mean seconds of bytes of the hosts that send and of those that receive.
+        num_senders, num_receivers: how many they are.
+        part, hold, count: ``(kinds,)`` bytes of a part, seconds that a message holds its sender's port, how many parts.
+        relay_out, relay_into: ``(hosts,)`` seconds for each byte that a host relays, at the ports that count.
+        latency: latency between hosts, in seconds.
+    """
+
+    out: float
+    into: float
+    num_senders: int
+    num_receivers: int
+    part: np.ndarray
+    hold: np.ndarray
+    count: np.ndarray
+    relay_out: np.ndarray
+    relay_into: np.ndarray
+    latency: float
+
+    @classmethod
+    def of(cls, problem: _Problem) -> _Exchange:
+        rates, traffic = problem.rates, problem.traffic
+        senders = {host for holders, _ in traffic for host in holders}
+        receivers = {host for _, destinations in traffic for host in destinations}
+        out = sum(
+            nbytes / max(rates[host].egress_bytes_per_second for host in holders)
+            for (holders, _), (nbytes, _) in traffic.items()
+        )
+        into = sum(
+            nbytes / rates[host].ingress_bytes_per_second
+            for (_, destinations), (nbytes, _) in traffic.items()
+            for host in destinations
+        )
+        parts = Counter(
+            (nbytes, problem.hold_bytes[holders[0]] / rates[holders[0]].egress_bytes_per_second)
+            for (holders, destinations), (nbytes, _) in traffic.items()
+            if len(holders) == 1 and len(destinations) == 1
+        )
+        return cls(
+            out / len(senders),
+            into / len(receivers),
+            len(senders),
+            len(receivers),
+            np.array([part for part, _ in parts], dtype=np.float64),
+            np.array([hold for _, hold in parts], dtype=np.float64),
+            np.array(list(parts.values()), dtype=np.float64),
+            np.array([(host in senders) / rates[host].egress_bytes_per_second for host in rates]),
+            np.array([(host in receivers) / rates[host].ingress_bytes_per_second for host in rates]),
+            problem.latency,
+        )
+
+    def weights(self) -> list[float]:
+        """Weights of senders from 0 to 1: evenly spaced ones, and those where a part costs as much either way."""
+        found = set(np.linspace(0.0, 1.0, 17).tolist())
+        slowest = float(self.relay_into.max())
+        for part, hold in zip(self.part[:_MAX_WEIGHTS].tolist(), self.hold[:_MAX_WEIGHTS].tolist(), strict=True):
+            relayed = part * slowest / self.num_receivers
+            found.add(relayed / (relayed + hold / self.num_senders))
+        return sorted(found)
+
+    def seconds(self, weight: float) -> float:
+        """The bound by the mean load of senders, times ``weight``, plus that of receivers, times the rest."""
+        of_sender, of_receiver = weight / self.num_senders, (1.0 - weight) / self.num_receivers
+        relayed = float((of_sender * self.relay_out + of_receiver * self.relay_into).min())
+        extra = np.minimum(of_sender * self.hold, self.part * relayed) @ self.count
+        return weight * self.out + (1.0 - weight) * (self.into + self.latency) + float(extra)
+
+
+def _arrival_or_share(classes: Classes, rates: Mapping[int, Port | Rates]) -> float:
+    """Seconds of the longest arrival, or of the busiest holders if longer. Relays change neither."""
+    arrives: Counter[int] = Counter()
+    for (_, destinations), nbytes in classes.items():
+        for place in destinations:
+            arrives[place] += nbytes
+    longest = max((total / rates[place].ingress_bytes_per_second for place, total in arrives.items()), default=0.0)
+    return max(longest, _share(classes, {place: port.egress_bytes_per_second for place, port in rates.items()}))
+
+
+def _share(classes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], float], egress: Mapping[int, float]) -> float:
+    """Seconds in which all classes can leave their holders once."""
+    held: dict[tuple[int, ...], float] = {}
+    for (holders, _), nbytes in classes.items():
+        held[holders] = held.get(holders, 0) + nbytes
+    return min_largest_share(held, egress)
+
+
+def _bytes_of(traffic: Traffic) -> Classes:
+    return {key: nbytes for key, (nbytes, _) in traffic.items()}
+
+
+def _pod_of(topology: Topology) -> Callable[[int], int]:
+    return lambda rank: topology.host(topology.host_of_rank[rank]).pod or 0
