@@ -105,6 +105,14 @@ def format_rate(rate: float) -> str:
     return f"{rate:.4g} bytes/s"
 
 
+def format_seconds(seconds: float) -> str:
+    """``3.36 ms``, ``12.5 us`` or ``0 s``."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds / 1e-6:.3g} us" if seconds else "0 s"
+
+
 def unwrapped_name(name: str) -> str:
     """The name of a parameter or buffer without the parts that torch.compile and checkpointing add."""
     return ".".join(part for part in name.split(".") if part not in ("_orig_mod", "_checkpoint_wrapped_module"))

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from reshard.arguments import check_arguments
-from reshard.cost import encoded_makespan, find_loads, simulate
+from reshard.cost import encoded_makespan, simulate
 from reshard.errors import ArgumentError
-from reshard.plan import Plan
+from reshard.plan import Plan, find_loads
 from reshard.planner import Strategy, compress_tensors, plan_tensors
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology

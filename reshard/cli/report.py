@@ -14,10 +14,9 @@ from reshard.planner import plan_tensors, predict
 def describe_plan(plan: Plan, max_lines: int = 40) -> str:
     """A summary of a plan, its cost, and at most ``max_lines`` of its transfers."""
     across, inside, copied = plan.bytes_moved()
-    text = format_plan(plan).splitlines()
-    body = text[: len(text) - len(plan.transfers) + max_lines]
-    if len(text) > len(body):
-        body.append(f"... {len(text) - len(body)} more transfers; all of them with --format json")
+    body = format_plan(plan, max_lines).splitlines()
+    if len(plan.transfers) > max_lines:
+        body.append(f"... {len(plan.transfers) - max_lines} more transfers; all of them with --format json")
     summary = [
         f"hash         {plan.plan_hash}",
         f"ranks        {format_ranks(plan.ranks)}",

@@ -1,4 +1,4 @@
-"""The time of a plan: the lower bound of its problem, its simulation, and the load of each port.
+"""The time of a plan: the lower bound of its problem, and its simulation.
 
 Imports :mod:`reshard.plan` and the layers below it.
 """
@@ -6,14 +6,14 @@ Imports :mod:`reshard.plan` and the layers below it.
 from reshard.cost.coding import encoded_makespan
 from reshard.cost.fluid import flow
 from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
-from reshard.cost.lower_bound import find_bound
-from reshard.cost.port_loads import find_loads
-from reshard.cost.prediction import Makespan, predict_makespan
+from reshard.cost.lower_bound import Bound, find_bound
+from reshard.cost.prediction import Makespan, predict_makespan, predict_timeline
 from reshard.cost.report import NOTABLE_LATENCY, CostReport
 from reshard.cost.simulator import Timeline, network_of, simulate
 
 __all__ = [
     "NOTABLE_LATENCY",
+    "Bound",
     "CostReport",
     "LatencyBounds",
     "Makespan",
@@ -21,9 +21,9 @@ __all__ = [
     "encoded_makespan",
     "find_bound",
     "find_latency_bounds",
-    "find_loads",
     "flow",
     "network_of",
     "predict_makespan",
+    "predict_timeline",
     "simulate",
 ]

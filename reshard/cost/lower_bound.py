@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -26,10 +26,17 @@ Traffic = dict[tuple[HostSet, HostSet], tuple[int, int]]
 
 @dataclass(frozen=True)
 class Bound:
-    """A time that no plan without relays can beat, and the links that set it, in words."""
+    """A time that no plan without relays can beat, and the links that set it, in words.
+
+    Attributes:
+        ports: the same links by name, such as ``host 2 in`` or ``pod 0 up``.
+        holds_with_relays: whether relays cannot beat it either.
+    """
 
     seconds: float
     reason: str
+    ports: tuple[str, ...] = field(default=(), compare=False)
+    holds_with_relays: bool = field(default=False, compare=False)
 
 
 NOTHING = Bound(0.0, "nothing crosses hosts")
@@ -84,7 +91,8 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
         of_pods = _bound_of_places(_classes(tensors, pod_of), topology.pods.__getitem__, "pod")
         pods = {host: topology.host(host).pod or 0 for host in used}
         seconds, busy = bound_in_pods(of_hosts, hosts, pods, topology.pods)
-        of_both = Bound(seconds, _format_busy_links(seconds, busy, hosts, topology.pods))
+        ports = tuple(f"host {place} out" if kind == "host" else f"pod {place} {kind}" for kind, place in busy)
+        of_both = Bound(seconds, _format_busy_links(seconds, busy, hosts, topology.pods), ports)
         bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
     return bound
 
@@ -173,6 +181,7 @@ def _bound_of_places(
     def nic_note(places: Sequence[int]) -> str:
         return " by the NICs that its ranks here use" if not set(partly).isdisjoint(places) else ""
 
+    names = ("up", "down") if kind == "pod" else ("out", "in")
     arrives: dict[int, int] = {}
     held: dict[HostSet, int] = {}
     for (holders, destinations), nbytes in classes.items():
@@ -188,6 +197,8 @@ def _bound_of_places(
         times[last],
         f"{_format_places(kind, [last])} must receive {format_bytes(arrives[last])} and can receive {format_rate(rate)}"
         f"{nic_note([last])}",
+        (f"{kind} {last} {names[1]}",),
+        holds_with_relays=True,
     )
     sources = {place for holders in held for place in holders}
     egress = {place: port_of(place).egress_bytes_per_second for place in sources | set(arrives)}
@@ -197,12 +208,19 @@ def _bound_of_places(
         alone = sum(total for key, total in held.items() if set(places).issuperset(key))
         verb = "holds" if len(places) == 1 else "hold"
         words = f"{_format_places(kind, places)} {verb} {format_bytes(alone)} that no other {kind} has and can send "
+        held_alone = True
     else:
         seconds, places = _min_egress(classes, egress)
         total = seconds * sum(egress[place] for place in places)
         words = f"{_format_places(kind, places)} must send {format_bytes(total)} and can send "
+        held_alone = False
     together = " together" if len(places) > 1 else ""
-    leaving = Bound(seconds, words + format_rate(sum(egress[place] for place in places)) + together + nic_note(places))
+    leaving = Bound(
+        seconds,
+        words + format_rate(sum(egress[place] for place in places)) + together + nic_note(places),
+        tuple(f"{kind} {place} {names[0]}" for place in places),
+        held_alone,
+    )
     return leaving if leaving.seconds > arrival.seconds * (1 + 1e-9) else arrival
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from reshard.cost.fluid import TooMuchWork
 from reshard.cost.in_turn import seconds_in_turn
-from reshard.cost.simulator import simulate_until
+from reshard.cost.simulator import Timeline, simulate_until
 from reshard.plan import Plan
 
 #: Operations of a simulation, of a few nanoseconds each: 0.1 to 3 s.
@@ -44,13 +44,18 @@ def predict_makespan(plan: Plan, cutoff: float = math.inf) -> Makespan:
         plan: the plan.
         cutoff: seconds. The simulation stops as soon as the makespan is sure to be above it.
     """
+    return predict_timeline(plan, cutoff)[0]
+
+
+def predict_timeline(plan: Plan, cutoff: float = math.inf) -> tuple[Makespan, Timeline | None]:
+    """As :func:`predict_makespan`, and the timeline: None for an estimate, or if the plan ends after the cutoff."""
     is_ordered = len(plan.transfers.after) > 0
     if not is_ordered or plan.num_messages <= MAX_IN_ORDER:
         try:
             timeline = simulate_until(plan, cutoff, MAX_OPERATIONS)
-            return Makespan(math.inf if timeline is None else timeline.makespan_seconds)
+            return Makespan(math.inf if timeline is None else timeline.makespan_seconds), timeline
         except TooMuchWork:
             pass
     moves = bool((plan.transfers.sender != plan.transfers.receiver).any())
     seconds = seconds_in_turn(plan) * (1.0 if is_ordered else _UNORDERED)
-    return Makespan(plan.topology.start_seconds * moves + seconds, True)
+    return Makespan(plan.topology.start_seconds * moves + seconds, True), None

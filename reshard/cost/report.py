@@ -8,11 +8,10 @@ from functools import cached_property
 from reshard.arguments import check_fields
 from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
 from reshard.cost.lower_bound import Bound, find_bound
-from reshard.cost.port_loads import Load, find_loads
 from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.simulator import simulate
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan import Plan
+from reshard.plan import Load, Plan, find_loads
 
 #: The report mentions latency if it makes more than this fraction of the predicted time.
 NOTABLE_LATENCY = 0.05

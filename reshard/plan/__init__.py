@@ -1,9 +1,11 @@
-"""A plan as a value: its transfers, messages and their order; its checker; its text and JSON formats.
+"""A plan as a value: transfers, messages and their order; loads of ports; checker; drawing; text and JSON.
 
 Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It neither solves nor simulates.
 """
 
+from reshard.plan.boxes import MAX_BOXES, Box, Boxes, Traffic
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
+from reshard.plan.drawing import draw_boxes, draw_plan, draw_roles, name_tensors
 from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
     Message,
@@ -25,21 +27,32 @@ from reshard.plan.model import (
     recvs_ahead,
 )
 from reshard.plan.ordering import find_turns, find_waits
+from reshard.plan.port_loads import Load, describe_load, find_loads
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 
 __all__ = [
     "DEFAULT_STAGING_BYTES",
+    "MAX_BOXES",
     "RECVS_AHEAD",
+    "Box",
+    "Boxes",
+    "Load",
     "Message",
     "MessageTable",
     "Plan",
+    "Traffic",
     "Transfers",
     "check_plan",
     "check_ranks",
     "cut_chunks",
+    "describe_load",
+    "draw_boxes",
+    "draw_plan",
+    "draw_roles",
     "ensure_checked",
     "expand_messages",
+    "find_loads",
     "find_turns",
     "find_waits",
     "format_plan",
@@ -47,6 +60,7 @@ __all__ = [
     "mark_sound",
     "message_nbytes",
     "name_box",
+    "name_tensors",
     "num_recv_slots",
     "plan_to_json",
     "ranks_of",

@@ -197,6 +197,11 @@ class Plan:
         tensors, messages = count_of(len(self.tensors), "tensor"), count_of(self.num_messages, "message")
         return f"<Plan {self.plan_hash[:12]} {self.strategy}: {tensors}, {messages}>"
 
+    def _repr_html_(self) -> str:
+        from reshard.plan.drawing import draw_plan  # which only notebooks need
+
+        return draw_plan(self)
+
 
 def ranks_of(tensors: Sequence[TensorSpec]) -> tuple[int, ...]:
     """The ranks of all layouts of the tensors, ascending."""

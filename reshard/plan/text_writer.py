@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 LATENCIES = ("latency_seconds", "inside_latency_seconds")
 
 
-def format_plan(plan: Plan) -> str:
-    """The text of a plan: its header, its topology, its tensors, then one line per transfer."""
+def format_plan(plan: Plan, max_transfers: int | None = None) -> str:
+    """The text of a plan: header, topology, tensors, then a line for each of the first ``max_transfers`` transfers."""
     lines = [f"plan {plan.strategy} staging_bytes={plan.staging_bytes}", _format_topology(plan.topology)]
     for number, spec in enumerate(plan.tensors):
         name = f" named {json.dumps(spec.name)}" if spec.name is not None else ""
@@ -55,7 +55,7 @@ def format_plan(plan: Plan) -> str:
         if spec.coding is not None:
             most = _code_bytes(spec)
             lines.append(f"# tensor {number}: codes take up to {most} bytes of a rank beyond staging_bytes")
-    lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers)))
+    lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers))[:max_transfers])
     return "\n".join(lines) + "\n"
 
 

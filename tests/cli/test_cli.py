@@ -87,36 +87,6 @@ def test_json_has_the_documented_keys(capsys):
         earlier.add(number)
 
 
-def test_html_draws_the_plan(capsys, monkeypatch):
-    assert main([*PLAN, *TO, "--strategy", "broadcast", "--format", "html"]) == 0
-    page = capsys.readouterr().out
-    assert page.count("<svg") == page.count("</svg>") > 2
-    assert "host 4 in" in page
-    assert "holds 1 GiB that no other host has" in page
-    assert "NaN" not in page
-    assert (
-        main([*PLAN, "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0
-    )  # source and destination on the same hosts
-    assert (
-        main([*PLAN[:-4], "--src-mesh", "1x4", "--dst-mesh", "1x4", "--dst-first-rank", "0", "--format", "html"]) == 0
-    )
-    assert "Nothing crosses hosts." in capsys.readouterr().out
-    assert (
-        main(
-            ["plan", "--shape", "512,64", "--src-mesh", "64x1", "--src", "S0", "--dst-mesh", "64x1", "--format", "html"]
-        )
-        == 0
-    )
-    page = capsys.readouterr().out
-    assert "hosts 0-3 out" in page and "Times</h2>" in page  # 128 hosts in groups of four
-    monkeypatch.setattr("reshard.cost.prediction.MAX_OPERATIONS", 1)
-    assert main([*PLAN, *TO, "--strategy", "send_recv", "--format", "html"]) == 0
-    page = capsys.readouterr().out
-    assert "too many to simulate" in page and "Ports</h2>" in page and "Times</h2>" not in page
-    assert main([*PLAN, *TO, "--format", "html", "--rank", "1"]) == 2
-    assert "omit --rank" in capsys.readouterr().err
-
-
 def test_preset_can_replace_a_topology_file(capsys):
     assert main([*PLAN, *TO, "--topology", "dgx_h100", "--strategy", "broadcast"]) == 0
     assert '"inside": 450000000000.0' in capsys.readouterr().out
@@ -240,14 +210,6 @@ def test_default_hosts_of_a_large_mesh_are_found_quickly():
 def test_unknown_topology_error_lists_the_presets(name, capsys):
     assert main(["plan", "--shape", "4", "--src-mesh", "2", "--dst-mesh", "2", "--topology", name]) == 2
     assert "presets are p3.8xlarge, dgx_a100" in capsys.readouterr().err
-
-
-def test_html_draws_hosts_that_exchange_replicas():
-    """Two hosts send a region to each other, so neither of them is a source."""
-    from reshard.cli.html_report import _draw_tree
-
-    assert _draw_tree([(0, 1), (1, 0)]).count("<circle") == 2
-    assert _draw_tree([(0, 1), (2, 3), (3, 2)]).count("<circle") == 4
 
 
 def test_demo_on_gpus_needs_a_gpu_for_each_rank_or_leave_to_share_them(capsys, monkeypatch):

@@ -11,7 +11,7 @@ from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, make_plan, simulate
 from reshard.cost.lower_bound import find_bound
-from reshard.cost.port_loads import find_loads
+from reshard.plan import find_loads
 from reshard.plan.check import check_plan
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.plan import Plan
+from reshard.formatting import format_bytes, format_rate
 from reshard.topology import MAX_NICS, Topology
+
+if TYPE_CHECKING:
+    from reshard.plan.model import Plan
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,15 @@ class Load:
     def seconds(self) -> float:
         """Time that the port needs for its bytes at its full rate."""
         return self.nbytes / self.bytes_per_second
+
+
+def describe_load(load: Load) -> str:
+    """A load in words, such as ``Host 2 receives 4 MiB at 1.25 GB/s``."""
+    place, _, nic = load.port.partition(", ")
+    place, _, direction = place.rpartition(" ")
+    does = "sends" if direction in ("out", "up") else "receives"
+    through = f" through {nic}" if nic else ""
+    return f"{place.capitalize()} {does} {format_bytes(load.nbytes)} at {format_rate(load.bytes_per_second)}{through}"
 
 
 def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
