@@ -100,11 +100,11 @@ class PipelineModel {
         return pipeline::ListScheduler(model_, policy).run();
     }
 
-    double makespan(const Order &rows, int64_t recvs_ahead) const {
+    std::vector<double> ends(const Order &rows, int64_t recvs_ahead) const {
         check_order(rows);
         nb::gil_scoped_release release;
         const pipeline::Actions actions = pipeline::add_transfers(model_, rows, static_cast<size_t>(recvs_ahead));
-        return actions.empty() ? pipeline::INFINITE : pipeline::Replay(model_, actions).run();
+        return actions.empty() ? std::vector<double>{} : pipeline::Replay(model_, actions).run();
     }
 
     std::vector<double> peak_bytes(const Order &rows) const {
@@ -154,7 +154,7 @@ void bind_pipeline(nb::module_ &m) {
         .def("order", &PipelineModel::order, nb::arg("max_in_flight"), nb::arg("row_bytes"), nb::arg("splits"),
              nb::arg("forward_first"), nb::arg("weights_first"), nb::arg("patience"), nb::arg("group"),
              "The computations of each row by list scheduling; incomplete if the policy deadlocks.")
-        .def("makespan", &PipelineModel::makespan, nb::arg("rows"), nb::arg("recvs_ahead"),
-             "The makespan of an order of all computations; infinite if it deadlocks.")
+        .def("ends", &PipelineModel::ends, nb::arg("rows"), nb::arg("recvs_ahead"),
+             "The end of the last computation of each row, in an order of all computations; empty if it deadlocks.")
         .def("peak_bytes", &PipelineModel::peak_bytes, nb::arg("rows"), "The most bytes that each row keeps at once.");
 }

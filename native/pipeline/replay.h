@@ -1,5 +1,5 @@
-// The makespan of an order of computations, with transfers at the places that reshard.scheduler gives them. Python twin:
-// simulate_schedule(add_transfers(...)), in scheduler/simulation/replay.py and scheduler/ir/communication.py.
+// The end of each row in an order of computations, with transfers at the places that reshard.scheduler gives them. Python
+// twin: simulate_schedule(add_transfers(...)), in scheduler/simulation/replay.py and scheduler/ir/communication.py.
 
 #pragma once
 
@@ -160,10 +160,11 @@ class Replay {
         : model_(model), actions_(actions), movement_(model), at_(model.num_rows, 0), until_(model.num_rows, INFINITE),
           is_done_(model.num_stages() * model.num_microbatches * 2, 0),
           arrived_(model.channels.size() * model.num_microbatches, 0), sent_(model.channels.size()),
-          num_received_(model.channels.size(), 0), num_moved_(model.channels.size(), 0), to_try_(model.num_rows, 1) {}
+          num_received_(model.channels.size(), 0), num_moved_(model.channels.size(), 0), to_try_(model.num_rows, 1),
+          ends_(model.num_rows, 0.0) {}
 
-    // The end of the last computation; infinite if the rows deadlock.
-    double run() {
+    // The end of the last computation of each row; empty if the rows deadlock.
+    std::vector<double> run() {
         while (true) {
             start_all();
             double step = movement_.seconds_to_next();
@@ -184,8 +185,8 @@ class Replay {
         }
         for (int64_t row = 0; row < model_.num_rows; ++row)
             if (at_[row] < actions_[row].size())
-                return INFINITE;
-        return makespan_;
+                return {};
+        return ends_;
     }
 
   private:
@@ -238,7 +239,7 @@ class Replay {
         if (!is_ready(item))
             return false;
         until_[row] = now_ + model_.stages[item.stage].seconds[item.kind];
-        makespan_ = std::max(makespan_, until_[row]);
+        ends_[row] = until_[row];
         return true;
     }
 
@@ -280,7 +281,8 @@ class Replay {
     std::vector<int64_t> num_received_, num_moved_; // posted receives and ended transfers of each channel
     std::vector<char> to_try_;
     std::vector<int64_t> channels_, trying_;
-    double now_ = 0.0, makespan_ = 0.0;
+    std::vector<double> ends_;     // of the last computation of each row so far
+    double now_ = 0.0;
 };
 
 } // namespace pipeline

@@ -11,8 +11,9 @@ from reshard.dtypes import ITEMSIZE
 from reshard.formatting import count_of
 
 from ..ir.text import format_schedule
+from ..simulation.replay import simulate_schedule
 from .costs.codec_costs import parts_of_policy, with_codecs
-from .costs.iteration import Evaluation, evaluate_schedule
+from .costs.iteration import Evaluation, step_seconds
 from .costs.problem import Candidate, SearchProblem
 from .inputs.layer_graph import Layer
 from .inputs.stages import StagePlan
@@ -47,9 +48,7 @@ def make_training_plan(
     edges = _edge_reports(problem, candidate)
     wider = problem.changed(cluster=problem.cluster.with_faster_links(1.1))
     costs, exchanges = wider.costs(candidate.stages, count)
-    wider_seconds = evaluate_schedule(
-        candidate, wider.pipeline(candidate.stages, count), costs, best.schedule, exchanges
-    ).seconds
+    wider_timeline = simulate_schedule(best.schedule, wider.pipeline(candidate.stages, count))
     layers = problem.graph.layers
     # several methods may find the same plan
     different = [other for other in others if (other.candidate.text, other.seconds) != (candidate.text, best.seconds)]
@@ -79,7 +78,7 @@ def make_training_plan(
         _stage_reports(best),
         edges,
         tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
-        wider_seconds,
+        step_seconds(wider_timeline, costs, exchanges),
         problem.cluster.hosts,
         _grid_refusals(layers) if problem.rules.grids else (),
         _used_policy(problem, candidate.stages, edges),
@@ -108,7 +107,7 @@ def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
             cost.limit_bytes,
             cost.ending_bytes if cost.tie_bytes else 0.0,
         )
-        for number, (cost, depth) in enumerate(zip(best.costs, best.schedule.in_flight, strict=True))
+        for number, (cost, depth) in enumerate(zip(best.costs, best.in_flight, strict=True))
         for states, buffers in [cost.peak_parts(depth)]
     )
 

@@ -91,8 +91,9 @@ def warmup_order(warmups: Sequence[int], num_microbatches: int) -> list[list[Act
 
 
 def _stage_order(stage: int, num_warmup: int, deferred: int | None, num_microbatches: int) -> list[Action]:
-    forwards, backwards = ([Action(kind, stage, nth) for nth in range(num_microbatches)] for kind in (Kind.F, Kind.B))
-    return alternate(forwards, backwards, num_warmup - 1, deferred)
+    kinds = (Kind.F, Kind.B) if deferred is None else (Kind.F, Kind.I, Kind.W)
+    forwards, backwards, *weights = ([Action(kind, stage, nth) for nth in range(num_microbatches)] for kind in kinds)
+    return alternate(forwards, backwards, num_warmup - 1, *weights, deferred=deferred or 0)
 
 
 def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: Sequence[int]) -> Schedule:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 
@@ -66,10 +68,12 @@ def interleaved_zero_bubble_order(
     num_pp_ranks: int, stages_per_pp_rank: int, num_microbatches: int
 ) -> list[list[Action]]:
     """The computations of each pp rank under :func:`interleaved_zero_bubble`."""
-    return [
-        alternate(*_passes(pp_rank, num_pp_ranks, stages_per_pp_rank, num_microbatches), num_warmup, deferred=pp_rank)
-        for pp_rank, num_warmup in enumerate(_warmups(num_pp_ranks, stages_per_pp_rank, num_microbatches, 1))
-    ]
+    order = []
+    for pp_rank, num_warmup in enumerate(_warmups(num_pp_ranks, stages_per_pp_rank, num_microbatches, 1)):
+        forwards, backwards = _passes(pp_rank, num_pp_ranks, stages_per_pp_rank, num_microbatches)
+        inputs, weights = ([replace(each, kind=kind) for each in backwards] for kind in (Kind.I, Kind.W))
+        order.append(alternate(forwards, inputs, num_warmup, weights, pp_rank))
+    return order
 
 
 def looped_bfs_order(num_pp_ranks: int, stages_per_pp_rank: int, num_microbatches: int) -> list[list[Action]]:

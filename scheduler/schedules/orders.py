@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -12,6 +13,7 @@ from ..graph import Pipeline
 from ..ir.actions import Action, Kind, compute_seconds
 from ..ir.communication import RECVS_AHEAD
 from .list_scheduling import Policy
+from .phases import alternate
 
 #: Kinds of computations by number.
 KINDS = (Kind.F, Kind.B, Kind.I, Kind.W)
@@ -62,7 +64,11 @@ class OrderModel:
 
     def makespan_seconds(self, order: Order) -> float:
         """The simulated makespan of all computations in an order, with transfers added; infinite if it deadlocks."""
-        seconds: float = self._native.makespan(order, RECVS_AHEAD)
+        return max(self.end_seconds(order), default=math.inf)
+
+    def end_seconds(self, order: Order) -> list[float]:
+        """The simulated end of each pp rank for all computations in an order; empty if it deadlocks."""
+        seconds: list[float] = self._native.ends(order, RECVS_AHEAD)
         return seconds
 
     def peak_bytes(self, order: Order) -> list[float]:
@@ -79,3 +85,23 @@ class OrderModel:
         """The computations of each pp rank, from their numbers."""
         num = len(self.pp_rank_of_stage)
         return [[Action(KINDS[c & 3], (c >> 2) % num, (c >> 2) // num) for c in codes] for codes in order]
+
+
+def order_of_warmups(warmups: Sequence[int], num_microbatches: int, deferred: Sequence[int] | None = None) -> Order:
+    """One stage per pp rank: each starts with some forwards, then alternates backwards and forwards.
+
+    Args:
+        warmups: for each stage, the number of forwards before its first backward, at least one.
+        num_microbatches: microbatches of a step.
+        deferred: for each stage, the number of backwards after which a weight-gradient pass follows; default: backwards
+            are whole.
+    """
+    num, order = len(warmups), []
+    for stage, warmup in enumerate(warmups):
+        forwards = [(nth * num + stage) * 4 for nth in range(num_microbatches)]
+        if deferred is None:
+            order.append(alternate(forwards, [code + 1 for code in forwards], warmup - 1))
+        else:
+            passes = [[code + kind for code in forwards] for kind in (2, 3)]
+            order.append(alternate(forwards, passes[0], warmup - 1, passes[1], deferred[stage]))
+    return order

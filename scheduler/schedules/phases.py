@@ -5,33 +5,37 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from ..ir.actions import Action, Kind
 
+#: A computation: an action, or its number in an order of :mod:`.orders`.
+Item = TypeVar("Item")
+
 
 def alternate(
-    forwards: Sequence[Action], backwards: Sequence[Action], num_warmup: int, deferred: int | None = None
-) -> list[Action]:
+    forwards: Sequence[Item],
+    backwards: Sequence[Item],
+    num_warmup: int,
+    weights: Sequence[Item] = (),
+    deferred: int = 0,
+) -> list[Item]:
     """The order of a pp rank: some forwards, then forwards and backwards in turn, then the backwards that are left.
 
     Args:
-        forwards, backwards: all computations of a pp rank, in order; whole backwards.
+        forwards, backwards: all computations of a pp rank, in order.
         num_warmup: number of forwards before the first pair; a number that is too large stands for all forwards.
-        deferred: split each backward, and run its weight-gradient pass this many backwards later.
+        weights: weight-gradient passes of the backwards, which are then input-gradient passes.
+        deferred: number of backwards after which the weight-gradient pass of a backward follows.
     """
     num_warmup = min(num_warmup, len(forwards))
     actions = list(forwards[:num_warmup])
-    weights = deque[Action]()
     for nth, backward in enumerate(backwards):
         actions += forwards[num_warmup + nth : num_warmup + nth + 1]
-        if deferred is None:
-            actions.append(backward)
-            continue
-        actions.append(replace(backward, kind=Kind.I))
-        weights.append(replace(backward, kind=Kind.W))
-        if nth >= deferred:
-            actions.append(weights.popleft())
-    return [*actions, *weights]
+        actions.append(backward)
+        if weights and nth >= deferred:
+            actions.append(weights[nth - deferred])
+    return [*actions, *weights[max(0, len(weights) - deferred) :]]
 
 
 class RowActions:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,9 +13,6 @@ from ..ir.actions import Action, Kind, StageChannel, compute_seconds
 from ..ir.schedule import Schedule, check_fits
 from .channels import TOLERANCE, ChannelState, LinkRates, StageTransfer, make_channel_states
 from .dependencies import describe_cycle
-
-#: Relative tolerance of the limit of :func:`simulate_within`: sums of times in another order differ by less.
-LIMIT_TOLERANCE = 1e-8
 
 
 @dataclass(frozen=True)
@@ -81,30 +77,7 @@ def simulate_schedule(schedule: Schedule, pipeline: Pipeline) -> PipelineTimelin
             error text shows the position of every pp rank.
     """
     check_fits(schedule, pipeline)
-    timeline = _Replay(schedule, pipeline).run()
-    assert timeline is not None
-    return timeline
-
-
-def simulate_within(
-    schedule: Schedule, pipeline: Pipeline, limit_seconds: float, after_seconds: Sequence[float]
-) -> PipelineTimeline | None:
-    """:func:`simulate_schedule`, but stop as soon as some pp rank certainly ends after a limit.
-
-    Args:
-        schedule, pipeline: what to simulate.
-        limit_seconds: latest time that is of interest.
-        after_seconds: ``(pp_ranks,)`` seconds that each pp rank needs after its last computation.
-
-    Returns:
-        The timeline; None if a pp rank certainly ends later than ``limit_seconds``. A returned timeline may end later,
-        too.
-
-    Raises:
-        ScheduleError: see :func:`simulate_schedule`. A schedule that is stopped before its deadlock raises nothing.
-    """
-    check_fits(schedule, pipeline)
-    return _Replay(schedule, pipeline, limit_seconds, after_seconds).run()
+    return _Replay(schedule, pipeline).run()
 
 
 class _Replay:
@@ -113,13 +86,7 @@ class _Replay:
     A pp rank or a channel is examined again only after an event for which it may have waited.
     """
 
-    def __init__(
-        self,
-        schedule: Schedule,
-        pipeline: Pipeline,
-        limit_seconds: float = math.inf,
-        after_seconds: Sequence[float] = (),
-    ) -> None:
+    def __init__(self, schedule: Schedule, pipeline: Pipeline) -> None:
         self.schedule, self.pipeline = schedule, pipeline
         num_pp_ranks = len(schedule.rank_actions)
         self.at = [0] * num_pp_ranks
@@ -145,20 +112,10 @@ class _Replay:
         self.spans: list[Span] = []
         self.transfers: list[StageTransfer] = []
         self.now = 0.0
-        self.latest = limit_seconds * (1 + LIMIT_TOLERANCE)
-        self.is_late = False
-        self.left: list[float] | None = None  # seconds that each pp rank still needs, if there is a limit
-        if limit_seconds < math.inf:
-            self.left = [
-                after + sum(self.seconds[a.kind, a.stage] for a in actions if not a.kind.is_transfer)
-                for after, actions in zip(after_seconds, schedule.rank_actions, strict=True)
-            ]
 
-    def run(self) -> PipelineTimeline | None:
+    def run(self) -> PipelineTimeline:
         while True:
             self.start_all()
-            if self.left is not None and self.is_late:
-                return None
             active = [state for state in self.states if state.remaining is not None]
             self.rates.set(active)
             ends = [end for end in self.until if end is not None]
@@ -244,9 +201,6 @@ class _Replay:
         since, seconds = self.idle_since[pp_rank], self.seconds[action.kind, action.stage]
         self.until[pp_rank] = self.now + seconds
         self.spans.append(Span(pp_rank, action, self.now, self.now + seconds, max(0.0, self.now - max(since, ready))))
-        if self.left is not None:
-            self.is_late = self.is_late or self.now + self.left[pp_rank] > self.latest
-            self.left[pp_rank] -= seconds
         return True
 
     def post(self, pp_rank: int, action: Action) -> bool:

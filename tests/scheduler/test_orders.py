@@ -6,10 +6,11 @@ import random
 
 import pytest
 
-from reshard.scheduler import simulate_schedule
+from reshard.scheduler import Pipeline, Stage, simulate_schedule
 from reshard.scheduler.ir.communication import add_transfers
+from reshard.scheduler.schedules.classic import eager_warmups
 from reshard.scheduler.schedules.list_scheduling import Policy
-from reshard.scheduler.schedules.orders import OrderModel
+from reshard.scheduler.schedules.orders import OrderModel, order_of_warmups
 from reshard.scheduler.schedules.registry import known_orders
 from tests.campaigns.schedules import draw_case
 from tests.reference.list_scheduling import order_greedily
@@ -56,7 +57,10 @@ def test_makespans_of_known_schedules_equal_the_simulation(seed):
     for name, rank_actions in known_orders(case.pp_rank_of_stage, case.num_microbatches):
         schedule = add_transfers(name, rank_actions, case.pipeline, case.pp_rank_of_stage, case.num_microbatches)
         order = model.numbers(rank_actions)
-        assert model.makespan_seconds(order) == simulate_schedule(schedule, case.pipeline).makespan_seconds, name
+        timeline = simulate_schedule(schedule, case.pipeline)
+        assert model.makespan_seconds(order) == timeline.makespan_seconds, name
+        ends = {span.pp_rank: span.end for span in sorted(timeline.spans, key=lambda span: span.end)}
+        assert model.end_seconds(order) == [ends[pp_rank] for pp_rank in range(len(rank_actions))], name
         assert model.actions(order) == [[a.__class__(a.kind, a.stage, a.microbatch) for a in r] for r in rank_actions]
 
 
@@ -66,3 +70,12 @@ def test_an_order_that_deadlocks_takes_forever():
     order = model.numbers(next(known_orders((0, 1), case.num_microbatches))[1])
     order[1].reverse()
     assert model.makespan_seconds(order) == float("inf")
+
+
+@pytest.mark.parametrize(("num", "count"), [(1, 1), (2, 3), (4, 2), (3, 7)])
+def test_orders_of_warmups_are_those_of_the_known_schedules(num, count):
+    model = OrderModel(Pipeline((Stage(1.0, 1.0, 1.0),) * num, ()), range(num), count)
+    known = dict(known_orders(range(num), count))
+    assert model.actions(order_of_warmups(range(num, 0, -1), count)) == known["1f1b"]
+    assert model.actions(order_of_warmups(range(num, 0, -1), count, range(num))) == known["zero-bubble"]
+    assert model.actions(order_of_warmups(eager_warmups(num), count)) == known["eager-1f1b"]

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 from reshard.errors import ScheduleError
 
 from ...graph import Pipeline
+from ...ir.communication import add_transfers, computations
 from ...ir.schedule import Schedule
 from ...schedules.auto import auto_schedule
-from ...schedules.classic import eager_1f1b, from_warmups, one_f_one_b, zb_h1
-from ...simulation.replay import PipelineTimeline, simulate_within
+from ...schedules.classic import eager_warmups
+from ...schedules.orders import Order, OrderModel, order_of_warmups
+from ...simulation.replay import PipelineTimeline, simulate_schedule
 from .layer_costs import StageCost
 from .problem import SCALED_LIMIT, Candidate, SearchProblem
 from .tie_prices import TieExchange
@@ -30,28 +33,44 @@ class Evaluation:
     """A candidate under one schedule, as simulated.
 
     Attributes:
-        candidate, schedule: what is evaluated.
+        candidate: what is evaluated.
+        schedule_name, order, in_flight: name of the schedule, its computations by number, and the maximum number of
+            microbatches in flight of each stage.
         pipeline: stages and edges of the candidate, with their costs.
-        timeline: simulated times of one step, without gradient sums.
         costs: ``(stages,)`` costs of each stage.
         exchanges: sums over stages of the gradients of parameters that they share.
+        ends: ``(stages,)`` seconds from the start of a step to the end of the last computation of each stage.
         seconds: time of a step, until the last stage has summed its gradients.
         short_bytes: bytes that the device with the least room lacks at its peak; 0 if every stage fits.
     """
 
     candidate: Candidate
-    schedule: Schedule
+    schedule_name: str
+    order: Order
+    in_flight: tuple[int, ...]
     pipeline: Pipeline
-    timeline: PipelineTimeline
     costs: tuple[StageCost, ...]
     exchanges: tuple[TieExchange, ...]
+    ends: tuple[float, ...]
     seconds: float
     short_bytes: float
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The schedule, with transfers."""
+        model = OrderModel(self.pipeline, range(len(self.costs)), self.candidate.num_microbatches)
+        rank_actions = model.actions(self.order)
+        return add_transfers(self.schedule_name, rank_actions, self.pipeline, range(len(self.costs)), model.num)
+
+    @cached_property
+    def timeline(self) -> PipelineTimeline:
+        """Simulated times of one step, without gradient sums."""
+        return simulate_schedule(self.schedule, self.pipeline)
 
     @property
     def rank_key(self) -> tuple[float, tuple[int, int, int], float, str]:
         """Sort key: seconds, then :attr:`Candidate.complexity`, then peak bytes of a device, then the text."""
-        peak = max(cost.peak_bytes(depth) for cost, depth in zip(self.costs, self.schedule.in_flight, strict=True))
+        peak = max(cost.peak_bytes(depth) for cost, depth in zip(self.costs, self.in_flight, strict=True))
         return (float(f"{self.seconds:.9g}"), self.candidate.complexity, round(peak), self.candidate.text)
 
     def seconds_by_kind(self) -> tuple[float, float, float, float]:
@@ -60,7 +79,7 @@ class Evaluation:
 
         All in seconds. A stage that waits for others before a sum over stages is idle.
         """
-        done = _end_seconds(self.timeline, self.costs, self.exchanges)
+        done = _end_seconds(self.ends, self.costs, self.exchanges)
         pp_rank = max(range(len(done)), key=lambda r: (done[r], -r))
         busy, exposed = self.timeline.busy_seconds(pp_rank), self.timeline.exposed_seconds(pp_rank)
         summed = self.costs[pp_rank].ending_seconds
@@ -81,7 +100,6 @@ def evaluate(
     """Simulate a candidate under each known schedule, and return the best.
 
     The best is the fastest schedule that fits the memory. If none fits, it is the one that exceeds the memory least.
-    A simulation stops as soon as its schedule cannot be the best.
 
     Args:
         problem: the search.
@@ -103,54 +121,42 @@ def evaluate(
     max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
     has_room = True
-    for schedule in _schedules(pipeline, costs, count, problem.can_split(stages, count), thorough, only):
-        short = _short_bytes(costs, schedule)
+    model = OrderModel(pipeline, range(len(stages)), count)
+    for trial in _trials(model, costs, problem.can_split(stages, count), thorough, only):
+        short = _short_bytes(costs, trial.in_flight)
         if short > max_short:
             has_room = False
             continue
-        limit = below_seconds if best is None or short < best.short_bytes else best.seconds
-        found = _evaluate_within(limit, candidate, pipeline, costs, exchanges, schedule)
-        if found is not None and (best is None or _preference(found) < _preference(best)):
+        order = trial.make_order()
+        ends = tuple(model.end_seconds(order))
+        seconds = max(_end_seconds(ends, costs, exchanges))
+        found = Evaluation(
+            candidate, trial.name, order, trial.in_flight, pipeline, costs, exchanges, ends, seconds, short
+        )
+        if best is None or _preference(found) < _preference(best):
             best, max_short = found, short
     if best is None and only is not None and not has_room:  # another schedule may fit the memory
         return evaluate(problem, candidate, below_seconds=below_seconds)
     return None if best is None or best.seconds >= below_seconds else best
 
 
-def evaluate_schedule(
-    candidate: Candidate,
-    pipeline: Pipeline,
-    costs: tuple[StageCost, ...],
-    schedule: Schedule,
-    exchanges: tuple[TieExchange, ...] = (),
-) -> Evaluation:
-    """Simulate a candidate under one schedule."""
-    found = _evaluate_within(math.inf, candidate, pipeline, costs, exchanges, schedule)
-    assert found is not None
-    return found
+def step_seconds(
+    timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange] = ()
+) -> float:
+    """Seconds of a step whose computations are simulated, until the last stage has summed its gradients."""
+    ends = [0.0] * len(costs)
+    for span in timeline.spans:
+        ends[span.pp_rank] = max(ends[span.pp_rank], span.end)
+    return max(_end_seconds(ends, costs, exchanges))
 
 
-def _evaluate_within(
-    limit_seconds: float,
-    candidate: Candidate,
-    pipeline: Pipeline,
-    costs: tuple[StageCost, ...],
-    exchanges: tuple[TieExchange, ...],
-    schedule: Schedule,
-) -> Evaluation | None:
-    """Simulate a candidate under one schedule. None if it is found to take longer than a limit."""
-    timeline = simulate_within(schedule, pipeline, limit_seconds, [cost.ending_seconds for cost in costs])
-    if timeline is None:
-        return None
-    seconds = max(_end_seconds(timeline, costs, exchanges))
-    return Evaluation(candidate, schedule, pipeline, timeline, costs, exchanges, seconds, _short_bytes(costs, schedule))
+def _end_seconds(ends: Sequence[float], costs: Sequence[StageCost], exchanges: Sequence[TieExchange]) -> list[float]:
+    """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other.
 
-
-def _end_seconds(
-    timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange]
-) -> list[float]:
-    """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other."""
-    done = [end + cost.sync_seconds for end, cost in zip(_pp_rank_ends(timeline, len(costs)), costs, strict=True)]
+    Args:
+        ends: end of the last computation of each stage.
+    """
+    done = [end + cost.sync_seconds for end, cost in zip(ends, costs, strict=True)]
     for exchange in exchanges:
         end = max(done[stage] for stage in exchange.stages) + exchange.seconds
         for stage in exchange.stages:
@@ -158,10 +164,9 @@ def _end_seconds(
     return done
 
 
-def _short_bytes(costs: Sequence[StageCost], schedule: Schedule) -> float:
-    """Bytes that the stage with the least room lacks under a schedule; 0 if all fit."""
-    depths = schedule.in_flight
-    return max(0.0, *(cost.peak_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, depths, strict=True)))
+def _short_bytes(costs: Sequence[StageCost], in_flight: Sequence[int]) -> float:
+    """Bytes that the stage with the least room lacks with some microbatches in flight; 0 if all fit."""
+    return max(0.0, *(cost.peak_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, in_flight, strict=True)))
 
 
 def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
@@ -196,52 +201,57 @@ def _bound(costs: Sequence[StageCost], count: int, pipeline: Pipeline | None, *,
 
 def _preference(found: Evaluation) -> tuple[float, float, int]:
     """Sort key of the schedules of one candidate: missing bytes, then seconds, then microbatches in flight."""
-    return (found.short_bytes, float(f"{found.seconds:.9g}"), sum(found.schedule.in_flight))
+    return (found.short_bytes, float(f"{found.seconds:.9g}"), sum(found.in_flight))
 
 
-def _pp_rank_ends(timeline: PipelineTimeline, num_pp_ranks: int) -> list[float]:
-    ends = [0.0] * num_pp_ranks
-    for span in timeline.spans:
-        ends[span.pp_rank] = max(ends[span.pp_rank], span.end)
-    return ends
+@dataclass(frozen=True)
+class _Trial:
+    """A schedule to try: its name, the microbatches in flight of each stage, and a function that makes its order."""
+
+    name: str
+    in_flight: tuple[int, ...]
+    make_order: Callable[[], Order]
 
 
-def _schedules(
-    pipeline: Pipeline, costs: Sequence[StageCost], count: int, can_split: bool, thorough: bool, only: str | None
-) -> Iterable[Schedule]:
+def _trials(
+    model: OrderModel, costs: Sequence[StageCost], can_split: bool, thorough: bool, only: str | None
+) -> Iterator[_Trial]:
     """Schedules to try: the classic ones, 1F1B with depths that hide the transfers, and ``auto_schedule``.
 
     ``overlapping_1f1b`` has just these depths, and ``overlapping_1f1b_plus_1`` one microbatch more in each stage.
     ``only``: make just the schedule of this name; make all if no schedule of several stages has this name.
     """
-    made: dict[str, Callable[[Pipeline, int], Schedule]] = {"1f1b": one_f_one_b}
-    if len(costs) > 1:
-        made |= {"eager-1f1b": eager_1f1b, **({"zero-bubble": zb_h1} if can_split else {})}
-    if len(costs) == 1 or (only not in OVERLAPPING and only not in made):
+    num, count = len(costs), model.num
+    warmups = {"1f1b": list(range(num, 0, -1))} | ({"eager-1f1b": eager_warmups(num)} if num > 1 else {})
+    names = [*warmups, *(["zero-bubble"] if num > 1 and can_split else [])]
+    if num == 1 or (only not in OVERLAPPING and only not in names):
         only = None
     seen = set()
-    for name, build in made.items():
+    for name in names:
         if only is not None and name != only:
             continue
-        schedule = build(pipeline, count)
-        seen.add(schedule.in_flight)
-        yield schedule
-    if len(costs) == 1:
+        if name == "zero-bubble":
+            in_flight = (min(num, count),) * num
+            yield _Trial(name, in_flight, partial(order_of_warmups, warmups["1f1b"], count, range(num)))
+        else:
+            in_flight = tuple(min(depth, count) for depth in warmups[name])
+            yield _Trial(name, in_flight, partial(order_of_warmups, warmups[name], count))
+        seen.add(in_flight)
+    if num == 1:
         return
     for more, name in enumerate(OVERLAPPING):
         if only is not None and name != only:
             continue
-        depths = _depths(pipeline, costs, count, more)
-        if depths is not None:
-            schedule = from_warmups(name, pipeline, count, depths)
-            if schedule.in_flight not in seen:
-                seen.add(schedule.in_flight)
-                yield schedule
-    if thorough and 3 * count * len(costs) <= MAX_ACTIONS:
+        depths = _depths(model.pipeline, costs, count, more)
+        if depths is not None and tuple(depths) not in seen:
+            seen.add(tuple(depths))
+            yield _Trial(name, tuple(depths), partial(order_of_warmups, depths, count))
+    if thorough and 3 * count * num <= MAX_ACTIONS:
         try:
-            yield auto_schedule(pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
+            found = auto_schedule(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
         except ScheduleError:
             return
+        yield _Trial(found.name, found.in_flight, partial(model.numbers, computations(found)))
 
 
 def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: int) -> list[int] | None:

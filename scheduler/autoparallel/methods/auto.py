@@ -183,7 +183,7 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
                 continue  # no schedule can make it better
             left -= 3 * candidate.num_microbatches * len(candidate.stages)
             is_alike = can_split(candidate) == can_split(best.candidate)  # otherwise, other schedules are possible
-            only = best.schedule.name if is_alike else None
+            only = best.schedule_name if is_alike else None
             found = evaluate(problem, candidate, below_seconds=target, only=only)
             if found is not None:
                 best, gained = evaluate(problem, candidate, below_seconds=found.seconds) or found, True

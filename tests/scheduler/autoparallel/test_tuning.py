@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from reshard.scheduler import one_f_one_b, zb_h1
+from reshard.scheduler import one_f_one_b, simulate_schedule, zb_h1
 from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, tune
-from reshard.scheduler.autoparallel.costs.iteration import evaluate_schedule
-from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.costs.iteration import step_seconds
+from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.searching import choose_training_plan
 from reshard.scheduler.autoparallel.tuning import Measurement, correct_profile, is_same
@@ -41,11 +41,10 @@ def run_on(problem):
     """Measures a training plan where the times of a problem are true."""
 
     def measure(training_plan):
-        candidate = Candidate("", training_plan.stages, training_plan.num_microbatches)
         costs = tuple(problem.stage_cost(stage, training_plan.num_microbatches) for stage in training_plan.stages)
         pipeline = problem.pipeline(training_plan.stages, training_plan.num_microbatches)
-        found = evaluate_schedule(candidate, pipeline, costs, training_plan.schedule)
-        return Measurement((found.seconds,), (found.timeline,))
+        timeline = simulate_schedule(training_plan.schedule, pipeline)
+        return Measurement((step_seconds(timeline, costs),), (timeline,))
 
     return measure
 
