@@ -8,6 +8,7 @@ from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
     Message,
     MessageTable,
+    box_nbytes,
     cut_chunks,
     expand_messages,
     message_nbytes,
@@ -35,6 +36,7 @@ __all__ = [
     "MessageTable",
     "Plan",
     "Transfers",
+    "box_nbytes",
     "check_plan",
     "check_ranks",
     "cut_chunks",
