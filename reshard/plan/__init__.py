@@ -10,6 +10,7 @@ from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
     Message,
     MessageTable,
+    box_nbytes,
     cut_chunks,
     expand_messages,
     message_nbytes,
@@ -43,6 +44,7 @@ __all__ = [
     "Plan",
     "Traffic",
     "Transfers",
+    "box_nbytes",
     "check_plan",
     "check_ranks",
     "cut_chunks",

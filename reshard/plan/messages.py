@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -256,10 +257,10 @@ def name_box(message_id: int, box_id: int, num_boxes: int) -> str:
 
 def message_nbytes(plan: Plan, message: Message) -> int:
     """Bytes of one message."""
-    total = 0
-    for tensor, start, stop in message.boxes:
-        box_bytes = plan.tensors[tensor].itemsize
-        for lo, hi in zip(start, stop, strict=True):
-            box_bytes *= hi - lo
-        total += box_bytes
-    return total
+    return sum(box_nbytes(plan, box) for box in message.boxes)
+
+
+def box_nbytes(plan: Plan, box: tuple[int, Sequence[int], Sequence[int]]) -> int:
+    """Bytes of a box ``(tensor, start, stop)`` of a plan."""
+    tensor, start, stop = box
+    return plan.tensors[tensor].itemsize * math.prod(hi - lo for lo, hi in zip(start, stop, strict=True))

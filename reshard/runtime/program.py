@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,17 +13,20 @@ from reshard.errors import PlanError
 from reshard.plan import (
     Message,
     Plan,
+    box_nbytes,
     check_ranks,
     expand_messages,
     find_waits,
     is_sound,
-    message_nbytes,
     name_box,
     recvs_ahead,
 )
 from reshard.sharding import Shards, TensorSpec, format_box
 
 Slices = tuple[slice, ...]
+#: A box of at least this many bytes travels in a buffer of its own, so that it is not packed if it is contiguous. Below
+#: it, packing at both ends takes less time than another buffer.
+LARGE_BOX_BYTES = 2**18
 
 
 @dataclass(frozen=True)
@@ -45,6 +49,18 @@ class Copy:
     box: LocalBox
 
 
+@dataclass(frozen=True)
+class Part:
+    """Consecutive boxes of a message that travel in one buffer: a large box, or small boxes together.
+
+    Attributes:
+        boxes: the range of boxes. bytes: their range of bytes in the message.
+    """
+
+    boxes: slice
+    bytes: slice
+
+
 #: A finished message: ``(message id, True)`` at its sender, ``(message id, False)`` at its receiver.
 Event = tuple[int, bool]
 
@@ -54,6 +70,7 @@ class Recv:
     """One received message.
 
     Attributes:
+        parts: its buffers, the same at both ends.
         num_forwards: sends that forward it from its staging slot.
         ahead: it is posted only while fewer receives than this are under way.
         waits: events that must happen before it is posted.
@@ -62,7 +79,7 @@ class Recv:
     id: int
     sender: int
     boxes: tuple[LocalBox, ...]
-    nbytes: int
+    parts: tuple[Part, ...]
     num_forwards: int
     ahead: int
     waits: tuple[Event, ...] = ()
@@ -72,12 +89,18 @@ class Recv:
         """True if the rank only forwards the message and needs no element of it."""
         return self.boxes[0].dst is None
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all boxes."""
+        return self.parts[-1].bytes.stop
+
 
 @dataclass(frozen=True)
 class Send:
     """One sent message.
 
     Attributes:
+        parts: its buffers, the same at both ends.
         forwards: index of the receive that brings the data; None if the rank holds it in its source array.
         window: it is posted only while fewer sends of its queue than this are under way.
         waits: events that must happen before it is posted.
@@ -86,10 +109,15 @@ class Send:
     id: int
     receiver: int
     boxes: tuple[LocalBox, ...]
-    nbytes: int
+    parts: tuple[Part, ...]
     forwards: int | None
     window: int
     waits: tuple[Event, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all boxes."""
+        return self.parts[-1].bytes.stop
 
 
 @dataclass(frozen=True)
@@ -177,7 +205,7 @@ class _Builder:
                 message.id,
                 message.sender,
                 boxes,
-                message_nbytes(self._plan, message),
+                _find_parts(self._plan, message),
                 self._num_forwards.get(message.id, 0),
                 recvs_ahead(message.window),
                 self._waits.get(message.transfer, ()),
@@ -198,8 +226,8 @@ class _Builder:
         if forwards is None and any(box.src is None for box in boxes):
             raise PlanError(f"message {message.id}: rank {self._rank} sends elements that it does not hold")
         hosts = self._plan.topology.host_of_rank
-        nbytes, events = message_nbytes(self._plan, message), self._waits.get(message.transfer, ())
-        send = Send(message.id, message.receiver, boxes, nbytes, forwards, message.window, events)
+        parts, events = _find_parts(self._plan, message), self._waits.get(message.transfer, ())
+        send = Send(message.id, message.receiver, boxes, parts, forwards, message.window, events)
         self._queues[hosts[self._rank] == hosts[message.receiver]].append(send)
 
     def _find_forwarded(self, message: Message, source: int) -> int:
@@ -232,6 +260,16 @@ class _Builder:
             awaited=self._awaited,
             notify=self._notify,
         )
+
+
+def _find_parts(plan: Plan, message: Message) -> tuple[Part, ...]:
+    """The buffers in which the boxes of a message travel."""
+    sizes = [box_nbytes(plan, box) for box in message.boxes]
+    ends = list(itertools.accumulate(sizes, initial=0))
+    is_large = [size >= LARGE_BOX_BYTES for size in sizes]
+    first = [0] + [i for i in range(1, len(sizes)) if is_large[i] or is_large[i - 1]]
+    last = [*first[1:], len(sizes)]
+    return tuple(Part(slice(a, b), slice(ends[a], ends[b])) for a, b in zip(first, last, strict=True))
 
 
 def _inner_sizes(spec: TensorSpec) -> tuple[int, ...]:

@@ -69,6 +69,26 @@ def test_messages_of_many_boxes_are_forwarded(in_rounds):
         assert same_bytes(outs[rank][0], take_shard(dst, rank, whole))
 
 
+@pytest.mark.parametrize(("dst_spec", "is_staged"), [("S1 R", False), ("R S1", True)])
+def test_large_boxes_of_a_message_travel_from_array_to_array(dst_spec, is_staged):
+    src, dst = Layout(Mesh.of(2), "S0 R"), Layout(Mesh.of("2x2", first_rank=2), dst_spec)
+    shapes = {"a": (512, 512), "b": (512, 512), "c": (512, 512), "norm": (8, 8)}
+    plan = make_plan(src, dst, shapes, "float32", strategy="multicast")
+    large = [op for rank in plan.ranks for op in build_program(plan, rank).recvs if len(op.boxes) > 1 < len(op.parts)]
+    assert {op.num_forwards for op in large} == {0, 1}
+    wholes = [whole_tensor(shape, torch.float32) for shape in shapes.values()]
+    sources = {r: [take_shard(src, r, whole) if r in src.ranks else None for whole in wholes] for r in plan.ranks}
+    wanted = {r: [take_shard(dst, r, whole) if r in dst.ranks else None for whole in wholes] for r in plan.ranks}
+    outs = {r: [None if x is None else torch.zeros_like(x) for x in row] for r, row in wanted.items()}
+    digests = {rank: Digests() for rank in plan.ranks}
+    staged = run_in_threads(plan, sources, outs, digests=digests)
+    sent, received = ({k: v for d in digests.values() for k, v in getattr(d, s).items()} for s in ("sent", "received"))
+    assert find_fault(plan, sent, received) is None
+    assert any(nbytes >= 2**18 for nbytes in staged.values()) == is_staged, staged
+    for rank in dst.ranks:
+        assert all(map(same_bytes, outs[rank], wanted[rank]))
+
+
 def test_digest_of_a_relayed_message_is_of_its_buffer(monkeypatch):
     """Columns become rows between hosts with two NICs, so that some ranks relay messages that they do not need."""
     src, dst = Layout(Mesh.of("2x2"), "R S01"), Layout(Mesh.of("2x2", first_rank=4), "S01 R")

@@ -31,10 +31,10 @@ from reshard.runtime.array_bytes import digest_of, flat_bytes
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, Queue
-from reshard.runtime.cpu.staging import MANY_BOXES, Staging, copy_into, pack, unpack, view_of
+from reshard.runtime.cpu.staging import Staging, copy_into, view_of
 from reshard.runtime.cpu.verification import Digests, is_copy_of
-from reshard.runtime.program import Event, LocalBox, RankProgram, Recv, Send
-from reshard.runtime.transport import Transport, Work, wait_for
+from reshard.runtime.program import Event, LocalBox, Part, RankProgram, Recv, Send
+from reshard.runtime.transport import Transport, Work, join, wait_for
 
 #: Interval between calls of ``check`` while a queue has no posted operation to wait for.
 POLL_SECONDS = 0.2
@@ -252,18 +252,19 @@ class _Execution:
             while queue.next < len(queue.ops) and self.post_send(queue):
                 pass
 
-    def find_bytes(self, op: Recv | Send, side: str) -> torch.Tensor | None:
-        """The bytes of a message inside an array of this rank; None if they are not contiguous there."""
-        if len(op.boxes) > 1:
+    def find_bytes(self, op: Recv | Send, part: Part, side: str) -> torch.Tensor | None:
+        """The bytes of a part inside an array of this rank; None if they are not contiguous there."""
+        box = op.boxes[part.boxes.start]
+        at = getattr(box, side)
+        if at is None or part.boxes.stop - part.boxes.start > 1:
             return None
-        box = op.boxes[0]
         arrays, flats = (self.src, self.flat_src) if side == "src" else (self.dst, self.flat_dst)
         array, flat = arrays[box.tensor], flats[box.tensor]
         assert array is not None
         if flat is None:
-            view = view_of(arrays, box.tensor, getattr(box, side))
+            view = view_of(arrays, box.tensor, at)
             return flat_bytes(view) if view.is_contiguous() else None
-        span = self.staging.span_of(op, array, side)
+        span = self.staging.span_of(op, part, array, side)
         return None if span is None else flat[span[0] : span[1]]
 
     def post_recv(self) -> bool:
@@ -273,14 +274,14 @@ class _Execution:
         if len(queue.posted) >= op.ahead or (op.waits and not self.done.issuperset(op.waits)):
             return False
         slot = None
-        buffer = None if op.is_relay else self.find_bytes(op, "dst")
-        if buffer is None:
+        found = [self.find_bytes(op, part, "dst") for part in op.parts]
+        if any(part is None for part in found):
             slot = queue.pool.take()
             if slot is None:
                 return False
             self.slot_of[index] = slot
-            buffer = slot[: op.nbytes]
-        queue.posted.append((op, self.transport.recv(buffer, op.sender, self.tag), slot))
+        buffers = _fill(found, op.parts, slot)
+        queue.posted.append((op, join([self.transport.recv(part, op.sender, self.tag) for part in buffers]), slot))
         queue.next += 1
         return True
 
@@ -293,11 +294,10 @@ class _Execution:
             self.digests.received[op.id] = digest_of(views if slot is None or views else [slot[: op.nbytes]])
 
     def unpack(self, op: Recv, slot: torch.Tensor) -> None:
-        runs = self.staging.runs_of(op, self.dst, "dst") if len(op.boxes) >= MANY_BOXES else None
-        if runs is not None:
-            runs.unpack(slot[: op.nbytes], self.dst)
-        else:
-            unpack(slot[: op.nbytes], [view_of(self.dst, box.tensor, box.dst) for box in op.boxes])
+        """Copy the parts that were not received into the arrays themselves."""
+        for part in op.parts:
+            if self.find_bytes(op, part, "dst") is None:
+                self.staging.unpack(op, part, self.dst, "dst", slot[part.bytes])
 
     def finish_recv(self, op: Recv, slot: torch.Tensor | None) -> None:
         index = self.tally.received
@@ -320,28 +320,21 @@ class _Execution:
             return False
         if op.forwards is None and self.encoders and op.id not in self.encoded:
             return False
-        slot = None
-        if op.forwards is not None and op.forwards in self.slot_of:
-            buffer = self.slot_of[op.forwards][: op.nbytes]
-        else:
-            arrays, side = (self.dst, "dst") if op.forwards is not None else (self.src, "src")
-            found = self.find_bytes(op, side)
-            if found is not None:
-                buffer = found
-            else:
-                slot = queue.pool.take()
-                if slot is None:
-                    return False
-                buffer = slot[: op.nbytes]
-                runs = self.staging.runs_of(op, arrays, side) if len(op.boxes) >= MANY_BOXES else None
-                if runs is not None:
-                    runs.pack(arrays, buffer)
-                else:
-                    pack([view_of(arrays, box.tensor, getattr(box, side)) for box in op.boxes], buffer)
-        queue.posted.append((op, self.transport.send(buffer, op.receiver, self.tag), slot))
+        arrays, side = (self.dst, "dst") if op.forwards is not None else (self.src, "src")
+        found = [self.find_bytes(op, part, side) for part in op.parts]
+        slot, held = None, None if op.forwards is None else self.slot_of.get(op.forwards)
+        if held is None and any(part is None for part in found):
+            slot = queue.pool.take()
+            if slot is None:
+                return False
+            for part, direct in zip(op.parts, found, strict=True):
+                if direct is None:
+                    self.staging.pack(op, part, arrays, side, slot[part.bytes])
+        buffers = _fill(found, op.parts, slot if held is None else held)
+        queue.posted.append((op, join([self.transport.send(part, op.receiver, self.tag) for part in buffers]), slot))
         queue.next += 1
         if self.digests is not None:  # after posting, so that it overlaps the transfer
-            self.digests.sent[op.id] = digest_of([buffer])
+            self.digests.sent[op.id] = digest_of(buffers)
         return True
 
     def finish_send(self, queue: Queue, op: Send, slot: torch.Tensor | None) -> None:
@@ -360,6 +353,11 @@ class _Execution:
             notified = "the notification of " if isinstance(op, Notification) else ""
             peer, what = op.sender, f"{notified}message {op.id} from rank {op.sender}"
         wait_for(work, self.deadline, self.check, self.program.rank, peer, what)
+
+
+def _fill(found: Sequence[torch.Tensor | None], parts: Sequence[Part], slot: torch.Tensor | None) -> list[torch.Tensor]:
+    """The buffers of a message: bytes of arrays where they are contiguous, else the part of its staging slot."""
+    return [slot[part.bytes] if each is None else each for each, part in zip(found, parts, strict=True)]  # type: ignore[index]
 
 
 def _flatten(arrays: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:

@@ -12,11 +12,11 @@ import torch
 from reshard.plan import num_recv_slots
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
-from reshard.runtime.program import RankProgram, Recv, Send, Slices
+from reshard.runtime.program import LocalBox, Part, RankProgram, Recv, Send, Slices
 
 #: Most staging slots of one send queue, regardless of the windows in the plan.
 MAX_WINDOW = 4
-#: A message of at least this many boxes is packed as byte runs in one call instead of box by box.
+#: At least this many boxes of a buffer are packed as byte runs in one call instead of box by box.
 MANY_BOXES = 4
 
 
@@ -27,24 +27,53 @@ class Staging:
         self.recv = Pool(program.recvs, num_recv_slots(staging_bytes, _largest(program.recvs)))
         self.across = Pool(program.sends_across, _num_send_slots(program.sends_across, staging_bytes))
         self.inside = Pool(program.sends_inside, _num_send_slots(program.sends_inside, staging_bytes))
-        self._runs: dict[tuple[int, str], _ByteRuns] = {}
-        self._spans: dict[tuple[int, str], tuple[int, int] | None] = {}
+        # by the message, the first box of the part, and the side
+        self._runs: dict[tuple[int, int, str], _ByteRuns] = {}
+        self._spans: dict[tuple[int, int, str], tuple[int, int] | None] = {}
 
-    def span_of(self, op: Recv | Send, array: torch.Tensor, side: str) -> tuple[int, int] | None:
-        """Byte range ``(start, stop)`` of a one-box message in a contiguous array; None if not one run. Cached."""
-        key = op.id, side
+    def span_of(self, op: Recv | Send, part: Part, array: torch.Tensor, side: str) -> tuple[int, int] | None:
+        """Byte range ``(start, stop)`` of a part of one box in a contiguous array; None if not one run. Cached."""
+        key = op.id, part.boxes.start, side
         if key not in self._spans:
-            self._spans[key] = box_span(array.shape, array.element_size(), getattr(op.boxes[0], side))
+            box = op.boxes[part.boxes.start]
+            self._spans[key] = box_span(array.shape, array.element_size(), getattr(box, side))
         return self._spans[key]
 
-    def runs_of(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> _ByteRuns | None:
-        """The boxes of a message as byte runs. None if one of its arrays is not contiguous. Cached."""
-        tensors = {box.tensor for box in op.boxes}
-        if not all((array := arrays[tensor]) is not None and array.is_contiguous() for tensor in tensors):
+    def pack(
+        self, op: Recv | Send, part: Part, arrays: Sequence[torch.Tensor | None], side: str, buffer: torch.Tensor
+    ) -> None:
+        """Copy the boxes of a part from the arrays into its buffer."""
+        runs = self._runs_of(op, part, arrays, side)
+        if runs is not None:
+            runs.pack(arrays, buffer)
+        else:
+            pack([view_of(arrays, box.tensor, getattr(box, side)) for box in op.boxes[part.boxes]], buffer)
+
+    def unpack(
+        self, op: Recv | Send, part: Part, arrays: Sequence[torch.Tensor | None], side: str, buffer: torch.Tensor
+    ) -> None:
+        """Copy the boxes of a part from its buffer into the arrays."""
+        runs = self._runs_of(op, part, arrays, side)
+        if runs is not None:
+            runs.unpack(buffer, arrays)
+        else:
+            unpack(buffer, [view_of(arrays, box.tensor, getattr(box, side)) for box in op.boxes[part.boxes]])
+
+    def _runs_of(
+        self, op: Recv | Send, part: Part, arrays: Sequence[torch.Tensor | None], side: str
+    ) -> _ByteRuns | None:
+        """The boxes of a part as byte runs. None if they are few, or if an array is not contiguous. Cached."""
+        boxes = op.boxes[part.boxes]
+        if len(boxes) < MANY_BOXES:
             return None
-        if (op.id, side) not in self._runs:
-            self._runs[op.id, side] = _ByteRuns(op, arrays, side)
-        return self._runs[op.id, side]
+        if not all(
+            (array := arrays[tensor]) is not None and array.is_contiguous() for tensor in {b.tensor for b in boxes}
+        ):
+            return None
+        key = op.id, part.boxes.start, side
+        if key not in self._runs:
+            self._runs[key] = _ByteRuns(boxes, arrays, side)
+        return self._runs[key]
 
     @property
     def allocated_bytes(self) -> int:
@@ -87,12 +116,12 @@ class Pool:
 
 
 class _ByteRuns:
-    """The boxes of one message as byte runs. Per tensor: array offsets, buffer offsets, lengths."""
+    """Boxes as byte runs of a buffer. Per tensor: array offsets, buffer offsets, lengths."""
 
-    def __init__(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> None:
+    def __init__(self, packed: Sequence[LocalBox], arrays: Sequence[torch.Tensor | None], side: str) -> None:
         self.rows: list[tuple[int, np.ndarray, np.ndarray, np.ndarray]] = []
         filled = 0
-        for tensor, group in itertools.groupby(op.boxes, key=lambda box: box.tensor):
+        for tensor, group in itertools.groupby(packed, key=lambda box: box.tensor):
             array = arrays[tensor]
             assert array is not None
             boxes = [getattr(box, side) for box in group]

@@ -3,6 +3,6 @@
 Imports :mod:`reshard.runtime.cuda` and the root.
 """
 
-from .interface import ROUNDING_SECONDS, BrokenConnectionError, Transport, Work, wait_for
+from .interface import ROUNDING_SECONDS, BrokenConnectionError, Transport, Work, join, wait_for
 
-__all__ = ["ROUNDING_SECONDS", "BrokenConnectionError", "Transport", "Work", "wait_for"]
+__all__ = ["ROUNDING_SECONDS", "BrokenConnectionError", "Transport", "Work", "join", "wait_for"]

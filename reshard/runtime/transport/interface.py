@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -20,6 +20,24 @@ class Work(Protocol):
 
     def wait(self, timeout: timedelta) -> Any:
         """Block until it is finished; raise if it failed or ``timeout`` passed."""
+
+
+class _Works:
+    """Several operations that finish together."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout: timedelta) -> None:
+        """Wait for all of them."""
+        deadline = time.monotonic() + timeout.total_seconds()
+        for work in self._works:
+            work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+
+def join(works: Sequence[Work]) -> Work:
+    """One operation that finishes when all of these have finished."""
+    return works[0] if len(works) == 1 else _Works(works)
 
 
 class Transport(Protocol):
