@@ -100,9 +100,9 @@ class ElementCodec(ABC):
 
     def check_size(self, encoded: Any, plain: Any, num_row_dims: int | None) -> None:
         """Raise ArgumentError unless ``encoded`` has the bytes that ``plain`` is encoded in."""
-        found, needed = math.prod(encoded.shape), self.nbytes(plain.shape, num_row_dims)
-        if found != needed or encoded.dtype.itemsize != 1:
+        given, needed = math.prod(encoded.shape), self.nbytes(plain.shape, num_row_dims)
+        if given != needed or encoded.dtype.itemsize != 1:
             raise ArgumentError(
                 f"codec {self.name} codes shape {list(plain.shape)} in {needed} bytes, but the encoded array has "
-                f"{found} elements of {encoded.dtype}"
+                f"{given} elements of {encoded.dtype}"
             )

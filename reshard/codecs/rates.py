@@ -62,12 +62,12 @@ def time_formats() -> FormatRates:
     steps = np.rint(8 * rng.standard_normal(shape, dtype=np.float32)).astype(np.int16).view(np.uint16)
     order = rng.random(shape)
     out = np.empty((NUM_PIECES, 2 * NUM_WORDS + HEADER_BYTES), dtype=np.uint8)
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in known_formats()}
+    seconds_by_format: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in known_formats()}
     for share in SHARES:
         words, base, target = (
             item.view(np.uint8) for item in (np.where(order < share, old + steps, old), old, old.copy())
         )
-        for name, (encoding, decoding) in found.items():
+        for name, (encoding, decoding) in seconds_by_format.items():
             seconds = []
             for number in range(NUM_PIECES):
                 begun = time.thread_time()
@@ -77,7 +77,10 @@ def time_formats() -> FormatRates:
                 seconds.append((encoded - begun, time.thread_time() - encoded))
             encoding.append(max(min(second for second, _ in seconds), 1e-9))
             decoding.append(max(min(second for _, second in seconds), 1e-9))
-    return {name: tuple(tuple(2 * NUM_WORDS / item for item in side) for side in found[name]) for name in found}
+    return {
+        name: tuple(tuple(2 * NUM_WORDS / item for item in side) for side in seconds_by_format[name])
+        for name in seconds_by_format
+    }
 
 
 def slowest_rates(rates: Sequence[Mapping[str, Any]]) -> FormatRates:

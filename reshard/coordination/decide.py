@@ -99,16 +99,16 @@ def _raise_disagreements(requests: Sequence[Request]) -> None:
     arguments = {request.rank: request.arguments for request in requests}
     for entries in zip(*arguments.values(), strict=False):
         values = dict(zip(arguments, entries, strict=True))
-        found = find_minority(values)
-        if found is not None:
-            most, odd = found
+        minority = find_minority(values)
+        if minority is not None:
+            most, odd = minority
             (name, value), (other_name, other) = values[most[0]], values[odd[0]]
             names = name if name == other_name else f"{name} or {other_name}"
             value, other = contrast(value, other)
             raise DisagreementError(f"ranks disagree on {names}: {_pass(most)} {value}, {_pass(odd)} {other}")
-    found = find_minority({rank: len(given) for rank, given in arguments.items()})
-    if found is not None:
-        counts = [f"{_pass(ranks)} {len(arguments[ranks[0]])}" for ranks in found]
+    minority = find_minority({rank: len(given) for rank, given in arguments.items()})
+    if minority is not None:
+        counts = [f"{_pass(ranks)} {len(arguments[ranks[0]])}" for ranks in minority]
         raise DisagreementError(f"ranks disagree on the number of arguments: {', '.join(counts)}")
 
 
@@ -162,9 +162,9 @@ def _resolve_dtype(what: str, tensors: Mapping[int, TensorRequest]) -> str:
 
 def _resolve_shape(what: str, tensors: Mapping[int, TensorRequest], src: AnyLayout) -> list[int]:
     given = {rank: tuple(tensor.shape) for rank, tensor in tensors.items() if tensor.shape is not None}
-    found = find_minority(given)
-    if found is not None:
-        texts = [f"{_pass(ranks)} shape {list(given[ranks[0]])}" for ranks in found]
+    minority = find_minority(given)
+    if minority is not None:
+        texts = [f"{_pass(ranks)} shape {list(given[ranks[0]])}" for ranks in minority]
         raise DisagreementError(f"{what}: ranks disagree on the global shape: {', '.join(texts)}")
     if given:
         return list(next(iter(given.values())))

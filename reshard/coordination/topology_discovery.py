@@ -46,8 +46,8 @@ def find_topology(
         ArgumentError: the timeout or a codec is not valid. DisagreementError: ranks pass different codecs.
         TransferTimeoutError, RemoteError: a rank did not call in time, or failed. All ranks raise the same error.
     """
-    found = find_group(group)
-    members = tuple(range(found.size))
+    resolved = find_group(group)
+    members = tuple(range(resolved.size))
     failure, parsed = None, []
     try:
         seconds = check_timeout(timeout_seconds)
@@ -57,15 +57,15 @@ def find_topology(
     except ArgumentError as error:
         failure, seconds = describe_error(error), DEFAULT_TIMEOUT_SECONDS
     arguments = [("what to do", "find_topology"), ("codecs", ", ".join(codec.name for codec in parsed))]
-    request = Request(found.rank, arguments, hostname=found.hostname, error=failure, payload=[])
-    with publish_interruption(found, lambda: members), calling(found):
-        channel = find_channel(found, members)
+    request = Request(resolved.rank, arguments, hostname=resolved.hostname, error=failure, payload=[])
+    with publish_interruption(resolved, lambda: members), calling(resolved):
+        channel = find_channel(resolved, members)
         _, decision = channel.agree(request, _resolve, seconds)
         if parsed:  # after the first agreement, all ranks measure at the same time
             rates = [measure_rates(codec) for codec in parsed]
             _, decision = channel.agree(replace(request, payload=rates), _resolve, seconds)
-    topology = topology_of_names(decision.hostnames, found.size)
-    slowest = np.array(list(decision.payloads.values())).reshape(found.size, -1, 2).min(axis=0).tolist()
+    topology = topology_of_names(decision.hostnames, resolved.size)
+    slowest = np.array(list(decision.payloads.values())).reshape(resolved.size, -1, 2).min(axis=0).tolist()
     return replace(
         topology, codec_rates=tuple(CodecRate(name, *pair) for name, pair in zip(codecs, slowest, strict=True))
     )

@@ -20,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from reshard.api.tensor_checks import check_movable
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
+from reshard.formatting import brief
 from reshard.ray.driver import call_actors, check_open, session, store_address
 from reshard.ray.worker import Device, check_unmasked, pack_array, shard_of, unpack_array, whole_of
 from reshard.sharding import MAX_RANK, Layout, Mesh, check_integer, check_shape, cut_shards
@@ -55,6 +56,8 @@ class ActorMesh:
         num_gpus: float = 0.0,
         timeout_seconds: float = 120.0,
     ) -> None:
+        if not isinstance(name, str):
+            raise MeshError(f"name is {brief(name)}; it must be a text")
         self.mesh, self.name = Mesh.of(shape, axes=axes), name
         size = self.mesh.size
         num_hosts = check_integer(num_hosts, "num_hosts", 1, MAX_RANK, MeshError)

@@ -144,10 +144,10 @@ def _check_version(given: Any, what: str, name: Any, like: ShardedArray, mesh: A
         raise ArgumentError(f"{what} is {type(given).__name__}, not a ShardedArray")
     if given.mesh is not mesh:
         raise ArgumentError(f"{what} is on {given.mesh}, not on {mesh}")
-    found, needed = ((str(item.layout), list(item.shape), item.dtype) for item in (given, like))
-    if found != needed:
+    has, needed = ((str(item.layout), list(item.shape), item.dtype) for item in (given, like))
+    if has != needed:
         raise ArgumentError(
-            f"{what} is {found[2]} {found[1]} in layout {found[0]}; it must be {needed[2]} {needed[1]} in {needed[0]}"
+            f"{what} is {has[2]} {has[1]} in layout {has[0]}; it must be {needed[2]} {needed[1]} in {needed[0]}"
         )
 
 

@@ -54,13 +54,13 @@ class CopyIntoModel:
     def allocate(self, pieces: Sequence[Piece], known: Arrays) -> Arrays:
         """See :class:`Installer`."""
         held = read_state(self._model, self._shards).holdings
-        found = {}
+        arrays = {}
         for piece in pieces:
             name = piece.target.name
-            if name in held and name not in found:
+            if name in held and name not in arrays:
                 like = held[name].array
-                found[name] = _allocate(like.shape, piece.dtype, like.device, known.get(name))
-        return found
+                arrays[name] = _allocate(like.shape, piece.dtype, like.device, known.get(name))
+        return arrays
 
     def install(self, arrays: Arrays, values: Mapping[str, Value], is_right: Callable[[Arrays], bool]) -> None:
         """See :class:`Installer`."""

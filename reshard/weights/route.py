@@ -127,8 +127,8 @@ class Route:
         self._views: list[tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]] = []
         self.group = join(store, self.rank, sum(model.size for model in models))
         try:
-            found = find_topology(self.group, timeout_seconds=options.join_seconds)
-            self.topology = options.topology or found
+            discovered = find_topology(self.group, timeout_seconds=options.join_seconds)
+            self.topology = options.topology or discovered
             self.device = "cpu" if any(model.device != "cuda" for model in models) else "cuda"
             with plan_in_group(
                 self.group,

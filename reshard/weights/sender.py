@@ -218,8 +218,8 @@ class Sender:
 
     def _digest(self) -> dict[str, Digests]:
         """The digests for each engine of what this rank sends."""
-        found: dict[int, Digests] = {}
+        digests: dict[int, Digests] = {}
         for checker in self._checkers.values():
-            if id(checker) not in found:
-                found[id(checker)] = checker.digest_source(self._snapshot.arrays, self._rank)
-        return {engine: found[id(checker)] for engine, checker in self._checkers.items()}
+            if id(checker) not in digests:
+                digests[id(checker)] = checker.digest_source(self._snapshot.arrays, self._rank)
+        return {engine: digests[id(checker)] for engine, checker in self._checkers.items()}

@@ -81,7 +81,7 @@ def transfer_state_dict(
         VerificationError: what has landed differs from the source.
         ReshardError: a rank failed; ``dst`` may hold tensors of both.
     """
-    found = find_group(group)
+    group = find_group(group)
     states: dict[str, ModelState | None] = {"src": None, "dst": None}
 
     def describe() -> dict[str, Any]:
@@ -91,32 +91,32 @@ def transfer_state_dict(
         return {side: None if state is None else state_of_rank(state) for side, state in states.items()}
 
     seconds = timeout_seconds if isinstance(timeout_seconds, (int, float)) else DEFAULT_TIMEOUT_SECONDS
-    reports = run_collectively(found, describe, "describes its state", seconds)
-    source, target = (_merge(reports, side, found.size) for side in ("src", "dst"))
+    reports = run_collectively(group, describe, "describes its state", seconds)
+    source, target = (_merge(reports, side, group.size) for side in ("src", "dst"))
     sent = {} if states["src"] is None else {name: each.array for name, each in states["src"].holdings.items()}
     if quantize:
-        source = _quantize(found, quantize, source, states["src"], sent, seconds)
+        source = _quantize(group, quantize, source, states["src"], sent, seconds)
     target = replace(target, rules=check_rules(rules))
     pieces = match(source, target, "the destination")
     specs = Specs(source, {0: target})
     tensors = [specs.spec([{0: piece}], f"{number} {piece}") for number, piece in enumerate(pieces)]
     if topology is None:
-        topology = find_topology(found, timeout_seconds=seconds)
+        topology = find_topology(group, timeout_seconds=seconds)
     live = {} if states["dst"] is None else {name: each.array for name, each in states["dst"].holdings.items()}
     dtypes = {piece.target.name: piece.dtype for piece in pieces}
     landed = {name: _receive_buffer(array, dtypes[name]) for name, array in live.items() if name in dtypes}
-    if found.rank in ranks_of(tensors):
+    if group.rank in ranks_of(tensors):
         device = "cuda" if source.device == target.device == "cuda" else "cpu"
         with plan_in_group(
-            found, tensors, topology=topology, staging_bytes=memory_bytes, timeout_seconds=seconds
+            group, tensors, topology=topology, staging_bytes=memory_bytes, timeout_seconds=seconds
         ) as plan:
-            mover = Mover(plan, found, timeout_seconds=seconds, device=device)
+            mover = Mover(plan, group, timeout_seconds=seconds, device=device)
         with mover:
             mover(
-                _views(tensors, [piece.source for piece in pieces], source, sent, found.rank),
-                out=_views(tensors, [piece.target for piece in pieces], target, landed, found.rank),
+                _views(tensors, [piece.source for piece in pieces], source, sent, group.rank),
+                out=_views(tensors, [piece.target for piece in pieces], target, landed, group.rank),
             )
-    _verify(found, Checker(source, target, pieces), sent, landed, seconds)
+    _verify(group, Checker(source, target, pieces), sent, landed, seconds)
     with torch.no_grad():
         for name, array in landed.items():
             if array is not live[name]:

@@ -252,6 +252,7 @@ def test_errors_of_wrong_calls_name_the_cause(drive):
         "ArgumentError: arguments of actors must be picklable: ",
         "ArgumentError: put needs an array of numbers",
         "ArgumentError: num_cpus of 'mesh' is -1",
+        "MeshError: name is 3; it must be a text",
         "ArgumentError: timeout_seconds is 'soon'",
         "ArgumentError: put got a MaskedArray, whose mask would be lost",
         "ArgumentError: the function returned a MaskedArray, whose mask would be lost",

@@ -331,9 +331,9 @@ def find_group(group: Any) -> Group:
         ArgumentError: torch.distributed is not initialised, this process is not in the group or is a forked child of
             its creator, or the group is closed or destroyed.
     """
-    found = _find_group(group)
-    found.check_usable()
-    return found
+    known = _find_group(group)
+    known.check_usable()
+    return known
 
 
 def _find_group(group: Any) -> Group:
@@ -362,10 +362,10 @@ def _find_group(group: Any) -> Group:
                 raise ArgumentError("this process is not a member of the process group that it passes")
             store = store_of(process_group)
             prefixed = dist.PrefixStore(f"reshard/{process_group.group_name}", own_client(store))
-            found = Group(prefixed, rank, dist.get_world_size(process_group), process_group)
-            _groups[process_group] = found
+            made = Group(prefixed, rank, dist.get_world_size(process_group), process_group)
+            _groups[process_group] = made
             # torch drops this store when it destroys the process group; the group object itself may live longer
-            weakref.finalize(store, found.resources.release).atexit = False
+            weakref.finalize(store, made.resources.release).atexit = False
         return _groups[process_group]
 
 

@@ -140,8 +140,8 @@ class Store:
 
     def get(self, key: str, seconds: float = STORE_SECONDS) -> bytes:
         """The value of a key that exists (see :meth:`check`); torch would wait for a missing key."""
-        found: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
-        return found
+        value: bytes = self._worker.call(lambda raw: raw.get(self._prefix + key), seconds)
+        return value
 
     def read(self, key: str, make: Callable[[bytes], T], seconds: float = STORE_SECONDS) -> T:
         """What ``make`` makes of the value of a key that exists; see :meth:`parse`."""
@@ -175,8 +175,8 @@ class Store:
 
     def compare_set(self, key: str, expected: str, value: str, seconds: float = STORE_SECONDS) -> bytes:
         """Write ``value`` if the key holds ``expected``; returns the value that the key then holds."""
-        found: bytes = self._worker.call(lambda raw: raw.compare_set(self._prefix + key, expected, value), seconds)
-        return found
+        held: bytes = self._worker.call(lambda raw: raw.compare_set(self._prefix + key, expected, value), seconds)
+        return held
 
     def close(self) -> None:
         """Stop using the store and let the thread end. Takes no lock and does not wait."""

@@ -33,8 +33,8 @@ class Rename:
 
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """Replace tensors by what the rule makes of them; ``wanted`` has the shapes of the destination."""
-        found = [(_fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
-        for name, tensor in found:
+        renamed = [(_fill(self.target, filled), made.pop(name)) for name, filled in match_names(self.source, made)]
+        for name, tensor in renamed:
             _put(made, name, tensor, self)
 
 
@@ -104,10 +104,10 @@ class Stack:
     def apply(self, made: dict[str, Made], wanted: Shapes) -> None:
         """See :meth:`Rename.apply`."""
         number = _number_of(self.source)
-        found: dict[str, dict[int, str]] = {}
+        by_target: dict[str, dict[int, str]] = {}
         for name, filled in match_names(self.source, made):
-            found.setdefault(_fill(self.target, filled), {})[int(filled[number])] = name
-        for target, numbered in found.items():
+            by_target.setdefault(_fill(self.target, filled), {})[int(filled[number])] = name
+        for target, numbered in by_target.items():
             if sorted(numbered) != list(range(len(numbered))):
                 raise ArgumentError(f"{self}: {target!r} would lack numbers below {max(numbered)}")
             layers = [made.pop(numbered[index]).with_dim(self.dim) for index in range(len(numbered))]
@@ -368,12 +368,12 @@ def rules_to_json(rules: Sequence[Rule]) -> list[dict[str, Any]]:
 
 def rules_from_json(given: Sequence[Mapping[str, Any]]) -> tuple[Rule, ...]:
     """The rules that :func:`rules_to_json` wrote."""
-    found = []
+    rules = []
     for entry in given:
         values = {key: tuple(value) if isinstance(value, list) else value for key, value in entry.items()}
         kind = _KINDS[str(values.pop("kind"))]
-        found.append(kind(**values))
-    return tuple(found)
+        rules.append(kind(**values))
+    return tuple(rules)
 
 
 def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[str, Made]:
@@ -447,7 +447,7 @@ def match_names(pattern: str, made: Mapping[str, Any]) -> list[tuple[str, dict[s
 
 
 def _placeholders(pattern: str) -> list[str]:
-    return [found[1] for found in _PLACEHOLDER.finditer(pattern)]
+    return [match[1] for match in _PLACEHOLDER.finditer(pattern)]
 
 
 def _fill_wanted(rule: Rule, targets: Sequence[str], filled: Any, wanted: Shapes) -> list[str]:
@@ -461,14 +461,14 @@ def _fill_wanted(rule: Rule, targets: Sequence[str], filled: Any, wanted: Shapes
 
 def _fill(pattern: str, filled: Mapping[str, str]) -> str:
     try:
-        return _PLACEHOLDER.sub(lambda found: filled[found[1]], pattern)
+        return _PLACEHOLDER.sub(lambda match: filled[match[1]], pattern)
     except KeyError as error:
         raise ArgumentError(f"the pattern {pattern!r} has a placeholder {error} that the other side lacks") from None
 
 
 def _number_of(pattern: str) -> str:
     """The name of the placeholder for a number."""
-    found = [match[1] for match in _PLACEHOLDER.finditer(pattern) if match[2]]
-    if len(found) != 1:
+    numbers = [match[1] for match in _PLACEHOLDER.finditer(pattern) if match[2]]
+    if len(numbers) != 1:
         raise ArgumentError(f"the pattern {pattern!r} needs one placeholder for a number, such as {{e:d}}")
-    return found[0]
+    return numbers[0]

@@ -125,7 +125,7 @@ def merge_states(states: Mapping[int, Mapping[str, Any]], what: str) -> Manifest
         DisagreementError: ranks hold a tensor of one name with different shapes or dtypes.
         ArgumentError: no rank holds a part of a tensor.
     """
-    found: dict[str, tuple[tuple[int, ...], str, int]] = {}
+    stated: dict[str, tuple[tuple[int, ...], str, int]] = {}
     held: dict[str, list[tuple[int, tuple[Box, ...]]]] = {}
     tied: dict[str, str] = {}
     values: dict[str, Value] = {}
@@ -138,7 +138,7 @@ def merge_states(states: Mapping[int, Mapping[str, Any]], what: str) -> Manifest
         numbers |= {name: numbers[first] for name, first in state["tied"].items()}
         for name, number in numbers.items():
             shape, dtype, boxes = classes[number]
-            other = found.setdefault(name, (shape, dtype, rank))
+            other = stated.setdefault(name, (shape, dtype, rank))
             if other[:2] != (shape, dtype):
                 raise DisagreementError(
                     f"{what}: {name!r} is {dtype} {list(shape)} on rank {rank}, but {other[1]} {list(other[0])} on "
@@ -148,7 +148,7 @@ def merge_states(states: Mapping[int, Mapping[str, Any]], what: str) -> Manifest
             if boxes:
                 rows.append((rank, boxes))
     entries = {}
-    for name, (shape, dtype, _) in found.items():
+    for name, (shape, dtype, _) in stated.items():
         holders = tuple(held[name])
         if not holders and 0 not in shape:
             raise ArgumentError(f"{what}: no rank holds a part of {name!r}")

@@ -187,7 +187,7 @@ def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
     """
     if all(indices.step == 1 for side in (piece.source, piece.target) for indices in side.region):
         return [piece]
-    found = [piece]
+    parts = [piece]
     for number, (dim, other) in enumerate(zip(piece.source.dims, piece.target.dims, strict=True)):
         cuts: set[int] = set()
         for entry, indices, at in (
@@ -199,10 +199,10 @@ def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
                 cuts |= {-(-(edge - indices.start) // indices.step) for edge in edges}
         size = piece.shape[number]
         edges_of_piece = [0, *sorted(cut for cut in cuts if 0 < cut < size), size]
-        found = [
-            each.slice(number, range(begin, end)) for each in found for begin, end in itertools.pairwise(edges_of_piece)
+        parts = [
+            each.slice(number, range(begin, end)) for each in parts for begin, end in itertools.pairwise(edges_of_piece)
         ]
-    return found
+    return parts
 
 
 def check_pieces(pieces: Sequence[Piece], rules: Sequence[Rule], source: Manifest, target: Manifest, what: str) -> None:
@@ -242,15 +242,15 @@ def compose(held: Sequence[Piece], wanted: Sequence[Piece]) -> list[Piece]:
     of_source: dict[str, dict[Region, Piece]] = {}
     for piece in held:
         of_source.setdefault(piece.source.name, {}).setdefault(piece.source.region, piece)
-    found = []
+    joined = []
     for piece in wanted:
         for other in of_source.get(piece.source.name, {}).values():
             overlap = tuple(map(meet, piece.source.region, other.source.region))
             if all(overlap):
                 along = [dim for dim in piece.source.dims if dim in other.source.dims]
                 shape = tuple(len(overlap[dim]) for dim in along)
-                found.append(Piece(other.cut(overlap, along), piece.cut(overlap, along), shape, piece.dtype))
-    return found
+                joined.append(Piece(other.cut(overlap, along), piece.cut(overlap, along), shape, piece.dtype))
+    return joined
 
 
 def _resolve_ties(parts: Sequence[Part], source: Manifest) -> tuple[Part, ...]:
@@ -341,13 +341,13 @@ def gather_pieces(pieces: Mapping[int, Sequence[Piece]]) -> list[dict[int, Piece
     Args:
         pieces: by the first rank of each destination model.
     """
-    found: dict[tuple[Side, int], dict[int, Piece]] = {}
+    by_source: dict[tuple[Side, int], dict[int, Piece]] = {}
     for first, of_model in pieces.items():
         count: dict[Side, int] = {}
         for piece in of_model:
             number = count[piece.source] = count.get(piece.source, 0) + 1
-            found.setdefault((piece.source, number), {})[first] = piece
-    return list(found.values())
+            by_source.setdefault((piece.source, number), {})[first] = piece
+    return list(by_source.values())
 
 
 @functools.lru_cache(maxsize=4096)

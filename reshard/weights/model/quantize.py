@@ -112,7 +112,7 @@ class Quantizer:
 
     def measure(self, holdings: Mapping[str, Holding]) -> dict[str, Any]:
         """The largest magnitudes of what this rank holds of blocks that ranks share, as JSON; for :meth:`quantize`."""
-        found = {}
+        max_by_name = {}
         for name, mask in self._shared.items():
             if name in holdings and holdings[name].boxes and mask.any():
                 outer, magnitudes = self._find_magnitudes(name, holdings[name])
@@ -120,8 +120,8 @@ class Quantizer:
                 indices = np.ravel_multi_index(
                     tuple(part + lo for part, (lo, _) in zip(at, outer, strict=True)), mask.shape
                 )
-                found[name] = [indices.tolist(), magnitudes.cpu().numpy()[at].tolist()]
-        return found
+                max_by_name[name] = [indices.tolist(), magnitudes.cpu().numpy()[at].tolist()]
+        return max_by_name
 
     def quantize(
         self,
@@ -169,17 +169,17 @@ class Quantizer:
         boxes = _scale_boxes(holding.boxes, (rows, columns), name)
         outer = tuple((min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) for pairs in zip(*boxes, strict=True))
         outer = outer or ((0, 0),) * holding.array.ndim
-        found = torch.zeros([hi - lo for lo, hi in outer], device=holding.array.device)
+        block_max = torch.zeros([hi - lo for lo, hi in outer], device=holding.array.device)
         for part, lead, top, left in _bands(holding.array, holding.boxes, rows):
             height, width = part.shape
             padding = left % columns, -(left + width) % columns, top % rows, -(top + height) % rows
             padded = torch.nn.functional.pad(part.float().abs(), padding)
             largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
-            of_block = found[tuple(at - lo for at, (lo, _) in zip(lead, outer, strict=False))]
+            of_block = block_max[tuple(at - lo for at, (lo, _) in zip(lead, outer, strict=False))]
             down, right = top // rows - outer[-2][0], left // columns - outer[-1][0]
             place = of_block[down : down + largest.shape[0], right : right + largest.shape[1]]
             place.copy_(torch.maximum(place, largest))
-        return outer, found
+        return outer, block_max
 
 
 def _check(rule: Quantize, name: str, entry: Entry) -> None:
@@ -234,12 +234,12 @@ def _find_shared(entry: Entry, block: tuple[int, int]) -> np.ndarray:
 
 def _merge(name: str, measured: Sequence[Mapping[str, Any]], shape: tuple[int, ...]) -> np.ndarray:
     """The largest magnitudes of shared blocks; zeros for others."""
-    found = np.zeros(math.prod(shape), dtype=np.float32)
+    max_of_blocks = np.zeros(math.prod(shape), dtype=np.float32)
     for report in measured:
         if name in report:
             indices, magnitudes = report[name]
-            found[indices] = np.maximum(found[indices], np.array(magnitudes, dtype=np.float32))
-    return found.reshape(shape)
+            max_of_blocks[indices] = np.maximum(max_of_blocks[indices], np.array(magnitudes, dtype=np.float32))
+    return max_of_blocks.reshape(shape)
 
 
 def _bands(

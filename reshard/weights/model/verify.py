@@ -120,11 +120,11 @@ class Checker:
         source = self._sources[number]
         tile, replica = np.nonzero((source.ranks == rank) & (source.ranks == source.ranks[:, :1]))
         lows, highs, at = source.start[tile], source.stop[tile], source.local[tile, replica]
-        found = []
+        regions = []
         for own, part in zip(*find_overlaps(lows, highs, target.start, target.stop), strict=True):
             lo, hi = np.maximum(lows[own], target.start[part]), np.minimum(highs[own], target.stop[part])
-            found.append(_Region.of(int(part), lo, hi, lo - lows[own] + at[own]))
-        return found
+            regions.append(_Region.of(int(part), lo, hi, lo - lows[own] + at[own]))
+        return regions
 
     def compare(self, sent: Digests, landed: Mapping[int, Digests]) -> None:
         """Compare digests of the trainer with those of the ranks of an engine.
