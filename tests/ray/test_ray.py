@@ -106,6 +106,7 @@ def _wrong_calls():
         note(lambda: actors.run([left], lambda rank: lock.locked()))
         note(lambda: left.put(["a", "b"]))
         note(lambda: actors.ActorMesh(2, num_cpus=-1))
+        note(lambda: actors.ActorMesh(2, name=3))
         note(lambda: actors.reshard(held, left, right, timeout_seconds="soon"))
         note(lambda: left.put(np.ma.array([1.0, 2.0], mask=[True, False])))
         note(lambda: left.make((4,), "float64", "S0", _masked))
