@@ -87,11 +87,11 @@ class _Rows:
         message = np.flatnonzero(chosen & (row_bytes[tensor, ranks] > 0))
         start, stop = cut_chunks(transfers, messages.transfer[message], messages.chunk[message], first_box[message])
         keys = np.stack([ranks[message], tensor[message], start[:, 0], stop[:, 0]])
-        found, first, of_message = np.unique(keys, axis=1, return_index=True, return_inverse=True)
+        distinct, first, of_message = np.unique(keys, axis=1, return_index=True, return_inverse=True)
         order = np.argsort(first)
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
-        rank, of, begin, end = found[:, order]
+        rank, of, begin, end = distinct[:, order]
         work = (end - begin) * row_bytes[of, rank]
         total = np.bincount(rank, weights=work, minlength=shard_bytes.shape[1])
         share = shard_bytes.sum(axis=0) / np.maximum(total, 1.0)

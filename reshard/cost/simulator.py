@@ -153,8 +153,8 @@ def _find_ahead(window: np.ndarray) -> np.ndarray:
     """:func:`recvs_ahead` of each window."""
     most = int(window.max(initial=0))
     if most > _MAX_TABLED:
-        found, inverse = np.unique(window, return_inverse=True)
-        return np.array([recvs_ahead(int(w)) for w in found], dtype=np.int64)[inverse.ravel()]
+        distinct, inverse = np.unique(window, return_inverse=True)
+        return np.array([recvs_ahead(int(w)) for w in distinct], dtype=np.int64)[inverse.ravel()]
     return np.array([recvs_ahead(w) for w in range(most + 1)], dtype=np.int64)[window]
 
 
@@ -200,15 +200,15 @@ class _Ports:
         )
         passed = np.ones(keys.shape, dtype=bool)
         passed[:, 1:3] = apart[:, None]
-        found, first, which = np.unique(keys[passed], return_index=True, return_inverse=True)
+        distinct, first, which = np.unique(keys[passed], return_index=True, return_inverse=True)
         order = np.argsort(first)
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
-        kind, index = found[order] % 6, found[order] // 6 // MAX_NICS
+        kind, index = distinct[order] % 6, distinct[order] // 6 // MAX_NICS
         return cls(
             port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
             port=number[which.ravel()],
-            rate=_rates_of(topology, kind, index, found[order] // 6 % MAX_NICS),
+            rate=_rates_of(topology, kind, index, distinct[order] // 6 % MAX_NICS),
             are_inside=(kind == _OUT) | (kind == _IN),
         )
 

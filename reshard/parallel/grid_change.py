@@ -131,11 +131,11 @@ def _check(model: nn.Module, old_grid: Grid, grid: Grid) -> None:
 
 def _holders(model: nn.Module) -> list[tuple[nn.Parameter, list[tuple[nn.Module, str]]]]:
     """Each parameter once, in the order of the model, with the modules that hold it and its name in each."""
-    found: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
+    uses: dict[int, tuple[nn.Parameter, list[tuple[nn.Module, str]]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
-            found.setdefault(id(parameter), (parameter, []))[1].append((module, name))
-    return list(found.values())
+            uses.setdefault(id(parameter), (parameter, []))[1].append((module, name))
+    return list(uses.values())
 
 
 def _placements_on_grid(value: Any) -> list[Any]:

@@ -102,7 +102,7 @@ class _EarlySums:
         self._work: queue.SimpleQueue[tuple[Future[torch.Tensor], torch.Tensor] | None] = queue.SimpleQueue()
         self._depth: Axis | None = None
         self.has_ended, self._is_reported = False, False
-        found: list[tuple[str, torch.Tensor, SumState]] = []
+        trained: list[tuple[str, torch.Tensor, SumState]] = []
         for name, parameter, axes in reversed(list(declared_sums(model))):
             state, left = sum_state_of(parameter), axes_left(parameter, axes)
             if state is None or parameter.device.type != "cpu" or [item.name for item in left] != ["depth"]:
@@ -112,10 +112,10 @@ class _EarlySums:
             if state.on_gradient is not None:
                 raise ArgumentError(f"sync_during_backward is entered twice for the gradient of {name!r}")
             self._depth = left[0]
-            found.append((name, parameter, state))
+            trained.append((name, parameter, state))
         if self._depth is None:
             return
-        self._turns = Turns.of(self._depth, found[0][1].device)
+        self._turns = Turns.of(self._depth, trained[0][1].device)
         earlier = self._turns.unfinished
         if earlier is not None and not earlier.has_ended:
             raise ArgumentError(
@@ -128,8 +128,8 @@ class _EarlySums:
         if earlier is not None:
             earlier.discard(num_begun)
             self._turns.unfinished = None
-        self._check_trained(found, self._depth)
-        for _, parameter, state in found:
+        self._check_trained(trained, self._depth)
+        for _, parameter, state in trained:
             if not parameter.requires_grad:
                 continue
             last = self._buckets[-1] if self._buckets else None
@@ -139,10 +139,10 @@ class _EarlySums:
             last.entries.append((parameter, state))
 
     @staticmethod
-    def _check_trained(found: Sequence[tuple[str, torch.Tensor, SumState]], depth: Axis) -> None:
+    def _check_trained(trained: Sequence[tuple[str, torch.Tensor, SumState]], depth: Axis) -> None:
         """Raise DisagreementError, on all ranks along depth, if only some froze a parameter: buckets would differ."""
-        own = torch.tensor([(item.requires_grad, not item.requires_grad) for _, item, _ in found])
-        for (name, _, _), both in zip(found, depth.max(own.int()).all(1).tolist(), strict=True):
+        own = torch.tensor([(item.requires_grad, not item.requires_grad) for _, item, _ in trained])
+        for (name, _, _), both in zip(trained, depth.max(own.int()).all(1).tolist(), strict=True):
             if both:
                 raise frozen_on_some_ranks(name, [depth])
 

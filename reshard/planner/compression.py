@@ -148,7 +148,7 @@ def _choose(
     best = min(range(len(predicted)), key=lambda number: predicted[number].seconds)
     is_encoded = predicted[best].seconds < MIN_GAIN * plain.seconds
     chosen = [1 + best if is_encoded else 0] * len(options[0][1])
-    found = predicted[best] if is_encoded else plain
+    fastest = predicted[best] if is_encoded else plain
     groups = _group_alike(options[0][1])
     for group in groups[:MAX_GROUPS] if len(groups) > 1 else []:
         for option, (rate, _) in enumerate(options):
@@ -158,9 +158,9 @@ def _choose(
             specs = [options[item][1][number] for number, item in enumerate(trial)]
             rates = [options[item][0] for item in trial]
             now = predict(plan(specs), rates, encodes_first=encodes_first)
-            if now.seconds <= found.seconds if rate is None else now.seconds < MIN_GAIN * found.seconds:
-                chosen, found = trial, now
-    shown = [plain, *predicted, *([found] if len(set(chosen)) > 1 else [])]
+            if now.seconds <= fastest.seconds if rate is None else now.seconds < MIN_GAIN * fastest.seconds:
+                chosen, fastest = trial, now
+    shown = [plain, *predicted, *([fastest] if len(set(chosen)) > 1 else [])]
     return chosen, f"auto predicts {', '.join(map(str, shown))}"
 
 

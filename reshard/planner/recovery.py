@@ -76,7 +76,7 @@ def find_missing(
             if is_needed:
                 missing.setdefault(box, set()).add(rank)
                 order_of[box] = min(order, order_of.get(box, order))
-    found: list[Piece] = []
+    pieces_left: list[Piece] = []
     last_region: tuple[int, int] | None = None
     for box in sorted(missing, key=order_of.__getitem__):
         tensor, start, stop = box
@@ -88,13 +88,13 @@ def find_missing(
             frozenset(missing[box]),
         )
         region = order_of[box][:2]
-        joined = _join(found[-1], piece) if found and region == last_region else None
+        joined = _join(pieces_left[-1], piece) if pieces_left and region == last_region else None
         if joined is None:
-            found.append(piece)
+            pieces_left.append(piece)
         else:
-            found[-1] = joined
+            pieces_left[-1] = joined
         last_region = region
-    return found
+    return pieces_left
 
 
 def plan_remainder(
@@ -196,8 +196,8 @@ def _needed(plan: Plan, rank: int, boxes: Sequence[tuple[int, tuple[int, ...], t
     needed = [False] * len(boxes)
     for tensor in {box[0] for box in boxes}:
         own = [i for i, box in enumerate(boxes) if box[0] == tensor]
-        found = find_boxes(plan.tensors[tensor].dst_shards, rank, [boxes[i][1:] for i in own])
-        for i, index in zip(own, found, strict=True):
+        boxes_found = find_boxes(plan.tensors[tensor].dst_shards, rank, [boxes[i][1:] for i in own])
+        for i, index in zip(own, boxes_found, strict=True):
             needed[i] = index is not None
     return needed
 
@@ -216,10 +216,10 @@ def _join(first: Piece, second: Piece) -> Piece | None:
 
 def _by_tensor(pieces: Sequence[Piece]) -> dict[int, list[int]]:
     """Indices of pieces, by tensor."""
-    found: dict[int, list[int]] = {}
+    by_tensor: dict[int, list[int]] = {}
     for number, piece in enumerate(pieces):
-        found.setdefault(piece.tensor, []).append(number)
-    return found
+        by_tensor.setdefault(piece.tensor, []).append(number)
+    return by_tensor
 
 
 def _ends(pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:

@@ -64,19 +64,19 @@ def locate_points(point: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.
     Raises:
         PlanError: the boxes interlock so much that separating them takes too many parts.
     """
-    found = np.full(len(point), -1, dtype=np.int64)
+    box_of_point = np.full(len(point), -1, dtype=np.int64)
     if not len(start) or not len(point):
-        return found
+        return box_of_point
     bins = _Bins(np.zeros(len(start), dtype=np.int64), start, stop, point)
     dim = 0
     while True:
         bins.separate(1)
         for index, box in _pairs(bins.bin_of_point, bins.first, bins.size):
             hit = ((bins.start[box] <= bins.point[index]) & (bins.point[index] < bins.stop[box])).all(axis=1)
-            found[bins.point_id[index[hit]]] = bins.box[box[hit]]
+            box_of_point[bins.point_id[index[hit]]] = bins.box[box[hit]]
         bins.keep(bins.size > _MAX_PAIRWISE)
         if not len(bins.box) or not len(bins.point):
-            return found
+            return box_of_point
         bins.halve(dim)
         dim = (dim + 1) % start.shape[1]
 

@@ -68,7 +68,7 @@ class Shards:
         Args:
             start, stop: ``(boxes, ndim)``, none of them empty.
         """
-        found: list[tuple[slice, ...] | None] = [None] * len(start)
+        slices: list[tuple[slice, ...] | None] = [None] * len(start)
         tile_start, tile_stop, local = self.pieces_of(rank)
         box_of, tile_of = find_overlaps(start, stop, tile_start, tile_stop)
         inside = ((start[box_of] >= tile_start[tile_of]) & (stop[box_of] <= tile_stop[tile_of])).all(axis=1)
@@ -76,8 +76,8 @@ class Shards:
         first = start[box_of] - tile_start[tile_of] + local[tile_of]
         last = first + stop[box_of] - start[box_of]
         for box, lo, hi in zip(box_of.tolist(), first.tolist(), last.tolist(), strict=True):
-            found[box] = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
-        return found
+            slices[box] = tuple(slice(a, b) for a, b in zip(lo, hi, strict=True))
+        return slices
 
     def boxes_of(self, rank: int) -> Iterator[tuple[Box, tuple[int, ...]]]:
         """``(box, local start)`` of each tile of one rank."""
@@ -97,11 +97,11 @@ def cut_shards(layout: AnyLayout, shape: Sequence[int]) -> Shards:
             of the same rank, or there are too many tiles.
     """
     shape = check_sizes(shape)
-    found = _IN_USE.get((layout, shape))
-    if found is None:
-        found = _cut_regions(layout, shape) if isinstance(layout, RegionLayout) else _cut_grid(layout, shape)
-        _IN_USE[layout, shape] = found
-    return found
+    shards = _IN_USE.get((layout, shape))
+    if shards is None:
+        shards = _cut_regions(layout, shape) if isinstance(layout, RegionLayout) else _cut_grid(layout, shape)
+        _IN_USE[layout, shape] = shards
+    return shards
 
 
 def _cut_grid(layout: Layout, shape: tuple[int, ...]) -> Shards:

@@ -133,7 +133,7 @@ class Programs:
         """The schedule for a number of microbatches, which the first rank builds for all."""
         if num_microbatches in self.schedules:
             return self.schedules[num_microbatches]
-        found: list[Any] | None = None
+        chosen: list[Any] | None = None
         failure: Exception | None = None
         if self._engine.rank == self._planner.first_rank:
             try:
@@ -141,10 +141,10 @@ class Programs:
                 codecs = [
                     [codec.sender, codec.receiver, codec.is_forward, name] for codec, name in choice.codecs.items()
                 ]
-                found = [format_schedule(choice.schedule), codecs, str(choice) if choice.gains else ""]
+                chosen = [format_schedule(choice.schedule), codecs, str(choice) if choice.gains else ""]
             except Exception as error:  # whatever the user's function raises must reach the other ranks
                 failure = error
-        gathered = self._engine.exchange(found, failure)
+        gathered = self._engine.exchange(chosen, failure)
         text, codecs, self.choices = next(item for item in gathered.values() if item is not None)
         schedule = parse_schedule(text)
         check_schedule(schedule, self._planner.pipeline(outline, num_samples))

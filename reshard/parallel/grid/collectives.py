@@ -199,8 +199,8 @@ class Axis:
         pending = self.gather(part, [sum(map(len, row)) for row in targets])
 
         def finish() -> torch.Tensor:
-            for target, found in zip(rows, pending.wait().split(list(map(len, rows))), strict=True):
-                target.copy_(found)
+            for target, values in zip(rows, pending.wait().split(list(map(len, rows))), strict=True):
+                target.copy_(values)
             return result
 
         return Pending(None, finish)

@@ -205,8 +205,8 @@ class Grid:
 
     def encoded(self, axis: str) -> Axis | CompressedAxis:
         """As :meth:`along`, with messages compressed by the codec of the grid."""
-        found = self.along(axis)
-        return found if self.codec is None else CompressedAxis(found, self.codec)
+        plain = self.along(axis)
+        return plain if self.codec is None else CompressedAxis(plain, self.codec)
 
     def set_codec(self, name: str) -> None:
         """Compress the messages of matrix products. All ranks call it with the same codec.
@@ -328,10 +328,10 @@ class Grid:
 def check_device_type(device_type: Any) -> None:
     """Raise ArgumentError unless torch knows the device type."""
     try:
-        found = torch.device(device_type).type if isinstance(device_type, str) else None
+        known_type = torch.device(device_type).type if isinstance(device_type, str) else None
     except RuntimeError:
-        found = None
-    if found is None or found != device_type:
+        known_type = None
+    if known_type is None or known_type != device_type:
         raise ArgumentError(f'device_type is {brief(device_type)}; it must be one of torch, such as "cpu" or "cuda"')
 
 

@@ -200,11 +200,11 @@ def _move(x: torch.Tensor, have: Sequence[Span], need: Sequence[Span], grid: Gri
     for span in need:
         lo, hi = intersect(own, span)
         sent.append(x[:, lo - own[0] : hi - own[0]].reshape(-1))
-    found = [intersect(span, wanted) for span in have]
-    sizes = [len(x) * size_of(span) for span in found]
+    overlaps = [intersect(span, wanted) for span in have]
+    sizes = [len(x) * size_of(span) for span in overlaps]
     received = grid.along("col").exchange(torch.cat(sent), [part.numel() for part in sent], sizes)
     result = x.new_zeros((len(x), size_of(wanted)))
-    for (lo, hi), part in zip(found, received.split(sizes), strict=True):
+    for (lo, hi), part in zip(overlaps, received.split(sizes), strict=True):
         if part.numel():
             result[:, lo - wanted[0] : hi - wanted[0]] += part.view(len(x), -1)
     return result

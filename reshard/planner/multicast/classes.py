@@ -229,12 +229,12 @@ def _grains(size: np.ndarray, numel: np.ndarray, per_slice: np.ndarray) -> np.nd
     """``(tasks,)`` elements to which cuts are rounded: the largest slice with at most ``per_slice`` elements."""
     grain = np.ones(len(size), dtype=np.int64)
     slice_ = numel.copy()
-    found = np.zeros(len(size), dtype=bool)
+    is_placed = np.zeros(len(size), dtype=bool)
     for dim in range(size.shape[1]):
         slice_ = slice_ // np.maximum(size[:, dim], 1)
-        fits = ~found & (slice_ <= per_slice)
+        fits = ~is_placed & (slice_ <= per_slice)
         grain = np.where(fits, slice_, grain)
-        found |= fits
+        is_placed |= fits
     return grain
 
 
@@ -254,10 +254,10 @@ def _flat_boxes(
     slices in between become a range of the next dim.
     """
     ndim = size.shape[1]
-    found: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
+    columns: list[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]] = []
     is_whole = (start == 0) & (stop == size.prod(axis=1)[row])
     of_whole = task[row[is_whole]]
-    found.append((piece[is_whole], row[is_whole], problem.start[of_whole], problem.stop[of_whole]))
+    columns.append((piece[is_whole], row[is_whole], problem.start[of_whole], problem.stop[of_whole]))
     at = np.flatnonzero(~is_whole)
     start, stop = start[at], stop[at]
 
@@ -275,7 +275,7 @@ def _flat_boxes(
             last[:, d] = first[:, d] + 1
             outer = outer // dims[:, d]
         origin = problem.start[task[row[which]]]
-        found.append((piece[which], row[which], origin + first, origin + last))
+        columns.append((piece[which], row[which], origin + first, origin + last))
 
     for dim in range(ndim - 1, -1, -1):
         inner = size[row[at], dim]
@@ -288,8 +288,10 @@ def _flat_boxes(
         start, stop = -(-start // inner), stop // inner
         more = stop > start
         at, start, stop = at[more], start[more], stop[more]
-    owner, of, first, last = (np.concatenate(column) for column in zip(*found, strict=True))
-    order = np.lexsort((*(first[:, d] for d in range(ndim - 1, -1, -1)), of, owner)) if len(found) > 1 else slice(None)
+    owner, of, first, last = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = (
+        np.lexsort((*(first[:, d] for d in range(ndim - 1, -1, -1)), of, owner)) if len(columns) > 1 else slice(None)
+    )
     return _Boxes(
         at=np.concatenate([[0], np.cumsum(np.bincount(owner, minlength=num_pieces))]),
         tensor=problem.tensor[task[of[order]]],

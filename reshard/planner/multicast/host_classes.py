@@ -435,9 +435,9 @@ def _aligned_counts(count: int, num_classes: int, nbytes: float, largest: float,
     """
     several_classes = [number for number in range(1, num_classes + 1) if num_classes % number == 0]
     parts_of_classes = range(2 * num_classes, 2 * count + 1, num_classes)
-    found = several_classes if nbytes / num_classes <= largest_piece else []
-    found += [number for number in parts_of_classes if nbytes / number <= largest]
-    return [number for number in found if count <= 2 * number <= 4 * count]
+    numbers = several_classes if nbytes / num_classes <= largest_piece else []
+    numbers += [number for number in parts_of_classes if nbytes / number <= largest]
+    return [number for number in numbers if count <= 2 * number <= 4 * count]
 
 
 def _equal_classes(host_classes: HostClasses) -> int:

@@ -37,11 +37,11 @@ class Ports:
     @cached_property
     def ranks(self) -> list[list[int]]:
         """The ranks at each port."""
-        found: list[list[int]] = [[] for _ in self.host]
+        ranks_of_port: list[list[int]] = [[] for _ in self.host]
         for rank, port in enumerate(self.of_rank):
             if port >= 0:
-                found[port].append(rank)
-        return found
+                ranks_of_port[port].append(rank)
+        return ranks_of_port
 
     @cached_property
     def have_equal_rates(self) -> bool:

@@ -103,10 +103,10 @@ class PlanProblem:
     @cached_property
     def keeps(self) -> np.ndarray:
         """``(tasks, replicas)`` bool, True where a destination already holds the region."""
-        found = np.zeros(self.destinations.shape, dtype=bool)
+        holds = np.zeros(self.destinations.shape, dtype=bool)
         for replica in range(self.holders.shape[1]):
-            found |= self.destinations == self.holders[:, replica : replica + 1]
-        return found & (self.destinations != NO_RANK)
+            holds |= self.destinations == self.holders[:, replica : replica + 1]
+        return holds & (self.destinations != NO_RANK)
 
     @cached_property
     def receivers(self) -> np.ndarray:
@@ -122,11 +122,11 @@ class PlanProblem:
     def has_near_holder(self) -> np.ndarray:
         """``(tasks,)`` bool, whether a holder and a receiver are on the same host."""
         host = self.topology.host_by_rank
-        found = np.zeros(len(self), dtype=bool)
+        is_near = np.zeros(len(self), dtype=bool)
         receivers = np.where(self.receivers == NO_RANK, -1, host[self.receivers])
         for column in self.holders.T:
-            found |= ((receivers == host[column][:, None]) & (column != NO_RANK)[:, None]).any(axis=1)
-        return found
+            is_near |= ((receivers == host[column][:, None]) & (column != NO_RANK)[:, None]).any(axis=1)
+        return is_near
 
 
 def _widen(array: np.ndarray, columns: int, fill: int) -> np.ndarray:

@@ -63,15 +63,15 @@ def check_file(file: Path, digest: str) -> None:
     Raises:
         ArgumentError: the file is missing, cannot be read, or has other bytes than at the save.
     """
-    found, _ = digest_parts(file)
-    if found != digest:
-        raise ArgumentError(explain_difference(file, found, digest))
+    actual, _ = digest_parts(file)
+    if actual != digest:
+        raise ArgumentError(explain_difference(file, actual, digest))
 
 
-def explain_difference(file: Path, found: str, digest: str) -> str:
+def explain_difference(file: Path, actual: str, digest: str) -> str:
     """The text of an error about a file that has another digest."""
     return (
-        f"{file} is damaged, or its line in {DIGESTS_FILE}: its SHA-256 digest is {found[:12]}... and was "
+        f"{file} is damaged, or its line in {DIGESTS_FILE}: its SHA-256 digest is {actual[:12]}... and was "
         f"{digest[:12]}... when saved"
     )
 

@@ -29,13 +29,13 @@ def read_path(path: Any) -> Path:
 
 def find_checkpoints(path: str | Path) -> list[tuple[int, Path]]:
     """Steps and folders of the complete checkpoints at ``path``, one for each step, oldest first."""
-    found: dict[int, Path] = {}
+    folders: dict[int, Path] = {}
     # In reverse order, "step-N.unfinished" comes before "step-N", which then replaces it.
     for folder in sorted(Path(path).glob("step-*"), reverse=True):
         match = _FOLDER.fullmatch(folder.name)
         if match and _is_complete(folder):
-            found[int(match[1])] = folder
-    return sorted(found.items())
+            folders[int(match[1])] = folder
+    return sorted(folders.items())
 
 
 def folder_of(path: str | Path, step: int) -> Path:

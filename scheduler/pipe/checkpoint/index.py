@@ -80,11 +80,11 @@ class Index:
     @functools.cached_property
     def shards(self) -> dict[str, list[tuple[str, Shard]]]:
         """Keys and shards in each safetensors file, in the order of their bytes."""
-        found: dict[str, list[tuple[str, Shard]]] = {}
+        by_file: dict[str, list[tuple[str, Shard]]] = {}
         for key, entry in self.tensors.items():
             for shard in entry.shards:
-                found.setdefault(shard.file, []).append((key, shard))
-        return {file: sorted(pairs, key=lambda pair: (pair[1].start, pair[1].stop)) for file, pairs in found.items()}
+                by_file.setdefault(shard.file, []).append((key, shard))
+        return {file: sorted(pairs, key=lambda pair: (pair[1].start, pair[1].stop)) for file, pairs in by_file.items()}
 
     def to_json(self) -> str:
         """The text of the file."""
@@ -157,14 +157,14 @@ def check_shards(key: str, entry: Entry) -> None:
 
 
 def _parse_entry(value: Any, what: str) -> Entry:
-    found = _check_keys(value, {"dtype", "shape", "shards"}, what)
-    if not isinstance(found["dtype"], str) or found["dtype"] not in DTYPES:
-        raise ValueError(f"{what} has the dtype {brief(found['dtype'])}; it must be one of {', '.join(DTYPES)}")
-    if not isinstance(found["shards"], list):
-        raise ValueError(f"the shards of {what} are {brief(found['shards'])}, not a list")
-    dtype = DTYPES[found["dtype"]]
-    shards = tuple(_parse_shard(item, f"a shard of {what}", dtype.itemsize) for item in found["shards"])
-    entry = Entry(dtype, _integers(found["shape"], f"the shape of {what}"), shards)
+    fields = _check_keys(value, {"dtype", "shape", "shards"}, what)
+    if not isinstance(fields["dtype"], str) or fields["dtype"] not in DTYPES:
+        raise ValueError(f"{what} has the dtype {brief(fields['dtype'])}; it must be one of {', '.join(DTYPES)}")
+    if not isinstance(fields["shards"], list):
+        raise ValueError(f"the shards of {what} are {brief(fields['shards'])}, not a list")
+    dtype = DTYPES[fields["dtype"]]
+    shards = tuple(_parse_shard(item, f"a shard of {what}", dtype.itemsize) for item in fields["shards"])
+    entry = Entry(dtype, _integers(fields["shape"], f"the shape of {what}"), shards)
     if math.prod(max(1, item) for item in entry.shape) * dtype.itemsize >= _MAX:
         raise ValueError(f"{what} has the shape {brief(list(entry.shape))}, which no tensor has")
     check_shards(what, entry)
@@ -172,15 +172,17 @@ def _parse_entry(value: Any, what: str) -> Entry:
 
 
 def _parse_shard(value: Any, what: str, itemsize: int) -> Shard:
-    found = _check_keys(value, {"file", "offsets", "shape", "bytes", "xxh3_128"}, what)
-    _check_name(found["file"], _TENSORS, f"the file of {what}")
-    shape = _integers(found["shape"], f"the shape of {what}")
-    span = _integers(found["bytes"], f"the bytes of {what}")
+    fields = _check_keys(value, {"file", "offsets", "shape", "bytes", "xxh3_128"}, what)
+    _check_name(fields["file"], _TENSORS, f"the file of {what}")
+    shape = _integers(fields["shape"], f"the shape of {what}")
+    span = _integers(fields["bytes"], f"the bytes of {what}")
     if len(span) != 2 or span[1] - span[0] != math.prod(shape) * itemsize:
         raise ValueError(f"the bytes of {what} are {brief(list(span))}, but its shape is {brief(list(shape))}")
-    if not isinstance(found["xxh3_128"], str) or not _DIGEST.fullmatch(found["xxh3_128"]):
-        raise ValueError(f"the digest of {what} is {brief(found['xxh3_128'])}, not 32 hexadecimal digits")
-    return Shard(found["file"], _integers(found["offsets"], f"the offsets of {what}"), shape, *span, found["xxh3_128"])
+    if not isinstance(fields["xxh3_128"], str) or not _DIGEST.fullmatch(fields["xxh3_128"]):
+        raise ValueError(f"the digest of {what} is {brief(fields['xxh3_128'])}, not 32 hexadecimal digits")
+    return Shard(
+        fields["file"], _integers(fields["offsets"], f"the offsets of {what}"), shape, *span, fields["xxh3_128"]
+    )
 
 
 def _check_keys(value: Any, keys: Iterable[str], what: str) -> dict[str, Any]:

@@ -46,19 +46,19 @@ class PlainParameter:
 def named_state(module: torch.nn.Module) -> tuple[list[PlainParameter], dict[str, torch.Tensor]]:
     """The parameters of a stage, each under all of its names, and its persistent buffers."""
     state = {unwrapped_name(name): value for name, value in without_ddp(module).state_dict(keep_vars=True).items()}
-    found = []
+    plain = []
     forms = find_plain_forms(without_ddp(module))
     for name, form in {unwrapped_name(name): form for name, form in forms.items()}.items():
-        found.append(
+        plain.append(
             PlainParameter(name, tuple(state.pop(unwrapped_name(part)) for part in form.parts), form.is_transposed)
         )
     buffers = {}
     for name, value in state.items():
         if isinstance(value, torch.nn.Parameter):
-            found.append(PlainParameter(name, (value,)))
+            plain.append(PlainParameter(name, (value,)))
         elif isinstance(value, torch.Tensor):
             buffers[name] = value
-    return found, buffers
+    return plain, buffers
 
 
 @dataclass(frozen=True)

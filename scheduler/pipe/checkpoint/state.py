@@ -55,16 +55,16 @@ class TrainingState:
 
     def model(self, for_save: bool = False) -> list[tuple[str, torch.Tensor | JoinedTensor]]:
         """Parameters and persistent buffers, with their names in the whole model."""
-        found: list[tuple[str, torch.Tensor | JoinedTensor]] = []
+        tensors: list[tuple[str, torch.Tensor | JoinedTensor]] = []
         for stage, module in self.modules.items():
             parameters, buffers = named_state(module)
-            found += [
+            tensors += [
                 (parameter.name, parameter.join(parameter.parameters))
                 for parameter in parameters
                 if not for_save or self.saves(stage, parameter.name)
             ]
-            found += buffers.items()
-        return found
+            tensors += buffers.items()
+        return tensors
 
     def optimized_parameters(self, for_save: bool = False) -> list[tuple[PlainParameter, dict[str, Any]]]:
         """``(parameter, parameter group)`` of each parameter in the optimizer; a tied one once per name."""

@@ -74,15 +74,15 @@ class StoredCheckpoint:
         """
         for name in sorted(self._index.files)[part::num_parts]:
             file, shards = self.folder / name, self._index.shards.get(name, [])
-            found, parts = digest_parts(file, [(shard.start, shard.stop) for _, shard in shards])
+            actual, parts = digest_parts(file, [(shard.start, shard.stop) for _, shard in shards])
             changed = [key for (key, item), digest in zip(shards, parts, strict=True) if item.digest != digest]
             if changed:
                 raise ArgumentError(
                     f"{file} is damaged: of its {len(shards)} tensors, these have other bytes than when saved: "
                     f"{format_names(changed)}"
                 )
-            if found != self._digests[name]:
-                raise ArgumentError(explain_difference(file, found, self._digests[name]))
+            if actual != self._digests[name]:
+                raise ArgumentError(explain_difference(file, actual, self._digests[name]))
 
     def find_reads(self, copies: Sequence[tuple[str, torch.Tensor | JoinedTensor]]) -> list[ShardRead]:
         """What to read to fill tensors, each of the shape of its key. Compares the headers of the files with the index.
@@ -164,10 +164,10 @@ class StoredCheckpoint:
         return self.folder / self._index.values.get(key, INDEX_FILE)
 
     def _by_file(self, reads: Sequence[ShardRead]) -> dict[str, list[ShardRead]]:
-        found: dict[str, list[ShardRead]] = {}
+        by_file: dict[str, list[ShardRead]] = {}
         for read in reads:
-            found.setdefault(read.shard.file, []).append(read)
-        return found
+            by_file.setdefault(read.shard.file, []).append(read)
+        return by_file
 
     @contextlib.contextmanager
     def _open(self, file: str) -> Iterator[Any]:

@@ -205,10 +205,10 @@ def parse_json(text: bytes) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    values = dict(pairs)
+    if len(values) < len(pairs):
         raise ValueError(f"it has a key twice, among {brief([key for key, _ in pairs])}")
-    return found
+    return values
 
 
 def _refuse_constant(text: str) -> Any:

@@ -157,8 +157,8 @@ def check_dtypes(outline: BatchOutline, example: BatchOutline) -> None:
 
 def _kind_of(dtype: str) -> str:
     """The dtype; "integer" for those of integers and bools."""
-    found: torch.dtype = getattr(torch, dtype)
-    return dtype if found.is_floating_point or found.is_complex else "integer"
+    torch_dtype: torch.dtype = getattr(torch, dtype)
+    return dtype if torch_dtype.is_floating_point or torch_dtype.is_complex else "integer"
 
 
 def split_samples(num_samples: int, parts: int) -> list[int]:
