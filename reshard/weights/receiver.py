@@ -422,6 +422,8 @@ class _Leader:
         kind = message["kind"]
         if kind == "want":
             self._wants.setdefault(message["attempt"], set()).add(message["rank"])
+            newest = max(self._wants)  # the store has decided the earlier ones
+            self._wants = {newest: self._wants[newest]}
             self._swap_if_wanted()
         elif kind == "enlist":
             self.enlist()
