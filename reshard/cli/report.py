@@ -15,13 +15,14 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
     """A summary of a plan, its cost, and at most ``max_lines`` of its transfers."""
     across, inside, copied = plan.bytes_moved()
     text = format_plan(plan).splitlines()
-    body = text[: len(text) - len(plan.transfers) + max_lines]
+    num_transfers = len(plan.transfers) if plan.is_listed else 0
+    body = text[: len(text) - num_transfers + max_lines]
     if len(text) > len(body):
         body.append(f"... {len(text) - len(body)} more transfers; all of them with --format json")
     summary = [
         f"hash         {plan.plan_hash}",
         f"ranks        {format_ranks(plan.ranks)}",
-        f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
+        f"messages     {plan.num_messages} in {f'{num_transfers} transfers' if plan.is_listed else 'closed form'}",
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         str(CostReport(plan)),
         *_describe_compression(plan),

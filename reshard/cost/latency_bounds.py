@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.cost.host_rates import Rates, used_nics
 from reshard.cost.lower_bound import (
     Classes,
     Traffic,
@@ -15,10 +16,9 @@ from reshard.cost.lower_bound import (
     find_traffic,
     min_egress_seconds,
     min_largest_share,
-    used_nics,
 )
-from reshard.cost.pod_lower_bound import Rates
-from reshard.plan import Plan
+from reshard.cost.rotation_loads import RotationLoads
+from reshard.plan import Plan, RotationPlan
 from reshard.topology import Port, Topology
 
 #: Weights of senders against receivers that are tried; each gives a valid bound.
@@ -48,6 +48,8 @@ def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
     topology = plan.topology
     if not topology.latency_seconds or topology.burst_bytes:
         return None
+    if isinstance(plan, RotationPlan):
+        return _bounds_of_rotation(plan)
     traffic = find_traffic(plan.tensors, topology.host_of_rank.__getitem__)
     if not traffic:
         return LatencyBounds(0.0, 0.0)
@@ -60,6 +62,17 @@ def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
     )
     unmerged = max(any_plan, problem.seconds_of_unit_tasks(), find_bound(plan).seconds)
     return LatencyBounds(*(topology.start_seconds + seconds for seconds in (any_plan, unmerged)))
+
+
+def _bounds_of_rotation(plan: RotationPlan) -> LatencyBounds:
+    """As :func:`find_latency_bounds`, without a list of regions: by bytes, exchanges and unit tasks."""
+    loads, topology = RotationLoads.of(plan), plan.topology
+    found = [topology.latency_seconds + find_bound(plan).seconds]
+    if len(plan.tensors) == 1:
+        exchange = _Exchange.of_rotation(plan, loads)
+        found += map(exchange.seconds, exchange.weights())
+    unmerged = max(*found, loads.unmerged_seconds())
+    return LatencyBounds(topology.start_seconds + max(found), topology.start_seconds + unmerged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,6 +229,33 @@ class _Exchange:
             np.array([(host in senders) / rates[host].egress_bytes_per_second for host in rates]),
             np.array([(host in receivers) / rates[host].ingress_bytes_per_second for host in rates]),
             problem.latency,
+        )
+
+    @classmethod
+    def of_rotation(cls, plan: RotationPlan, loads: RotationLoads) -> _Exchange:
+        """The loads of the only tensor of a plan in closed form, whose hosts all send alike."""
+        exchange, host = plan.exchanges[0], plan.topology.host_by_rank
+        senders, receivers = (np.flatnonzero(number >= 0) for number in (exchange.src_number, exchange.dst_number))
+        rank = int(exchange.holders[0, 0])
+        first = host[rank]
+        parts = np.zeros(0)
+        if exchange.groups.shape[1] == 1 and len(np.unique(host[exchange.holders[0]])) == 1:
+            _, _, receiver = plan.host_messages(rank)
+            number = np.unique(host[receiver], return_counts=True)[1]
+            parts = number * (loads.out[first] / len(receiver))
+        egress = np.where(loads.out > 0, 1 / loads.egress, 0.0)[np.concatenate([senders, receivers])]
+        ingress = np.where(loads.into > 0, 1 / loads.ingress, 0.0)[np.concatenate([senders, receivers])]
+        return cls(
+            float(loads.seconds_held()[senders].mean()),
+            float(loads.seconds_in()[receivers].mean()),
+            len(senders),
+            len(receivers),
+            parts,
+            np.full(len(parts), loads.hold[first]),
+            np.full(len(parts), float(len(senders))),
+            egress,
+            ingress,
+            plan.topology.latency_seconds,
         )
 
     def weights(self) -> list[float]:

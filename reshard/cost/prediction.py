@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from reshard.cost.fluid import TooMuchWork
 from reshard.cost.in_turn import seconds_in_turn
+from reshard.cost.rotation_loads import RotationLoads
 from reshard.cost.simulator import simulate_until
-from reshard.plan import Plan
+from reshard.plan import Plan, RotationPlan
 
 #: Operations of a simulation, of a few nanoseconds each: 0.1 to 3 s.
 MAX_OPERATIONS = 10**8
@@ -18,6 +19,9 @@ MAX_IN_ORDER = 200_000
 #: Time of a plan over the time that its ports take one message at a time, if they pass several at once: at most this
 #: where it was measured. The messages of a port then wait for each other at the other ends.
 _UNORDERED = 2.5
+
+#: The same of a plan in closed form with several lanes, over the sum of bytes and latencies.
+_IN_LANES = 1.3
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,8 @@ def predict_makespan(plan: Plan, cutoff: float = math.inf) -> Makespan:
         plan: the plan.
         cutoff: seconds. The simulation stops as soon as the makespan is sure to be above it.
     """
+    if isinstance(plan, RotationPlan) and plan.num_messages > MAX_IN_ORDER:
+        return Makespan(_seconds_of_rotation(plan), True)
     is_ordered = len(plan.transfers.after) > 0
     if not is_ordered or plan.num_messages <= MAX_IN_ORDER:
         try:
@@ -54,3 +60,18 @@ def predict_makespan(plan: Plan, cutoff: float = math.inf) -> Makespan:
     moves = bool((plan.transfers.sender != plan.transfers.receiver).any())
     seconds = seconds_in_turn(plan) * (1.0 if is_ordered else _UNORDERED)
     return Makespan(plan.topology.start_seconds * moves + seconds, True)
+
+
+def _seconds_of_rotation(plan: RotationPlan) -> float:
+    """The time of the busiest host if each port passes one message at a time, or of the busiest rank inside a host.
+
+    Hosts that receive in several lanes also wait for latencies of their senders.
+    """
+    loads, topology = RotationLoads.of(plan), plan.topology
+    inside = loads.inside * topology.inside_latency_seconds
+    if topology.inside_bytes_per_second is not None:
+        inside = inside + loads.inside_bytes / topology.inside_bytes_per_second
+    leaving, arrival = loads.seconds_out().max(), topology.latency_seconds + loads.seconds_in().max()
+    if plan.has_lanes:
+        arrival = _IN_LANES * (arrival + (loads.messages * loads.hold).max())
+    return topology.start_seconds + float(max(leaving, arrival, inside.max()))

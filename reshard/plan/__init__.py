@@ -25,15 +25,18 @@ from reshard.plan.model import (
     recvs_ahead,
 )
 from reshard.plan.ordering import find_turns, find_waits
+from reshard.plan.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 
 __all__ = [
     "DEFAULT_STAGING_BYTES",
     "RECVS_AHEAD",
+    "ROTATION",
     "Message",
     "MessageTable",
     "Plan",
+    "RotationPlan",
     "Transfers",
     "check_plan",
     "check_ranks",
