@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from reshard.cost.host_rates import Rates, used_nics
 from reshard.cost.lower_bound import (
+    Bound,
     Classes,
     Traffic,
     find_bound,
@@ -39,8 +41,11 @@ class LatencyBounds:
     unmerged_seconds: float
 
 
-def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
+def find_latency_bounds(plan: Plan, bound: Bound | None = None) -> LatencyBounds | None:
     """The two bounds of a plan's tensors on its topology, in the model of :func:`reshard.simulate`.
+
+    Args:
+        plan: the plan. bound: its bound by bytes, if known.
 
     Returns:
         None if messages between hosts have no latency, or if links pass bursts, which no rate limits.
@@ -60,7 +65,7 @@ def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
         problem.seconds_of_broadcasts(),
         problem.seconds_of_exchanges(),
     )
-    unmerged = max(any_plan, problem.seconds_of_unit_tasks(), find_bound(plan).seconds)
+    unmerged = max(any_plan, problem.seconds_of_unit_tasks(), (bound or find_bound(plan)).seconds)
     return LatencyBounds(*(topology.start_seconds + seconds for seconds in (any_plan, unmerged)))
 
 
@@ -112,6 +117,11 @@ class _Problem:
             topology.latency_seconds,
             topology.pods,
         )
+
+    @cached_property
+    def most_nics(self) -> int:
+        """The largest number of NICs of a host."""
+        return max(self.num_nics.values())
 
     def seconds_of_bytes(self) -> float:
         """Each port that must pass bytes passes them after the latency of its first message."""
@@ -167,7 +177,7 @@ class _Problem:
 
     def _num_rounds(self, holders: Sequence[int], num_destinations: int) -> int:
         """The least number of latencies in which the holders can inform so many other hosts."""
-        branches = max(self.num_nics.values())
+        branches = self.most_nics
         informed, ports, rounds = 0, sum(self.num_nics[host] for host in holders), 0
         while informed < num_destinations:
             informed += ports  # the NICs of the holders send to new hosts, and so do those of all hosts they informed
