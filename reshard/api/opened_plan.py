@@ -9,7 +9,7 @@ from typing import TypeAlias
 from reshard import __version__
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.lossless.transfer import check_lossless_codec
-from reshard.api.option_checks import check_coding, check_device_type, check_flag, encodes_on_cpu
+from reshard.api.option_checks import check_coding, check_device_type, check_flag, check_listed, encodes_on_cpu
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.streamed_transfers import StreamedTransfers
 from reshard.coordination import (
@@ -118,6 +118,7 @@ def open_plan(
         needs_cpu = verify or compression is not None or any(encodes_on_cpu(spec.codec) for spec in plan.tensors)
         used = "cpu" if is_copied(device, needs_cpu) else device
         check_coding(plan, used)
+        check_listed(plan, used, verify)
         ensure_checked(plan)
         arguments = [*plan_arguments(plan), *((name, str(value)) for name, value in options.items())]
         arguments.append(("the version of reshard", __version__))  # rounds of the same plan may differ

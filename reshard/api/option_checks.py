@@ -62,6 +62,16 @@ def check_coding(plan: Plan, device: str) -> None:
             check_device_codec(spec.codec, device)
 
 
+def check_listed(plan: Plan, device: str, verify: bool) -> None:
+    """Raise ArgumentError if a transfer needs all messages of a plan that does not list them."""
+    if not plan.is_listed and (verify or device != "cpu"):
+        what = "verify=True" if verify else f"a transfer between devices of type {device}"
+        raise ArgumentError(
+            f"{what} needs a list of all {plan.num_messages:,} messages, which a plan in closed form does not hold: "
+            f"{'omit verify' if verify else 'pass tensors in host memory'}, or move the tensors in several calls"
+        )
+
+
 def check_flag(value: Any, name: str) -> None:
     """Raise ArgumentError unless a value is a bool."""
     if not isinstance(value, bool):

@@ -105,7 +105,7 @@ def plan_per_host(
     except Exception as raised:  # the other ranks plan too, and raise the same error
         error = raised
     try:
-        if made is not None:
+        if made is not None and made.is_listed:  # a plan in closed form is made faster than shared
             with contextlib.suppress(Exception):  # such as too little memory
                 file = _write(made)
                 made = _map(file, tensors, topology, staging_bytes)  # this host keeps one copy

@@ -14,6 +14,7 @@ from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.agreement import Agreement
 from reshard.api.casts import wire_dtype
 from reshard.api.codec_errors import encode_measured
+from reshard.api.option_checks import check_listed
 from reshard.api.options import is_fault_tolerant
 from reshard.api.plan_per_host import plan_per_host
 from reshard.codecs import is_lossless
@@ -93,6 +94,7 @@ def agree_on_plan(agreement: Agreement, raw: Collection[str] = (), buckets: Sequ
     ):
         try:
             plan = take_plan()
+            check_listed(plan, decision.device_type, options["verify"])
             ensure_checked(plan)  # the strategy may be the caller's
             program = build_program(plan, channel.group.rank)
             runner = make_runner(plan, program, decision.device_type)

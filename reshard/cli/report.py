@@ -15,12 +15,12 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
     """A summary of a plan, its cost, and at most ``max_lines`` of its transfers."""
     across, inside, copied = plan.bytes_moved()
     body = format_plan(plan, max_lines).splitlines()
-    if len(plan.transfers) > max_lines:
+    if plan.is_listed and len(plan.transfers) > max_lines:
         body.append(f"... {len(plan.transfers) - max_lines} more transfers; all of them with --format json")
     summary = [
         f"hash         {plan.plan_hash}",
         f"ranks        {format_ranks(plan.ranks)}",
-        f"messages     {plan.num_messages} in {len(plan.transfers)} transfers",
+        f"messages     {plan.num_messages} in {f'{len(plan.transfers)} transfers' if plan.is_listed else 'closed form'}",
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         str(CostReport(plan)),
         *_describe_compression(plan),

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from reshard.cost.lower_bound import (
+    Bound,
     Classes,
     Traffic,
     find_bound,
     find_traffic,
     min_egress_seconds,
     min_largest_share,
-    used_nics,
 )
-from reshard.cost.pod_lower_bound import Rates
-from reshard.plan import Plan
+from reshard.plan import Plan, Rates, RotationLoads, RotationPlan, used_nics
 from reshard.topology import Port, Topology
 
 #: Weights of senders against receivers that are tried; each gives a valid bound.
@@ -39,8 +39,11 @@ class LatencyBounds:
     unmerged_seconds: float
 
 
-def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
+def find_latency_bounds(plan: Plan, bound: Bound | None = None) -> LatencyBounds | None:
     """The two bounds of a plan's tensors on its topology, in the model of :func:`reshard.simulate`.
+
+    Args:
+        plan: the plan. bound: its bound by bytes, if known.
 
     Returns:
         None if messages between hosts have no latency, or if links pass bursts, which no rate limits.
@@ -48,6 +51,8 @@ def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
     topology = plan.topology
     if not topology.latency_seconds or topology.burst_bytes:
         return None
+    if isinstance(plan, RotationPlan):
+        return _bounds_of_rotation(plan)
     traffic = find_traffic(plan.tensors, topology.host_of_rank.__getitem__)
     if not traffic:
         return LatencyBounds(0.0, 0.0)
@@ -58,8 +63,19 @@ def find_latency_bounds(plan: Plan) -> LatencyBounds | None:
         problem.seconds_of_broadcasts(),
         problem.seconds_of_exchanges(),
     )
-    unmerged = max(any_plan, problem.seconds_of_unit_tasks(), find_bound(plan).seconds)
+    unmerged = max(any_plan, problem.seconds_of_unit_tasks(), (bound or find_bound(plan)).seconds)
     return LatencyBounds(*(topology.start_seconds + seconds for seconds in (any_plan, unmerged)))
+
+
+def _bounds_of_rotation(plan: RotationPlan) -> LatencyBounds:
+    """As :func:`find_latency_bounds`, without a list of regions: by bytes, exchanges and unit tasks."""
+    loads, topology = RotationLoads.of(plan), plan.topology
+    found = [topology.latency_seconds + find_bound(plan).seconds]
+    if len(plan.tensors) == 1:
+        exchange = _Exchange.of_rotation(plan, loads)
+        found += map(exchange.seconds, exchange.weights())
+    unmerged = max(*found, loads.unmerged_seconds())
+    return LatencyBounds(topology.start_seconds + max(found), topology.start_seconds + unmerged)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,6 +115,11 @@ class _Problem:
             topology.latency_seconds,
             topology.pods,
         )
+
+    @cached_property
+    def most_nics(self) -> int:
+        """The largest number of NICs of a host."""
+        return max(self.num_nics.values())
 
     def seconds_of_bytes(self) -> float:
         """Each port that must pass bytes passes them after the latency of its first message."""
@@ -154,7 +175,7 @@ class _Problem:
 
     def _num_rounds(self, holders: Sequence[int], num_destinations: int) -> int:
         """The least number of latencies in which the holders can inform so many other hosts."""
-        branches = max(self.num_nics.values())
+        branches = self.most_nics
         informed, ports, rounds = 0, sum(self.num_nics[host] for host in holders), 0
         while informed < num_destinations:
             informed += ports  # the NICs of the holders send to new hosts, and so do those of all hosts they informed
@@ -216,6 +237,33 @@ class _Exchange:
             np.array([(host in senders) / rates[host].egress_bytes_per_second for host in rates]),
             np.array([(host in receivers) / rates[host].ingress_bytes_per_second for host in rates]),
             problem.latency,
+        )
+
+    @classmethod
+    def of_rotation(cls, plan: RotationPlan, loads: RotationLoads) -> _Exchange:
+        """The loads of the only tensor of a plan in closed form, whose hosts all send alike."""
+        exchange, host = plan.exchanges[0], plan.topology.host_by_rank
+        senders, receivers = (np.flatnonzero(number >= 0) for number in (exchange.src_number, exchange.dst_number))
+        rank = int(exchange.holders[0, 0])
+        first = host[rank]
+        parts = np.zeros(0)
+        if exchange.groups.shape[1] == 1 and len(np.unique(host[exchange.holders[0]])) == 1:
+            _, _, receiver = plan.host_messages(rank)
+            number = np.unique(host[receiver], return_counts=True)[1]
+            parts = number * (loads.out[first] / len(receiver))
+        egress = np.where(loads.out > 0, 1 / loads.egress, 0.0)[np.concatenate([senders, receivers])]
+        ingress = np.where(loads.into > 0, 1 / loads.ingress, 0.0)[np.concatenate([senders, receivers])]
+        return cls(
+            float(loads.seconds_held()[senders].mean()),
+            float(loads.seconds_in()[receivers].mean()),
+            len(senders),
+            len(receivers),
+            parts,
+            np.full(len(parts), loads.hold[first]),
+            np.full(len(parts), float(len(senders))),
+            egress,
+            ingress,
+            plan.topology.latency_seconds,
         )
 
     def weights(self) -> list[float]:

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reshard.arguments import check_arguments
-from reshard.cost.pod_lower_bound import Rates, bound_in_pods
+from reshard.cost.pod_lower_bound import bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan import Plan
+from reshard.plan import Plan, Rates, RotationLoads, RotationPlan, used_nics
 from reshard.ragged import NO_RANK
 from reshard.sharding import TensorSpec
 from reshard.topology import Port, Topology
@@ -70,6 +70,8 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
     if topology is not None:
         for spec in problem.tensors if isinstance(problem, Plan) else problem:
             topology.check_covers((*spec.src.ranks, *spec.dst.ranks))
+    if isinstance(problem, RotationPlan) and topology in (None, problem.topology):
+        return _bound_of_rotation(problem)
     if isinstance(problem, Plan):
         return _find_bound(problem.tensors, topology or problem.topology)
     if topology is None:
@@ -97,13 +99,18 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
     return bound
 
 
-def used_nics(tensors: Sequence[TensorSpec], topology: Topology) -> dict[int, list[Port]]:
-    """The NICs of each host that ranks of either layout use."""
-    used: dict[int, set[int]] = {}
-    for spec in tensors:
-        for rank in (*spec.src.ranks, *spec.dst.ranks):
-            used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
-    return {host: [topology.host(host).nics[number] for number in sorted(numbers)] for host, numbers in used.items()}
+def _bound_of_rotation(plan: RotationPlan) -> Bound:
+    """As :func:`find_bound`, without a list of regions: all senders have equal loads, and so do all receivers."""
+    loads = RotationLoads.of(plan)
+    arrival, leaving = loads.seconds_in(), loads.seconds_held()
+    host = int(np.argmax(leaving if leaving.max() > arrival.max() else arrival))
+    if leaving.max() > arrival.max():
+        held = f"{format_bytes(loads.held[host])}, its share of what it holds,"
+        return Bound(
+            float(leaving.max()), f"host {host} must send {held} and can send {format_rate(loads.egress[host])}"
+        )
+    received, rate = format_bytes(loads.into[host]), format_rate(loads.ingress[host])
+    return Bound(float(arrival.max()), f"host {host} must receive {received} and can receive {rate}")
 
 
 def _format_busy_links(

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from reshard.plan import Rates
 from reshard.topology import Port
-
-
-class Rates(NamedTuple):
-    """The total rates of several NICs, which may be above the limit on one port."""
-
-    egress_bytes_per_second: float
-    ingress_bytes_per_second: float
-
-    @classmethod
-    def of(cls, ports: Sequence[Port]) -> Rates:
-        """The sums of the rates of ports."""
-        return cls(
-            sum(port.egress_bytes_per_second for port in ports), sum(port.ingress_bytes_per_second for port in ports)
-        )
 
 
 class _Rows:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reshard.cost.fluid import TooMuchWork
 from reshard.cost.in_turn import seconds_in_turn
 from reshard.cost.simulator import Timeline, simulate_until
-from reshard.plan import Plan
+from reshard.plan import Plan, RotationLoads, RotationPlan
 
 #: Operations of a simulation, of a few nanoseconds each: 0.1 to 3 s.
 MAX_OPERATIONS = 10**8
@@ -18,6 +18,9 @@ MAX_IN_ORDER = 200_000
 #: Time of a plan over the time that its ports take one message at a time, if they pass several at once: at most this
 #: where it was measured. The messages of a port then wait for each other at the other ends.
 _UNORDERED = 2.5
+
+#: The same of a plan in closed form with several lanes, over the sum of bytes and latencies.
+_IN_LANES = 1.3
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ def predict_makespan(plan: Plan, cutoff: float = math.inf) -> Makespan:
 
 def predict_timeline(plan: Plan, cutoff: float = math.inf) -> tuple[Makespan, Timeline | None]:
     """As :func:`predict_makespan`, and the timeline: None for an estimate, or if the plan ends after the cutoff."""
+    if isinstance(plan, RotationPlan) and plan.num_messages > MAX_IN_ORDER:
+        return Makespan(_seconds_of_rotation(plan), True), None
     is_ordered = len(plan.transfers.after) > 0
     if not is_ordered or plan.num_messages <= MAX_IN_ORDER:
         try:
@@ -59,3 +64,18 @@ def predict_timeline(plan: Plan, cutoff: float = math.inf) -> tuple[Makespan, Ti
     moves = bool((plan.transfers.sender != plan.transfers.receiver).any())
     seconds = seconds_in_turn(plan) * (1.0 if is_ordered else _UNORDERED)
     return Makespan(plan.topology.start_seconds * moves + seconds, True), None
+
+
+def _seconds_of_rotation(plan: RotationPlan) -> float:
+    """The time of the busiest host if each port passes one message at a time, or of the busiest rank inside a host.
+
+    Hosts that receive in several lanes also wait for latencies of their senders.
+    """
+    loads, topology = RotationLoads.of(plan), plan.topology
+    inside = loads.inside * topology.inside_latency_seconds
+    if topology.inside_bytes_per_second is not None:
+        inside = inside + loads.inside_bytes / topology.inside_bytes_per_second
+    leaving, arrival = loads.seconds_out().max(), topology.latency_seconds + loads.seconds_in().max()
+    if plan.has_lanes:
+        arrival = _IN_LANES * (arrival + (loads.messages * loads.hold).max())
+    return topology.start_seconds + float(max(leaving, arrival, inside.max()))

@@ -50,7 +50,7 @@ class CostReport:
         ``any_plan_seconds`` holds for every plan, ``unmerged_seconds`` for plans without relays whose messages carry
         bytes of one region each.
         """
-        return find_latency_bounds(self.plan)
+        return find_latency_bounds(self.plan, self.bound)
 
     @cached_property
     def makespan(self) -> Makespan:

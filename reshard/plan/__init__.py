@@ -6,6 +6,7 @@ Imports the root, :mod:`reshard.sharding` and :mod:`reshard.topology.model`. It 
 from reshard.plan.boxes import MAX_BOXES, Box, Boxes, Traffic
 from reshard.plan.check import check_plan, check_ranks, ensure_checked
 from reshard.plan.drawing import draw_boxes, draw_plan, draw_roles, name_tensors
+from reshard.plan.host_rates import Rates, used_nics
 from reshard.plan.json import plan_to_json
 from reshard.plan.messages import (
     Message,
@@ -29,6 +30,8 @@ from reshard.plan.model import (
 )
 from reshard.plan.ordering import find_turns, find_waits
 from reshard.plan.port_loads import Load, describe_load, find_loads
+from reshard.plan.rotation_loads import RotationLoads
+from reshard.plan.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.text_writer import format_plan
 from reshard.plan.transfers import Transfers
 
@@ -36,12 +39,16 @@ __all__ = [
     "DEFAULT_STAGING_BYTES",
     "MAX_BOXES",
     "RECVS_AHEAD",
+    "ROTATION",
     "Box",
     "Boxes",
     "Load",
     "Message",
     "MessageTable",
     "Plan",
+    "Rates",
+    "RotationLoads",
+    "RotationPlan",
     "Traffic",
     "Transfers",
     "box_nbytes",
@@ -68,4 +75,5 @@ __all__ = [
     "ranks_of",
     "recvs_ahead",
     "tabulate_messages",
+    "used_nics",
 ]

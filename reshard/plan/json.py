@@ -46,7 +46,7 @@ def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
         "strategy": plan.strategy,
         "staging_bytes": plan.staging_bytes,
         "plan_hash": plan.plan_hash,
-        "transfers": [format_transfer(plan, i) for i in range(len(plan.transfers))],
+        "transfers": [format_transfer(plan, i) for i in range(len(plan.transfers))] if plan.is_listed else [],
         "messages": list(_list_messages(plan, rank)),
     }
 

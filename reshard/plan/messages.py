@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan.model import Plan
+from reshard.plan.rotation_plan import ROTATION_WINDOW, RotationPlan
 from reshard.plan.transfers import Transfers
 from reshard.ragged import ranges
 
@@ -201,6 +202,9 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
         plan: the plan.
         rank: yield only messages that this rank sends or receives. Transfers of other ranks are then not expanded.
     """
+    if rank is not None and isinstance(plan, RotationPlan):
+        yield from _expand_rotation(plan, rank)
+        return
     transfers = plan.transfers
     if rank is None:
         chosen: Iterable[int] = range(len(transfers))
@@ -248,6 +252,27 @@ def expand_messages(plan: Plan, rank: int | None = None) -> Iterator[Message]:
                     after=after,
                     window=window,
                 )
+
+
+def _expand_rotation(plan: RotationPlan, rank: int) -> Iterator[Message]:
+    """The messages of one rank of a plan in closed form."""
+    own = plan.own_messages(rank)
+    rows = []
+    for tensor, part in enumerate(own):
+        columns = part.key, part.source, part.sender, part.receiver, part.start, part.stop
+        rows += [(*row, tensor) for row in zip(*(column.tolist() for column in columns), strict=True)]
+    for key, source, sender, receiver, start, stop, tensor in sorted(rows):
+        yield Message(
+            id=key,
+            transfer=key,
+            chunk=0,
+            sender=sender,
+            receiver=receiver,
+            boxes=((tensor, tuple(start), tuple(stop)),),
+            source=None if source < 0 else source,
+            after=(),
+            window=ROTATION_WINDOW,
+        )
 
 
 def name_box(message_id: int, box_id: int, num_boxes: int) -> str:

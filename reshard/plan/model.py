@@ -72,6 +72,11 @@ class Plan:
         if not self.tensors:
             raise PlanError("a plan has at least one tensor")
 
+    @property
+    def is_listed(self) -> bool:
+        """Whether the plan holds its transfers; a plan in closed form does not."""
+        return True
+
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """The union of source and destination ranks, ascending."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan.model import Plan
+from reshard.plan.rotation_plan import RotationPlan
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,6 +52,8 @@ def find_waits(plan: Plan, rank: int | None = None) -> Waits:
     Args:
         rank: leave out constraints between transfers that this rank neither sends nor receives.
     """
+    if rank is not None and isinstance(plan, RotationPlan):
+        return _find_waits_of_host(plan, rank)
     transfers = plan.transfers
     later = np.repeat(np.arange(len(transfers)), np.diff(transfers.after_at))
     earlier = transfers.after
@@ -75,4 +78,28 @@ def find_waits(plan: Plan, rank: int | None = None) -> Waits:
         waiter=np.where(enters, receiver, sender)[kept],
         actor=np.where(leaves, a, b)[kept],
         is_sent=leaves[kept],
+    )
+
+
+def _find_waits_of_host(plan: RotationPlan, rank: int) -> Waits:
+    """The order constraints of a plan in closed form at the host of a rank. Transfers are numbered by their keys.
+
+    A host either sends to other hosts or receives from them. What it receives from one host after the other is in the
+    order of the sender.
+    """
+    key, sender, receiver = plan.host_messages(rank)
+    host, lane_of = plan.topology.host_by_rank, plan.exchanges[0].lane_of
+    is_sent = bool(len(key)) and host[sender[0]] == host[rank]
+    end = sender if is_sent else receiver
+    if is_sent:
+        follows = (sender[1:] != sender[:-1]) | (receiver[1:] != receiver[:-1])
+    else:
+        follows = (host[sender[1:]] != host[sender[:-1]]) & (lane_of[host[sender[1:]]] == lane_of[host[sender[:-1]]])
+    kept = np.flatnonzero(follows)
+    return Waits(
+        later=key[1:][kept],
+        earlier=key[:-1][kept],
+        waiter=end[1:][kept],
+        actor=end[:-1][kept],
+        is_sent=np.full(len(kept), is_sent),
     )

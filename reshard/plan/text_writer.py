@@ -55,7 +55,10 @@ def format_plan(plan: Plan, max_transfers: int | None = None) -> str:
         if spec.coding is not None:
             most = _code_bytes(spec)
             lines.append(f"# tensor {number}: codes take up to {most} bytes of a rank beyond staging_bytes")
-    lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers))[:max_transfers])
+    if plan.is_listed:
+        lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers))[:max_transfers])
+    else:
+        lines.append(f"# {plan.num_messages} messages in closed form: each rank expands its own")
     return "\n".join(lines) + "\n"
 
 

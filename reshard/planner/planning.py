@@ -9,12 +9,19 @@ from typing import Any
 from reshard.codecs import Codec, TransferPolicy, codec_name, is_lossless
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief, compare_names
-from reshard.plan import DEFAULT_STAGING_BYTES, Plan, Transfers, mark_sound, ranks_of
+from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
 from reshard.planner.auto import choose_fastest
 from reshard.planner.compression import AUTO_CODEC, compress_tensors
 from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.planner.stacking import Stacks, stack_problem, unstack
-from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy, complete
+from reshard.planner.strategies.problem import (
+    DIRECT_CHUNK_BYTES,
+    STAGING_PARTS,
+    PlanProblem,
+    Routes,
+    Strategy,
+    complete,
+)
 from reshard.planner.strategies.routes_check import check_routes
 from reshard.public_api import not_compiled
 from reshard.sharding import AnyLayout, TensorSpec, check_integer, check_shape, check_tensors
@@ -118,6 +125,11 @@ def plan_tensors(
     regions = sum(spec.num_tasks * height for spec, height in zip(leads, heights, strict=True))
     holdings = max(sum(spec.num_holdings for spec in leads), regions)
     if holdings > MAX_HOLDINGS:
+        largest = min(DIRECT_CHUNK_BYTES, staging_bytes // STAGING_PARTS)
+        topology.check_covers(participants)
+        rotation = RotationPlan.find(tensors, topology, staging_bytes, largest) if function is None else None
+        if rotation is not None:
+            return mark_sound(rotation)
         num_src, num_dst = (max(len(getattr(spec, side).ranks) for spec in tensors) for side in ("src", "dst"))
         raise ArgumentError(
             f"{len(tensors)} tensor{'s' * (len(tensors) > 1)} from up to {num_src:,} to {num_dst:,} ranks: their "

@@ -286,14 +286,19 @@ def _find_events(
         ``(waits, awaited, notify)``: the events that each transfer of the rank waits for, then
         :attr:`RankProgram.awaited` and :attr:`RankProgram.notify`.
     """
-    found, ids = find_waits(plan, rank), plan.transfers.first_message
+    found = find_waits(plan, rank)
+    first = plan.transfers.first_message if plan.is_listed else None
+
+    def id_of(transfer: int) -> int:
+        return transfer if first is None else int(first[transfer])
+
     waits: dict[int, tuple[Event, ...]] = {}
     awaited: dict[Event, int] = {}
     mine = np.flatnonzero(found.waiter == rank)
     for later, earlier, actor, is_sent in zip(
         *(column[mine].tolist() for column in (found.later, found.earlier, found.actor, found.is_sent)), strict=True
     ):
-        event = (int(ids[earlier]), is_sent)
+        event = (id_of(earlier), is_sent)
         waits[later] = (*waits.get(later, ()), event)
         if actor != rank:
             awaited[event] = actor
@@ -302,7 +307,7 @@ def _find_events(
     for earlier, waiter, is_sent in zip(
         *(column[others].tolist() for column in (found.earlier, found.waiter, found.is_sent)), strict=True
     ):
-        event = (int(ids[earlier]), is_sent)
+        event = (id_of(earlier), is_sent)
         if waiter not in notify.get(event, ()):
             notify[event] = (*notify.get(event, ()), waiter)
     return waits, tuple(sorted(awaited.items())), dict(sorted(notify.items()))

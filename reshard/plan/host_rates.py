@@ -1,0 +1,32 @@
+"""The rates of the NICs that the ranks of a transfer use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from reshard.sharding import TensorSpec
+from reshard.topology import Port, Topology
+
+
+class Rates(NamedTuple):
+    """The total rates of several NICs, which may be above the limit on one port."""
+
+    egress_bytes_per_second: float
+    ingress_bytes_per_second: float
+
+    @classmethod
+    def of(cls, ports: Sequence[Port]) -> Rates:
+        """The sums of the rates of ports."""
+        return cls(
+            sum(port.egress_bytes_per_second for port in ports), sum(port.ingress_bytes_per_second for port in ports)
+        )
+
+
+def used_nics(tensors: Sequence[TensorSpec], topology: Topology) -> dict[int, list[Port]]:
+    """The NICs of each host that ranks of either layout use."""
+    used: dict[int, set[int]] = {}
+    for spec in tensors:
+        for rank in (*spec.src.ranks, *spec.dst.ranks):
+            used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
+    return {host: [topology.host(host).nics[number] for number in sorted(numbers)] for host, numbers in used.items()}

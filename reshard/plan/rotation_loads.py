@@ -1,0 +1,80 @@
+"""What each host of a plan in closed form sends and receives, from its layouts alone."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.plan.host_rates import Rates, used_nics
+from reshard.plan.rotation_plan import RotationPlan
+
+
+@dataclass(frozen=True, eq=False)
+class RotationLoads:
+    """Loads of hosts. All arrays are float64, one entry per host; hosts without ranks have rates of 1.
+
+    Attributes:
+        out, into: bytes that the host sends to other hosts, and receives from them.
+        held: bytes that it must send if each region leaves its holders once.
+        messages, held_messages: messages that it sends to other hosts, and those of ``held``.
+        inside: messages that its busiest rank passes on inside it.
+        inside_bytes: bytes of these.
+        egress, ingress: bytes per second of the NICs that its ranks use.
+        hold: seconds that a message keeps its sender's NICs busy, as a share of all NICs of the host.
+    """
+
+    out: np.ndarray
+    into: np.ndarray
+    held: np.ndarray
+    messages: np.ndarray
+    held_messages: np.ndarray
+    inside: np.ndarray
+    inside_bytes: np.ndarray
+    egress: np.ndarray
+    ingress: np.ndarray
+    hold: np.ndarray
+
+    @classmethod
+    def of(cls, plan: RotationPlan) -> RotationLoads:
+        """The loads of a plan."""
+        topology = plan.topology
+        count = topology.num_hosts
+        out, into, held, messages, held_messages, inside, inside_bytes = (np.zeros(count) for _ in range(7))
+        egress, ingress, hold = np.ones(count), np.ones(count), np.zeros(count)
+        for host, nics in used_nics(plan.tensors, topology).items():
+            egress[host], ingress[host] = Rates.of(nics)
+            slowest = min(nic.egress_bytes_per_second for nic in nics)
+            hold[host] = topology.latency_seconds * slowest / egress[host]
+        for spec, exchange in zip(plan.tensors, plan.exchanges, strict=True):
+            nbytes, (_, copies, ranks) = math.prod(spec.shape) * spec.itemsize, exchange.groups.shape
+            num_src, num_dst = exchange.num_hosts
+            senders, receivers = exchange.src_number >= 0, exchange.dst_number >= 0
+            out[senders] += nbytes * copies / num_src
+            held[senders] += nbytes / num_src
+            messages[senders] += exchange.num_regions * copies / num_src
+            held_messages[senders] += exchange.num_regions / num_src
+            into[receivers] += nbytes * copies / num_dst
+            passed = exchange.num_overlaps[1] * (ranks - 1) / ranks
+            inside[receivers] += passed
+            inside_bytes[receivers] += nbytes / exchange.num_regions * passed
+        return cls(out, into, held, messages, held_messages, inside, inside_bytes, egress, ingress, hold)
+
+    def seconds_in(self) -> np.ndarray:
+        """``(hosts,)`` time of the bytes that each host receives."""
+        return self.into / self.ingress
+
+    def seconds_held(self) -> np.ndarray:
+        """``(hosts,)`` time of the bytes that each host must send."""
+        return self.held / self.egress
+
+    def seconds_out(self) -> np.ndarray:
+        """``(hosts,)`` time of the messages that each host sends, one after the other."""
+        return self.out / self.egress + self.messages * self.hold
+
+    def unmerged_seconds(self) -> float:
+        """The least time of all messages between hosts, if each carries one region, and receivers may pass them on."""
+        alone = self.seconds_held() + self.held_messages * self.hold
+        together = (self.out + self.messages * self.hold * self.egress).sum()
+        return float(max(alone.max(), together / self.egress[(self.out > 0) | (self.into > 0)].sum()))
