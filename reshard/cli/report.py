@@ -20,7 +20,8 @@ def describe_plan(plan: Plan, max_lines: int = 40) -> str:
     summary = [
         f"hash         {plan.plan_hash}",
         f"ranks        {format_ranks(plan.ranks)}",
-        f"messages     {plan.num_messages} in {f'{len(plan.transfers)} transfers' if plan.is_listed else 'closed form'}",
+        f"messages     {plan.num_messages} in "
+        + (f"{len(plan.transfers)} transfers" if plan.is_listed else "closed form"),
         f"bytes        {across} between hosts, {inside} inside hosts, {copied} copied within ranks",
         str(CostReport(plan)),
         *_describe_compression(plan),

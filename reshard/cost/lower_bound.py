@@ -11,7 +11,7 @@ from reshard.arguments import check_arguments
 from reshard.cost.pod_lower_bound import bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan import Plan, Rates, RotationLoads, RotationPlan, used_nics
+from reshard.plan import Plan, Rates, RotationPlan, used_nics
 from reshard.ragged import NO_RANK
 from reshard.sharding import TensorSpec
 from reshard.topology import Port, Topology
@@ -101,7 +101,7 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
 
 def _bound_of_rotation(plan: RotationPlan) -> Bound:
     """As :func:`find_bound`, without a list of regions: all senders have equal loads, and so do all receivers."""
-    loads = RotationLoads.of(plan)
+    loads = plan.loads
     arrival, leaving = loads.seconds_in(), loads.seconds_held()
     host = int(np.argmax(leaving if leaving.max() > arrival.max() else arrival))
     if leaving.max() > arrival.max():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from reshard.cost.fluid import TooMuchWork
 from reshard.cost.in_turn import seconds_in_turn
 from reshard.cost.simulator import Timeline, simulate_until
-from reshard.plan import Plan, RotationLoads, RotationPlan
+from reshard.plan import Plan, RotationPlan
 
 #: Operations of a simulation, of a few nanoseconds each: 0.1 to 3 s.
 MAX_OPERATIONS = 10**8
@@ -71,7 +71,7 @@ def _seconds_of_rotation(plan: RotationPlan) -> float:
 
     Hosts that receive in several lanes also wait for latencies of their senders.
     """
-    loads, topology = RotationLoads.of(plan), plan.topology
+    loads, topology = plan.loads, plan.topology
     inside = loads.inside * topology.inside_latency_seconds
     if topology.inside_bytes_per_second is not None:
         inside = inside + loads.inside_bytes / topology.inside_bytes_per_second

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from reshard.formatting import format_bytes, format_rate
-from reshard.plan.rotation_loads import RotationLoads
-from reshard.plan.rotation_plan import RotationPlan
 from reshard.topology import MAX_NICS, Topology
 
 if TYPE_CHECKING:
     from reshard.plan.model import Plan
+    from reshard.plan.rotation_plan import RotationPlan
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
         plan: the plan.
         topology: used in place of the plan's topology, for example with measured rates.
     """
-    if isinstance(plan, RotationPlan) and topology in (None, plan.topology):
-        return _loads_of_rotation(plan)
+    if not plan.is_listed and topology in (None, plan.topology):
+        return _loads_of_rotation(cast("RotationPlan", plan))
     topology, transfers = topology or plan.topology, plan.transfers
     host, nic = topology.host_by_rank, np.array(topology.nic_of_rank, dtype=np.int64)
     crosses = np.flatnonzero(host[transfers.sender] != host[transfers.receiver])
@@ -88,9 +87,8 @@ def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
 
 def _loads_of_rotation(plan: RotationPlan) -> list[Load]:
     """The loads of hosts, over all NICs of each, of a plan in closed form."""
-    found = RotationLoads.of(plan)
-    loads = []
-    for direction, nbytes, rates in (("out", found.out, found.egress), ("in", found.into, found.ingress)):
+    hosts, loads = plan.loads, []
+    for direction, nbytes, rates in (("out", hosts.out, hosts.egress), ("in", hosts.into, hosts.ingress)):
         for host in np.flatnonzero(nbytes).tolist():
             loads.append(Load(f"host {host} {direction}", round(float(nbytes[host])), float(rates[host])))
     return loads

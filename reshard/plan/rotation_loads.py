@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.plan.even_exchange import EvenExchange
 from reshard.plan.host_rates import Rates, used_nics
-from reshard.plan.rotation_plan import RotationPlan
+from reshard.sharding import TensorSpec
+from reshard.topology import Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,17 +40,16 @@ class RotationLoads:
     hold: np.ndarray
 
     @classmethod
-    def of(cls, plan: RotationPlan) -> RotationLoads:
-        """The loads of a plan."""
-        topology = plan.topology
+    def of(cls, tensors: Sequence[TensorSpec], topology: Topology, exchanges: Sequence[EvenExchange]) -> RotationLoads:
+        """The loads of a plan of tensors, each with its exchange."""
         count = topology.num_hosts
         out, into, held, messages, held_messages, inside, inside_bytes = (np.zeros(count) for _ in range(7))
         egress, ingress, hold = np.ones(count), np.ones(count), np.zeros(count)
-        for host, nics in used_nics(plan.tensors, topology).items():
+        for host, nics in used_nics(tensors, topology).items():
             egress[host], ingress[host] = Rates.of(nics)
             slowest = min(nic.egress_bytes_per_second for nic in nics)
             hold[host] = topology.latency_seconds * slowest / egress[host]
-        for spec, exchange in zip(plan.tensors, plan.exchanges, strict=True):
+        for spec, exchange in zip(tensors, exchanges, strict=True):
             nbytes, (_, copies, ranks) = math.prod(spec.shape) * spec.itemsize, exchange.groups.shape
             num_src, num_dst = exchange.num_hosts
             senders, receivers = exchange.src_number >= 0, exchange.dst_number >= 0

@@ -16,6 +16,7 @@ import numpy as np
 from reshard.errors import ArgumentError
 from reshard.plan.even_exchange import EvenExchange, OwnMessages
 from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan
+from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.transfers import Transfers
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology, topology_to_json
@@ -115,6 +116,11 @@ class RotationPlan(Plan):
     def is_two_way(self) -> bool:
         """False: no host both holds and needs data."""
         return False
+
+    @cached_property
+    def loads(self) -> RotationLoads:
+        """What each host sends and receives."""
+        return RotationLoads.of(self.tensors, self.topology, self.exchanges)
 
     @property
     def num_messages(self) -> int:
