@@ -82,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = Cluster(
         find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
     )
-    with show_elapsed("searching"):
+    with show_elapsed("searching") as report:
         training_plan = search(
             graph,
             cluster,
@@ -92,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
             method=options.method,
             states=MIXED_PRECISION if options.mixed else StateBytes(),
             compression=None if options.compression is None else _read_policy(options.compression),
+            progress=report,
         )
     print(training_plan.explain())
     if options.html:
