@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import colorsys
+import math
+from collections.abc import Sequence
 from html import escape
 
 #: All rules begin with ``.reshard``, so that a drawing changes nothing else in a notebook.
@@ -17,6 +19,9 @@ _STYLE = """
 .reshard text { font: 12px system-ui, sans-serif; fill: var(--fg); }
 .reshard .soft { fill: var(--soft); font-size: 11px; }
 .reshard .key { display: inline-block; width: 0.8em; height: 0.8em; margin: 0 0.35em 0 0.9em; border-radius: 2px; }
+.reshard .bar { position: relative; height: 12px; background: var(--panel); }
+.reshard .bar i { position: absolute; top: 0; bottom: 0; }
+.reshard .bar em { position: absolute; top: -2px; bottom: -2px; border-right: 2px solid; }
 .reshard .hot { color: var(--hot); }
 .reshard p { margin: 0.5em 0; overflow-wrap: anywhere; }
 """
@@ -35,9 +40,9 @@ body.reshard { min-height: 100vh; }
 """
 
 
-def draw_fragment(body: str) -> str:
-    """The output of a ``_repr_html_`` method: a body with the colours that it uses."""
-    return f"<div class='reshard' style='padding: 8px'><style>{_STYLE}</style>{body}</div>"
+def draw_fragment(body: str, style: str = "") -> str:
+    """The output of a ``_repr_html_`` method: a body, HTML already, with the colours and rules that it uses."""
+    return f"<div class='reshard' style='padding: 8px'><style>{_STYLE}{style}</style>{body}</div>"
 
 
 def draw_page(title: str, body: str, style: str = "") -> str:
@@ -63,7 +68,29 @@ def colour_of(number: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def draw_keys(keys: dict[str, str]) -> str:
-    """A legend: names and colours, as CSS writes them."""
+def draw_bar(parts: Sequence[tuple[float, str, str]], limit: float, most: float) -> str:
+    """A bar of parts ``(value, colour, title)``, beside a line at the limit.
+
+    Args:
+        parts: from left to right; titles may be any text. limit: shown if it is finite. most: the value at the right
+            end; a larger limit or sum of the parts takes its place.
+    """
+    total = sum(value for value, _, _ in parts)
+    end = max(most, total, limit if math.isfinite(limit) else 0.0) or 1.0
+    left, lines = 0.0, []
+    for value, colour, title in parts:
+        lines.append(
+            f"<i style='left: {100 * left / end:.2f}%; width: {100 * value / end:.2f}%; background: {colour}' "
+            f"title='{escape(title, quote=True)}'></i>"
+        )
+        left += value
+    if math.isfinite(limit):
+        over = "hot" if total > limit else "fg"
+        lines.append(f"<em style='left: calc({100 * limit / end:.2f}% - 2px); border-color: var(--{over})'></em>")
+    return f"<div class='bar'>{''.join(lines)}</div>"
+
+
+def draw_keys(keys: dict[str, str], title: str = "") -> str:
+    """A legend: names and colours, as CSS writes them, after a title."""
     parts = (f"<span class='key' style='background: {colour}'></span>{escape(name)}" for name, colour in keys.items())
-    return f"<p>{''.join(parts)}</p>"
+    return f"<p>{escape(title)}{''.join(parts)}</p>"

@@ -25,6 +25,7 @@ from .schedules.looped import (
 from .schedules.v_shaped import dualpipe_v as dualpipe_v, zb_v as zb_v
 from .simulation.dependencies import critical_path as critical_path
 from .simulation.lower_bound import LowerBound as LowerBound, find_lower_bound as find_lower_bound
+from .simulation.page import to_html as to_html
 from .simulation.replay import simulate_schedule as simulate_schedule
 from .simulation.validate import check_schedule as check_schedule
 from .simulation.visualize import to_chrome_trace as to_chrome_trace, to_svg as to_svg

@@ -227,7 +227,7 @@ def run(options: argparse.Namespace) -> int:
     """Compare auto with the strategies it chooses from; the exit status is 1 if one is faster by more than 1 %."""
     numbers = options.only or list(range(options.pairs))
     rows = []
-    results = measure_pairs(options.seed, numbers, options.max_ranks, options.jobs, not options.no_rivals)
+    results = measure_pairs(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals)
     for found in track(results, "pairs", len(numbers)):
         rows.append(found)
         if options.out:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard import __version__
-from reshard.api.casts import check_cast
+from reshard.api.casts import check_cast, warn_of_float8
 from reshard.api.inputs import Inputs, Item
 from reshard.api.memory_in_use import check_unused
 from reshard.api.option_checks import check_compression, check_on_loss, check_verify, needs_cpu
@@ -202,6 +202,7 @@ def _check_item(item: Item, rank: int, options: TransferOptions) -> tuple[Tensor
         _check_device(tensor.device.type, options)
         if dst_dtype is not None:
             check_cast(local[1], dst_dtype, what)
+            warn_of_float8(local[1], dst_dtype, what)
         if is_lossless(compression) and dst_dtype not in (None, local[1]):
             raise ArgumentError(
                 f"{what}: {compression} sends {local[1]} bit for bit, and cannot make {dst_dtype} of it; omit dst_dtype"

@@ -71,7 +71,8 @@ def reshard(
         shape, dtype: global shape and dtype. Default: derived from the source shards, whose sizes add up to the
             global shape.
         dst_dtype: dtype of the result, cast as by ``Tensor.to``: floating point to floating point of any width, or a
-            type promotion. Default: the source's. The narrower dtype is on the wire.
+            type promotion. Default: the source's. The narrower dtype is on the wire. A cast to float8 has no scale, and
+            warns.
         group: the process group (default: the world) or the result of :func:`~reshard.join` that the ranks of the
             meshes refer to. Ranks of a DeviceMesh are world ranks and are translated.
         out: where to write this rank's destination shard; must not share storage with the source.

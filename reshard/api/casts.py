@@ -9,6 +9,7 @@ dtype, while other messages are on the wire (:mod:`reshard.runtime.cpu.coding`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from reshard.codecs import CODED_DTYPES, ErrorSums
 from reshard.codecs.raw_bytes import write_into
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
+from reshard.public_api import caller_level
 from reshard.runtime.autograd import mark_written
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
@@ -58,6 +60,23 @@ def check_cast(src: str, dst: str, what: str) -> None:
         text = str(error).splitlines()[0]
         reason = "" if "INTERNAL ASSERT" in text else f": {text}"  # torch asserts on dtypes without arithmetic
         raise ArgumentError(f"{what}: torch cannot cast {src} to {dst}{reason}") from error
+
+
+def warn_of_float8(src: str, dst: str | None, what: str) -> None:
+    """Warn if a call casts wider numbers to float8: it has no scale, so most of their range is lost.
+
+    Args:
+        what: name of the tensor in the warning.
+    """
+    if dst is None or ITEMSIZE[src] <= 1 or not dst.startswith("float8"):
+        return
+    info = torch.finfo(getattr(torch, dst))
+    warnings.warn(
+        f"{what}: dst_dtype={dst} casts {src} without a scale: numbers beyond {info.max:g} overflow or saturate, and "
+        f"those below {info.smallest_normal:g} lose bits or become 0; scale the tensor before, or send it with scales "
+        "by Quantize of reshard.weights",
+        stacklevel=caller_level(),
+    )
 
 
 def _promotes(a: torch.dtype, b: torch.dtype) -> bool:

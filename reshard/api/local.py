@@ -227,10 +227,11 @@ def _reshard_one(
         _check_values(shards, "shards")
     dtype = dtype_on_wire = dtype_name(next(iter(shards.values())).dtype)
     if dst_dtype is not None:
-        from reshard.api.casts import check_cast, wire_dtype  # imports torch
+        from reshard.api.casts import check_cast, warn_of_float8, wire_dtype  # imports torch
 
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, what)
+        warn_of_float8(dtype, dst_dtype, what)
         dtype_on_wire = wire_dtype(dtype, dst_dtype)
     make = functools.partial(plan_tensors, strategy=options["strategy"], topology=topology)
     tensor = TensorSpec(check_shape(shape), dtype, src_layout, dst_layout)

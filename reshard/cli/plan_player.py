@@ -23,7 +23,8 @@ SCRIPT = """
   const total = data.bytes.reduce((a, b) => a + b, 0);
   const time = s => s >= 1 ? s.toPrecision(3) + ' s' : s >= 1e-3 ? (s * 1e3).toPrecision(3) + ' ms'
     : (s * 1e6).toPrecision(3) + ' us';
-  const rate = r => r >= 1e9 ? (r / 1e9).toPrecision(3) + ' GB/s' : (r / 1e6).toPrecision(3) + ' MB/s';
+  const rate = r => r >= 1e12 ? (r / 1e12).toPrecision(3) + ' TB/s'
+    : r >= 1e9 ? (r / 1e9).toPrecision(3) + ' GB/s' : (r / 1e6).toPrecision(3) + ' MB/s';
   const part = (i, at) => {
     const k = Math.min(Math.floor(at), last - 1), row = data.parts[i];
     return (row[k] + (row[k + 1] - row[k]) * (at - k)) / 1000;

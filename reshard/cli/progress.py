@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import threading
 import time
@@ -10,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TextIO, TypeVar
 
 T = TypeVar("T")
+#: An estimate of the time that is left is shown once this part of the work is done.
+MIN_DONE = 0.01
 
 
 @contextlib.contextmanager
@@ -58,12 +61,26 @@ def show_time(seconds: float, *, show: bool = True) -> Iterator[Callable[..., No
 
 
 @contextlib.contextmanager
-def show_elapsed(text: str, *, show: bool = True) -> Iterator[None]:
+def show_elapsed(text: str, *, show: bool = True) -> Iterator[Callable[[float, str], None]]:
     """Show ``text`` and the time since the start of the block, whose length is unknown, on a terminal.
 
     The block must not fork, because a thread refreshes the time. Nothing is shown if ``show`` is false.
+
+    Yields:
+        ``report(done, step)``: the part of the work that is done, from 0 to 1, and the next step. From then on, the
+        line shows the step, and about how much time is left.
     """
-    ended = threading.Event()
+    ended, begun = threading.Event(), time.monotonic()
+    total, step = math.inf, ""
+
+    def report(done: float, next_step: str) -> None:
+        nonlocal total, step
+        total, step = ((time.monotonic() - begun) / done if done > MIN_DONE else math.inf), next_step
+
+    def describe() -> str:
+        left = total - (time.monotonic() - begun)
+        return f"; {step}" * bool(step) + (f"; about {left:.0f} s left" if 1 <= left < math.inf else "")
+
     with contextlib.ExitStack() as stack:
         if show and sys.stderr.isatty():
             try:
@@ -72,17 +89,18 @@ def show_elapsed(text: str, *, show: bool = True) -> Iterator[None]:
                 pass
             else:
                 tqdm.monitor_interval = 0
-                bar = stack.enter_context(tqdm(desc=text, leave=False, bar_format="{desc}: {elapsed}"))
+                bar = stack.enter_context(tqdm(desc=text, leave=False, bar_format="{desc}: {elapsed}{unit}", unit=""))
 
                 def refresh() -> None:
                     while not ended.wait(0.5):
+                        bar.unit = describe()
                         bar.refresh()
 
                 thread = threading.Thread(target=refresh, name="reshard-progress-bar", daemon=True)
                 thread.start()
                 stack.callback(thread.join)
                 stack.callback(ended.set)
-        yield
+        yield report
 
 
 def track(items: Iterable[T], unit: str, total: int | None = None, *, show: bool = True) -> Iterator[T]:

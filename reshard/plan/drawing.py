@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,8 @@ from reshard.plan.port_loads import describe_load, find_loads
 if TYPE_CHECKING:
     from reshard.plan.model import Plan
 
+#: Cells of all boxes: of a larger plan, none are drawn.
+MAX_CELLS = 1024
 _ROLES = {"src": "holds the source", "dst": "needs the destination", "both": "both"}
 
 
@@ -69,6 +72,7 @@ def draw_boxes(boxes: Boxes, traffic: Traffic, marked: Sequence[str] = ()) -> st
     lines += _draw_pods(placing, marked)
     order = sorted(range(len(traffic.nbytes)), key=lambda i: (bool(traffic.is_marked[i]), traffic.nbytes[i]))
     lines += [_draw_arrow(boxes, traffic, placing, arrow) for arrow in order]
+    has_cells = sum(len(box.cells) for box in boxes.all) <= MAX_CELLS
     received = [0] * len(boxes.all)
     sent = [0] * len(boxes.all)
     for a, b, nbytes in zip(traffic.sender.tolist(), traffic.receiver.tolist(), traffic.nbytes.tolist(), strict=True):
@@ -77,7 +81,8 @@ def draw_boxes(boxes: Boxes, traffic: Traffic, marked: Sequence[str] = ()) -> st
     for number, (box, frame) in enumerate(zip(boxes.all, placing.frames, strict=True)):
         moved = f"sends {format_bytes(sent[number])}, receives {format_bytes(received[number])}"
         title = f"{_describe_box(boxes.plan, box)}; {moved}, {format_bytes(int(traffic.inside[number]))} inside"
-        lines.append(_draw_box(number, box, frame, title, boxes.is_marked(number, marked), received[number] > 0))
+        shown = box if has_cells else replace(box, cells=())
+        lines.append(_draw_box(number, shown, frame, title, boxes.is_marked(number, marked), received[number] > 0))
     if boxes.dst:
         for frame, name in ((placing.frames[0], "sources"), (placing.frames[len(boxes.src)], "destinations")):
             lines.append(f"<text class='soft' x='{frame.centre[0]:.1f}' y='14' text-anchor='middle'>{name}</text>")

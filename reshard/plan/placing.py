@@ -137,9 +137,9 @@ def _join_columns(
     curves = []
     for arrow, (a, b) in enumerate(zip(senders, receivers, strict=True)):
         points = []
-        for end, (number, side) in enumerate(zip((a, b), out[arrow], strict=True)):
+        for end, (number, way) in enumerate(zip((a, b), out[arrow], strict=True)):
             frame = frames[number]
-            points.append((frame.x + (frame.width if side > 0 else 0), at[arrow, end]))
+            points.append((frame.x + (frame.width if way > 0 else 0), at[arrow, end]))
         (x0, y0), (x1, y1) = points
         if is_src[a] == is_src[b]:
             bulge = min(14 + abs(y1 - y0) * 0.25, _SIDE + 8.0)
@@ -221,7 +221,7 @@ def cell_size(box: Box, frame: Frame) -> tuple[int, float]:
     """The cells in a row, and the side of a cell with its gap; 0 cells if they would be too small to see."""
     room = frame.width - FLAT_LABEL - 6 if frame.is_flat else frame.width - 12
     tall = frame.height - (8 if frame.is_flat else 24)
-    for rows in range(1, 5):
+    for rows in range(1, 5) if box.cells else ():
         columns = -(-len(box.cells) // rows)
         side = min(room / columns, tall / rows, 13.0)
         if side >= 5 or (rows == 4 and side >= 3):

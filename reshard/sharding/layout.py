@@ -129,6 +129,11 @@ class Layout:
     def __str__(self) -> str:
         return f"{write_axis_names(self.spec)} on {self.mesh}"
 
+    def _repr_html_(self) -> str:
+        from reshard.sharding.drawing import draw_layout  # which only notebooks need
+
+        return draw_layout(self)
+
 
 @dataclass(frozen=True)
 class RegionLayout:

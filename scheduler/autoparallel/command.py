@@ -66,6 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="fix num_microbatches, tp, zero, recompute, or grid=2x2x1",
     )
     add("--compression", metavar="POLICY", help="codecs that may be used, such as dp=int8x128,pp=int8x128; lossy")
+    add("--html", metavar="FILE", help="draw a page: time and memory of each stage beside the limits, and the schedule")
     add("--svg", metavar="FILE", help="draw the stages on their hosts")
     add("--output", metavar="FILE", help="write the training plan here")
 
@@ -81,7 +82,7 @@ def run(options: argparse.Namespace) -> int:
     cluster = Cluster(
         find_topology(options.topology, options.devices), parse_bytes(options.memory), options.devices or 0
     )
-    with show_elapsed("searching"):
+    with show_elapsed("searching") as report:
         training_plan = search(
             graph,
             cluster,
@@ -91,8 +92,11 @@ def run(options: argparse.Namespace) -> int:
             method=options.method,
             states=MIXED_PRECISION if options.mixed else StateBytes(),
             compression=None if options.compression is None else _read_policy(options.compression),
+            progress=report,
         )
     print(training_plan.explain())
+    if options.html:
+        write_text(options.html, training_plan.to_html())
     if options.svg:
         write_text(options.svg, training_plan.to_svg())
     if options.output:

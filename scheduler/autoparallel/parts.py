@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError
+from reshard.formatting import count_of
 
 from .choosing import ChosenPlan, choose_fastest, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import auto, evaluate_all, refine, why_nothing_fits
+from .methods.auto import Report, auto, evaluate_all, refine, why_nothing_fits
 from .methods.bounds import step_bound_of_any, work_bound
 from .methods.pure import pure
 from .plan_making import make_training_plan
@@ -46,14 +48,15 @@ class _Part:
         return math.inf if not self.found or self.found[0].short_bytes else self.found[0].seconds
 
 
-def choose_part(problem: SearchProblem) -> TrainingPlan:
+def choose_part(problem: SearchProblem, report: Report | None = None) -> TrainingPlan:
     """The fastest training plan of a problem on all devices, in any order of the hosts, or on a part of them.
 
     It does not search parts whose bound is slower than a known training plan. Local moves improve only the best parts.
-    It compares the fastest candidates of the parts, and makes only the winner simpler.
+    It compares the fastest candidates of the parts, and makes only the winner simpler. ``report`` is called before each
+    method with the part of the methods that is done, of all that may run.
     """
     whole = _Part((), problem)
-    parts = _search_parts(whole)
+    parts = _search_parts(whole, report or (lambda done, text: None))
     bound = min((part.bound_seconds for part in parts), default=math.inf)
     best: ChosenPlan | None = None
     used: tuple[int, ...] = ()
@@ -78,7 +81,7 @@ def _refined(part: _Part) -> ChosenPlan:
     return part.problem, evaluations[0], evaluations[1:]
 
 
-def _search_parts(whole: _Part) -> list[_Part]:
+def _search_parts(whole: _Part, report: Report) -> list[_Part]:
     """All parts that may have the fastest training plan, with their candidates; the most promising parts first."""
     problem = whole.problem
     speeds = {name: 1 / (_model_seconds(problem, profile) or 1.0) for name, profile in problem.profiles.items()}
@@ -91,6 +94,7 @@ def _search_parts(whole: _Part) -> list[_Part]:
     heapq.heapify(queue)
     # a problem with codecs uses each of them only where it is faster, which no engine does, so it gives no limit
     raw = (part.problem if problem.compression is None else part.problem.changed(compression=None) for part in parts)
+    report(0.0, "bounds")
     limit = _quick_limit(list(raw))
     searched: list[_Part] = []
     while queue:
@@ -103,13 +107,21 @@ def _search_parts(whole: _Part) -> list[_Part]:
             heapq.heappush(queue, (step_bound_of_any(part.problem), number, True))
             continue
         searched.append(part)
+        left = sum(bound < limit for bound, _, _ in queue)
+        of_part = functools.partial(_report_part, report, part, len(searched) - 1, left)
         try:
-            part.found = evaluate_all(part.problem, auto(part.problem), NEAR * limit or math.inf)
+            part.found = evaluate_all(part.problem, auto(part.problem, of_part), NEAR * limit or math.inf)
         except ArgumentError:  # nothing fits there
             continue
         limit = min(limit, part.seconds) if problem.compression is None else limit
     whole.bound_seconds = step_bound_of_any(problem)
     return searched
+
+
+def _report_part(report: Report, part: _Part, num_before: int, num_left: int, done: float, method: str) -> None:
+    """Report how much of the search of a part is done, after ``num_before`` others and before at most ``num_left``."""
+    where = count_of(part.problem.cluster.num_ranks, "rank")
+    report((num_before + done) / (num_before + 1 + num_left), f"{method} on {where}")
 
 
 def _quick_limit(problems: Sequence[SearchProblem]) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -44,6 +44,7 @@ def search(
     states: StateBytes | None = None,
     rules: ChoiceRules | None = None,
     compression: Policy | None = None,
+    progress: Callable[[float, str], None] | None = None,
 ) -> TrainingPlan:
     """Find the fastest training plan that fits the memory, as the simulator of whole steps predicts it.
 
@@ -61,6 +62,8 @@ def search(
         rules: choices that are allowed; default: all that ``Pipe`` runs.
         compression: codecs that edges (``pp``), sums of gradients over replicas under DDP (``dp``), collectives of
             ZeRO 3 (``zero``) and products on grids (``tp``) may use; default: none. The topology must have their rates.
+        progress: called before each step of ``auto`` with the part of the work that is done, about, from 0 to 1, and
+            the next step, such as ``"joint on 16 ranks"``.
 
     Returns:
         The training plan, the same on every rank and from run to run. It has codecs only if its step is then shorter
@@ -80,6 +83,8 @@ def search(
         if not isinstance(value, kind):
             name = getattr(kind, "__name__", "LayerProfile, or a mapping from type of device to LayerProfile")
             raise ArgumentError(f"{what} must be a {name}, not {type(value).__name__}")
+    if progress is not None and not callable(progress):
+        raise ArgumentError(f"progress must be a function of a number and a text, not {type(progress).__name__}")
     keep = {} if keep is None else keep
     states, rules = StateBytes() if states is None else states, ChoiceRules() if rules is None else rules
     problem = make_problem(graph, cluster, profile, num_samples, keep, states, rules)
@@ -91,7 +96,7 @@ def search(
             raise ArgumentError(f"compression must be a Policy, not {type(compression).__name__}")
         problem = problem.changed(compression=compression)
     if isinstance(method, str) and method == "auto" and keep.get("idle", True):
-        return choose_part(problem)
+        return choose_part(problem, progress)
     return choose_training_plan(problem, method)
 
 

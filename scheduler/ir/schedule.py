@@ -173,6 +173,11 @@ class Schedule:
         ]
         return "\n".join(lines)
 
+    def _repr_html_(self) -> str:
+        from .drawing import draw_schedule  # which only notebooks need
+
+        return draw_schedule(self)
+
 
 def check_fits(schedule: object, pipeline: object) -> None:
     """Raise unless the schedule has as many stages as the pipeline and names only those.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 
 import pytest
 import torch
@@ -195,6 +196,17 @@ def test_check_cast_names_both_dtypes_of_a_refused_cast(src, dst):
     with pytest.raises(ArgumentError, match=f"{src} .*{dst}") as raised:
         check_cast(src, dst, "the tensor")
     assert "INTERNAL" not in str(raised.value)
+
+
+def test_a_cast_to_float8_warns_that_it_has_no_scale():
+    whole = {0: torch.ones(4)}
+    with pytest.warns(UserWarning, match="dst_dtype=float8_e4m3fn casts float32 without a scale: numbers beyond 448 "):
+        reshard.reshard_local(whole, Mesh.of("1"), Mesh.of("1"), shape=(4,), dst_dtype=torch.float8_e4m3fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        reshard.reshard_local(whole, Mesh.of("1"), Mesh.of("1"), shape=(4,), dst_dtype="bfloat16")
+        narrow = {0: torch.ones(4, dtype=torch.float8_e4m3fn)}
+        reshard.reshard_local(narrow, Mesh.of("1"), Mesh.of("1"), shape=(4,), dst_dtype=torch.float8_e4m3fn)
 
 
 def _wait_twice(rank, monkeypatch):

@@ -461,6 +461,7 @@ def _of_schedules():
             {"schedule": schedule, "pipeline": pipeline, "memory_limit_bytes": 100},
         ),
         "to_chrome_trace": (scheduler.to_chrome_trace, {"timeline": timeline}),
+        "to_html": (scheduler.to_html, {"schedule": schedule, "timeline": timeline}),
         "to_svg": (scheduler.to_svg, {"schedule": schedule, "timeline": timeline}),
         "StageProfile": (scheduler.StageProfile, _fields(profile)),
         "StageTimes": (scheduler.pipe.profile.StageTimes, _fields(profile.stages[0])),

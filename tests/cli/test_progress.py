@@ -98,7 +98,7 @@ def test_a_search_shows_its_time_on_a_terminal_only():
     command = f"{search} --topology dgx_a100 --devices 16 --memory 80GB --flops 1e14"
     status, text, shown = _run_on_terminal(command)
     assert status == 0, shown
-    assert "searching: 00:0" in shown
+    assert "searching: 00:0" in shown and "; joint on 16 ranks" in shown and " s left" in shown
     assert "searching" not in text
     piped = _run(command, subprocess.PIPE)
     assert b"searching" not in piped.stderr + piped.stdout

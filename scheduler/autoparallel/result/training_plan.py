@@ -9,6 +9,7 @@ from typing import Any
 from ..inputs.files import read_value, write_text
 from .drawing import draw_training_plan
 from .explain import explain_training_plan
+from .page import draw_stages, training_plan_to_html
 from .record import TrainingPlanRecord
 
 
@@ -48,6 +49,13 @@ class TrainingPlan(TrainingPlanRecord):
     def to_svg(self) -> str:
         """A drawing of the stages on their hosts, with the seconds and the busiest link of each edge."""
         return draw_training_plan(self)
+
+    def to_html(self) -> str:
+        """A self-contained HTML page: a bar of time and of memory for each stage, the schedule, and all figures."""
+        return training_plan_to_html(self)
+
+    def _repr_html_(self) -> str:
+        return draw_stages(self)
 
     def placements(self) -> list[Any]:
         """A :class:`reshard.scheduler.Placement` for each stage. Imports torch.

@@ -115,6 +115,17 @@ def test_explain_prints_both_balance_degrees(training_plan):
     )
 
 
+def test_progress_names_each_step_and_rises():
+    steps = []
+    kept = {"num_microbatches": 4, "recompute": 0}
+    search(GRAPH, CLUSTER, PROFILE, num_samples=8, keep=kept, progress=lambda done, text: steps.append((done, text)))
+    assert steps[0] == (0.0, "bounds") and steps[1] == (0.0, "joint on 4 ranks")
+    parts = [done for done, _ in steps]
+    assert parts == sorted(parts) and 0.1 < parts[-1] <= 1
+    with pytest.raises(ArgumentError, match="progress must be a function of a number and a text, not int"):
+        search(GRAPH, CLUSTER, PROFILE, num_samples=8, progress=5)
+
+
 def test_the_drawing_shows_stages_on_hosts_and_the_seconds_of_edges():
     kept = {"num_microbatches": 4}
     skip = Tensor("skip", (1, 1000), "float32", 0, (3,))
