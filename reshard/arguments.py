@@ -40,18 +40,20 @@ def check_arguments(**bounds: Bounds) -> Callable[[F], F]:
         names = tuple(inspect.signature(function).parameters)
         # The annotations may name classes that are defined later, and most functions are not called at all.
         hints = functools.cache(lambda: _hints_of_parameters(function))
-        right: set[tuple[str, type]] = set()  # of arguments without bounds and items, which need no second look
+        right: set[tuple[str, type]] = set()  # of arguments without items, of which only bounds need a second look
 
         @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-                if (name, type(value)) not in right:
-                    hint = hints().get(name, Any)
-                    wrong = find_wrong(value, hint, name, bounds.get(name))
-                    if wrong:
-                        raise ArgumentError(f"{function.__qualname__.removesuffix('.__init__')}: {wrong}")
-                    if name not in bounds and _depends_on_type_only(value, hint):
-                        right.add((name, type(value)))
+                bound = bounds.get(name)
+                if (name, type(value)) in right and (bound is None or bound[0] <= value <= bound[1]):
+                    continue
+                hint = hints().get(name, Any)
+                wrong = find_wrong(value, hint, name, bound)
+                if wrong:
+                    raise ArgumentError(f"{function.__qualname__.removesuffix('.__init__')}: {wrong}")
+                if (bound is None or type(value) is int) and _depends_on_type_only(value, hint):
+                    right.add((name, type(value)))
             return function(*args, **kwargs)
 
         call.hints = hints  # type: ignore[attr-defined]  # a test resolves all annotations

@@ -59,20 +59,25 @@ def price_edge(
         strategy: planning strategy, as for :func:`reshard.make_plan`.
         links: topology that the plans are timed on, for example with measured rates; default: ``topology``.
     """
-    forward, backward = edge_plans(edge, topology, strategy=strategy)
     rates = {rate.codec: rate for rate in (links or topology).codec_rates}
 
-    def seconds(plan: Plan, codec: str | None) -> float:
-        if codec in rates:
-            return encoded_makespan(plan, rates[codec], links)
-        return simulate(plan, links).makespan_seconds
+    def find_costs(plan: Plan | None, codec: str | None) -> tuple[float, Loads]:
+        """Seconds of a plan, and seconds for which it keeps each port busy, at most its makespan."""
+        if plan is None:
+            return 0.0, ()
+        makespan = simulate(plan, links).makespan_seconds
+        loads = tuple((load.port, min(load.seconds, makespan)) for load in find_loads(plan, links))
+        return encoded_makespan(plan, rates[codec], links) if codec in rates else makespan, loads
 
+    forward, backward = edge_plans(edge, topology, strategy=strategy)
+    forward_seconds, forward_loads = find_costs(forward, edge.forward_codec)
+    backward_seconds, backward_loads = find_costs(backward, edge.backward_codec)
     return replace(
         edge,
-        forward_seconds=seconds(forward, edge.forward_codec),
-        backward_seconds=0.0 if backward is None else seconds(backward, edge.backward_codec),
-        forward_loads=_loads(forward, links),
-        backward_loads=() if backward is None else _loads(backward, links),
+        forward_seconds=forward_seconds,
+        backward_seconds=backward_seconds,
+        forward_loads=forward_loads,
+        backward_loads=backward_loads,
     )
 
 
@@ -91,9 +96,3 @@ def plan_encoded(
     """A plan of tensors with a codec, or without one."""
     plan = functools.partial(plan_tensors, strategy=strategy, topology=topology)
     return plan(compress_tensors(tensors, codec, None, topology, plan))
-
-
-def _loads(plan: Plan, links: Topology | None) -> Loads:
-    """Seconds for which a plan keeps each port busy, at most its makespan."""
-    makespan = simulate(plan, links).makespan_seconds
-    return tuple((load.port, min(load.seconds, makespan)) for load in find_loads(plan, links))

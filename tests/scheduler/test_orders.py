@@ -79,3 +79,4 @@ def test_orders_of_warmups_are_those_of_the_known_schedules(num, count):
     assert model.actions(order_of_warmups(range(num, 0, -1), count)) == known["1f1b"]
     assert model.actions(order_of_warmups(range(num, 0, -1), count, range(num))) == known["zero-bubble"]
     assert model.actions(order_of_warmups(eager_warmups(num), count)) == known["eager-1f1b"]
+    assert model.actions(order_of_warmups(eager_warmups(num), count, range(0, 2 * num, 2))) == known["zb-h2"]

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 from reshard.codecs import parse_codec
 from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.sharding import Mesh, TensorSpec
+from reshard.topology import Host, Topology
 
 from ...costs import price_edge
-from ...graph import Edge
+from ...graph import Edge, Loads
 from ...pipe.partition.stage_mesh import GRID_AXES, STAGE_AXES, layout_of_tensor
 from ..inputs.choices import GridShape
-from ..inputs.cluster import Cluster, hosts_are_alike
+from ..inputs.cluster import Cluster
 from ..inputs.layer_graph import LayerGraph, Tensor
 
 #: ``(first rank, end rank, tp)`` of one end of an edge; in place of tp, the shape of a grid.
 End = tuple[int, int, int | GridShape]
 
+#: Tensors that cross an edge, and samples of a microbatch.
+_Crossing = tuple[tuple[Tensor, ...], int]
 #: Codecs forward and backward.
 EdgeCodecs = tuple[str | None, str | None]
 #: Values for which the bytes of a codec are counted.
@@ -30,8 +33,20 @@ def encoded_ratio(codec: str, dtype: str) -> float:
     return parse_codec(codec).nbytes((_NUM_VALUES,)) / (_NUM_VALUES * ITEMSIZE[dtype_name(dtype)])
 
 
+@dataclass(frozen=True)
+class EdgePrice:
+    """Seconds, loads of links and codecs of an edge in both directions, as in :class:`~reshard.scheduler.Edge`."""
+
+    forward_seconds: float
+    backward_seconds: float
+    forward_loads: Loads
+    backward_loads: Loads
+    forward_codec: str | None
+    backward_codec: str | None
+
+
 class EdgePrices:
-    """Prices edges by plans of the planner. Each price is computed once.
+    """Prices edges by plans of the planner. Equal edges between equal hosts are planned once.
 
     Args:
         graph, cluster: the model and its devices.
@@ -46,54 +61,67 @@ class EdgePrices:
         #: A lower bound of the bytes on the wire of each byte of a tensor.
         self.min_ratio = min([1.0, *(encoded_ratio(name, graph.dtype) for name in codecs if name is not None)])
         self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
-        self._is_uniform = hosts_are_alike(cluster)
-        self._prices: dict[tuple[tuple[Tensor, ...], int, End, End], Edge] = {}
+        self._planned: dict[Topology, dict[tuple[_Crossing, End, End], EdgePrice]] = {}  # by the links of both ends
+        self._known: dict[tuple[_Crossing, End, End], EdgePrice] = {}
 
     @property
     def num_priced(self) -> int:
-        """Number of prices that the planner has computed."""
-        return len(self._prices)
+        """Number of prices that the planner has computed, with those of :meth:`share`."""
+        return sum(map(len, self._planned.values()))
 
-    def is_priced(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> bool:
-        """Whether the planner has priced this edge, or one between the same positions of equal hosts."""
-        return not tensors or self._key(tensors, num_samples, src, dst) in self._prices
+    def share(self, other: EdgePrices) -> None:
+        """Use what the planner has computed for another cluster, and the other way round. The codecs must be equal."""
+        self._planned = other._planned
 
     def edge(self, numbers: tuple[int, int], tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> Edge:
-        """The priced edge between two stages, for microbatches of ``num_samples`` samples, with its tensors and
-        layouts.
+        """The priced edge between two stages, with its tensors and layouts.
 
         Args:
-            numbers: of the stages. tensors: what crosses. src, dst: the ends.
+            numbers: of the stages. Others: see :meth:`price`.
         """
-        key = self._key(tensors, num_samples, src, dst)
-        if key not in self._prices:
-            _, _, a, b = key
-            priced = self._price(make_edge((0, 1), tensors, num_samples, a, b))
-            self._prices[key] = replace(
-                priced,
-                forward_seconds=priced.forward_seconds + self.message_seconds,
-                backward_seconds=priced.backward_seconds + self.message_seconds * bool(priced.gradients),
-            )
-        priced, made = self._prices[key], make_edge(numbers, tensors, num_samples, src, dst)
-        shift = self._shift(src)
+        made = make_edge(numbers, tensors, num_samples, src, dst)
+        return replace(made, **vars(self.price(tensors, num_samples, src, dst)))
+
+    def price(self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> EdgePrice:
+        """The price of an edge for microbatches of ``num_samples`` samples.
+
+        Args:
+            tensors: what crosses. src, dst: the ends.
+        """
+        key = ((tensors, num_samples), src, dst)
+        if key not in self._known:
+            self._known[key] = self._find(*key)
+        return self._known[key]
+
+    def _find(self, crossing: _Crossing, src: End, dst: End) -> EdgePrice:
+        """The price, from a plan of anonymous tensors between the ranks of both ends alone."""
+        ranks = sorted({*range(*src[:2]), *range(*dst[:2])})
+        links, hosts, pods = _select(self.cluster.topology, ranks)
+        tensors, num_samples = crossing
+        plain = tuple(replace(tensor, name=str(i), writer=0, readers=(1,)) for i, tensor in enumerate(tensors))
+        a, b = ((ranks.index(first), ranks.index(end - 1) + 1, shape) for first, end, shape in (src, dst))
+        planned, key = self._planned.setdefault(links, {}), ((plain, num_samples), a, b)
+        if key not in planned:
+            priced = self._price(make_edge((0, 1), plain, num_samples, a, b), links)
+            planned[key] = EdgePrice(*(getattr(priced, field.name) for field in fields(EdgePrice)))
+        found = planned[key]
+        has_gradients = any(tensor.has_gradient for tensor in tensors)
         return replace(
-            made,
-            forward_seconds=priced.forward_seconds,
-            backward_seconds=priced.backward_seconds,
-            forward_loads=_shifted(priced.forward_loads, shift),
-            backward_loads=_shifted(priced.backward_loads, shift),
-            forward_codec=priced.forward_codec,
-            backward_codec=priced.backward_codec,
+            found,
+            forward_seconds=found.forward_seconds + self.message_seconds,
+            backward_seconds=found.backward_seconds + self.message_seconds * has_gradients,
+            forward_loads=_renamed(found.forward_loads, hosts, pods),
+            backward_loads=_renamed(found.backward_loads, hosts, pods),
         )
 
-    def _price(self, edge: Edge) -> Edge:
+    def _price(self, edge: Edge, links: Topology) -> Edge:
         """The edge with its costs, in each direction with the codec if that is faster."""
-        priced = price_edge(edge, self.cluster.topology)
+        priced = price_edge(edge, links)
         forward_codec, backward_codec = self._codecs
         if forward_codec is None and backward_codec is None:
             return priced
         encoded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
-        encoded = price_edge(encoded, self.cluster.topology)
+        encoded = price_edge(encoded, links)
         for way in ("forward", "backward"):
             if getattr(encoded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
                 names = [f"{way}_{what}" for what in ("seconds", "loads", "codec")]
@@ -119,17 +147,6 @@ class EdgePrices:
         enter = sum(max(hosts(h).egress_bytes_per_second, hosts(h).ingress_bytes_per_second) for h in receivers)
         return self.min_ratio / min(leave, enter)
 
-    def _shift(self, src: End) -> int:
-        """Number of hosts by which equal hosts may be renumbered so that ``src`` begins on host 0."""
-        return self.cluster.host_of(src[0]) if self._is_uniform else 0
-
-    def _key(
-        self, tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End
-    ) -> tuple[tuple[Tensor, ...], int, End, End]:
-        ranks = self._shift(src) * (self.cluster.hosts[0][2] - self.cluster.hosts[0][1])
-        plain = tuple(replace(tensor, name=str(i), writer=0, readers=(1,)) for i, tensor in enumerate(tensors))
-        return (plain, num_samples, (src[0] - ranks, src[1] - ranks, src[2]), (dst[0] - ranks, dst[1] - ranks, dst[2]))
-
 
 def make_edge(numbers: tuple[int, int], tensors: tuple[Tensor, ...], num_samples: int, src: End, dst: End) -> Edge:
     """An edge without costs: samples and features are divided over both stages as ``Pipe`` divides them."""
@@ -152,10 +169,24 @@ def _mesh(first: int, end: int, shape: int | GridShape) -> Mesh:
     return Mesh(ranks, dict(zip(GRID_AXES, (depth, rows, cols), strict=True)))
 
 
-def _shifted(loads: tuple[tuple[str, float], ...], hosts: int) -> tuple[tuple[str, float], ...]:
-    """Loads with the ports of hosts renumbered."""
-    return loads if not hosts else tuple((_shift_port(port, hosts), seconds) for port, seconds in loads)
+def _select(topology: Topology, ranks: Sequence[int]) -> tuple[Topology, list[int], list[int]]:
+    """The links of some ranks, and the numbers that their hosts and pods have in the topology.
+
+    All single hosts whose inside is alike have the same links, because a plan inside a host uses no NIC.
+    """
+    hosts = list(dict.fromkeys(topology.host_of_rank[rank] for rank in ranks))
+    pods = list(dict.fromkeys(pod for host in hosts if (pod := topology.host(host).pod) is not None))
+    links = topology.select(ranks)
+    if len(hosts) == 1:
+        links = replace(links, hosts=(Host(),), nic_of_rank=(0,) * len(ranks), pods=())
+    return links, hosts, pods
 
 
-def _shift_port(port: str, hosts: int) -> str:
-    return re.sub(r"^host (\d+)", lambda found: f"host {int(found[1]) + hosts}", port)
+def _renamed(loads: Loads, hosts: Sequence[int], pods: Sequence[int]) -> Loads:
+    """Loads with the names of the ports of hosts and pods that have these numbers."""
+
+    def rename(port: str) -> str:
+        kind, number, rest = port.split(" ", 2)
+        return f"{kind} {(hosts if kind == 'host' else pods)[int(number)]} {rest}"
+
+    return tuple((rename(port), seconds) for port, seconds in loads)

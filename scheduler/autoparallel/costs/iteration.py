@@ -222,21 +222,21 @@ def _trials(
     ``only``: make just the schedule of this name; make all if no schedule of several stages has this name.
     """
     num, count = len(costs), model.num
-    warmups = {"1f1b": list(range(num, 0, -1))} | ({"eager-1f1b": eager_warmups(num)} if num > 1 else {})
-    names = [*warmups, *(["zero-bubble"] if num > 1 and can_split else [])]
-    if num == 1 or (only not in OVERLAPPING and only not in names):
+    known: dict[str, tuple[Sequence[int], Sequence[int] | None]] = {"1f1b": (range(num, 0, -1), None)}
+    if num > 1:
+        known["eager-1f1b"] = (eager_warmups(num), None)
+    if num > 1 and can_split:
+        known |= {"zero-bubble": (known["1f1b"][0], range(num)), "zb-h2": (eager_warmups(num), range(0, 2 * num, 2))}
+    if num == 1 or (only not in OVERLAPPING and only not in known):
         only = None
     seen = set()
-    for name in names:
+    for name, (warmups, deferred) in known.items():
         if only is not None and name != only:
             continue
-        if name == "zero-bubble":
-            in_flight = (min(num, count),) * num
-            yield _Trial(name, in_flight, partial(order_of_warmups, warmups["1f1b"], count, range(num)))
-        else:
-            in_flight = tuple(min(depth, count) for depth in warmups[name])
-            yield _Trial(name, in_flight, partial(order_of_warmups, warmups[name], count))
-        seen.add(in_flight)
+        in_flight = tuple(min(sum(depths), count) for depths in zip(warmups, deferred or [0] * num, strict=True))
+        yield _Trial(name, in_flight, partial(order_of_warmups, warmups, count, deferred))
+        if deferred is None:
+            seen.add(in_flight)
     if num == 1:
         return
     for more, name in enumerate(OVERLAPPING):

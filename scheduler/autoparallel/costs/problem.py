@@ -161,6 +161,8 @@ class SearchProblem:
         other = SearchProblem(**{**values, **changes})
         if set(changes) <= {"cluster", "rules", "microbatch_counts"} and self.compression is None:
             other._layer_costs = self._layer_costs  # of the cluster, they depend on their place only
+        if not {"compression", "compress_all"} & set(changes):
+            other.prices.share(self.prices)
         return other
 
     @property
@@ -403,13 +405,12 @@ class SearchProblem:
                     whole_backward_seconds=cost.backward_seconds,
                 )
             )
-        bare: dict[str, Any] = {
-            "tensors": (),
-            "without_gradient": frozenset(),
-            "forward_codec": None,
-            "backward_codec": None,
-        }
-        edges = [replace(edge, **bare) for edge in self.edges(stages, num_microbatches)]
+        edges = []
+        for src, dst, tensors in stage_edges(self.graph, stages):
+            ends = (end_of(stages[src], -1), end_of(stages[dst], 0))
+            price = self.prices.price(tensors, self.num_samples // num_microbatches, *ends)
+            seconds = (price.forward_seconds, price.backward_seconds)
+            edges.append(Edge(src, dst, *seconds, price.forward_loads, price.backward_loads))
         return Pipeline(tuple(made), tuple(edges))
 
     def can_split(self, stages: Stages, num_microbatches: int) -> bool:

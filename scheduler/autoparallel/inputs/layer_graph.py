@@ -314,14 +314,21 @@ class LayerGraph:
 
         A tensor that several stages read is passed on from each to the next, so the sender may be a reader.
         """
-        found = []
-        for tensor in self.tensors:
-            holders = (tensor.writer, *tensor.readers)
-            reads = any(cut <= reader < end for reader in tensor.readers)
-            holds = max((layer for layer in holders if layer < cut), default=-1)
-            if reads and first <= holds < cut:
-                found.append(tensor)
-        return tuple(found)
+        if (first, cut, end) not in self._known_between:
+            found = []
+            for tensor in self.tensors:
+                holders = (tensor.writer, *tensor.readers)
+                reads = any(cut <= reader < end for reader in tensor.readers)
+                holds = max((layer for layer in holders if layer < cut), default=-1)
+                if reads and first <= holds < cut:
+                    found.append(tensor)
+            self._known_between[first, cut, end] = tuple(found)
+        return self._known_between[first, cut, end]
+
+    @cached_property
+    def _known_between(self) -> dict[tuple[int, int, int], tuple[Tensor, ...]]:
+        """Results of :meth:`between`."""
+        return {}
 
     def to_json(self) -> str:
         """Text that :meth:`from_json` reads."""

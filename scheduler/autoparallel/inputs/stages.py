@@ -34,7 +34,7 @@ class StagePlan:
                 f"a stage of layers {self.first_layer} to {self.end_layer - 1} has {len(self.choices)} choices; it "
                 "needs one for each layer"
             )
-        for choice in self.choices:
+        for choice in dict.fromkeys(self.choices):
             if not choice.fits(self.num_ranks):
                 raise ArgumentError(f"{choice} does not divide the {self.num_ranks} ranks of a stage")
         if len({choice.grid for choice in self.choices}) > 1:

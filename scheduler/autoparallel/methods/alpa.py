@@ -54,7 +54,7 @@ def best_stages(tables: Tables) -> tuple[float, Stages]:
     values = np.unique(np.concatenate([item[0][np.isfinite(item[0])] for item in different]))
     if not len(values):
         return math.inf, ()
-    limits = values[np.concatenate([[True], np.diff(values) > SAME * values[:-1]])]
+    limits = values[np.concatenate([np.diff(values) > SAME * values[:-1], [True]])]  # the largest of equal ones
     if len(limits) > MAX_LIMITS:
         limits = limits[np.unique(np.linspace(0, len(limits) - 1, MAX_LIMITS).astype(int))]
     more = tables.num_microbatches - 1

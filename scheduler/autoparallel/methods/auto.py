@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of
@@ -52,7 +53,8 @@ MIN_GAIN = 1e-6
 def auto(problem: SearchProblem, report: Report | None = None) -> tuple[Candidate, ...]:
     """The candidates of all methods, without ``alpa`` for large problems. :func:`decide` improves them by moves.
 
-    If no method finds any, the training plans that lack the least memory, of which one may just fit.
+    ``joint`` does not know what a split backward gains, so it also searches the choices that allow one alone. If no
+    method finds any candidate, these are the training plans that lack the least memory, of which one may just fit.
     """
     found: dict[str, Candidate] = {}
     names = [name for name, method in METHODS.items() if method is not alpa or num_sums(problem) <= MAX_SUMS]
@@ -63,6 +65,10 @@ def auto(problem: SearchProblem, report: Report | None = None) -> tuple[Candidat
         for candidate in METHODS[name](problem):
             found.setdefault(candidate.text, candidate)
         done += TIME_SHARES[name]
+    rules = replace(problem.rules, zero=(0,), recompute=(False,))
+    if rules != problem.rules and 0 in problem.rules.zero and False in problem.rules.recompute:
+        for candidate in joint(problem.changed(rules=rules)):
+            found.setdefault(candidate.text, candidate)
     return tuple(found.values()) or tuple(each.candidate for each in least_shortages(problem))
 
 

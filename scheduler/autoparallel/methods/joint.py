@@ -91,8 +91,8 @@ def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, f
         if not tensors:
             prices[index] = (0.0, 0.0)
             continue
-        edge = problem.prices.edge((0, 1), tensors, num_samples, end_of(src, -1), end_of(dst, 0))
-        prices[index] = (edge.forward_seconds, edge.backward_seconds)
+        price = problem.prices.price(tensors, num_samples, end_of(src, -1), end_of(dst, 0))
+        prices[index] = (price.forward_seconds, price.backward_seconds)
     return added
 
 

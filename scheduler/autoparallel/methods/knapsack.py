@@ -46,6 +46,20 @@ def pack_stage(
 
     Source: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization" (2023).
     """
+    place, limit = problem.place(*ranks), problem.cluster.memory_of(*ranks)
+    key = ("packed stage", first, end, place, limit, count, in_flight)
+    if key not in problem.memo:
+        problem.memo[key] = _pack_best(problem, first, end, ranks, count, in_flight)
+    best: PackedStage | None = problem.memo[key]
+    if best is None or best.stage.first_rank == ranks[0]:
+        return best
+    return replace(best, stage=replace(best.stage, first_rank=ranks[0], end_rank=ranks[1]))
+
+
+def _pack_best(
+    problem: SearchProblem, first: int, end: int, ranks: tuple[int, int], count: int, in_flight: int
+) -> PackedStage | None:
+    """As :func:`pack_stage`, which keeps the result for all ranks on equal places."""
     best: PackedStage | None = None
     for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.num_samples // count)):
         if not all(problem.can_have(choice, first, end) for choice in choices):

@@ -115,6 +115,13 @@ def test_alpa_finds_the_best_of_all_plans_in_its_model(seed):
         assert sum(times) + (count - 1) * max(times) == pytest.approx(found)
 
 
+def test_alpa_allows_the_slowest_of_times_that_count_as_equal(monkeypatch):
+    tables = pace.make_tables(make_problem(200), make_problem(200).microbatch_counts[0])
+    least = alpa.best_stages(tables)[0]
+    monkeypatch.setattr(alpa, "SAME", 1e9)
+    assert least <= alpa.best_stages(tables)[0] < math.inf
+
+
 @pytest.mark.parametrize("seed", range(16))
 def test_knapsack_finds_the_best_of_all_choices(seed):
     has_ties = seed > 7
