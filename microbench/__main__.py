@@ -22,6 +22,7 @@ CASES = {
     ),
     "report": ("harness.report", "tables and plots of a file that hosts --out wrote"),
     "loopback": ("transfers.loopback", "transfers over loopback, beside hand-written exchanges and torch"),
+    "one_host": ("transfers.one_host", "a model of many tensors inside one host, beside awex, and its prediction"),
     "verification": ("transfers.verification", "the cost of verify=True"),
     "ray_actors": ("transfers.ray_actors", "one actor to three hosts of a Ray cluster, beside Ray's methods"),
     "compression": ("transfers.compression", "encoded transfers beside raw ones"),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,8 @@ from microbench.harness.steal_time import (
 )
 from microbench.harness.worker import Stopwatch
 from reshard import Layout, Mesh, Mover, make_plan
+from reshard.planner import plan_tensors
+from reshard.sharding import TensorSpec
 from reshard.topology import Host, Port, Topology
 
 #: Duration and number of messages of a flow. The first ``WARMUP_MESSAGES`` arrivals do not count.
@@ -40,6 +42,10 @@ WARMUP_MESSAGES = 4
 TOLERANCE = 0.01
 MIN_QUIET_REPEATS = 3
 MAX_REPEATS = 8
+#: Tensors of the transfer that measures the ranks of a host together, their rows and columns, and the repetitions. They
+#: are more bytes than the caches of a host hold.
+INSIDE_TENSORS, INSIDE_SIDE = 24, 2048
+INSIDE_REPEATS = 5
 #: Longest time that a measurement waits for steal time to end, and the timeout of the whole measurement.
 RETRY_SECONDS = 60.0
 MEASURE_SECONDS = 600.0
@@ -161,7 +167,8 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
     """Run all tests on every rank.
 
     Returns:
-        ``"rates"``: bytes per second of each port; ``"inside"``: bytes per second between two ranks of a host, or None;
+        ``"rates"``: bytes per second of each port; ``"inside"`` and ``"inside_total"``: bytes per second between two
+        ranks of a host, and between all ranks of a host together, or None;
         ``"start"``: seconds of a minimal transfer; ``"latency"``, ``"inside_latency"``: seconds of a message, or None.
     """
     rates: dict[PortName, float] = {}
@@ -178,7 +185,8 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
                 retries.wait_until_quiet()
         for test, rate in zip(tests, found, strict=True):
             rates.update(dict.fromkeys(test.fills, rate))
-    return {"rates": rates, "start": _measure_start(rank, topology), **_measure_inside(rank, topology)}
+    start = _measure_start(rank, topology)
+    return {"rates": rates, "start": start, **_measure_inside(rank, topology, start)}
 
 
 def _medians(runs: list[tuple[float, list[float]]]) -> list[float]:
@@ -261,9 +269,9 @@ def _measure_start(rank: int, topology: Topology) -> float:
     return statistics.median(lap.seconds for lap in merge_laps(gathered).kept())
 
 
-def _measure_inside(rank: int, topology: Topology) -> dict[str, float | None]:
-    """Rate and latency between two ranks of one host, and latency between two hosts; None without such ranks."""
-    found: dict[str, float | None] = {"inside": None, "latency": None, "inside_latency": None}
+def _measure_inside(rank: int, topology: Topology, start: float) -> dict[str, float | None]:
+    """Rates and latency between ranks of one host, and latency between two hosts; None without such ranks."""
+    found: dict[str, float | None] = dict.fromkeys(("inside", "inside_total", "latency", "inside_latency"))
     hosts = topology.host_of_rank
     inside = next(((a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if hosts[a] == hosts[b]), None)
     across = next(((0, b) for b in range(1, len(hosts)) if hosts[b] != hosts[0]), None)
@@ -272,7 +280,70 @@ def _measure_inside(rank: int, topology: Topology) -> dict[str, float | None]:
             found[name] = _ping_pong(rank, *pair, nbytes=1, count=200)
     if inside is not None:
         found["inside"] = 2**24 / (_ping_pong(rank, *inside, nbytes=2**24, count=10) or 1.0)
+        ranks = topology.ranks_of_host(hosts[inside[0]])
+        found["inside_total"] = _measure_inside_total(rank, ranks, topology, start)
     return found
+
+
+class InsideTransfer:
+    """A transfer of several tensors from the first half of a host's ranks to its second half, by a Mover.
+
+    A call moves ``nbytes`` bytes. As in a model with tensor parallelism, one tensor in four is sharded along another
+    dim, so that its regions are packed.
+
+    Args:
+        rank: this rank. ranks: of the host, two or more. Others call too, and do nothing.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], topology: Topology) -> None:
+        half = len(ranks) // 2
+        src, dst = Mesh(list(ranks[:half])), Mesh(list(ranks[half : 2 * half]))
+        specs = [
+            TensorSpec(
+                (INSIDE_SIDE, INSIDE_SIDE),
+                "bfloat16",
+                Layout(src, "S0 R"),
+                Layout(dst, "R S0" if i % 4 == 3 else "S0 R"),
+                str(i),
+            )
+            for i in range(INSIDE_TENSORS)
+        ]
+        self.nbytes = sum(INSIDE_SIDE**2 * spec.itemsize for spec in specs)
+        self._mover = None
+        self._source: dict[str, torch.Tensor] | None = None
+        self._out: dict[str, torch.Tensor] | None = None
+        if rank in ranks[: 2 * half]:
+            self._mover = Mover(plan_tensors(specs, strategy="send_recv", topology=topology))
+            shapes = [
+                (spec.src_shards if rank in spec.src.ranks else spec.dst_shards).local_shape(rank) for spec in specs
+            ]
+            shards = {str(i): torch.zeros(shape, dtype=torch.bfloat16) for i, shape in enumerate(shapes)}
+            self._source, self._out = (shards, None) if rank in src.ranks else (None, shards)
+
+    def __call__(self) -> None:
+        if self._mover is not None:
+            self._mover(self._source, out=self._out)
+
+    def close(self) -> None:
+        """Close the Mover."""
+        if self._mover is not None:
+            self._mover.close()
+
+
+def _measure_inside_total(rank: int, ranks: Sequence[int], topology: Topology, start: float) -> float:
+    """Bytes per second of all ranks of a host together, after the first ``start`` seconds of a transfer."""
+    transfer = InsideTransfer(rank, ranks, topology)
+    seconds = []
+    for _ in range(INSIDE_REPEATS + 1):  # the first one is a warm-up
+        dist.barrier()
+        begun = time.perf_counter()
+        transfer()
+        dist.barrier()
+        seconds.append(time.perf_counter() - begun)
+    transfer.close()
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, statistics.median(seconds[1:]))
+    return transfer.nbytes / max(max(gathered) - start, 1e-9)
 
 
 def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
@@ -306,6 +377,7 @@ def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
     return replace(
         _with_rates(topology, found["rates"]),
         inside_bytes_per_second=found["inside"],
+        inside_total_bytes_per_second=found["inside_total"],
         latency_seconds=found["latency"] or 0.0,
         inside_latency_seconds=found["inside_latency"] or 0.0,
         start_seconds=found["start"],

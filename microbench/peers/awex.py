@@ -22,8 +22,6 @@ import torch
 from microbench.peers.base import NotApplicable, Tensors, slices_of
 from reshard.sharding import TensorSpec
 
-_NAME = "weight"
-
 
 def _modules() -> tuple[Any, Any, Any, Any]:
     os.environ.setdefault("AWEX_DEVICE_TYPE", "cpu")  # read by awex on import
@@ -42,20 +40,18 @@ def _modules() -> tuple[Any, Any, Any, Any]:
 
 
 class Awex:
-    """One tensor from source to destination ranks by awex's plan."""
+    """Tensors from source to destination ranks by awex's plan."""
 
     def __init__(self, specs: Sequence[TensorSpec], rank: int, sources: Tensors, outs: Tensors) -> None:
-        spec = specs[0]
-        if len(specs) > 1:
-            raise NotApplicable(f"supports one tensor, not {len(specs)}")
-        senders, receivers = sorted(spec.src.ranks), sorted(spec.dst.ranks)
+        senders, receivers = (sorted({r for s in specs for r in getattr(s, side).ranks}) for side in ("src", "dst"))
         if not set(senders).isdisjoint(receivers):
             raise NotApplicable("some ranks send and receive, which awex supports only over CUDA IPC")
         metas, sharding, self._comm, plans = _modules()
-        self._out, self._source = outs[0], sources[0]
-        dtype = getattr(torch, spec.dtype)
-        train = _describe(metas, sharding, spec, spec.src, senders, dtype)
-        infer = _describe(metas, sharding, spec, spec.dst, receivers, dtype)
+        train, infer = [], []
+        for number, spec in enumerate(specs):
+            dtype, name = getattr(torch, spec.dtype), _name_of(spec, number)
+            train.append(_describe(metas, sharding, spec, spec.src, senders, dtype, name))
+            infer.append(_describe(metas, sharding, spec, spec.dst, receivers, dtype, name))
         builder = plans.TransferPlanBuilder(infer_world_size=len(receivers), train_world_size=len(senders))
         # awex numbers the receivers first, then the senders
         self._ops: list[Any] = []
@@ -65,25 +61,20 @@ class Awex:
         if not self._sends and rank not in receivers:
             return
         own = len(receivers) + senders.index(rank) if self._sends else receivers.index(rank)
-        plan = builder.build_local_transfer_plan([infer], [train], own)
+        plan = builder.build_local_transfer_plan(infer, train, own)
 
         def peer(number: int) -> int:
             return receivers[number] if self._sends else senders[number - len(receivers)]
 
         plan = plans.TransferPlan(inter_operations={peer(n): ops for n, ops in plan.inter_operations.items()})
+        held = sources if self._sends else outs
+        tensors = {_name_of(spec, i): each for i, (spec, each) in enumerate(zip(specs, held, strict=True))}
         with torch.no_grad():
             if self._sends:
-                self._ops, _, _ = self._comm.nccl_build_send_ops({_NAME: self._source}, plan, None, -1)
-                packs = {}
-                for op in self._ops:
-                    (planned,) = plan.operations[op.peer]
-                    assert self._source is not None
-                    view = self._source[planned.train_slices]
-                    if view.data_ptr() != op.tensor.data_ptr():
-                        packs[op.tensor.data_ptr()] = (view, op.tensor)
-                self._packs = list(packs.values())
+                self._ops, _, _ = self._comm.nccl_build_send_ops(tensors, plan, None, -1)
+                self._packs = _find_packs(self._ops, plan, tensors)
             else:
-                self._ops, self._unpacks, _ = self._comm.nccl_build_recv_ops({_NAME: self._out}, plan, None)
+                self._ops, self._unpacks, _ = self._comm.nccl_build_recv_ops(tensors, plan, None)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def __call__(self) -> None:
@@ -96,13 +87,36 @@ class Awex:
             view.copy_(received)
 
 
-def _describe(metas: Any, sharding: Any, spec: TensorSpec, layout: Any, ranks: list[int], dtype: torch.dtype) -> Any:
-    """Awex's metadata of one side of a tensor. As in awex, replica k consists of the k-th holder of each region."""
+def _name_of(spec: TensorSpec, number: int) -> str:
+    return spec.name if spec.name is not None else f"weight{number}"
+
+
+def _find_packs(ops: Sequence[Any], plan: Any, tensors: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of tensors that awex copies before it sends them, and the copies. It makes them once, and we each turn."""
+    planned = {peer: iter(operations) for peer, operations in plan.operations.items()}
+    packs = {}
+    for op in ops:
+        operation = next(planned[op.peer])
+        view = tensors[operation.send_shard_meta.name][operation.train_slices]
+        if view.data_ptr() != op.tensor.data_ptr():
+            packs[op.tensor.data_ptr()] = (view, op.tensor)
+    return list(packs.values())
+
+
+def _describe(
+    metas: Any, sharding: Any, spec: TensorSpec, layout: Any, ranks: list[int], dtype: torch.dtype, name: str
+) -> Any:
+    """Awex's metadata of one side of a tensor, without ranks that hold nothing of it.
+
+    As in awex, replica k consists of the k-th holder of each region.
+    """
     by_box: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     shards = []
     for number, rank in enumerate(ranks):
         box = tuple((cut.start, cut.stop) for cut in slices_of(spec, layout, rank))
         extent = tuple(stop - start for start, stop in box)
+        if 0 in extent:
+            continue
         split = [dim for dim, size in enumerate(extent) if size != spec.shape[dim]]
         kind = sharding.ShardingType.TP_SHARDING if split else sharding.ShardingType.NO_SHARDING
         shard = metas.ParameterShardMeta(
@@ -114,7 +128,7 @@ def _describe(metas: Any, sharding: Any, spec: TensorSpec, layout: Any, ranks: l
             global_rank=number,
             world_size=len(ranks),
             engine_rank=0,
-            name=_NAME,
+            name=name,
             shape=extent,
             numel=math.prod(extent),
             dtype=dtype,
@@ -132,7 +146,7 @@ def _describe(metas: Any, sharding: Any, spec: TensorSpec, layout: Any, ranks: l
         for k in range(whole if layout is spec.src else max(map(len, by_box.values())))
     ]
     return metas.ParameterMeta(
-        name=_NAME,
+        name=name,
         global_numel=math.prod(spec.shape),
         global_shape=tuple(spec.shape),
         dtype=dtype,

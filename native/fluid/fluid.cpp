@@ -165,20 +165,21 @@ class Ends {
 // The end of the last message if every port passes one message at a time, in the order of the messages. A message
 // starts when its ports, its queue, its receiver and the messages in its `after` allow it; a port is busy for the time
 // of the bytes at its own rate. Copies within a rank take no time. Row r of `ports` has the ports of rank r: out of it
-// and into it inside its host, out of and into its NIC, and its pod's uplink in both directions, -1 without pods.
+// and into it inside its host, out of and into its NIC, its pod's uplink in both directions, -1 without pods, and what
+// all ranks of its host share inside it, -1 without a limit.
 double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints after_at, Ints after, Floats hold,
                     Ints host_of, Table ports, Floats rate, Ints ahead, double latency_across, double latency_inside) {
-    constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5;
+    constexpr int OUT = 0, IN = 1, EGRESS = 2, INGRESS = 3, UP = 4, DOWN = 5, SHARED = 6, COLUMNS = 7;
     const size_t n = sender.shape(0), ranks = host_of.shape(0);
     check_range(sender, n, "sender", ranks);
     check_range(receiver, n, "receiver", ranks);
     check_range(after, after.shape(0), "after", n);
     check_ends(after_at, n, after.shape(0), "after_at");
     if (window.shape(0) != n || nbytes.shape(0) != n || (hold.shape(0) != n && hold.shape(0)) || !ahead.shape(0) ||
-        ports.shape(0) != ranks || ports.shape(1) != 6)
+        ports.shape(0) != ranks || ports.shape(1) != COLUMNS)
         throw std::invalid_argument("flow_in_turn: arrays differ in size");
-    for (size_t i = 0; i < 6 * ranks; ++i)
-        if (ports.data()[i] < (i % 6 < UP ? 0 : -1) || ports.data()[i] >= static_cast<int64_t>(rate.shape(0)))
+    for (size_t i = 0; i < COLUMNS * ranks; ++i)
+        if (ports.data()[i] < (i % COLUMNS < UP ? 0 : -1) || ports.data()[i] >= static_cast<int64_t>(rate.shape(0)))
             throw std::out_of_range("flow_in_turn: ports holds an index that does not exist");
     nb::gil_scoped_release release;
     Interruption interruption;
@@ -212,8 +213,9 @@ double flow_in_turn(Ints sender, Ints receiver, Ints nbytes, Ints window, Ints a
         begin = std::max({begin, sent.before(queue, window(i)), received.before(to, most)});
         const int64_t *a = &ports(from, 0), *b = &ports(to, 0);
         const bool crosses_pods = !is_inside && a[UP] != b[UP];
-        const int64_t path[4] = {is_inside ? a[OUT] : a[EGRESS], is_inside ? b[IN] : b[INGRESS], a[UP], b[DOWN]};
-        const int length = crosses_pods ? 4 : 2;
+        const int64_t path[4] = {is_inside ? a[OUT] : a[EGRESS], is_inside ? b[IN] : b[INGRESS],
+                                 is_inside ? a[SHARED] : a[UP], b[DOWN]};
+        const int length = crosses_pods ? 4 : is_inside && a[SHARED] >= 0 ? 3 : 2;
         double slowest = std::numeric_limits<double>::infinity();
         for (int p = 0; p < length; ++p) {
             begin = std::max(begin, free_at[path[p]]);

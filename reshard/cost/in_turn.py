@@ -42,10 +42,10 @@ def seconds_in_turn(plan: Plan) -> float:
 
 
 def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
-    """``(ranks, 6)`` numbers of the ports of each rank, and the rate of each port in bytes per second.
+    """``(ranks, 7)`` numbers of the ports of each rank, and the rate of each port in bytes per second.
 
-    The columns are out of and into the rank inside its host, out of and into its NIC, and its pod's uplink in both
-    directions, -1 without pods.
+    The columns are out of and into the rank inside its host, out of and into its NIC, its pod's uplink in both
+    directions, -1 without pods, and what all ranks of its host share inside it, -1 without a limit.
     """
     host, num_hosts, num_pods = topology.host_by_rank, topology.num_hosts, len(topology.pods)
     inside = np.full(len(host), topology.inside_bytes_per_second or UNLIMITED_RATE)
@@ -54,7 +54,8 @@ def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
         np.array([getattr(pod, f"{way}_bytes_per_second") for pod in topology.pods], dtype=np.float64)
         for way in ("egress", "ingress")
     ]
-    parts = [inside, inside, *nics, *pods]
+    total = topology.inside_total_bytes_per_second
+    parts = [inside, inside, *nics, *pods, np.full(num_hosts, total or UNLIMITED_RATE)]
     first = np.cumsum([0, *map(len, parts)])
     nic, pod = host * MAX_NICS + topology.nic_by_rank, np.full(len(host), -1)
     if num_pods:
@@ -62,4 +63,5 @@ def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     ranks = np.arange(len(host))
     columns = [ranks, ranks + first[1], nic + first[2], nic + first[3]]
     columns += [pod + first[4], pod + first[5]] if num_pods else [pod, pod]
+    columns.append(np.full(len(host), -1) if total is None else host + first[6])
     return np.stack(columns, axis=1), np.concatenate(parts)

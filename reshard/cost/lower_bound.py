@@ -1,4 +1,4 @@
-"""The lower bound on the time of a plan that the links between hosts set, and the links that set it."""
+"""The lower bound on the time of a plan that its links set, and the links that set it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from reshard.arguments import check_arguments
+from reshard.cost.inside_lower_bound import bound_inside
 from reshard.cost.pod_lower_bound import bound_in_pods
 from reshard.errors import ArgumentError
 from reshard.formatting import format_bytes, format_rate
@@ -49,11 +50,13 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
     Args:
         problem: a plan, or its tensors. topology: omitted, the plan's own.
 
-    The model counts links between hosts; traffic inside a host is free. A host sends at most the total rate of its NICs
-    and receives at most their total rate, counting NICs that a rank of either layout uses. With pods the same holds for
-    each pod and its uplink, and for hosts and pods together (see :func:`~reshard.cost.pod_lower_bound.bound_in_pods`);
-    the largest of these bounds counts. Each is the optimum of a linear program. For hosts, x[k, h] is the number of
-    bytes of class k (the regions with the same holders A and destinations R) that leave host h::
+    The model counts links between hosts. Traffic inside a host is free, except for regions that are held and needed on
+    one host only (see :func:`~reshard.cost.inside_lower_bound.bound_inside`). A host sends at most the total rate of
+    its NICs and receives at most their total rate, counting NICs that a rank of either layout uses. With pods the same
+    holds for each pod and its uplink, and for hosts and pods together (see
+    :func:`~reshard.cost.pod_lower_bound.bound_in_pods`); the largest of these bounds counts. Each is the optimum of a
+    linear program. For hosts, x[k, h] is the number of bytes of class k (the regions with the same holders A and
+    destinations R) that leave host h::
 
         minimise T    with    sum of x[k, h] over h in A        >= bytes[k]
                               sum of x[k, h] over h in A and R  =  bytes[k] * |R|
@@ -96,7 +99,8 @@ def _find_bound(tensors: Sequence[TensorSpec], topology: Topology) -> Bound:
         ports = tuple(f"host {place} out" if kind == "host" else f"pod {place} {kind}" for kind, place in busy)
         of_both = Bound(seconds, _format_busy_links(seconds, busy, hosts, topology.pods), ports)
         bound = max(bound, of_pods, of_both, key=lambda found: round(found.seconds, 12))
-    return bound
+    seconds, reason = bound_inside(tensors, topology)
+    return Bound(seconds, reason) if seconds > bound.seconds else bound
 
 
 def _bound_of_rotation(plan: RotationPlan) -> Bound:

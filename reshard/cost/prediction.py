@@ -75,6 +75,8 @@ def _seconds_of_rotation(plan: RotationPlan) -> float:
     inside = loads.inside * topology.inside_latency_seconds
     if topology.inside_bytes_per_second is not None:
         inside = inside + loads.inside_bytes / topology.inside_bytes_per_second
+    if topology.inside_total_bytes_per_second is not None:
+        inside = np.maximum(inside, loads.inside_total / topology.inside_total_bytes_per_second)
     leaving, arrival = loads.seconds_out().max(), topology.latency_seconds + loads.seconds_in().max()
     if plan.has_lanes:
         arrival = _IN_LANES * (arrival + (loads.messages * loads.hold).max())

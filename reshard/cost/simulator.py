@@ -50,8 +50,8 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
       starts when all messages in its ``after`` have arrived, fewer than ``window`` messages of its kind are unfinished
       at its sender, and it is close enough to the first unfinished message of its receiver (see
       :func:`~reshard.plan.model.recvs_ahead`).
-    * Links: messages between the same two ranks flow one at a time. All others share NICs, pod uplinks and links
-      inside hosts by proportional fairness.
+    * Links: messages between the same two ranks flow one at a time. All others share NICs, pod uplinks, links inside
+      hosts and the rate at which all ranks of a host can move bytes inside it, by proportional fairness.
     * Buffers: a message leaves its sender's window once all but ``send_buffer_bytes`` of it are sent.
     * Bursts: NICs and uplinks are token buckets of ``burst_bytes``, full at the start. They save unused capacity while
       idle, and pass it at once later.
@@ -158,12 +158,14 @@ def _find_ahead(window: np.ndarray) -> np.ndarray:
     return np.array([recvs_ahead(w) for w in range(most + 1)], dtype=np.int64)[window]
 
 
-_OUT, _IN, _EGRESS, _UP, _DOWN, _INGRESS = range(6)
+#: Kinds of ports. ``_SHARED`` is what all ranks of a host share inside it.
+_OUT, _IN, _EGRESS, _UP, _DOWN, _INGRESS, _SHARED = _KINDS = range(7)
 
 
 @dataclass(frozen=True, eq=False)
 class _Ports:
-    """The ports that streams pass: each direction of NICs, of uplinks, and of ranks inside their host.
+    """The ports that streams pass: each direction of NICs, of uplinks, and of ranks inside their host, and the limit
+    that these share.
 
     Stream s passes ``port[port_at[s]:port_at[s + 1]]``, its sender's port first. Ports are numbered in the order in
     which streams first pass them; ``rate`` and ``are_inside`` have one entry per port.
@@ -187,12 +189,12 @@ class _Ports:
             apart = pod[a] != pod[b]
 
         def key(kind: int, index: np.ndarray, number: np.ndarray | int = 0) -> np.ndarray:
-            return (index * MAX_NICS + number) * 6 + kind
+            return (index * MAX_NICS + number) * len(_KINDS) + kind
 
         keys = np.stack(
             [
                 np.where(inside, key(_OUT, sender), key(_EGRESS, a, nic[sender])),
-                key(_UP, pod[a]),
+                np.where(inside, key(_SHARED, a), key(_UP, pod[a])),
                 key(_DOWN, pod[b]),
                 np.where(inside, key(_IN, receiver), key(_INGRESS, b, nic[receiver])),
             ],
@@ -200,22 +202,25 @@ class _Ports:
         )
         passed = np.ones(keys.shape, dtype=bool)
         passed[:, 1:3] = apart[:, None]
+        passed[:, 1] |= inside & (topology.inside_total_bytes_per_second is not None)
         distinct, first, which = np.unique(keys[passed], return_index=True, return_inverse=True)
         order = np.argsort(first)
         number = np.empty_like(order)
         number[order] = np.arange(len(order))
-        kind, index = distinct[order] % 6, distinct[order] // 6 // MAX_NICS
+        rest, kind = np.divmod(distinct[order], len(_KINDS))
+        index, nic_number = np.divmod(rest, MAX_NICS)
         return cls(
             port_at=np.concatenate([[0], np.cumsum(passed.sum(axis=1))]),
             port=number[which.ravel()],
-            rate=_rates_of(topology, kind, index, distinct[order] // 6 % MAX_NICS),
-            are_inside=(kind == _OUT) | (kind == _IN),
+            rate=_rates_of(topology, kind, index, nic_number),
+            are_inside=np.isin(kind, (_OUT, _IN, _SHARED)),
         )
 
 
 def _rates_of(topology: Topology, kind: np.ndarray, index: np.ndarray, nic: np.ndarray) -> np.ndarray:
     """``(ports,)`` bytes per second of ports, given their kinds, their hosts or pods, and their NICs."""
     rate = np.full(len(kind), topology.inside_bytes_per_second or UNLIMITED_RATE)
+    rate[kind == _SHARED] = topology.inside_total_bytes_per_second or UNLIMITED_RATE
     for of_nics, rates in zip((_EGRESS, _INGRESS), topology.nic_rates, strict=True):
         which = kind == of_nics
         rate[which] = rates[index[which] if len(rates) > 1 else 0, nic[which]]

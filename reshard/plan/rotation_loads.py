@@ -23,7 +23,7 @@ class RotationLoads:
         held: bytes that it must send if each region leaves its holders once.
         messages, held_messages: messages that it sends to other hosts, and those of ``held``.
         inside: messages that its busiest rank passes on inside it.
-        inside_bytes: bytes of these.
+        inside_bytes: bytes of these. inside_total: bytes that all its ranks pass on inside it.
         egress, ingress: bytes per second of the NICs that its ranks use.
         hold: seconds that a message keeps its sender's NICs busy, as a share of all NICs of the host.
     """
@@ -35,6 +35,7 @@ class RotationLoads:
     held_messages: np.ndarray
     inside: np.ndarray
     inside_bytes: np.ndarray
+    inside_total: np.ndarray
     egress: np.ndarray
     ingress: np.ndarray
     hold: np.ndarray
@@ -43,7 +44,8 @@ class RotationLoads:
     def of(cls, tensors: Sequence[TensorSpec], topology: Topology, exchanges: Sequence[EvenExchange]) -> RotationLoads:
         """The loads of a plan of tensors, each with its exchange."""
         count = topology.num_hosts
-        out, into, held, messages, held_messages, inside, inside_bytes = (np.zeros(count) for _ in range(7))
+        out, into, held, messages, held_messages = (np.zeros(count) for _ in range(5))
+        inside, inside_bytes, inside_total = (np.zeros(count) for _ in range(3))
         egress, ingress, hold = np.ones(count), np.ones(count), np.zeros(count)
         for host, nics in used_nics(tensors, topology).items():
             egress[host], ingress[host] = Rates.of(nics)
@@ -61,7 +63,8 @@ class RotationLoads:
             passed = exchange.num_overlaps[1] * (ranks - 1) / ranks
             inside[receivers] += passed
             inside_bytes[receivers] += nbytes / exchange.num_regions * passed
-        return cls(out, into, held, messages, held_messages, inside, inside_bytes, egress, ingress, hold)
+            inside_total[receivers] += nbytes * copies / num_dst * (ranks - 1)
+        return cls(out, into, held, messages, held_messages, inside, inside_bytes, inside_total, egress, ingress, hold)
 
     def seconds_in(self) -> np.ndarray:
         """``(hosts,)`` time of the bytes that each host receives."""

@@ -47,7 +47,7 @@ class Floors:
     @cached_property
     def of_all(self) -> float:
         """Floor of every strategy: the bytes through the busiest port, and the messages of regions with one holder."""
-        return self._add_start(max(self._port_seconds, self._single_holder_seconds))
+        return self._add_start(max(self._port_seconds, self._single_holder_seconds, self._inside_seconds))
 
     @cached_property
     def of_direct(self) -> float:
@@ -194,6 +194,15 @@ class Floors:
         return busiest_port_seconds(self.problem.topology, self.host_classes) + self.problem.topology.latency_seconds
 
     @property
+    def _inside_seconds(self) -> float:
+        """Time in which the ranks of a single host move all bytes that they need; 0 with several hosts."""
+        topology, problem = self.problem.topology, self.problem
+        if topology.inside_total_bytes_per_second is None or topology.num_hosts > 1:
+            return 0.0
+        nbytes = float((problem.nbytes * problem.num_receivers).sum())
+        return nbytes / topology.inside_total_bytes_per_second * (1 - _ROUNDING)
+
+    @property
     def _single_holder_seconds(self) -> float:
         """Time to send the regions that have a single holder: from its host, or from its rank if nothing leaves a host.
 
@@ -281,6 +290,9 @@ def floor_of_messages(
         left = np.bincount(sender[inside], weights=work + count[inside] * latency)
         came = np.bincount(receiver[inside], weights=work)
         seconds += [float(left.max()), float(came.max()) + latency]
+        if topology.inside_total_bytes_per_second is not None:
+            moved = float(np.bincount(a[inside], weights=nbytes[inside]).max())
+            seconds.append(moved / topology.inside_total_bytes_per_second * (1 - _ROUNDING))
     return max(max(seconds) - _burst_seconds(topology), 0.0) + topology.start_seconds
 
 

@@ -139,15 +139,22 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def copy_all(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """Copy each source to the target at its place. One call for many small tensors.
+class Copies:
+    """Copies each source to the target at its place, in one call for many small tensors, as often as wanted.
 
     Equal dtypes are copied as integers: on a GPU the call does not know all dtypes, and may change the bits of NaNs.
     """
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    if all(
-        target.dtype == source.dtype and target.itemsize in words and not target.is_complex()
-        for target, source in zip(targets, sources, strict=True)
-    ):
-        targets, sources = ([tensor.view(words[tensor.itemsize]) for tensor in side] for side in (targets, sources))
-    torch._foreach_copy_(list(targets), list(sources))
+
+    def __init__(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        if all(
+            target.dtype == source.dtype and target.itemsize in words and not target.is_complex()
+            for target, source in zip(targets, sources, strict=True)
+        ):
+            targets, sources = ([tensor.view(words[tensor.itemsize]) for tensor in side] for side in (targets, sources))
+        self._targets, self._sources = list(targets), list(sources)
+
+    def __call__(self) -> None:
+        """Copy what the sources hold now."""
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)

@@ -30,6 +30,8 @@ _INTEGER = re.compile(r"[-+]?(0|[1-9][0-9]*)")
 _EXPONENT = re.compile(r"[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$")
 #: JSON keys with a single number; each has the name of a field of :class:`Topology`.
 _LATENCIES = ("latency_seconds", "inside_latency_seconds")
+#: JSON keys of the rates inside a host, with the field of each.
+_INSIDE = {"inside": "inside_bytes_per_second", "inside_total": "inside_total_bytes_per_second"}
 _POD_KEYS = ("hosts_per_pod", "oversubscription")
 _NUMBERS = (
     *_LATENCIES,
@@ -121,7 +123,7 @@ def topology_from_json(data: Any) -> Topology:
 
         {"hosts": [{"devices": 8, "nics": "8 x 400 Gbit/s", "count": 2, "pod": 0}, ...],
          "pods": ["3.2 Tbit/s", {"egress": ..., "ingress": ...}],
-         "inside": "400 Gbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
+         "inside": "400 Gbit/s", "inside_total": "1 Tbit/s", "latency_seconds": 2e-5, "inside_latency_seconds": 5e-6,
          "send_buffer_bytes": 0, "burst_bytes": 0,
          "codecs": {"int8x128": {"encode": "6 GB/s", "decode": "8 GB/s"}}}
 
@@ -143,19 +145,12 @@ def topology_from_json(data: Any) -> Topology:
             raise TopologyError("host_of_rank must be a list")
         topology = Topology.uniform(data["host_of_rank"], parse_rate(data.get("nic_bytes_per_second", TEN_GBIT)))
         return replace(topology, **_options(data))
-    _check_keys(data, {"hosts", "pods", "inside", "codecs", *_POD_KEYS, *_NUMBERS}, "topology")
+    _check_keys(data, {"hosts", "pods", *_INSIDE, "codecs", *_POD_KEYS, *_NUMBERS}, "topology")
     hosts, ranks_of, nics_of = _read_hosts(data.get("hosts"))
     host_of_rank, nic_of_rank = _place_ranks(ranks_of, nics_of, [len(host.nics) for host in hosts])
     hosts, pods = _read_pods(data, hosts)
-    inside = data.get("inside")
-    return Topology(
-        host_of_rank,
-        hosts,
-        nic_of_rank,
-        pods,
-        None if inside is None else parse_rate(inside),
-        **_options(data),
-    )
+    inside: dict[str, Any] = {_INSIDE[key]: parse_rate(data[key]) for key in _INSIDE if data.get(key) is not None}
+    return Topology(host_of_rank, hosts, nic_of_rank, pods, **inside, **_options(data))
 
 
 def _options(data: dict[str, Any]) -> dict[str, Any]:
@@ -228,8 +223,7 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
     data: dict[str, Any] = {"hosts": rows}
     if topology.pods:
         data["pods"] = [_port_to_json(pod) for pod in topology.pods]
-    if topology.inside_bytes_per_second is not None:
-        data["inside"] = topology.inside_bytes_per_second
+    data |= {key: getattr(topology, name) for key, name in _INSIDE.items() if getattr(topology, name) is not None}
     if topology.codec_rates:
         data["codecs"] = {
             rate.codec: {"encode": rate.encode_bytes_per_second, "decode": rate.decode_bytes_per_second}

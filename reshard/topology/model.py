@@ -131,6 +131,8 @@ class Topology:
         pods: the uplink of each pod.
         inside_bytes_per_second: rate at which a rank can send, and at the same time receive, inside its host; None: no
             limit.
+        inside_total_bytes_per_second: rate at which all ranks of a host together can move bytes inside it, because they
+            share its memory and its cores; None: no limit.
         latency_seconds, inside_latency_seconds: time from sending the first byte of a message to the arrival of that
             byte, between hosts and inside a host. The message occupies its sender's port during this time. Omitted:
             100 us and 50 us, as over TCP.
@@ -151,6 +153,7 @@ class Topology:
     nic_of_rank: tuple[int, ...] = ()
     pods: tuple[Port, ...] = ()
     inside_bytes_per_second: float | None = None
+    inside_total_bytes_per_second: float | None = field(default=None, kw_only=True)
     latency_seconds: float = field(default=MESSAGE_SECONDS, kw_only=True)
     inside_latency_seconds: float = field(default=INSIDE_MESSAGE_SECONDS, kw_only=True)
     turn_seconds: float = field(default=0.0, kw_only=True)
@@ -199,12 +202,9 @@ class Topology:
                 )
         else:
             set_(self, "nic_of_rank", self._assign_nics())
-        if self.inside_bytes_per_second is not None:
-            set_(
-                self,
-                "inside_bytes_per_second",
-                check_rate(self.inside_bytes_per_second, "inside_bytes_per_second"),
-            )
+        for name in ("inside_bytes_per_second", "inside_total_bytes_per_second"):
+            if getattr(self, name) is not None:
+                set_(self, name, check_rate(getattr(self, name), name))
         for name in ("latency_seconds", "inside_latency_seconds", "turn_seconds", "start_seconds"):
             set_(self, name, _check_latency(getattr(self, name), name))
         for name in ("send_buffer_bytes", "burst_bytes"):
@@ -228,7 +228,9 @@ class Topology:
             lines.append(f"hosts{where}: {number} x ({count_of(ranks, 'rank')}, NICs {named})")
         lines += [f"uplink of pod {number}: {_describe_port(port)}" for number, port in enumerate(self.pods)]
         rate = "no limit" if self.inside_bytes_per_second is None else format_rate(self.inside_bytes_per_second)
-        lines.append(f"inside a host: {rate} for each rank")
+        total = self.inside_total_bytes_per_second
+        together = "" if total is None else f", {format_rate(total)} together"
+        lines.append(f"inside a host: {rate} for each rank{together}")
         between, inside = (f"{1e6 * item:.3g} us" for item in (self.latency_seconds, self.inside_latency_seconds))
         lines.append(f"latency: {between} between hosts, {inside} inside")
         lines += [
@@ -324,12 +326,13 @@ class Topology:
         def faster(port: Port) -> Port:
             return Port(port.egress_bytes_per_second * factor, port.ingress_bytes_per_second * factor)
 
-        inside = self.inside_bytes_per_second
+        inside, total = self.inside_bytes_per_second, self.inside_total_bytes_per_second
         return replace(
             self,
             hosts=tuple(replace(host, nics=tuple(map(faster, host.nics))) for host in self.hosts),
             pods=tuple(map(faster, self.pods)),
             inside_bytes_per_second=None if inside is None else inside * factor,
+            inside_total_bytes_per_second=None if total is None else total * factor,
         )
 
     def first(self, count: int) -> Topology:

@@ -19,6 +19,7 @@ class Machine:
     Attributes:
         devices, nics: number of devices, number of NICs. nic_gbit: rate of each NIC in Gbit/s.
         inside_bytes_per_second: rate of each device to the other devices of its host.
+        inside_total_bytes_per_second: rate of all devices of a host together; None where links of devices are separate.
         latency_seconds: latency of a message between hosts, including software.
         inside_latency_seconds: the same inside a host.
         about: a description.
@@ -31,6 +32,7 @@ class Machine:
     latency_seconds: float
     inside_latency_seconds: float
     about: str
+    inside_total_bytes_per_second: float | None = None
 
 
 #: Latencies of a message over RDMA and over NVLink.
@@ -90,6 +92,7 @@ MACHINES: dict[str, Machine] = {
         latency_seconds=MESSAGE_SECONDS,
         inside_latency_seconds=3e-5,
         about="4 devices, one NIC of 25 Gbit/s, plain TCP",
+        inside_total_bytes_per_second=2e10,
     ),
 }
 
@@ -109,6 +112,7 @@ def load_preset(name: str, num_ranks: int) -> Topology:
         (Host((Port.of(machine.nic_gbit * _GBIT),) * machine.nics),),
         tuple(rank % machine.devices * machine.nics // machine.devices for rank in range(num_ranks)),
         inside_bytes_per_second=machine.inside_bytes_per_second,
+        inside_total_bytes_per_second=machine.inside_total_bytes_per_second,
         latency_seconds=machine.latency_seconds,
         inside_latency_seconds=machine.inside_latency_seconds,
     )

@@ -19,7 +19,7 @@ from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
 from reshard.planner import predict
-from reshard.runtime.torch_compat import copy_all
+from reshard.runtime.torch_compat import Copies
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
 from reshard.topology import Topology
@@ -84,7 +84,7 @@ class ReceiveBuffers:
     def finish(self) -> None:
         """Write the local shards, after all tensors have arrived."""
         for views, tensor in self.copies:
-            copy_all(views, list(tensor.unbind()) if len(views) > 1 else [tensor])
+            Copies(views, list(tensor.unbind()) if len(views) > 1 else [tensor])()
         synchronize(self.shards)
 
 

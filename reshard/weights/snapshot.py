@@ -11,7 +11,7 @@ import torch
 
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, TransferTimeoutError
-from reshard.runtime.torch_compat import copy_all
+from reshard.runtime.torch_compat import Copies
 from reshard.weights.model.holdings import ModelState, StateReader, Value, synchronize
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.quantize import Quantizer
@@ -52,7 +52,7 @@ class Snapshot:
         self._reader, self._manifest, self._dtype, self._quantizer = reader, manifest, dtype, quantizer
         self._checked: ModelState | None = None
         self._paired: ModelState | None = None
-        self._pairs: tuple[list[torch.Tensor], list[torch.Tensor]] = [], []
+        self._copies = Copies([], [])
         self.version: int | None = None
         self._idle = threading.Condition()  # held while copying; notified when sending ends
         self._is_sending = False
@@ -101,9 +101,8 @@ class Snapshot:
                 self.arrays, self.base = self.base, self.arrays
                 self.base_version = last
             if state is not self._paired:
-                self._pairs, self._paired = self._pair(state), state
-            if self._pairs[0]:
-                copy_all(*self._pairs)
+                self._copies, self._paired = self._pair(state), state
+            self._copies()
             if self._quantizer is not None:
                 self._quantizer.quantize(state.holdings, measured, self.arrays, self._on_host)
             synchronize(holding.array for holding in state.holdings.values())
@@ -111,8 +110,8 @@ class Snapshot:
             self.values.update(state.values)
             self.version = version
 
-    def _pair(self, state: ModelState) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """The destinations and the sources of the copies of a model's weights."""
+    def _pair(self, state: ModelState) -> Copies:
+        """The copies of a model's weights to the snapshot."""
         copies, arrays = [], []
         for name, holding in state.holdings.items():
             if self._quantizer is not None and name in self._quantizer.names:
@@ -124,7 +123,7 @@ class Snapshot:
             self.arrays[name] = known
             copies.append(known)
             arrays.append(array)
-        return copies, arrays
+        return Copies(copies, arrays)
 
     @contextlib.contextmanager
     def sending(self, version: int) -> Iterator[None]:

@@ -12,6 +12,7 @@ from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, find_bound, load_preset, make_plan, simulate
 from reshard.cost.fluid import flow, flow_until
+from reshard.cost.inside_lower_bound import bound_inside
 from reshard.cost.latency_bounds import find_latency_bounds
 from reshard.cost.prediction import Makespan, predict_makespan
 from reshard.cost.simulator import network_of
@@ -19,6 +20,7 @@ from reshard.plan.messages import expand_messages, message_nbytes, tabulate_mess
 from reshard.plan.ordering import find_turns
 from reshard.plan.text_parser import parse_plan
 from reshard.planner.registry import STRATEGIES
+from reshard.sharding.tensor_spec import TensorSpec
 from reshard.topology.model import Host, Port
 from tests.reference.fluid import flow_python
 from tests.support.strategies_of_cases import cases
@@ -88,6 +90,29 @@ def test_messages_inside_a_host_take_its_rate_and_latency():
     assert _times(plan, inside_bytes_per_second=50.0, inside_latency_seconds=0.5) == [(0, 2.5), (2.5, 5)]
 
 
+def test_ranks_of_a_host_share_what_it_can_move():
+    """Two messages inside one host of together 200 bytes; a third one between hosts passes no such limit."""
+    lines = ["0: t0 [0:100] 0 -> 1, 0 -> 2, 0 -> 3 splits 1 window 4"]
+    plan = _plan(lines, "0*3,1*1", ("() on Mesh(0=1; ranks 0)", "() on Mesh(0=3; ranks 1-3)"))
+    rates = {"inside_bytes_per_second": 100.0, "inside_total_bytes_per_second": 80.0}
+    assert _times(plan, **rates) == [(0, 2.5), (0, 2.5), (0, 10)]
+    topology = replace(plan.topology, **rates)
+    inside = [(0, [1, 2], 2.5, "ranks of host 0 must move 200 bytes inside it and can move 80 bytes/s together")]
+    inside += [(0, [1], 1.25, "host 0 must move 100 bytes"), (3, [2], 0.0, "")]
+    for held, needed, seconds, reason in inside:
+        spec = TensorSpec((100,), "uint8", Layout(Mesh([held]), "R"), Layout(Mesh(needed), "R"))
+        found = bound_inside([spec], topology)
+        assert found[0] == seconds
+        assert reason in found[1]
+        assert find_bound([spec], topology).seconds == (seconds or 10)
+    slow = replace(topology, inside_bytes_per_second=50.0)
+    spec = TensorSpec((100,), "uint8", Layout(Mesh([0]), "R"), Layout(Mesh([1]), "R"))
+    assert bound_inside([spec], slow) == (
+        2.0,
+        "rank 1 must receive 100 bytes inside its host and can receive 50 bytes/s",
+    )
+
+
 def test_send_buffer_lets_the_next_message_start():
     """Two messages of 100 bytes with window 1: the second flows while the rest of the first is in the send buffer."""
     plan = _plan(["0: t0 [0:100] 0 -> 1, 0 -> 2 splits 1 window 1"], "0*1,1*1,2*1", ONE_TO_TWO)
@@ -138,12 +163,12 @@ def test_message_table_matches_expansion(problem, strategy):
 
 @given(
     cases(), st.sampled_from(sorted(STRATEGIES)), st.sampled_from([0.0, 1e-7, 1e-4]),
-    st.sampled_from([None, 1e8]), st.sampled_from([0, 7, 100]),
+    st.sampled_from([None, 1e8]), st.sampled_from([None, 1.5e8]), st.sampled_from([0, 7, 100]),
     st.none() | st.lists(st.lists(st.sampled_from([1e9, 5e8, 2.5e8]), min_size=1, max_size=2), min_size=4, max_size=4),
     st.booleans(), st.sampled_from([0, 0, 50, 400]),
 )  # fmt: skip
 def test_native_matches_reference_and_no_plan_beats_the_bound(
-    problem, strategy, latency, inside, buffer, rates, in_pods, burst
+    problem, strategy, latency, inside, total, buffer, rates, in_pods, burst
 ):
     shape, src, dst, topology = problem
     if rates:
@@ -153,7 +178,7 @@ def test_native_matches_reference_and_no_plan_beats_the_bound(
         )
     topology = replace(
         topology, latency_seconds=latency, inside_latency_seconds=latency / 2, turn_seconds=latency / 3,
-        inside_bytes_per_second=inside, send_buffer_bytes=buffer, burst_bytes=burst,
+        inside_bytes_per_second=inside, inside_total_bytes_per_second=total, send_buffer_bytes=buffer, burst_bytes=burst,
     )  # fmt: skip
     plan = make_plan(src, dst, shape, "float32", strategy=strategy, topology=topology, staging_bytes=2**16)
     makespan = simulate(plan).makespan_seconds

@@ -63,6 +63,7 @@ def test_measured_rates_replace_described_rates():
     found = {
         "rates": {("egress", 1, 0): 4e7, ("down", 1, 0): 3e7},
         "inside": 1e9,
+        "inside_total": 3e9,
         "latency": 1e-4,
         "inside_latency": None,
         "start": 0.008,
@@ -72,6 +73,7 @@ def test_measured_rates_replace_described_rates():
     assert measured.host(0).nics[0] == Port.of(5e7)
     assert measured.pods[1] == Port(5e7, 3e7)
     assert measured.latency_seconds == 1e-4
+    assert (measured.inside_bytes_per_second, measured.inside_total_bytes_per_second) == (1e9, 3e9)
     assert measured.start_seconds == 0.008
     shaped = measured_topology(nominal(topology), found)
     assert (shaped.send_buffer_bytes, shaped.burst_bytes) == (262144, 125358)
@@ -277,6 +279,7 @@ def test_calibrate_writes_a_topology_file(tmp_path):
     assert topology.host_of_rank == (0, 0, 1, 1)
     assert topology.latency_seconds > 0
     assert topology.nic(0).egress_bytes_per_second > 1e6
+    assert topology.inside_total_bytes_per_second > 1e6
 
 
 def test_calibrate_without_torchrun_is_refused(tmp_path, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -60,6 +62,7 @@ def test_default_latency_limits_the_number_of_messages(topology):
 @pytest.mark.parametrize("seed", range(60))
 def test_no_plan_is_faster_than_its_floors(seed):
     src, dst, shape, topology = random_problem(seed)
+    topology = replace(topology, inside_total_bytes_per_second=(None, 2e9, 3e8)[seed % 3])
     problem = PlanProblem.of([TensorSpec(shape, "float32", src, dst)], topology)
     floors = Floors(problem)
     num_receivers = (problem.receivers != NO_RANK).sum(axis=1)

@@ -47,7 +47,9 @@ def _path(plan: Plan, sender: int, receiver: int) -> dict[tuple[Any, ...], float
     a, b = topology.host_of_rank[sender], topology.host_of_rank[receiver]
     if a == b:
         rate = topology.inside_bytes_per_second or 1e18
-        return {("out of rank", sender): rate, ("into rank", receiver): rate}
+        total = topology.inside_total_bytes_per_second
+        shared = {} if total is None else {("inside", a): total}
+        return {("out of rank", sender): rate, ("into rank", receiver): rate, **shared}
     n, m = topology.nic_of_rank[sender], topology.nic_of_rank[receiver]
     ports = {
         ("out of", a, n): topology.host(a).nics[n].egress_bytes_per_second,

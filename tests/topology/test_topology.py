@@ -27,6 +27,7 @@ FILE = {
     ],
     "pods": ["1 Gbit/s", "200 Mbit/s"],
     "inside": "8 GB/s",
+    "inside_total": "20 GB/s",
     "latency_seconds": 6e-5,
 }
 
@@ -87,7 +88,8 @@ def test_json_files_set_every_part_of_a_topology(tmp_path):
     assert topology.host(1).egress_bytes_per_second == 1.75e8
     assert topology.nic(8) == Port.of(5e7)
     assert topology.pods == (Port.of(1.25e8), Port.of(2.5e7))
-    assert topology.inside_bytes_per_second == 8e9
+    assert (topology.inside_bytes_per_second, topology.inside_total_bytes_per_second) == (8e9, 2e10)
+    assert "inside a host: 8 GB/s for each rank, 20 GB/s together" in str(topology)
     assert topology.latency_seconds == 6e-5
     assert topology_from_json(json.loads(json.dumps(topology_to_json(topology)))) == topology
 
@@ -107,8 +109,9 @@ def topologies(draw):
     )
     host_of_rank = tuple(draw(st.lists(st.integers(0, num_hosts - 1), min_size=1, max_size=8)))
     nics = draw(st.none() | st.just([draw(st.integers(0, len(hosts[host].nics) - 1)) for host in host_of_rank]))
-    inside = draw(st.none() | st.floats(1e3, 1e12))
-    return Topology(host_of_rank, hosts, tuple(nics or ()), pods, inside, latency_seconds=draw(st.floats(0, 1)))
+    inside, total = draw(st.none() | st.floats(1e3, 1e12)), draw(st.none() | st.floats(1e3, 1e12))
+    rates = {"inside_bytes_per_second": inside, "inside_total_bytes_per_second": total}
+    return Topology(host_of_rank, hosts, tuple(nics or ()), pods, **rates, latency_seconds=draw(st.floats(0, 1)))
 
 
 @given(topologies(), st.integers(1, 8))

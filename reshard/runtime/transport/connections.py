@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -229,28 +229,23 @@ class GlooTransport:
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a flat buffer."""
         to = self._position[rank]
-        with _name_peer(rank, f"a message to rank {rank}"):
+        try:
             return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
+        except RuntimeError as error:
+            raise BrokenConnectionError(rank, f"cannot post a message to rank {rank}: {error}") from error
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start receiving into a flat buffer."""
         sender = self._position[rank]
-        with _name_peer(rank, f"a message from rank {rank}"):
+        try:
             return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)
+        except RuntimeError as error:
+            raise BrokenConnectionError(rank, f"cannot post a message from rank {rank}: {error}") from error
 
     def abort(self) -> None:
         """End all waits on this transport, on this rank and soon on the other ranks."""
         for group in {self._later, self._earlier}:
             abort_group(group)
-
-
-@contextlib.contextmanager
-def _name_peer(rank: int, message: str) -> Iterator[None]:
-    """Add the peer's rank to Gloo's error about a closed connection."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise BrokenConnectionError(rank, f"cannot post {message}: {error}") from error
 
 
 def abort_group(group: Any) -> None:

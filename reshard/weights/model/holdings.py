@@ -17,6 +17,8 @@ from reshard.sharding import Box, Layout, Mesh, RegionLayout, check_shape
 
 #: Values of a nested state dict that are not tensors.
 Value = bool | int | float | str | None
+#: Types of plain tensors, which are no DTensors.
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,7 @@ def _find_memory(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return type(value), value
     array, layout = value, None
-    if is_dtensor(value):
+    if type(value) not in _PLAIN and is_dtensor(value):
         array, layout = value.to_local(), (value.shape, value.placements, value.device_mesh)  # type: ignore[attr-defined]
     return type(array), array.data_ptr(), array.shape, array.stride(), array.dtype, array.device, layout
 
@@ -174,7 +176,7 @@ def _read_tensor(name: str, tensor: torch.Tensor, shard: Shard | None) -> Holdin
         boxes = (tuple((0, size) for size in shape),) if tensor.numel() else ()
     if array.is_meta:
         raise ArgumentError(f"{name!r} is on the meta device: give it memory first (model.to_empty)")
-    if type(array) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer) or array.layout is not torch.strided:
+    if type(array) not in _PLAIN or array.layout is not torch.strided:
         raise ArgumentError(f"{name!r} is a {type(array).__name__} of layout {array.layout}; weights are plain tensors")
     return Holding(array, shape, boxes)
 
