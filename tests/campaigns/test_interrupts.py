@@ -14,7 +14,7 @@ from tests.campaigns import interrupts
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        *(("reshard", 120), ("mover", 50), ("engine", 350), ("save", 900), ("load", 900)),
+        *(("reshard", 120), ("mover", 50), ("engine", 170), ("save", 900), ("load", 900)),
         *(("transfer", 1000), ("publish", 60), ("update", 35)),
     ],
 )

@@ -227,13 +227,13 @@ class GlooTransport:
         self._later, self._earlier, self._own, self._position = later, earlier, own, position
 
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start sending a flat buffer."""
+        """Start sending a contiguous tensor."""
         to = self._position[rank]
         with _name_peer(rank, f"a message to rank {rank}"):
             return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start receiving into a flat buffer."""
+        """Start receiving into a contiguous tensor."""
         sender = self._position[rank]
         with _name_peer(rank, f"a message from rank {rank}"):
             return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)
