@@ -54,6 +54,10 @@ CASES = {
     "true_profile": ("strategies.true_profile", "gain of overlapped transfers and of a true profile"),
     "balance": ("strategies.balance", "methods of the strategy search under varying memory"),
     "compare_schedules": ("training.compare_schedules", "pipeline schedules of GPT and U-Transformer"),
+    "engine_overhead": (
+        "training.engine_overhead",
+        "CPU time of the pipeline engine beside torch's runtime, on the same schedules",
+    ),
     "compression_loss": ("training.compression_loss", "loss and speed of training with codecs"),
     "grid_times": ("parallel.grid_times", "linear layers on grids beside the bound and DTensor"),
     "wire_bytes": ("parallel.wire_bytes", "bytes on the wire of grids, beside the formulas"),

@@ -150,7 +150,7 @@ class Edge:
                 f"{sorted(self.passed_on)}"
             )
 
-    @property
+    @cached_property
     def gradients(self) -> tuple[TensorSpec, ...]:
         """Gradients that a backward transfer sends, for the tensors that need one; ``src`` and ``dst`` are swapped."""
         return tuple(

@@ -182,6 +182,16 @@ class Handle:
         return self.wait(timeout_seconds)
 
 
+def result_of(handle: Handle) -> Any:
+    """As :meth:`Handle.wait`, for callers that no compiled code calls, and that publish their exceptions themselves."""
+    if type(handle) is not Handle:
+        return handle.wait()
+    handle._check_process()
+    handle._watch.done.wait()
+    handle._watch.check()
+    return handle._take_result()
+
+
 def progress_of(handle: Handle) -> Tally:
     """The progress of this rank's part of a transfer."""
     return handle._watch.tally

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from reshard.api.casts import finish_received, unfinished, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
@@ -12,8 +15,9 @@ from reshard.api.handle import Handle
 from reshard.api.lossless_mover import LosslessTransfers
 from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.opened_plan import open_plan
+from reshard.api.queued_transfers import QueuedTransfers
 from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
-from reshard.api.transfer_arrays import ArrayReader, MoverArrays
+from reshard.api.transfer_arrays import ArrayReader, MoverArrays, shard_shapes
 from reshard.coordination import Owner, find_group, publish_exceptions
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan
@@ -26,6 +30,57 @@ from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
 def _fail_interrupted(error: BaseException, args: tuple[Any, ...], _: dict[str, Any]) -> None:
     """End the transfers of a Mover on all ranks: one of them may wait for a transfer that this rank has not started."""
     fail_transfers(args[0], error)
+
+
+@dataclass(frozen=True)
+class _PlainShards:
+    """Names, and shapes and dtypes of the source and destination shards of a rank, of a plan without codecs.
+
+    A side is empty where the rank has no shards.
+    """
+
+    names: tuple[str, ...]
+    src: tuple[tuple[torch.Size, torch.dtype], ...]
+    dst: tuple[tuple[torch.Size, torch.dtype], ...]
+
+    @classmethod
+    def of(cls, plan: Plan, rank: int) -> _PlainShards | None:
+        """Those of a plan of named tensors, each of which the rank has on the same sides; None for any other."""
+        names = tuple(spec.name for spec in plan.tensors if spec.name is not None)
+        if len(names) < len(plan.tensors) or any(spec.codec is not None for spec in plan.tensors):
+            return None
+        sides = []
+        for side in ("src", "dst"):
+            shapes = shard_shapes(plan, rank, side)
+            dtypes = [getattr(torch, spec.dtype) for spec in plan.tensors]
+            found = [(torch.Size(s), d) for s, d in zip(shapes, dtypes, strict=True) if s is not None]
+            if len(found) not in (0, len(names)):
+                return None
+            sides.append(tuple(found))
+        return cls(names, *sides)
+
+    def read(self, tensors: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor] | None:
+        """The source shards in order; None if one of them is not a plain tensor of its shape and dtype on the CPU."""
+        if not self.src:
+            return None if tensors else []
+        if tensors is None or len(tensors) != len(self.names):
+            return None
+        found = []
+        for name, (shape, dtype) in zip(self.names, self.src, strict=True):
+            array: Any = tensors.get(name)
+            if (
+                type(array) is not torch.Tensor
+                or array.shape != shape
+                or array.dtype != dtype
+                or array.requires_grad
+                or not array.is_cpu
+                or array.layout is not torch.strided
+                or array.is_conj()
+                or array.is_neg()
+            ):
+                return None
+            found.append(array)
+        return found
 
 
 class Mover:
@@ -92,6 +147,9 @@ class Mover:
         if compression is not None:
             self._lossless = LosslessTransfers(agreed, compression, self._transfers.timeout_seconds, verify, both_ways)
         self._owner, self._closed = Owner(), False
+        self._plain_shards: _PlainShards | None = None
+        if isinstance(opened.transfers, QueuedTransfers) and not opened.is_copied and compression is None:
+            self._plain_shards = _PlainShards.of(plan, agreed.program.rank)
 
     @property
     def staging_allocated_bytes(self) -> int:
@@ -229,6 +287,26 @@ class Mover:
         if self.plan.tensors[0].name is None:
             return arrays[0]
         return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
+
+
+def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = None) -> Handle:
+    """As :meth:`Mover.start`, for callers that no compiled code calls, and that publish their exceptions themselves.
+
+    Args:
+        mover: moves named tensors. tensors: source shards that no unfinished transfer writes; None outside the source.
+    """
+    shards, transfers = mover._plain_shards, mover._transfers
+    sources = None if shards is None else shards.read(tensors)
+    if shards is None or sources is None or not isinstance(transfers, QueuedTransfers):
+        return mover.start(tensors)
+    mover._group.check_usable()
+    if mover._closed:
+        raise ArgumentError("this Mover is closed")
+    mover._owner.check(mover._agreed.program.rank, functools.partial(fail_transfers, mover))
+    results = [torch.empty(shape, dtype=dtype) for shape, dtype in shards.dst]
+    none: list[torch.Tensor | None] = [None] * len(shards.names)
+    received = dict(zip(shards.names, results or none, strict=True))
+    return transfers.start(sources or none, results or none, lambda: received, is_noted=False)
 
 
 def fail_transfers(mover: Mover, error: BaseException) -> ReshardError:

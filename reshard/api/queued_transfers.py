@@ -20,6 +20,7 @@ from reshard.coordination import Monitor
 from reshard.errors import VerificationError
 from reshard.forks import call_at_exit
 from reshard.runtime.cpu.coding import encoded_array
+from reshard.runtime.cpu.direct import DirectProgram, Posted, find_direct
 from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
 from reshard.runtime.cpu.progress import describe_progress
 from reshard.runtime.cpu.staging import Staging, carrier
@@ -34,22 +35,27 @@ class QueuedTransfers:
         agreed: the plan and this rank's part of it.
         is_two_way: the connections carry both directions at the same time.
         timeout_seconds: limit of each transfer. verify: compare digests after each transfer.
-        reuses_staging: take the channel's idle buffers if they are of the same plan, and return them at the end.
+        is_one_call: there is one transfer. Take the channel's idle buffers if they are of the same plan, and return
+            them at the end.
     """
 
     def __init__(
-        self, agreed: AgreedPlan, is_two_way: bool, timeout_seconds: float, verify: bool, reuses_staging: bool
+        self, agreed: AgreedPlan, is_two_way: bool, timeout_seconds: float, verify: bool, is_one_call: bool
     ) -> None:
         self._plan, self._program, self._channel = agreed.plan, agreed.program, agreed.channel
         self._group = agreed.channel.group
         self._generation, self._tag = agreed.decision.generation, agreed.call % (NOTIFY_TAG - 1)
-        self.timeout_seconds, self._verify, self._reuses_staging = timeout_seconds, verify, reuses_staging
+        self.timeout_seconds, self._verify, self._reuses_staging = timeout_seconds, verify, is_one_call
         self.transport = self._channel.transport(self._generation, is_two_way, timeout_seconds)
         self._staging = Staging(self._program, self._plan.staging_bytes)
-        if reuses_staging:
+        if is_one_call:
             idle, self._channel.idle_staging = self._channel.idle_staging, None
             if idle is not None and idle[0] == self._plan.plan_hash:
                 self._staging = idle[1]
+        self._direct: DirectProgram | None = None
+        if self.transport is not None and not verify and not is_one_call:
+            self._direct = find_direct(self._plan, self._program)
+        self._queued: Watch | None = None  # the last transfer that the thread posts
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -66,9 +72,20 @@ class QueuedTransfers:
         return self._staging.allocated_bytes
 
     def start(
-        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], finish: Callable[[], Any]
+        self,
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        finish: Callable[[], Any],
+        *,
+        is_noted: bool = True,
     ) -> Handle:
-        """Start a transfer of checked arrays. ``finish`` returns the result of the handle."""
+        """Start a transfer of checked arrays.
+
+        Args:
+            src, dst: local arrays, one per tensor; None where the rank has none.
+            finish: returns the result of the handle.
+            is_noted: whether later transfers of others are refused the memory of these arrays until the end.
+        """
         watch = Watch(self._channel, self._generation)
         handle = Handle(watch, finish)
         if self.transport is not None:
@@ -80,9 +97,31 @@ class QueuedTransfers:
             call_at_exit(_finish_all, priority=20)
             self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
             self._thread.start()
-        note_use(self._jobs, watch.done.is_set, src, dst)
-        self._jobs.put((self, watch, src, dst))
+        if is_noted:
+            note_use(self._jobs, watch.done.is_set, src, dst)
+        self._jobs.put((self, watch, src, dst, self._post(watch, src, dst)))
         return handle
+
+    def _post(
+        self, watch: Watch, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
+    ) -> Posted | Exception | None:
+        """Post all operations of a transfer that need no thread to start. The thread waits for them.
+
+        Returns:
+            The operations, or the error of posting them. None if the thread posts them: it is to run a transfer that it
+            posts itself, or they cannot all be posted at once.
+        """
+        if self._direct is None or (self._queued is not None and not self._queued.done.is_set()):
+            return None
+        if not self._direct.fits(src, dst):
+            self._queued = watch
+            return None
+        self._queued = None
+        try:
+            self._channel.check_usable(self._generation)
+            return self._direct.post(self.transport, src, dst, self._tag)  # type: ignore[arg-type]
+        except Exception as error:
+            return error
 
     def close(self) -> None:
         """End the thread after the transfers in progress. The group's connections stay open."""
@@ -92,7 +131,7 @@ class QueuedTransfers:
         if self._thread is None:
             self.transport = None
         elif self._group.pid == os.getpid():
-            self._jobs.put((self, None, None, None))
+            self._jobs.put((self, None, None, None, None))
 
     def finish(self, timeout_seconds: float | None) -> None:
         """Close, wait for transfers in progress, and abort transfers that do not end within the timeout."""
@@ -114,9 +153,16 @@ class QueuedTransfers:
             self._channel.idle_staging = self._plan.plan_hash, self._staging
 
     def run(
-        self, watch: Watch, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
+        self,
+        watch: Watch,
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        posted: Posted | Exception | None,
     ) -> threading.Event:
         """Run a transfer on the thread of the caller.
+
+        Args:
+            posted: see :meth:`_post`.
 
         Returns:
             The event that ends the watch. After an error it is set already. The caller sets it when it no longer
@@ -128,20 +174,12 @@ class QueuedTransfers:
             watch.describe = functools.partial(describe_progress, self._plan, self._program, watch.tally)
             watch.begin()
             deadline = time.monotonic() + self.timeout_seconds
-            digests = None
-            if self._verify:
-                digests, src = Digests(), list(map(encoded_array, src))
-                digests.replicas = self._hops.replicas.digest(self._program.rank, src)
-            run_program(
-                self._program,
-                self.transport,  # type: ignore[arg-type]
-                list(map(carrier, src)),
-                list(map(carrier, dst)),
-                self._staging,
-                RunOptions(tag=self._tag, deadline=deadline, check=watch.check, digests=digests, tally=watch.tally),
-            )
-            if digests is not None and self.transport is not None:
-                self._compare(digests, watch, deadline)
+            if isinstance(posted, Exception):
+                raise posted
+            if posted is not None and self._direct is not None:
+                self._direct.wait(posted, deadline, watch.check, watch.tally)
+            else:
+                self._run_program(watch, src, dst, deadline)
             watch.ended_at = time.monotonic()
         except VerificationError as error:  # every rank raises the same one, so it needs no report
             watch.stop(error)
@@ -159,6 +197,28 @@ class QueuedTransfers:
                 Monitor.of(self._group).forget(watch)
         return watch.done
 
+    def _run_program(
+        self,
+        watch: Watch,
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        deadline: float,
+    ) -> None:
+        digests = None
+        if self._verify:
+            digests, src = Digests(), list(map(encoded_array, src))
+            digests.replicas = self._hops.replicas.digest(self._program.rank, src)
+        run_program(
+            self._program,
+            self.transport,  # type: ignore[arg-type]
+            list(map(carrier, src)),
+            list(map(carrier, dst)),
+            self._staging,
+            RunOptions(tag=self._tag, deadline=deadline, check=watch.check, digests=digests, tally=watch.tally),
+        )
+        if digests is not None and self.transport is not None:
+            self._compare(digests, watch, deadline)
+
     @functools.cached_property
     def _hops(self) -> Hops:
         return Hops(self._plan)
@@ -175,12 +235,12 @@ class QueuedTransfers:
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
     """Run transfers one after another. Between them the thread holds no reference to them, so they can be freed."""
     while (job := jobs.get()) is not None:
-        transfers, watch, src, dst = job
+        transfers, watch, src, dst, posted = job
         if watch is None:
             transfers.on_thread_end()
             return
-        done = transfers.run(watch, src, dst)
-        del job, transfers, watch, src, dst
+        done = transfers.run(watch, src, dst, posted)
+        del job, transfers, watch, src, dst, posted
         done.set()
 
 

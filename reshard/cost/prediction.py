@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 from reshard.cost.fluid import TooMuchWork
 from reshard.cost.in_turn import seconds_in_turn
 from reshard.cost.simulator import Timeline, simulate_until

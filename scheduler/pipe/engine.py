@@ -20,6 +20,8 @@ from ..runtime.executor import StageTotals, Step, StepInputs
 from ..runtime.grad_sync import restore_gradients, stash_gradients
 from ..runtime.local_tensors import is_dtensor
 from ..schedules.classic import zb_h1
+from ..simulation.lower_bound import LowerBound, find_lower_bound
+from ..simulation.replay import PipelineTimeline, simulate_schedule
 from . import checkpoint
 from .dry_run import DryRun, Shard
 from .feeding import Feeder
@@ -401,11 +403,23 @@ class PipelineEngine:
         sizes = tuple(map(len, self._feeder.divide(outline.num_samples, 1)[0]))
         self._usual_num_microbatches = len(sizes)
         self._programs.find(outline, sizes, None)
+        self._usual = outline, sizes
 
     def profile(self) -> StageProfile:
         """The profile that the schedule was made for: seconds of each stage."""
         assert self._programs.profile is not None
         return self._programs.profile
+
+    def predict(self) -> tuple[PipelineTimeline, LowerBound]:
+        """The simulated step on a batch like the example, and a lower bound for every schedule of these stages."""
+        schedule, pipeline = self.schedule, self._programs.priced(*self._usual)
+        bound = find_lower_bound(
+            pipeline,
+            schedule.num_microbatches,
+            pp_rank_of_stage=schedule.pp_rank_of_stage,
+            can_split=self._can_split,
+        )
+        return simulate_schedule(schedule, pipeline), bound
 
     def measure(self, batch: Any) -> StageProfile:
         """Measure the seconds of each stage, and the bytes that it saves for the backward, in trial steps on a batch.

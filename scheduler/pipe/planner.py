@@ -129,6 +129,15 @@ class Programs:
             self._programs.popitem(last=False)[1].close()
         return program
 
+    def priced(self, outline: BatchOutline, sizes: tuple[int, ...]) -> Pipeline:
+        """The pipeline of the first of these microbatches, with the costs of its stages and of its encoded edges."""
+        assert self.profile is not None
+        topology, codecs = self._engine.topology, self._codecs.get(len(sizes), {})
+        pipeline = compress_edges(self._planner.priced(outline, sizes[0], topology, self.profile), codecs)
+        if not codecs:
+            return pipeline
+        return Pipeline(pipeline.stages, tuple(price_edge(edge, topology) for edge in pipeline.edges))
+
     def _schedule_for(self, num_microbatches: int, outline: BatchOutline, num_samples: int) -> Schedule:
         """The schedule for a number of microbatches, which the first rank builds for all."""
         if num_microbatches in self.schedules:

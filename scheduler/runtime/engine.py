@@ -235,7 +235,7 @@ class Engine:
             transfers.append(
                 StageTransfers(channels, self._group, self._timeout_seconds, device=self._device, **options)
             )
-        return Program(schedule, tuple(pipelines), tuple(transfers), tuple(used))
+        return Program.of(schedule, pipelines, transfers, used, self._group.rank, self.pp_rank, self._stages)
 
     @_ending_step
     def step(self, feed: Feed | None = None, *, loss_weights: Sequence[float] | None = None) -> Step:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections import deque
@@ -14,23 +13,23 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.gradients.sums import declared_sums
-from reshard.sharding import TensorSpec
+from reshard.runtime.cuda.stream import STREAMS
 
 from ..graph import Pipeline
-from ..ir.actions import Action, Kind, StageChannel
+from ..ir.actions import Action, Kind
 from ..ir.schedule import Schedule
 from . import torch_compat
 from .data_parallel import (
     LossShards,
     align_gradients,
     check_loss_replicas,
-    is_fsdp,
     loss_shards_of,
     reshard_parameters,
 )
 from .grad_sync import ReplicaSync, restore_gradients, stash_gradients
 from .observe import StepRecord, TransferRecord, find_observer
 from .p2p import PendingTransfer, StageTransfers
+from .rank_actions import Computation, RankActions, Transfer, compile_actions, only_forwards
 from .stage import StageRun, Tensors
 from .tied_params import TiedParameters
 from .warm_up import warm_up
@@ -85,12 +84,31 @@ class Program:
         schedule: the schedule.
         pipelines: pipelines that differ in tensor shapes only. transfers: the Movers of each pipeline.
         used: for each microbatch, the index of its pipeline in ``pipelines``.
+        actions: of this rank. forwards: those of a step without training.
     """
 
     schedule: Schedule
     pipelines: tuple[Pipeline, ...]
     transfers: tuple[StageTransfers, ...]
     used: tuple[int, ...]
+    actions: RankActions
+    forwards: RankActions
+
+    @classmethod
+    def of(
+        cls,
+        schedule: Schedule,
+        pipelines: Sequence[Pipeline],
+        transfers: Sequence[StageTransfers],
+        used: Sequence[int],
+        rank: int,
+        pp_rank: int,
+        stages: Mapping[int, StageRun],
+    ) -> Program:
+        """The program of a rank. ``rank``, ``pp_rank`` and ``stages``: see :class:`EngineState`."""
+        actions = compile_actions(schedule, pipelines, transfers, used, rank, pp_rank, stages)
+        parts = tuple(pipelines), tuple(transfers), tuple(used)
+        return cls(schedule, *parts, actions, only_forwards(actions))
 
     def close(self) -> None:
         """Close the Movers."""
@@ -152,7 +170,8 @@ class Iteration:
     def __init__(self, state: EngineState, program: Program, inputs: StepInputs) -> None:
         self.state, self.program, self.inputs = state, program, inputs
         self.schedule, self.pipeline, self.stages = program.schedule, program.pipelines[0], state.stages
-        self.pending: dict[tuple[StageChannel, int], PendingTransfer] = {}  # posted receives, and outputs not yet sent
+        self.actions = program.actions if inputs.train else program.forwards
+        self.pending: dict[int, PendingTransfer] = {}  # by slot: posted receives, and outputs not yet sent
         self.sends: deque[PendingTransfer] = deque()
         self.losses: dict[int, torch.Tensor] = {}
         self.outputs: list[tuple[int, float, torch.Tensor | None, Mapping[str, float]]] = []
@@ -161,22 +180,6 @@ class Iteration:
         self.measured = StepRecord(state.pp_rank, state.device)
         self.observe = find_observer(state.rank)
         self.doing: Action | None = None
-        self.split = {(action.stage, action.microbatch) for action in self.actions if action.kind is Kind.W}
-        self.last_backward = {
-            action.stage: action.microbatch for action in self.actions if action.kind in (Kind.B, Kind.I)
-        }
-
-    @property
-    def actions(self) -> tuple[Action, ...]:
-        """Actions of this rank, in order; without training, only forwards and their transfers."""
-        actions = self.schedule.rank_actions[self.state.pp_rank]
-        if self.inputs.train:
-            return actions
-        return tuple(
-            action
-            for action in actions
-            if (action.channel.is_forward if action.kind.is_transfer else action.kind is Kind.F)
-        )
 
     def run(self) -> Step:
         """Run the iteration. Raises what a module raises, or a ReshardError if another rank failed."""
@@ -189,12 +192,14 @@ class Iteration:
             self.warm_up()
             for replicas in self.state.replicas:
                 replicas.begin(self.check_errors)
-            for action in self.actions:
-                self.doing = action
-                if action.kind.is_transfer:
-                    self.move(action)
+            for run in self.stages.values():
+                run.begin()
+            for item in self.actions:
+                self.doing = item.action
+                if isinstance(item, Transfer):
+                    self.move(item)
                 else:
-                    self.compute(action)
+                    self.compute(item)
             self.doing = None
             for transfer in self.sends:
                 transfer.wait()
@@ -211,8 +216,9 @@ class Iteration:
                 for run in self.stages.values():
                     run.sum_declared_gradients()
                 self.state.ties.add_gradients()
-            for record in self.measured.transfers:  # on a GPU, a transfer can fail after wait() has returned
-                record.transfer.synchronize()
+            if self.state.device in STREAMS:  # a transfer can fail after wait() has returned
+                for record in self.measured.transfers:
+                    record.transfer.synchronize()
             self.measured.finish()
         finally:
             restore_gradients(stashed)
@@ -249,84 +255,74 @@ class Iteration:
         for replicas in self.state.replicas:
             replicas.check_errors()
 
-    def transfers(self, microbatch: int) -> StageTransfers:
-        """The Movers for a microbatch."""
-        return self.program.transfers[self.program.used[microbatch]]
-
-    def move(self, action: Action) -> None:
+    def move(self, item: Transfer) -> None:
         """Start this rank's part of a transfer, and wait for the transfer if the action blocks."""
         begun = self.measured.clock.now()
-        channel, microbatch = action.channel, action.microbatch
-        if action.kind.is_send:
-            output = self.pending.pop((channel, microbatch))
+        action, channel, microbatch = item.action, item.channel, item.action.microbatch
+        if item.is_send:
+            output = self.pending.pop(item.slot)
             tensors = output.wait()
-            _check_unchanged(channel, tensors, output.versions)
             with self.observe("send over", channel, microbatch):
-                transfer = self.transfers(microbatch).send(channel, tensors)
+                transfer = item.transfers.send(channel, tensors)
             transfer.computed_at = output.computed_at
-            transfer.check_at_end(lambda: _check_unchanged(channel, tensors, output.versions))
+            transfer.check_at_end(channel, tensors, output.versions)
             self.sends.append(transfer)
             while self.sends and self.sends[0].is_done():
                 self.sends.popleft().take()
         else:
             with self.observe("receive over", channel, microbatch):
-                transfer = self.transfers(microbatch).recv(channel)
-            self.pending[channel, microbatch] = transfer
-        self.measured.transfers.append(TransferRecord(channel, microbatch, action.kind.is_send, transfer))
+                transfer = item.transfers.recv(channel)
+            self.pending[item.slot] = transfer
+        self.measured.transfers.append(TransferRecord(channel, microbatch, item.is_send, transfer))
         if action.blocks:
             with self.observe("wait for", channel, microbatch):
                 transfer.wait()
             self.measured.note(action, begun, begun)
 
-    def compute(self, action: Action) -> None:
+    def compute(self, item: Computation) -> None:
         """Wait for the inputs of a computation, then run it."""
+        action, run, now = item.action, item.run, self.measured.clock.now
         stage, microbatch = action.stage, action.microbatch
-        since = self.measured.clock.now()
+        since = begun = now()
         if action.kind is Kind.W:
-            begun = since
             with self.observe("weight gradients of", stage, microbatch):
-                self.stages[stage].finish(microbatch)
+                run.finish(microbatch)
         elif action.kind is Kind.F:
-            received = self.collect(stage, microbatch, is_forward=True)
-            begun = self.measured.clock.now()
+            received = self.collect(item)
+            begun = now()
             with self.observe("forward of", stage, microbatch):
-                self.forward(stage, microbatch, received)
+                self.forward(item, received)
         else:
-            received = self.collect(stage, microbatch, is_forward=False)
-            begun = self.measured.clock.now()
+            received = self.collect(item)
+            begun = now()
             weight, scale = self.weights.pop((stage, microbatch), 0.0), self.inputs.scale
             weight = weight / loss_shards_of(stage, self.state.num_loss_shards) if scale is None else weight * scale
-            is_last = self.last_backward[stage] == microbatch
             with self.observe("backward of" if action.kind is Kind.B else "input gradients of", stage, microbatch):
-                gradients = self.stages[stage].backward(microbatch, received, weight, is_last=is_last)
-            self.pass_on(stage, microbatch, gradients, is_forward=False)
+                gradients = run.backward(microbatch, received, weight, is_last=item.is_last)
+            self.pass_on(item, gradients)
         self.measured.note(action, since, begun)
 
-    def forward(self, stage: int, microbatch: int, received: Mapping[int, Tensors]) -> None:
+    def forward(self, item: Computation, received: Mapping[int, Tensors]) -> None:
         """Run one forward, check its outputs, and pass them on."""
-        run = self.stages[stage]
-        train = self.inputs.train
-        is_split = (stage, microbatch) in self.split
-        pipeline = self.program.pipelines[self.program.used[microbatch]]
-        expected = {edge.dst: edge.tensors for edge in pipeline.edges if edge.src == stage}
-        if self.is_empty(stage, microbatch, expected):
-            sent = run.skip(microbatch, received, expected, is_split=is_split)
+        run, stage, microbatch = item.run, item.action.stage, item.action.microbatch
+        train, is_split = self.inputs.train, item.is_split
+        if self.is_empty(item):
+            sent = run.skip(microbatch, received, item.sent.tensors, is_split=is_split)
         else:
-            fillers = expected if (stage, microbatch) in self.inputs.fillers else None
+            fillers = item.sent.tensors if (stage, microbatch) in self.inputs.fillers else None
             fed = self.inputs.feed[stage][microbatch]
             sent = run.forward(microbatch, received, fed, train=train, is_split=is_split, without_samples=fillers)
             self.take_loss(stage, microbatch)
-        run.check_sizes(microbatch, sent, expected)
+        run.check_sizes(microbatch, sent, item.sent)
         if not train:
             run.drop(microbatch)
-        self.pass_on(stage, microbatch, sent, is_forward=True)
+        self.pass_on(item, sent)
 
-    def is_empty(self, stage: int, microbatch: int, expected: Mapping[int, tuple[TensorSpec, ...]]) -> bool:
+    def is_empty(self, item: Computation) -> bool:
         """Whether this replica has no pp ranks of a microbatch, and need not run for collectives of FSDP."""
-        if self.inputs.scale is None or self.inputs.weights[microbatch] or is_fsdp(self.stages[stage].module):
+        if self.inputs.scale is None or self.inputs.weights[item.action.microbatch]:
             return False
-        shapes = [spec.src_shards.local_shape(self.state.rank) for specs in expected.values() for spec in specs]
-        return not any(map(math.prod, shapes))
+        return item.sent.are_empty and not item.run.is_fsdp
 
     def take_loss(self, stage: int, microbatch: int) -> None:
         """Keep the loss and the metrics of a forward. Raises ArgumentError if a loss is missing or a weight unused."""
@@ -352,37 +348,22 @@ class Iteration:
                 check_loss_replicas(stage, run.module, self.state.num_loss_shards, mesh.size)
             self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
 
-    def collect(self, stage: int, microbatch: int, *, is_forward: bool) -> dict[int, Tensors]:
+    def collect(self, item: Computation) -> dict[int, Tensors]:
         """Wait for the inputs of a computation, and return them by the stage that sends them."""
-        others = self.pipeline.inputs[stage] if is_forward else self.pipeline.outputs[stage]
         found = {}
-        for other in others:
-            channel = StageChannel(other, stage, is_forward)
-            transfer = self.pending.pop((channel, microbatch))
-            with self.observe("wait for", channel, microbatch):
-                found[other] = transfer.take()
+        for port in item.inputs:
+            transfer = self.pending.pop(port.slot)
+            with self.observe("wait for", port.channel, item.action.microbatch):
+                found[port.other] = transfer.take()
         return found
 
-    def pass_on(self, stage: int, microbatch: int, sent: Mapping[int, Tensors], *, is_forward: bool) -> None:
+    def pass_on(self, item: Computation, sent: Mapping[int, Tensors]) -> None:
         """Keep the outputs of a computation until they are sent. Pass them at once to stages of the same pp rank."""
         now = self.measured.clock.now()
-        for other, tensors in sent.items():
-            channel = StageChannel(stage, other, is_forward)
+        for port in item.outputs:
+            tensors = sent[port.other]
             versions = {name: torch_compat.version_of(array) for name, array in tensors.items()}
-            if self.schedule.pp_rank_of_stage[other] == self.state.pp_rank:
-                transfer = self.transfers(microbatch).send(channel, tensors)
-                transfer.check_at_end(functools.partial(_check_unchanged, channel, tensors, versions))
-            else:
-                transfer = PendingTransfer(None, tensors)
-                transfer.versions = versions
+            transfer = item.transfers.send(port.channel, tensors) if port.is_local else PendingTransfer(None, tensors)
+            transfer.check_at_end(port.channel, tensors, versions)
             transfer.computed_at = now
-            self.pending[channel, microbatch] = transfer
-
-
-def _check_unchanged(channel: StageChannel, tensors: Tensors, versions: Mapping[str, int]) -> None:
-    for name, version in versions.items():
-        if torch_compat.version_of(tensors[name]) != version:
-            raise ArgumentError(
-                f"stage {channel.sender} changed {name!r} in place after returning it, so stage {channel.receiver} may "
-                "have received either value; return a copy"
-            )
+            self.pending[port.slot] = transfer

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -81,8 +81,7 @@ def name_action(error: BaseException, doing: Action | None, schedule: str, rank:
     return RemoteError(f"rank {rank} {where}: {type(error).__name__}: {error}")
 
 
-@dataclass(frozen=True)
-class ActionRecord:
+class ActionRecord(NamedTuple):
     """Times of an action by this rank's clock. The rank waited from ``since`` to ``start``."""
 
     action: Action
@@ -91,8 +90,7 @@ class ActionRecord:
     end: float
 
 
-@dataclass(frozen=True)
-class TransferRecord:
+class TransferRecord(NamedTuple):
     """The end of a transfer on this rank."""
 
     channel: StageChannel

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from reshard.api.handle import Handle
-from reshard.api.mover import Mover, check_transfers, fail_transfers
+from reshard.api.handle import Handle, result_of
+from reshard.api.mover import Mover, check_transfers, fail_transfers, start_checked
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
 from reshard.plan import Plan
@@ -22,6 +22,7 @@ from reshard.topology import Topology
 from ..costs import plan_encoded
 from ..graph import Edge, Pipeline
 from ..ir.actions import StageChannel
+from . import torch_compat
 
 Tensors = dict[str, torch.Tensor]
 
@@ -104,15 +105,32 @@ class PendingTransfer:
         versions: in-place version counter of each tensor at that time.
     """
 
+    __slots__ = ("_channel", "_checked", "_tensors", "computed_at", "handle", "versions")
+
     def __init__(self, handle: Handle | None, tensors: Mapping[str, torch.Tensor | None] | None = None) -> None:
         self.handle, self._tensors = handle, tensors
         self.computed_at: Any = None
-        self.versions: dict[str, int] = {}
-        self._check: Callable[[], None] | None = None
+        self.versions: Mapping[str, int] = {}
+        self._channel: StageChannel | None = None
+        self._checked: Tensors = {}
 
-    def check_at_end(self, check: Callable[[], None]) -> None:
-        """Let :meth:`wait` call ``check`` once, after the transfer."""
-        self._check = check
+    def check_at_end(self, channel: StageChannel, tensors: Tensors, versions: Mapping[str, int]) -> None:
+        """Let :meth:`wait` call :meth:`check` once, after the transfer.
+
+        Args:
+            channel: of the transfer. tensors: the tensors that it sends. versions: see the attribute.
+        """
+        self._channel, self._checked, self.versions = channel, tensors, versions
+
+    def check(self) -> None:
+        """Raise ArgumentError if a tensor that this rank sends has changed in place since it was computed."""
+        for name, tensor in self._checked.items():
+            if torch_compat.version_of(tensor) != self.versions[name]:
+                assert self._channel is not None
+                raise ArgumentError(
+                    f"stage {self._channel.sender} changed {name!r} in place after returning it, so stage "
+                    f"{self._channel.receiver} may have received either value; return a copy"
+                )
 
     def is_done(self) -> bool:
         """Whether :meth:`wait` would return without blocking."""
@@ -120,10 +138,10 @@ class PendingTransfer:
 
     def wait(self) -> dict[str, Any]:
         """Wait for the transfer, and return the tensors that this rank received."""
-        received = None if self.handle is None else self.handle.wait()
-        if self._check is not None:
-            self._check()
-            self._check = None
+        received = None if self.handle is None else result_of(self.handle)
+        if self._checked:
+            self.check()
+            self._checked = {}
         return dict(self._tensors if self._tensors is not None else received or {})
 
     def take(self) -> dict[str, Any]:
@@ -183,7 +201,7 @@ class StageTransfers:
             return PendingTransfer(None, tensors)
         if self._signal_only:
             tensors = {name: array.new_ones(1) for name, array in tensors.items()}
-        return PendingTransfer(mover.start(tensors))
+        return PendingTransfer(start_checked(mover, tensors))
 
     def recv(self, channel: StageChannel) -> PendingTransfer:
         """Start to receive the tensors of one microbatch."""
@@ -199,7 +217,7 @@ class StageTransfers:
                 )
                 for spec in self._plans[channel].tensors
             }
-        return PendingTransfer(mover.start(), self._zeros.get(channel))
+        return PendingTransfer(start_checked(mover), self._zeros.get(channel))
 
     def check_errors(self) -> None:
         """Raise the first error that another rank reported, if any."""

@@ -51,7 +51,35 @@ class StageOutput(NamedTuple):
     weight: Any = None
 
 
-@dataclass
+@dataclass(frozen=True)
+class SentShards:
+    """The local shards that a stage sends after a forward on one rank.
+
+    Attributes:
+        tensors: ``{stage: tensors}`` of the outgoing edges.
+        shapes: of each stage, the spec, the name, the shape and the dtype of each shard.
+        are_empty: whether no shard has an element.
+    """
+
+    tensors: Mapping[int, tuple[TensorSpec, ...]]
+    shapes: Mapping[int, tuple[tuple[TensorSpec, str, torch.Size, torch.dtype], ...]]
+    are_empty: bool
+
+    @classmethod
+    def of(cls, pipeline: Pipeline, stage: int, rank: int) -> SentShards:
+        """Those of a stage of a pipeline on a rank."""
+        tensors = {edge.dst: edge.tensors for edge in pipeline.edges if edge.src == stage}
+        shapes = {
+            dst: tuple(
+                (spec, str(spec.name), torch.Size(spec.src_shards.local_shape(rank)), getattr(torch, spec.dtype))
+                for spec in specs
+            )
+            for dst, specs in tensors.items()
+        }
+        return cls(tensors, shapes, not any(size.numel() for shards in shapes.values() for _, _, size, _ in shards))
+
+
+@dataclass(slots=True)
 class _Microbatch:
     """A microbatch between its forward and the end of its backward.
 
@@ -59,7 +87,7 @@ class _Microbatch:
         leaves: inputs from other stages, as leaves of the autograd graph.
         sent: outputs for each later stage, with their autograd graph.
         loss: with its autograd graph. metrics: numbers. weight: of the loss and the metrics, if the module returns one.
-        is_split: whether the backward has two passes. weight_grads: the deferred weight-gradient pass.
+        weight_grads: the deferred weight-gradient pass; None unless the backward has two passes.
     """
 
     leaves: Tensors
@@ -67,8 +95,7 @@ class _Microbatch:
     loss: torch.Tensor | None
     metrics: dict[str, float] = field(default_factory=dict)
     weight: float | None = None
-    is_split: bool = False
-    weight_grads: WeightGradStore = field(default_factory=lambda: WeightGradStore([]))
+    weight_grads: WeightGradStore | None = None
 
 
 class StageRun:
@@ -80,6 +107,9 @@ class StageRun:
         pipeline: gives the edges of the stage.
         rank: this rank.
         autocast: device type and dtype of ``torch.autocast`` in the forward; None: no autocast.
+
+    Attributes:
+        is_fsdp: whether FSDP shards parameters of the module.
 
     Raises:
         ArgumentError: the module cannot run in a pipeline.
@@ -98,10 +128,19 @@ class StageRun:
         self.autocast = functools.partial(torch.autocast, *autocast) if autocast else contextlib.nullcontext
         self._incoming = [edge for edge in pipeline.edges if edge.dst == stage]
         self._outgoing = [edge for edge in pipeline.edges if edge.src == stage]
+        self._with_gradient = {edge.src: tuple(str(spec.name) for spec in edge.gradients) for edge in self._incoming}
+        self._returns_gradients = any(self._with_gradient.values())
+        self._buffers: list[Mapping[str, torch.Tensor | None]] = []
+        self._parameters: list[torch.Tensor] = []
         self._in_flight: dict[int, _Microbatch] = {}
         self._checked_names: set[str] | None = None
         self._num_sums = 0
-        self._is_fsdp = is_fsdp(module)
+        self.is_fsdp = is_fsdp(module)
+
+    def begin(self) -> None:
+        """Before the actions of a step, note where the module has its buffers and its parameters."""
+        self._buffers = [torch_compat.held_tensors(module)[1] for module in self.module.modules()]
+        self._parameters = list(self.module.parameters())
 
     def forward(
         self,
@@ -129,16 +168,15 @@ class StageRun:
                 invalid.
         """
         leaves: Tensors = {}
-        for edge in self._incoming:
-            with_gradient = {spec.name for spec in edge.gradients}
-            for name, array in received[edge.src].items():
+        for src, with_gradient in self._with_gradient.items():
+            for name, array in received[src].items():
                 leaves[name] = array.detach().requires_grad_(train and name in with_gradient)
         duplicates = leaves.keys() & fed.keys()
         if duplicates:
             raise ArgumentError(f"stage {self.stage} receives {sorted(duplicates)} from another stage and from feed")
         self._check_call({*leaves, *fed})
-        live = _Microbatch(leaves, {}, None, is_split=is_split)
-        defer = live.weight_grads if train and is_split else contextlib.nullcontext()
+        live = _Microbatch(leaves, {}, None, weight_grads=WeightGradStore([]) if train and is_split else None)
+        defer = live.weight_grads or contextlib.nullcontext()
         versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
         with no_grad_sync(self.module), torch.set_grad_enabled(train), self.autocast(), defer:
             inputs = (
@@ -182,8 +220,14 @@ class StageRun:
         """The outputs without their graph. A buffer is copied, because the next forward may change it."""
         if not outputs:
             return {}
-        buffers = [array for array in self.module.buffers() if not is_dtensor(array)]
-        storages = {array.untyped_storage().data_ptr() for array in buffers if array.layout is torch.strided}
+        buffers = [array for held in self._buffers if held for array in held.values() if array is not None]
+        storages = {
+            array.untyped_storage().data_ptr()
+            for array in buffers
+            if array.layout is torch.strided and not is_dtensor(array)
+        }
+        if not storages:
+            return {dst: {name: array.detach() for name, array in sent.items()} for dst, sent in outputs.items()}
 
         def plain(array: torch.Tensor) -> torch.Tensor:
             detached = array.detach()
@@ -203,7 +247,9 @@ class StageRun:
         samples.
         """
         leaves = {name: array for arrays in received.values() for name, array in arrays.items()}
-        self._in_flight[microbatch] = _Microbatch(leaves, {}, None, is_split=is_split)
+        self._in_flight[microbatch] = _Microbatch(
+            leaves, {}, None, weight_grads=WeightGradStore([]) if is_split else None
+        )
         device = next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
         def empty(spec: TensorSpec) -> torch.Tensor:
@@ -256,18 +302,28 @@ class StageRun:
 
     def _check_gradients(self, live: _Microbatch) -> None:
         """Raise ArgumentError if a backward would not reach parameters or inputs that need gradients."""
+        missing = next(
+            (
+                (edge, spec)
+                for edge in self._outgoing
+                for spec in edge.gradients
+                if not live.sent[edge.dst][str(spec.name)].requires_grad
+            ),
+            None,
+        )
+        is_loss_detached = live.loss is not None and not live.loss.requires_grad
+        if missing is None and not is_loss_detached:
+            return
         is_trainable = any(parameter.requires_grad for parameter in self.module.parameters())
         if not is_trainable and not any(leaf.requires_grad for leaf in live.leaves.values()):
             return
-        if live.loss is not None and not live.loss.requires_grad:
+        if missing is None or is_loss_detached:
             raise ArgumentError(f"the loss of stage {self.stage} has no gradient: was it detached?")
-        for edge in self._outgoing:
-            for spec in edge.gradients:
-                if not live.sent[edge.dst][str(spec.name)].requires_grad:
-                    raise ArgumentError(
-                        f"stage {self.stage} gives {spec.name!r} without a gradient: was it detached? If it needs "
-                        f"none, name it in without_gradient of edge {edge.src} -> {edge.dst}"
-                    )
+        edge, spec = missing
+        raise ArgumentError(
+            f"stage {self.stage} gives {spec.name!r} without a gradient: was it detached? If it needs "
+            f"none, name it in without_gradient of edge {edge.src} -> {edge.dst}"
+        )
 
     def loss_of(self, microbatch: int) -> tuple[torch.Tensor | None, dict[str, float], float | None]:
         """The detached loss, the metrics and their weight of a microbatch in flight; None if absent."""
@@ -300,20 +356,21 @@ class StageRun:
         if live.loss is not None and live.loss.requires_grad and starts_backward(live.loss, loss_weight, roots):
             roots.append(live.loss)
             root_gradients.append(torch.full_like(live.loss, loss_weight))
-        if self._is_fsdp:
+        if self.is_fsdp:
             prepare_backward(self.module, is_last=is_last)
         if roots:
             with no_grad_sync(self.module):
                 torch.autograd.backward(roots, root_gradients)
         in_use: set[int] = set()
-        if live.weight_grads.held or any(edge.gradients for edge in self._incoming):
-            in_use = self._unshare_parameter_gradients(live.weight_grads.held)
-        to_send = {}
-        for edge in self._incoming:
-            leaves = {str(spec.name): live.leaves[str(spec.name)] for spec in edge.gradients}
-            to_send[edge.src] = {name: _gradient_of(leaf, in_use) for name, leaf in leaves.items()}
+        held = [] if live.weight_grads is None else live.weight_grads.held
+        if held or self._returns_gradients:
+            in_use = self._unshare_parameter_gradients(held)
+        to_send = {
+            src: {name: _gradient_of(live.leaves[name], in_use) for name in names}
+            for src, names in self._with_gradient.items()
+        }
         live.leaves, live.sent, live.loss = {}, {}, None
-        if not live.is_split:
+        if live.weight_grads is None:
             del self._in_flight[microbatch]
         return to_send
 
@@ -328,19 +385,21 @@ class StageRun:
         """
         held_storages = {_storage_address(item) for item in held}
         in_use = set()
-        for parameter in self.module.parameters():
+        for parameter in self.module.parameters() if self.is_fsdp else self._parameters:
             gradient = parameter.grad
             if gradient is None or gradient.layout is not torch.strided:
                 continue
-            if _storage_address(gradient) in held_storages:
+            if held_storages and _storage_address(gradient) in held_storages:
                 gradient = parameter.grad = gradient.clone()
             in_use.add(_storage_address(gradient))
         return in_use
 
     def finish(self, microbatch: int) -> None:
         """Run the deferred weight-gradient pass of a microbatch."""
+        store = self._in_flight.pop(microbatch).weight_grads
+        assert store is not None
         with no_grad_sync(self.module):
-            self._in_flight.pop(microbatch).weight_grads.finish()
+            store.finish()
 
     def sum_declared_gradients(self) -> None:
         """After the last backward, sum the declared gradients. Every ``CHECK_EVERY`` steps, also compare replicas."""
@@ -350,7 +409,8 @@ class StageRun:
     def forget(self) -> None:
         """After a failed step, drop its microbatches in flight."""
         for live in self._in_flight.values():
-            live.weight_grads.forget()
+            if live.weight_grads is not None:
+                live.weight_grads.forget()
         self._in_flight.clear()
         mark_failed(self.module)
 
@@ -382,18 +442,15 @@ class StageRun:
             check_movable(selected[name], f"{name!r} of stage {self.stage}", self._rank)
         return selected
 
-    def check_sizes(
-        self, microbatch: int, sent: Mapping[int, Tensors], tensors_of: Mapping[int, tuple[TensorSpec, ...]]
-    ) -> None:
+    def check_sizes(self, microbatch: int, sent: Mapping[int, Tensors], expected: SentShards) -> None:
         """Raise ArgumentError unless outputs have the dtypes and local shapes that the edges expect on this rank."""
-        for dst, tensors in tensors_of.items():
-            for spec in tensors:
-                array = sent[dst][str(spec.name)]
-                expected = list(spec.src_shards.local_shape(self._rank))
-                if list(array.shape) != expected or dtype_name(array.dtype) != spec.dtype:
+        for dst, shards in expected.shapes.items():
+            for spec, name, shape, dtype in shards:
+                array = sent[dst][name]
+                if array.shape != shape or array.dtype != dtype:
                     raise ArgumentError(
                         f"stage {self.stage} gives {spec.name!r} as {dtype_name(array.dtype)} {list(array.shape)}; "
-                        f"the edge to stage {dst} says {spec.dtype} {expected} on rank {self._rank} (microbatch "
+                        f"the edge to stage {dst} says {spec.dtype} {list(shape)} on rank {self._rank} (microbatch "
                         f"{microbatch}; a smaller last microbatch needs last_pipeline)"
                     )
 

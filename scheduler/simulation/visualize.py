@@ -11,8 +11,9 @@ from ..ir.actions import Kind
 from ..ir.schedule import Schedule
 from .replay import PipelineTimeline
 
-_COLOURS = {Kind.F: "#4c8bd6", Kind.B: "#d98a3d", Kind.I: "#d98a3d", Kind.W: "#8bb56a"}
-_WAIT = "#c9c9c9"
+#: Colour of each kind of computation, and of exposed communication.
+COLOURS = {Kind.F: "#4c8bd6", Kind.B: "#d98a3d", Kind.I: "#d98a3d", Kind.W: "#8bb56a"}
+WAIT = "#c9c9c9"
 _WIDTH, _ROW_HEIGHT, _LEFT_MARGIN = 1200, 22, 70  # in SVG units
 
 
@@ -89,12 +90,12 @@ def to_svg(schedule: Schedule, timeline: PipelineTimeline) -> str:
         y = _ROW_HEIGHT * span.pp_rank + 3
         if span.exposed_seconds:
             x = _LEFT_MARGIN + (span.start - span.exposed_seconds) * scale
-            lines.append(_box(x, y, span.exposed_seconds * scale, _WAIT, f"{span.action} waits"))
+            lines.append(_box(x, y, span.exposed_seconds * scale, WAIT, f"{span.action} waits"))
         if span.action.kind.is_transfer:
             continue
         x, width = _LEFT_MARGIN + span.start * scale, (span.end - span.start) * scale
         lines.append(
-            _box(x, y, width, _COLOURS[span.action.kind], f"{span.action}: {span.start:.4g} to {span.end:.4g} s")
+            _box(x, y, width, COLOURS[span.action.kind], f"{span.action}: {span.start:.4g} to {span.end:.4g} s")
         )
         if width > 14:
             lines.append(

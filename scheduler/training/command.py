@@ -121,6 +121,12 @@ def _add_reports(add: Callable[..., Any]) -> None:
     add("--eval-batches", type=int, default=1, metavar="N", help="batches of an evaluation (default: 1)")
     add("--checkpoint", metavar="PATH", help="save here at the end (default with --resume: PRESET.checkpoint)")
     add("--save-every", type=int, default=0, metavar="N", help="also save every N steps")
+    add(
+        "--report",
+        metavar="PATH",
+        help="folder for losses.csv, pictures of the losses and of the schedule, and a Chrome trace of the last "
+        "reported step, or none (default: PRESET.report)",
+    )
     add("--dump-tensors", metavar="PATH", help="save tensors of three steps here, for reshard profile-compression")
     add("--resume", action="store_true", help="continue from the checkpoint, if there is one, and save at the end")
     add(
@@ -220,6 +226,7 @@ def make_job(options: argparse.Namespace, preset: Preset, stages: str) -> Job:
         trust_pickle=options.trust_pickle,
         training_plan=training_plan,
         dump=options.dump_tensors,
+        report=None if options.report == "none" else options.report or f"{options.preset}.report",
     )
 
 

@@ -230,10 +230,9 @@ def _train_on_ray(job: Job, wanted: str, options: SearchOptions | None) -> Train
     if wanted == "cuda" and num_gpus < num_ranks:
         raise ArgumentError(f"--device cuda needs {num_ranks} GPUs in the Ray cluster, which has {num_gpus}")
     device = "cuda" if wanted != "cpu" and num_gpus >= num_ranks else "cpu"
-    data, checkpoint, dump = (
-        None if path is None else str(Path(path).absolute()) for path in (job.data, job.checkpoint, job.dump)
-    )
-    job = replace(job, device=device, data=data, checkpoint=checkpoint, dump=dump)
+    paths = {name: getattr(job, name) for name in ("data", "checkpoint", "dump", "report")}
+    paths = {name: None if path is None else str(Path(path).absolute()) for name, path in paths.items()}
+    job = replace(job, device=device, **paths)
     gpus = 1.0 if device == "cuda" else 0.0
     if options is not None:
         shape, function = ((1, num_ranks), tune_training_plan) if options.measures else ((1, 1), _search_on_actor)

@@ -15,16 +15,20 @@ from reshard.compression import parse_policy
 from reshard.errors import ArgumentError
 
 from ..autoparallel import TrainingPlan
+from ..ir.schedule import Schedule
 from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
 from ..schedules.auto import auto_schedule
 from ..schedules.classic import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
+from ..simulation.lower_bound import LowerBound
+from ..simulation.replay import PipelineTimeline
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
 from .dump import TensorDump, dumped_steps
 from .models.making import find_cuts, layer_paths, make_model
 from .models.presets import GPTConfig, Preset
 from .progress import Progress
+from .report import Report
 
 SCHEDULES: Mapping[str, Callable[..., Any]] = {
     "auto": auto_schedule,
@@ -58,6 +62,7 @@ class Job:
         resume: continue from the newest checkpoint there, if there is one. trust_pickle: even if it is pickled.
         training_plan: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
         dump: folder for tensors of some steps; None: save none.
+        report: folder for the losses, a trace and pictures; None: write none.
     """
 
     name: str
@@ -79,6 +84,7 @@ class Job:
     resume: bool = False
     trust_pickle: bool = False
     dump: str | None = None
+    report: str | None = None
     training_plan: TrainingPlan | None = None
 
     @property
@@ -125,9 +131,14 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
         if job.resume:
             start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
-        with progress:
+        report = Report(job.report, start) if job.report is not None and rank == 0 else None
+        measured = None
+        with progress, report or contextlib.nullcontext():
             if engine.compression:
                 progress.note(engine.compression)
+            if rank == 0:
+                predicted, bound = engine.predict()
+                progress.note(describe_prediction(engine.schedule, predicted, bound))
             for step, batch in zip(range(start, job.steps), loader, strict=False):
                 caught = dump if dump is not None and step in dumped_steps(job.steps) else None
                 with contextlib.nullcontext() if caught is None else caught.catch_activations():
@@ -145,14 +156,30 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
                 optimizer.zero_grad()
                 losses.append(result.loss)
                 progress.advance(step, result, norm)
+                measured = result.timeline or measured
+                if report is not None:
+                    report.add(step + 1, loss=result.loss)
                 if job.eval_every and (step + 1) % job.eval_every == 0 and step + 1 < job.steps:
-                    progress.note(f"step {step + 1}: held-out loss {_evaluate(engine, job, held_out, device):.4f}")
+                    loss = _evaluate(engine, job, held_out, device)
+                    progress.note(f"step {step + 1}: held-out loss {loss:.4f}")
+                    if report is not None:
+                        report.add(step + 1, held_out=loss)
                 is_due = step + 1 == job.steps or (job.save_every and (step + 1) % job.save_every == 0)
                 if folder and is_due:
                     engine.save(folder, optimizer, rates, loader, step + 1)
             final = _evaluate(engine, job, held_out, device)
             progress.note(f"step {max(start, job.steps)}: held-out loss {final:.4f}")
+            if report is not None:
+                report.add(max(start, job.steps), held_out=final)
+                progress.note(report.finish(job.name, engine.schedule, measured, predicted))
     return TrainResult(start, tuple(losses), final, tuple(skipped))
+
+
+def describe_prediction(schedule: Schedule, predicted: PipelineTimeline, bound: LowerBound) -> str:
+    """The schedule, its simulated step time, and the lower bound, as text."""
+    seconds = predicted.makespan_seconds
+    over = f", {seconds / bound.seconds:.3f} times the" if bound.seconds else "; the"
+    return f"schedule {schedule.name}: predicted step {seconds:.4g} s{over} lower bound of all schedules, {bound}"
 
 
 def make_pipe(job: Job) -> Pipe:

@@ -14,7 +14,7 @@ from tests.campaigns import interrupts
 @pytest.mark.parametrize(
     ("kind", "every"),
     [
-        *(("reshard", 120), ("mover", 50), ("engine", 350), ("transfer", 1000)),
+        *(("reshard", 120), ("mover", 50), ("engine", 170), ("transfer", 1000)),
         *(
             pytest.param(kind, every, marks=pytest.mark.nightly)
             for kind, every in (("save", 900), ("load", 900), ("publish", 60), ("update", 35))

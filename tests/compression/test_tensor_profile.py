@@ -69,6 +69,7 @@ def test_training_with_the_recommended_policy_loses_nothing(tmp_path, capfd):
 
     command = ["train", "gpt3-125m", "--shrink", "12", "--meshes", "1x1,2x1", "--steps", "200", "--batch", "16"]
     command += ["--microbatches", "2", "--sequence", "64", "--log-every", "1000", "--eval-batches", "16"]
+    command += ["--report", str(tmp_path / "report")]
     dump = str(tmp_path / "dump")
     raw = train("--dump-tensors", dump)
     assert main(["profile-compression", dump]) == 0

@@ -88,6 +88,15 @@ class Owner:
         Args:
             fail: publishes the error; returns the one to raise.
         """
+        self.check(rank, fail)
+        self._is_starting = True
+        try:
+            yield
+        finally:
+            self._is_starting = False
+
+    def check(self, rank: int, fail: Callable[[ReshardError], ReshardError]) -> None:
+        """Refuse a start as :meth:`starting` does, for a start that cannot be interrupted by another one."""
         try:
             self._check_thread(rank)
             if self._is_starting:
@@ -97,11 +106,6 @@ class Owner:
                 )
         except ArgumentError as error:
             raise fail(error) from None
-        self._is_starting = True
-        try:
-            yield
-        finally:
-            self._is_starting = False
 
     def _check_thread(self, rank: int) -> None:
         current = threading.current_thread()

@@ -227,7 +227,7 @@ class GlooTransport:
         self._later, self._earlier, self._own, self._position = later, earlier, own, position
 
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start sending a flat buffer."""
+        """Start sending a contiguous tensor."""
         to = self._position[rank]
         try:
             return (self._later if to > self._own else self._earlier).send([buffer], to, tag)
@@ -235,7 +235,7 @@ class GlooTransport:
             raise BrokenConnectionError(rank, f"cannot post a message to rank {rank}: {error}") from error
 
     def recv(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
-        """Start receiving into a flat buffer."""
+        """Start receiving into a contiguous tensor."""
         sender = self._position[rank]
         try:
             return (self._later if sender < self._own else self._earlier).recv([buffer], sender, tag)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from reshard.cli.main import main
+from reshard.scheduler.training.report import read_losses
 
 SMALL = ["--shrink", "24", "--batch", "8", "--microbatches", "4", "--log-every", "2"]
 
@@ -31,6 +34,10 @@ def test_trains_in_local_processes_and_resumes(capfd, tmp_path, monkeypatch):
     assert "continuing at step 2" in shown.err
     assert "0 -> 1 activations: " in shown.err
     assert "gpt3-125m/24 on 1x1,2x1, steps 2 to 4: loss 5." in shown.out
+    predicted, bound = map(float, re.search(r"predicted step (\S+) s, .* schedules, (\S+) s", shown.err).groups())
+    assert 0 < bound <= predicted * 1.001
+    assert [step for step, _ in read_losses("gpt3-125m.report").training] == [1, 2, 3, 4]
+    assert json.loads((tmp_path / "gpt3-125m.report" / "trace.json").read_text())["traceEvents"]
 
 
 @pytest.mark.slow

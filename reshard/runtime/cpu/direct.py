@@ -1,0 +1,127 @@
+"""Programs of a few small messages, each one run of bytes of an array. The thread that starts one posts all of it.
+
+Such a program needs no staging, waits for no event of its own or of another rank, and forwards nothing. So all of its
+operations can start at once, and only their ends need a thread. Posting does not block, and operations of a pair of
+ranks are posted in plan order, as :mod:`reshard.runtime.cpu.executor` posts them, so one end of a message may be posted
+here and the other there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from reshard.plan import Plan
+from reshard.runtime.array_bytes import flat_bytes
+from reshard.runtime.byte_runs import box_span
+from reshard.runtime.cpu.progress import Tally
+from reshard.runtime.cpu.staging import carrier
+from reshard.runtime.program import RankProgram, Recv, Send
+from reshard.runtime.transport import Transport, Work, wait_for
+
+#: Most bytes that a rank sends and receives in such a program. A larger one costs the thread that starts it more time
+#: in copies to the socket than another thread costs.
+DIRECT_BYTES = 2**18
+#: Most messages of such a program in one direction.
+DIRECT_MESSAGES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Operation:
+    """One message: bytes ``start`` to ``stop`` of array number ``tensor``. ``span`` is None if that is all of it."""
+
+    tensor: int
+    span: tuple[int, int] | None
+    nbytes: int
+    peer: int
+    what: str
+    is_recv: bool
+
+
+#: The operations that were posted, each with its work.
+Posted = list[tuple[_Operation, Work]]
+
+
+class DirectProgram:
+    """A rank's part of a plan that is posted at once. :func:`find_direct` makes it.
+
+    Args:
+        recvs, sends: the operations, in plan order.
+    """
+
+    def __init__(self, rank: int, recvs: Sequence[_Operation], sends: Sequence[_Operation]) -> None:
+        self._rank, self._recvs, self._sends = rank, tuple(recvs), tuple(sends)
+
+    def fits(self, src: Sequence[Any], dst: Sequence[Any]) -> bool:
+        """Whether the bytes of each message are contiguous in these arrays."""
+        return all(_is_plain(dst[item.tensor]) for item in self._recvs) and all(
+            _is_plain(src[item.tensor]) for item in self._sends
+        )
+
+    def post(self, transport: Transport, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor], tag: int) -> Posted:
+        """Post all operations, receives first."""
+        posted = [(item, transport.recv(_part(dst, item), item.peer, tag)) for item in self._recvs]
+        posted += [(item, transport.send(_part(src, item), item.peer, tag)) for item in self._sends]
+        return posted
+
+    def wait(self, posted: Posted, deadline: float, check: Callable[[], None], tally: Tally) -> None:
+        """Wait for all operations. Arguments and errors: see :func:`reshard.runtime.cpu.executor.run_program`."""
+        tally.copied = True
+        for item, work in posted:
+            wait_for(work, deadline, check, self._rank, item.peer, item.what)
+            if item.is_recv:
+                tally.received += 1
+                tally.received_bytes += item.nbytes
+
+
+def _is_plain(array: Any) -> bool:
+    return isinstance(array, torch.Tensor) and array.is_contiguous()
+
+
+def _part(arrays: Sequence[torch.Tensor], item: _Operation) -> torch.Tensor:
+    array = arrays[item.tensor]
+    return array if item.span is None else flat_bytes(carrier(array))[item.span[0] : item.span[1]]
+
+
+def find_direct(plan: Plan, program: RankProgram) -> DirectProgram | None:
+    """The program as one that is posted at once; None if it cannot be."""
+    sends = sorted((*program.sends_across, *program.sends_inside), key=lambda op: op.id)
+    every: list[Recv | Send] = [*program.recvs, *sends]
+    if program.copies or program.awaited or program.notify or any(spec.codec is not None for spec in plan.tensors):
+        return None
+    if max(len(program.recvs), len(sends)) > DIRECT_MESSAGES:
+        return None
+    if sum(op.nbytes for op in every) > DIRECT_BYTES:
+        return None
+    found = [_find_operation(plan, program, op) for op in every]
+    operations = [item for item in found if item is not None]
+    if len(operations) < len(found):
+        return None
+    recvs = [item for item in operations if item.is_recv]
+    return DirectProgram(program.rank, recvs, [item for item in operations if not item.is_recv])
+
+
+def _find_operation(plan: Plan, program: RankProgram, op: Recv | Send) -> _Operation | None:
+    """The operation of a message; None if its bytes are not one run, or it waits for another one."""
+    is_recv = isinstance(op, Recv)
+    if op.waits or len(op.boxes) > 1 or (isinstance(op, Send) and op.forwards is not None):
+        return None
+    if isinstance(op, Recv) and (op.is_relay or op.num_forwards):
+        return None
+    box = op.boxes[0]
+    shape = (program.dst_shapes if is_recv else program.src_shapes)[box.tensor]
+    slices = box.dst if is_recv else box.src
+    assert shape is not None and slices is not None
+    itemsize = plan.tensors[box.tensor].itemsize
+    span = box_span(shape, itemsize, slices)
+    if span is None:
+        return None
+    total = itemsize
+    for size in shape:
+        total *= size
+    peer = op.sender if isinstance(op, Recv) else op.receiver
+    what = f"message {op.id} {'from' if is_recv else 'to'} rank {peer}"
+    return _Operation(box.tensor, None if span == (0, total) else span, op.nbytes, peer, what, is_recv)

@@ -1,0 +1,70 @@
+"""Small contiguous messages are posted by the thread that starts a transfer, in order with those of other threads."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reshard import Layout, Mesh, Mover
+from reshard.api.mover import start_checked
+from reshard.planner import plan_tensors
+from reshard.runtime.cpu.direct import DIRECT_BYTES, find_direct
+from reshard.runtime.program import build_program
+from reshard.sharding import TensorSpec
+from reshard.testing import run_processes
+
+
+def make_plan(shape, src="R R", dst="R R", src_ranks=(0,), dst_ranks=(1,)):
+    return plan_tensors([TensorSpec(shape, "float32", Layout(Mesh(src_ranks), src), Layout(Mesh(dst_ranks), dst), "x")])
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks"),
+    [
+        (make_plan((4, 8)), {0, 1}),
+        (make_plan((4, 8), dst="S0 R", dst_ranks=(1, 2)), {0, 1, 2}),  # parts of the source, each one run
+        (make_plan((4, 8), dst="R S0", dst_ranks=(1, 2)), {1, 2}),  # columns: the sender packs them
+        (make_plan((DIRECT_BYTES // 16, 8)), set()),  # too large
+        (make_plan((4, 8), dst_ranks=(0, 1)), {1}),  # rank 0 also copies inside
+    ],
+)
+def test_only_small_programs_of_contiguous_messages_are_direct(plan, ranks):
+    assert {rank for rank in plan.ranks if find_direct(plan, build_program(plan, rank)) is not None} == ranks
+
+
+def move_in_turns(rank):
+    """Send 0, 1, 2, ... by starts that post at once, and by starts whose source is not contiguous, in turns."""
+    plan = make_plan((4, 8))
+    with Mover(plan, timeout_seconds=30) as mover:
+        handles = []
+        for number in range(9):
+            if rank:
+                handles.append(start_checked(mover))
+                continue
+            source = torch.full((4, 8), float(number)) + torch.arange(8.0)
+            if number % 3 == 1:
+                source = source.t().contiguous().t()
+            handles.append(start_checked(mover, {"x": source}) if number % 2 else mover.start({"x": source}))
+        return [handle.wait()["x"] for handle in handles]
+
+
+def test_transfers_keep_their_order_whoever_posts_them():
+    sent, received = run_processes(move_in_turns, 2)
+    assert sent == [None] * 9
+    for number, array in enumerate(received):
+        assert torch.equal(array, torch.full((4, 8), float(number)) + torch.arange(8.0))
+
+
+def start_wrong(rank):
+    plan = make_plan((4, 8))
+    with Mover(plan, timeout_seconds=30) as mover:
+        with pytest.raises(Exception) as caught:
+            start_checked(mover, None if rank else {"x": torch.zeros(4, 7)}).wait()
+        return str(caught.value)
+
+
+def test_a_checked_start_refuses_a_wrong_shape_on_all_ranks():
+    assert all(
+        "float32 [4, 7], but its shard in the source is float32 [4, 8]" in text
+        for text in run_processes(start_wrong, 2)
+    )

@@ -1,0 +1,70 @@
+"""The report of a training run: the same after a kill, and useful without matplotlib."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from reshard.errors import ArgumentError
+from reshard.scheduler import Pipeline, one_f_one_b, simulate_schedule
+from reshard.scheduler.training.report import Report, read_losses
+
+PIPELINE = Pipeline.of_costs([1.0, 2.0], [2.0, 3.0], [0.5])
+SCHEDULE = one_f_one_b(PIPELINE, 4)
+
+
+def write_steps(report, first, last):
+    for step in range(first, last + 1):
+        report.add(step, loss=5.0 / step + 1e-17)
+        if step % 4 == 0:
+            report.add(step, held_out=6.0 / step)
+
+
+def finish(report, is_measured=True):
+    timeline = simulate_schedule(SCHEDULE, PIPELINE)
+    return report.finish("run", SCHEDULE, timeline if is_measured else None, timeline)
+
+
+def kill_and_continue(folder):
+    """Write 9 steps and half a line, with the last checkpoint after step 6; then continue to step 12."""
+    with Report(folder, 0) as report:
+        write_steps(report, 1, 9)
+    with (folder / "losses.csv").open("a") as file:
+        file.write("1")
+    report = Report(folder, 6)
+    write_steps(report, 7, 12)
+    return report
+
+
+def test_a_killed_run_leaves_the_losses_of_a_whole_one_without_matplotlib(tmp_path, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    whole, killed = Report(tmp_path / "whole", 0), kill_and_continue(tmp_path / "killed")
+    write_steps(whole, 1, 12)
+    assert "losses.csv, trace.json; no pictures, which need matplotlib: pip install 'reshard[train]'" in finish(whole)
+    assert finish(killed, is_measured=False).endswith("killed: losses.csv; no pictures, which need matplotlib: "
+                                                      "pip install 'reshard[train]'")  # fmt: skip
+    assert (tmp_path / "whole/losses.csv").read_bytes() == (tmp_path / "killed/losses.csv").read_bytes()
+    losses = read_losses(tmp_path / "killed")
+    assert losses.training == tuple((step, 5.0 / step + 1e-17) for step in range(1, 13))
+    assert losses.held_out == ((4, 1.5), (8, 0.75), (12, 0.5))
+
+
+def test_a_file_that_is_no_report_is_refused(tmp_path):
+    (tmp_path / "losses.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(ArgumentError, match=r"losses.csv has the columns a, b, not step, loss, held_out: move it away"):
+        Report(tmp_path, 3)
+    with pytest.raises(ArgumentError, match="cannot write the report"):
+        Report(tmp_path / "losses.csv", 0)
+
+
+@pytest.mark.integration
+def test_a_killed_run_draws_the_pictures_of_a_whole_one(tmp_path):
+    pytest.importorskip("matplotlib")
+    whole, killed = Report(tmp_path / "whole", 0), kill_and_continue(tmp_path / "killed")
+    write_steps(whole, 1, 12)
+    for report in (whole, killed):
+        assert finish(report).endswith("losses.csv, trace.json, losses.png, schedule.png")
+    for name in ("losses.png", "schedule.png"):
+        picture = (tmp_path / "whole" / name).read_bytes()
+        assert picture.startswith(b"\x89PNG") and picture == (tmp_path / "killed" / name).read_bytes()
