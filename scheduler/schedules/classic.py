@@ -91,9 +91,10 @@ def warmup_order(warmups: Sequence[int], num_microbatches: int) -> list[list[Act
 
 
 def _stage_order(stage: int, num_warmup: int, deferred: int | None, num_microbatches: int) -> list[Action]:
-    kinds = (Kind.F, Kind.B) if deferred is None else (Kind.F, Kind.I, Kind.W)
-    forwards, backwards, *weights = ([Action(kind, stage, nth) for nth in range(num_microbatches)] for kind in kinds)
-    return alternate(forwards, backwards, num_warmup - 1, *weights, deferred=deferred or 0)
+    is_whole = deferred is None
+    kinds = (Kind.F, Kind.B if is_whole else Kind.I, Kind.W)
+    forwards, backwards, weights = ([Action(kind, stage, nth) for nth in range(num_microbatches)] for kind in kinds)
+    return alternate(forwards, backwards, num_warmup - 1, () if is_whole else weights, deferred or 0)
 
 
 def from_warmups(name: str, pipeline: Pipeline, num_microbatches: int, warmups: Sequence[int]) -> Schedule:
