@@ -187,5 +187,8 @@ def test_optional_codecs_that_no_engine_runs_exclude_no_part():
     links = replace(Topology.uniform((0, 1, 2), 1e8), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))
     raw = SearchProblem(GRAPH, Cluster(links, 1e9), FAST, 32, microbatch_counts=(1,))
     encoded = raw.changed(compression=Policy(dp="int8x128"))
-    searched = [{part.ranks for part in _search_parts(_Part((), problem))} for problem in (raw, encoded)]
+    searched = [
+        {part.ranks for part in _search_parts(_Part((), problem), lambda done, step: None)}
+        for problem in (raw, encoded)
+    ]
     assert (1, 2) in searched[0] & searched[1]
