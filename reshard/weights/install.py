@@ -173,7 +173,7 @@ def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
 
 
 def _is_cast(array: torch.Tensor, arrived: torch.Tensor) -> bool:
-    """Whether an array holds the bits of another one in its dtype. Compares a few rows at a time, in the same memory."""
+    """Whether an array holds the bits of another one in its dtype. Compares a few rows at a time, in one memory."""
     if not array.ndim:
         array, arrived = array[None], arrived[None]
     rows = max(1, _CAST_ELEMENTS // max(1, array[:1].numel()))
