@@ -5,6 +5,7 @@ from __future__ import annotations
 import colorsys
 import math
 from collections.abc import Sequence
+from functools import singledispatch
 from html import escape
 
 #: All rules begin with ``.reshard``, so that a drawing changes nothing else in a notebook.
@@ -38,6 +39,21 @@ body.reshard { min-height: 100vh; }
 .reshard table { border-collapse: collapse; font-size: 13px; }
 .reshard td, .reshard th { padding: 0.15em 0.6em; text-align: right; border: 1px solid var(--line); font-weight: 400; }
 """
+
+
+@singledispatch
+def draw(value: object) -> str | None:
+    """The drawing of a value for a notebook, as HTML, which a drawing module registers for its class; else None."""
+    return None
+
+
+class Drawn:
+    """A value that notebooks show as its drawing."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        return draw(self)
 
 
 def draw_fragment(body: str, style: str = "") -> str:

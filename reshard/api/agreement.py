@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard import __version__
-from reshard.api.casts import check_cast, warn_of_float8
+from reshard.api.arrays.casts import check_cast, warn_of_float8
+from reshard.api.arrays.memory_in_use import check_unused
+from reshard.api.arrays.tensor_checks import (
+    check_base,
+    check_movable,
+    check_no_aliasing,
+    detach_source,
+    wait_for_collective,
+)
 from reshard.api.inputs import Inputs, Item
-from reshard.api.memory_in_use import check_unused
 from reshard.api.option_checks import check_compression, check_on_loss, check_verify, needs_cpu
 from reshard.api.options import TransferOptions, is_fault_tolerant
-from reshard.api.tensor_checks import check_base, check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.transfer_arrays import copy_to_host
 from reshard.codecs import codec_name, find_codec, is_lossless
 from reshard.coordination import (

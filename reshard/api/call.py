@@ -12,10 +12,10 @@ import functools
 from typing import Any, Unpack
 
 from reshard.api.agreement import agree
+from reshard.api.arrays.memory_in_use import note_wait
 from reshard.api.handle import Handle
 from reshard.api.inputs import find_members, leave_call_of_arguments, read_inputs
 from reshard.api.lossless_call import PreparedBuckets, prepare_buckets, sends_buckets, start_lossless
-from reshard.api.memory_in_use import note_wait
 from reshard.api.options import TransferOptions, is_fault_tolerant, read_options, shows_options
 from reshard.api.prepare import Prepared, prepare
 from reshard.api.start import start_plain, start_recovery

@@ -8,7 +8,7 @@ import logging
 import torch
 
 from reshard.api.agreement import Agreement
-from reshard.api.casts import encode_source
+from reshard.api.arrays.casts import encode_source
 from reshard.api.options import is_fault_tolerant
 from reshard.codecs import ErrorSums
 from reshard.coordination import Channel, Decision, Request, describe_error, gather_reports, rebuild_error

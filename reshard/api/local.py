@@ -227,7 +227,7 @@ def _reshard_one(
         _check_values(shards, "shards")
     dtype = dtype_on_wire = dtype_name(next(iter(shards.values())).dtype)
     if dst_dtype is not None:
-        from reshard.api.casts import check_cast, warn_of_float8, wire_dtype  # imports torch
+        from reshard.api.arrays.casts import check_cast, warn_of_float8, wire_dtype  # imports torch
 
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, what)
@@ -346,7 +346,7 @@ def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:
         if not is_tensor and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
             raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
         if is_tensor:
-            from reshard.api.tensor_checks import check_dense  # imports torch
+            from reshard.api.arrays.tensor_checks import check_dense  # imports torch
 
             if hasattr(array, "device_mesh"):
                 raise ArgumentError(f"rank {rank} holds a DTensor; pass its to_local(), which is the shard of one rank")

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from reshard.api.casts import finish_received, unfinished, wire_source, wire_target
-from reshard.api.dtensors import is_dtensor
+from reshard.api.arrays.casts import finish_received, unfinished, wire_source, wire_target
+from reshard.api.arrays.dtensors import is_dtensor
+from reshard.api.arrays.memory_in_use import check_unused, note_wait
+from reshard.api.arrays.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.handle import Handle
 from reshard.api.lossless_mover import LosslessTransfers
-from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.opened_plan import open_plan
 from reshard.api.queued_transfers import QueuedTransfers
-from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.transfer_arrays import ArrayReader, MoverArrays, shard_shapes
 from reshard.coordination import Owner, find_group, publish_exceptions
 from reshard.errors import ArgumentError, ReshardError

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import EXIT_SECONDS, Handle, Watch
-from reshard.api.memory_in_use import note_use
 from reshard.coordination import Monitor
 from reshard.errors import VerificationError
 from reshard.forks import call_at_exit

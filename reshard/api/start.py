@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.casts import unfinished
+from reshard.api.arrays.casts import unfinished
+from reshard.api.arrays.memory_in_use import note_wait
 from reshard.api.handle import Handle, Watch
-from reshard.api.memory_in_use import note_wait
 from reshard.api.opened_plan import open_transfers
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.prepare import Prepared

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.api.dtensors import is_dtensor
-from reshard.api.tensor_checks import DEVICE_TYPES, has_overlapping_elements
+from reshard.api.arrays.dtensors import is_dtensor
+from reshard.api.arrays.tensor_checks import DEVICE_TYPES, has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts

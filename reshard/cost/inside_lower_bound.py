@@ -16,8 +16,8 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
     """Seconds that no plan without relays can beat, and the rank or host that sets them, in words.
 
     Without relays, such a region reaches each rank of the host that lacks it inside this host. The seconds are the
-    larger of the bytes that reach a rank over ``inside_bytes_per_second``, and of those that reach all ranks of a host
-    over ``inside_total_bytes_per_second``; 0 where the topology has no such rate.
+    larger of the bytes that reach a rank over ``inside_bytes_per_second``, and of the bytes that reach all ranks of a
+    host over ``inside_total_bytes_per_second``; 0 where the topology has no such rate.
     """
     of_rank, total = topology.inside_bytes_per_second, topology.inside_total_bytes_per_second
     if of_rank is None and total is None:

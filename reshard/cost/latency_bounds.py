@@ -80,7 +80,7 @@ def _bounds_of_rotation(plan: RotationPlan) -> LatencyBounds:
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The traffic between hosts, and the rates of those that take part.
+    """The traffic between hosts, and the rates of the hosts that take part.
 
     Attributes:
         traffic: bytes and unit tasks by holders and destinations. pods: the same of pods; None without pods.
@@ -189,7 +189,7 @@ class _Exchange:
     """Loads of senders and receivers, each as a mean over their ports, and the parts that one host sends to one other.
 
     Attributes:
-        out, into: mean seconds of bytes of the hosts that send and of those that receive.
+        out, into: mean seconds of bytes of the sending and of the receiving hosts.
         num_senders, num_receivers: how many they are.
         part, hold, count: ``(kinds,)`` bytes of a part, seconds that a message holds its sender's port, how many parts.
         relay_out, relay_into: ``(hosts,)`` seconds for each byte that a host relays, at the ports that count.

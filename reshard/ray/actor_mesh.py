@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from reshard.api.tensor_checks import check_movable
+from reshard.api.arrays.tensor_checks import check_movable
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.formatting import brief

@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
-from reshard.drawing import draw_fragment, draw_keys
+from reshard.drawing import draw, draw_fragment, draw_keys
 from reshard.formatting import count_of
 
 from .actions import Action, Kind
-
-if TYPE_CHECKING:
-    from .schedule import Schedule
+from .schedule import Schedule
 
 #: Most actions and pp ranks that are drawn; of longer schedules, the first microbatches and pp ranks are.
 MAX_ACTIONS, MAX_PP_RANKS = 1000, 64
@@ -49,6 +46,7 @@ class Piece:
     text: str
 
 
+@draw.register(Schedule)
 def draw_schedule(schedule: Schedule) -> str:
     """A schedule for a notebook, without costs: a forward takes one unit of time, a whole backward two.
 

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from reshard.arguments import check_arguments
+from reshard.drawing import Drawn
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.formatting import brief
 
@@ -31,7 +32,7 @@ _IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Drawn):
     """The actions of each pp rank, in order.
 
     Attributes:
@@ -172,11 +173,6 @@ class Schedule:
             f"{pp_rank}: {' '.join(map(str, actions))}".rstrip() for pp_rank, actions in enumerate(self.rank_actions)
         ]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        from .drawing import draw_schedule  # which only notebooks need
-
-        return draw_schedule(self)
 
 
 def check_fits(schedule: object, pipeline: object) -> None:

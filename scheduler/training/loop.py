@@ -114,13 +114,8 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     loader, held_out = make_loaders(job)
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     torch.manual_seed(job.seed)
-    options: dict[str, Any] = {}
-    if job.training_plan is None:
-        options = {"num_microbatches": job.preset.num_microbatches, "schedule": SCHEDULES[job.schedule]}
-    if job.compression is not None:
-        options["compression"] = parse_policy(job.compression)
     with show_elapsed("measuring the stages", show=shows and rank == 0):
-        engine = make_pipe(job).compile(_move(loader.batch(0), device), device=device, **options)
+        engine = _compile_engine(job, _move(loader.batch(0), device), device)
     optimizer = make_optimizer(engine.param_groups(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
     folder = job.checkpoint or ""
@@ -173,6 +168,16 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
                 report.add(max(start, job.steps), held_out=final)
                 progress.note(report.finish(job.name, engine.schedule, measured, predicted))
     return TrainResult(start, tuple(losses), final, tuple(skipped))
+
+
+def _compile_engine(job: Job, batch: Any, device: torch.device) -> PipelineEngine:
+    """The engine of a job, for batches of this shape."""
+    options: dict[str, Any] = {}
+    if job.training_plan is None:
+        options = {"num_microbatches": job.preset.num_microbatches, "schedule": SCHEDULES[job.schedule]}
+    if job.compression is not None:
+        options["compression"] = parse_policy(job.compression)
+    return make_pipe(job).compile(batch, device=device, **options)
 
 
 def describe_prediction(schedule: Schedule, predicted: PipelineTimeline, bound: LowerBound) -> str:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.api.tensor_checks import DEVICE_TYPES, Place
+from reshard.api.arrays.tensor_checks import DEVICE_TYPES, Place
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
