@@ -73,8 +73,16 @@ def test_the_readme_plan_is_what_the_command_prints(capsys):
     assert capsys.readouterr().out == expected
 
 
+#: Pages whose code takes more than ten seconds of CPU time.
+_LONG = {"elastic"}
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.nightly] if page.stem in _LONG else []) for page in PAGES[1:]],
+    ids=lambda page: page.stem,
+)
 def test_code_on_the_pages_runs(page):
     for block in _blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {})
