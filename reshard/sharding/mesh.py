@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ArgumentError, MeshError, ReshardError
-from reshard.formatting import brief, count_of, format_ranks
+from reshard.formatting import brief, count_of, did_you_mean, format_ranks
 
 _AXIS = re.compile(r"[A-Za-z0-9_.]+\Z")
 #: Bounds the size of arrays that are indexed by rank.
@@ -160,7 +160,8 @@ class Mesh:
     def axis_size(self, axis: str) -> int:
         """The size of one axis."""
         if not isinstance(axis, str) or axis not in self.axes:
-            raise MeshError(f"no axis {brief(axis)} in {self}; its axes are {', '.join(self.axes) or 'none'}")
+            meant = did_you_mean(axis, self.axes)
+            raise MeshError(f"no axis {brief(axis)} in {self}; its axes are {', '.join(self.axes) or 'none'}{meant}")
         return self.sizes[self.axes.index(axis)]
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Mesh:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ReshardError, TopologyError
-from reshard.formatting import brief
+from reshard.formatting import brief, did_you_mean
 from reshard.topology.model import (
     MAX_HOSTS,
     MAX_RANKS,
@@ -288,7 +288,8 @@ def parse_rate(value: Any) -> float:
 def _check_keys(data: dict[Any, Any], known: set[str], what: str) -> None:
     unknown = sorted(map(str, set(data) - known))
     if unknown:
-        raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}")
+        meant = did_you_mean(unknown[0], known)
+        raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}{meant}")
 
 
 def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:

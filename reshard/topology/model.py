@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from reshard.arguments import check_arguments
-from reshard.codecs import find_block_codec
+from reshard.codecs import BLOCK_CODECS, find_block_codec
 from reshard.errors import ArgumentError, TopologyError
-from reshard.formatting import brief, count_of, format_rate
+from reshard.formatting import brief, count_of, did_you_mean, format_rate
 from reshard.sharding import MAX_RANK, check_integer
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
@@ -111,7 +111,7 @@ class CodecRate:
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, str) or find_block_codec(self.codec) is None:
-            raise TopologyError(f"there is no block codec {brief(self.codec)}")
+            raise TopologyError(f"there is no block codec {brief(self.codec)}{did_you_mean(self.codec, BLOCK_CODECS)}")
         for name in ("encode_bytes_per_second", "decode_bytes_per_second"):
             object.__setattr__(self, name, check_rate(getattr(self, name), name))
 

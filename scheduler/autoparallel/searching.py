@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import did_you_mean
 
 from .choosing import choose
 from .costs.layer_costs import StateBytes
@@ -136,7 +137,8 @@ def make_problem(
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {value!r:.100}")
     unknown = [name for name in keep if name not in KEPT]
     if unknown:
-        raise ArgumentError(f"keep names {unknown[0]!r}; it can fix {', '.join(KEPT)}")
+        meant = did_you_mean(unknown[0], KEPT)
+        raise ArgumentError(f"keep names {unknown[0]!r}; it can fix {', '.join(KEPT)}{meant}")
     if "zero" in keep:
         rules = replace(rules, zero=(keep["zero"],))
     if "recompute" in keep:
