@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 from reshard.cli.main import main
+from reshard.errors import ArgumentError
+from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.testing import run_processes
 
 #: Imported here once, so that forked processes need not import them.
@@ -73,8 +75,16 @@ def test_the_readme_plan_is_what_the_command_prints(capsys):
     assert capsys.readouterr().out == expected
 
 
+#: Pages whose code takes more than ten seconds of CPU time.
+_LONG = {"elastic"}
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.nightly] if page.stem in _LONG else []) for page in PAGES[1:]],
+    ids=lambda page: page.stem,
+)
 def test_code_on_the_pages_runs(page):
     for block in _blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {})
@@ -158,3 +168,33 @@ def test_examples_in_docstrings_run():
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed
+
+
+def _cells(text, header):
+    """The rows of the table with this first line, as lists of cells."""
+    table = text.split(header, 1)[1].split("\n\n", 1)[0].splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+
+
+def test_every_strategy_is_in_the_help_and_in_the_table_of_the_docs(monkeypatch, capsys):
+    table = _cells((ROOT / "docs" / "concepts.md").read_text(), "| name | what it does |")
+    names = {name for cell, *_ in table[:-1] for name in re.findall(r"`(\w+)`", cell)}
+    assert names == set(STRATEGIES), "docs/concepts.md"
+    monkeypatch.setitem(STRATEGIES, "brand_new", STRATEGIES["send_recv"])
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "brand_new" in capsys.readouterr().out
+    with pytest.raises(ArgumentError, match="did you mean 'brand_new'"):
+        find_strategy("brand_mew")
+
+
+def test_contributing_names_the_tests_of_every_package():
+    table = _cells((ROOT / "CONTRIBUTING.md").read_text(), "| package | its tests |")
+    packages = {name for cell, _ in table for name in re.findall(r"`(?:reshard)?\.(\w+)`", cell)}
+    folders = {path.parent.name for path in (ROOT / "reshard").glob("*/__init__.py")}
+    assert packages == folders | {"scheduler"}
+    for _, tests in table:
+        for path in re.findall(r"`(tests/[^`]+)`", tests):
+            assert (ROOT / path).exists(), path
+    named = re.findall(r"\.(\w+)`", table[0][0])
+    assert all((ROOT / "tests" / name).is_dir() for name in named)

@@ -137,7 +137,9 @@ def _check_local(arguments: list[tuple[str, str]], tensors: dict[str, TensorRequ
     topology = options["topology"]
     arguments.append(("the version of reshard", __version__))
     arguments.append(("the size of the group", str(group.size)))
-    arguments.append(("the tensors", ", ".join(repr(item.name) for item in items)))
+    named = ", ".join(repr(item.name) for item in items if item.name)
+    unnamed = "one without a name; a rank without shards of named tensors passes {name: None}"
+    arguments.append(("the tensors", named or unnamed))
     arguments.extend(_describe_option(name, value) for name, value in options.items() if name not in LOCAL_OPTIONS)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
