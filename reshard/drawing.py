@@ -72,7 +72,7 @@ def draw_page(title: str, body: str, style: str = "") -> str:
 
 
 def draw_image(svg: str) -> str:
-    """An SVG of a page as a file of its own."""
+    """An SVG of a page as a separate file."""
     head, _, rest = svg.partition(">")
     return f"{head} class='reshard' style='background: var(--bg)'><style>{_STYLE}</style>{rest}"
 

@@ -111,9 +111,10 @@ class QueuedTransfers:
             The operations, or the error of posting them. None if the thread posts them: it is to run a transfer that it
             posts itself, or they cannot all be posted at once.
         """
-        if self._direct is None or (self._queued is not None and not self._queued.done.is_set()):
+        if self._direct is None:
             return None
-        if not self._direct.fits(src, dst):
+        is_behind = self._queued is not None and not self._queued.done.is_set()
+        if is_behind or not self._direct.fits(src, dst):
             self._queued = watch
             return None
         self._queued = None

@@ -28,6 +28,7 @@ from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
 from reshard.coordination.decide import missing_error
+from reshard.coordination.groups.joining import check_claims
 from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
@@ -41,7 +42,6 @@ from reshard.coordination.liveness.call_sequence import (
     record_abandoned_call,
     report_error,
 )  # fmt: skip
-from reshard.coordination.liveness.claims import check_claims
 from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss, explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor
 from reshard.coordination.liveness.membership import (

@@ -19,8 +19,7 @@ from ..ir.schedule import Schedule
 from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
-from ..schedules.auto import auto_schedule
-from ..schedules.classic import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
+from ..schedules.builders import BUILDERS
 from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
@@ -30,14 +29,6 @@ from .models.presets import GPTConfig, Preset
 from .progress import Progress
 from .report import Report
 
-SCHEDULES: Mapping[str, Callable[..., Any]] = {
-    "auto": auto_schedule,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "eager": eager_1f1b,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-}
 #: The learning rate ends at this share of its peak.
 MIN_RATE = 0.1
 #: AdamW of the GPT-3 paper: its betas, its weight decay, and the largest norm of the gradients.
@@ -174,7 +165,7 @@ def _compile_engine(job: Job, batch: Any, device: torch.device) -> PipelineEngin
     """The engine of a job, for batches of this shape."""
     options: dict[str, Any] = {}
     if job.training_plan is None:
-        options = {"num_microbatches": job.preset.num_microbatches, "schedule": SCHEDULES[job.schedule]}
+        options = {"num_microbatches": job.preset.num_microbatches, "schedule": BUILDERS[job.schedule]}
     if job.compression is not None:
         options["compression"] = parse_policy(job.compression)
     return make_pipe(job).compile(batch, device=device, **options)

@@ -10,9 +10,9 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from reshard.coordination.groups.joining import read_claim_error
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
-from reshard.coordination.liveness.claims import read_claim_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.presence import Presence
 from reshard.coordination.liveness.status import (

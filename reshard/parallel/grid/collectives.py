@@ -55,7 +55,7 @@ class Axis:
         self.failures = Failures() if failures is None else failures
         self._explain: Explain = self._describe if explain is None else explain
         #: Two levels, if :meth:`split_by_host` found that they help.
-        self.levels: TwoLevelAxis | None = None
+        self.levels: TwoLevelAxis[Axis] | None = None
         #: Where the ranks move CPU tensors if all are on one host.
         self._memory: SharedMemory | None = None
         self._for_sums: Axis | None = None
