@@ -13,22 +13,14 @@ from reshard.coordination.groups.messages import (
     name_rank,
     rebuild_error,
 )
-from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
-from reshard.formatting import describe_ranks, format_ranks
+from reshard.errors import ArgumentError, DisagreementError, ReshardError
+from reshard.formatting import describe_ranks
 from reshard.plan import Plan
 from reshard.sharding import AnyLayout, cut_shards, find_global_shape, find_minority
 from reshard.topology import topology_to_json
 
 #: Maximum number of characters of an argument in an error text.
 MAX_VALUE_TEXT = 240
-
-
-def missing_error(missing: Sequence[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:
-    """The error of a round that some members missed."""
-    return (
-        TransferTimeoutError.__name__,
-        f"{describe_ranks(missing)} did not call within {timeout_seconds:g} s; ranks {format_ranks(members)} take part",
-    )
 
 
 def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Decision:

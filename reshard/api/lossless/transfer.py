@@ -25,6 +25,7 @@ from reshard.coordination import (
     gather_reports,
     rebuild_error,
 )
+from reshard.coordination.liveness.lost_ranks import ranks_lost_with_regions
 from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
@@ -215,14 +216,7 @@ class LosslessTransfer:
         """The error that no surviving rank holds some buckets, which the ranks in ``needed`` lack."""
         lost, ranks = sorted(self.lost), sorted(needed)
         names = sorted({repr(each.tensor) for bucket in gone for each in bucket.regions if each.tensor})
-        return RankLostError(
-            f"{describe_ranks(lost)} {'are' if len(lost) > 1 else 'is'} lost, and with "
-            f"{'them' if len(lost) > 1 else 'it'} regions of {', '.join(names) or 'the tensor'}: "
-            f"{describe_ranks(ranks)} still need{'s' * (len(ranks) == 1)} them and no surviving rank holds them; "
-            f"{self._kept}",
-            lost,
-            names,
-        )
+        return ranks_lost_with_regions(lost, names, ranks, self._kept)
 
     def explain(self, error: ReshardError) -> ReshardError:
         """The error of a failed recovery, with names of tensors in place of buckets, and what every out holds."""
