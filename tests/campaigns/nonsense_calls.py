@@ -69,10 +69,10 @@ class Timeout(BaseException):
     """A call exceeded the time limit."""
 
 
-#: Functions that return ``{name: (function, valid arguments)}``.
+#: Functions that return ``{name: (function, valid arguments)}``. The last one closes the default group.
 FAMILIES = (
-    *(transfers.of_sharding, transfers.of_topologies, transfers.of_plans, transfers.of_groups),
-    *(weights.of_compression, weights.of_weights, grids.of_parallel, schedules.of_schedules, searches.of_searches),
+    *(transfers.of_sharding, transfers.of_topologies, transfers.of_plans, weights.of_compression, weights.of_weights),
+    *(grids.of_parallel, schedules.of_schedules, searches.of_searches, transfers.of_groups),
 )
 
 
