@@ -156,8 +156,8 @@ class RecoveredLosslessHandle(FaultTolerantHandle):
         self.report = report
 
     def _complete(self) -> ReshardError | None:
-        found = super()._complete()
-        return self._decode() if found is None else self._explain(found)
+        error = super()._complete()
+        return self._decode() if error is None else self._explain(error)
 
     def _recover(self, recover: Callable[[], Any]) -> Any:
         try:

@@ -52,7 +52,7 @@ def _prove(nonce: str, purpose: str) -> str:
 def _parse_entry(text: bytes) -> list[Any]:
     """Address, port, nonce and proof of a hub. Raises ValueError if the text is something else."""
     entry: list[Any] = read_json(text, (str, int, str, str))
-    if not 0 < entry[1] < 2**16 or not all(each.isascii() for each in entry if isinstance(each, str)):
+    if not 0 < entry[1] < 2**16 or not all(field.isascii() for field in entry if isinstance(field, str)):
         raise ValueError(f"{entry} is no entry of a hub")
     return entry
 

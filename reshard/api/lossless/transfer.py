@@ -215,7 +215,7 @@ class LosslessTransfer:
     def _describe_loss(self, gone: Sequence[Bucket], needed: Iterable[int]) -> RankLostError:
         """The error that no surviving rank holds some buckets, which the ranks in ``needed`` lack."""
         lost, ranks = sorted(self.lost), sorted(needed)
-        names = sorted({repr(each.tensor) for bucket in gone for each in bucket.regions if each.tensor})
+        names = sorted({repr(region.tensor) for bucket in gone for region in bucket.regions if region.tensor})
         return ranks_lost_with_regions(lost, names, ranks, self._kept)
 
     def explain(self, error: ReshardError) -> ReshardError:
@@ -273,12 +273,12 @@ class LosslessTransfer:
                 return None, f"{describe_ranks(ranks)} pass{'es' * (len(ranks) == 1)} no {what}"
         digests = []
         for name, bucket in self._buckets.items():
-            found = [(rank, reports[rank]["sources"][name]) for rank in bucket.holders if rank in reports]
-            found += [(rank, reports[rank]["outs"][name]) for rank in bucket.receivers if rank in reports]
-            if not found:
+            rank_digests = [(rank, reports[rank]["sources"][name]) for rank in bucket.holders if rank in reports]
+            rank_digests += [(rank, reports[rank]["outs"][name]) for rank in bucket.receivers if rank in reports]
+            if not rank_digests:
                 continue
-            first, digest = found[0]
-            for rank, other in found:
+            first, digest = rank_digests[0]
+            for rank, other in rank_digests:
                 if other != digest:
                     names = ", ".join(sorted({repr(region.tensor) for region in bucket.regions if region.tensor}))
                     what = f" of {names}" if names else ""
@@ -362,9 +362,9 @@ def exchange_reports(
 
 def _raise_failure(reports: dict[int, Any], kept: str) -> dict[int, Any]:
     """Raise the error of the first rank that failed; returns the reports if none did."""
-    for rank, found in sorted(reports.items()):
-        if found["failed"] is not None:
-            name, text = found["failed"]
+    for rank, report in sorted(reports.items()):
+        if report["failed"] is not None:
+            name, text = report["failed"]
             prefix = "" if text.startswith("rank ") else f"rank {rank}: "
             raise rebuild_error(name, f"{prefix}{text}{f'; {kept}' if kept else ''}")
     return reports
@@ -402,6 +402,6 @@ def _gather(requests: list[Request]) -> Decision:
 
 def _shards_of(bucket: Bucket, arrays: Arrays) -> dict[str, torch.Tensor] | None:
     """The shards that hold a bucket's regions; None if one is missing."""
-    found = {region.tensor: arrays.get(region.tensor) for region in bucket.regions}
-    shards = {name: array for name, array in found.items() if array is not None}
-    return shards if len(shards) == len(found) else None
+    shard_of = {region.tensor: arrays.get(region.tensor) for region in bucket.regions}
+    shards = {name: array for name, array in shard_of.items() if array is not None}
+    return shards if len(shards) == len(shard_of) else None
