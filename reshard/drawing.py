@@ -84,15 +84,16 @@ def colour_of(number: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def draw_bar(parts: Sequence[tuple[float, str, str]], limit: float, most: float) -> str:
+def draw_bar(parts: Sequence[tuple[float, str, str]], limit: float, scale_end: float) -> str:
     """A bar of parts ``(value, colour, title)``, beside a line at the limit.
 
     Args:
-        parts: from left to right; titles may be any text. limit: shown if it is finite. most: the value at the right
-            end; a larger limit or sum of the parts takes its place.
+        parts: from left to right; titles may be any text.
+        limit: value of the line, which is shown if it is finite.
+        scale_end: value at the right end; a larger limit or sum of the parts takes its place.
     """
     total = sum(value for value, _, _ in parts)
-    end = max(most, total, limit if math.isfinite(limit) else 0.0) or 1.0
+    end = max(scale_end, total, limit if math.isfinite(limit) else 0.0) or 1.0
     left, lines = 0.0, []
     for value, colour, title in parts:
         lines.append(

@@ -48,13 +48,13 @@ def encode_measured(
     request = Request(channel.group.rank, payload=report, purpose=f"compares errors {agreement.purpose}".strip())
     decide = functools.partial(_gather, channel)
     _, decision = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
-    for rank, found in sorted(decision.payloads.items()):
-        if found["failed"] is not None:
-            name, text = found["failed"]
+    for rank, payload in sorted(decision.payloads.items()):
+        if payload["failed"] is not None:
+            name, text = payload["failed"]
             raise rebuild_error(name, f"rank {rank}: {text}")
     relative = {
         name: functools.reduce(
-            ErrorSums.plus, (ErrorSums(*found["sums"][name]) for _, found in sorted(decision.payloads.items()))
+            ErrorSums.plus, (ErrorSums(*payload["sums"][name]) for _, payload in sorted(decision.payloads.items()))
         ).relative_error
         for name in sums
     }

@@ -53,10 +53,10 @@ class _PlainShards:
         for side in ("src", "dst"):
             shapes = shard_shapes(plan, rank, side)
             dtypes = [getattr(torch, spec.dtype) for spec in plan.tensors]
-            found = [(torch.Size(s), d) for s, d in zip(shapes, dtypes, strict=True) if s is not None]
-            if len(found) not in (0, len(names)):
+            forms = [(torch.Size(s), d) for s, d in zip(shapes, dtypes, strict=True) if s is not None]
+            if len(forms) not in (0, len(names)):
                 return None
-            sides.append(tuple(found))
+            sides.append(tuple(forms))
         return cls(names, *sides)
 
     def read(self, tensors: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor] | None:
@@ -65,7 +65,7 @@ class _PlainShards:
             return None if tensors else []
         if tensors is None or len(tensors) != len(self.names):
             return None
-        found = []
+        arrays = []
         for name, (shape, dtype) in zip(self.names, self.src, strict=True):
             array: Any = tensors.get(name)
             if (
@@ -79,8 +79,8 @@ class _PlainShards:
                 or array.is_neg()
             ):
                 return None
-            found.append(array)
-        return found
+            arrays.append(array)
+        return arrays
 
 
 class Mover:

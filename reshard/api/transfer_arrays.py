@@ -148,10 +148,10 @@ def call_arrays(
 def copy_to_host(items: Sequence[Item], channel: Channel, decision: Decision) -> tuple[list[Item], Decision]:
     """The items with host copies of their arrays, and the decision for a transfer between CPU tensors."""
     try:
-        found = [item.on_host(current_device(decision.device_type)) for item in items]
+        on_host = [item.on_host(current_device(decision.device_type)) for item in items]
     except Exception as error:  # for example out of memory; the other ranks wait for this one
         raise channel.fail(decision.generation, error) from error
-    return found, replace(decision, device_type="cpu")
+    return on_host, replace(decision, device_type="cpu")
 
 
 def finish_call(

@@ -142,12 +142,12 @@ class GradientSum:
         """
         self.sum(gradients)
 
-    def sum(self, gradients: Mapping[str, torch.Tensor], found: ArgumentError | None = None) -> None:
-        """As a call; ``found`` is what this rank already knows to be wrong, and is raised on all ranks."""
+    def sum(self, gradients: Mapping[str, torch.Tensor], known_error: ArgumentError | None = None) -> None:
+        """As a call; ``known_error`` is what this rank already knows to be wrong, and is raised on all ranks."""
         failure, given, is_mapping = None, [], isinstance(gradients, Mapping)
         try:
-            if found is not None:
-                raise found
+            if known_error is not None:
+                raise known_error
             gradients = {name: _local_of(name, item) for name, item in gradients.items()} if is_mapping else gradients
             self.check(gradients)
             given = [(str(name), dtype_name(value.dtype), list(value.shape)) for name, value in gradients.items()]

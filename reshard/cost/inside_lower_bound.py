@@ -28,15 +28,15 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
         _add_bytes(reaches, spec, host)
     on_host = np.zeros(topology.num_hosts, dtype=np.int64)
     np.add.at(on_host, host, reaches)
-    found = (0.0, "")
+    bound = (0.0, "")
     limits = (of_rank, reaches, "rank {} must receive {} inside its host and can receive {}")
     limits_of_host = (total, on_host, "the ranks of host {} must move {} inside it and can move {} together")
     for rate, nbytes, words in (limits, limits_of_host):
-        if rate is not None and nbytes.max(initial=0) / rate > found[0]:
+        if rate is not None and nbytes.max(initial=0) / rate > bound[0]:
             place = int(nbytes.argmax())
             seconds = int(nbytes[place]) / rate
-            found = seconds, words.format(place, format_bytes(int(nbytes[place])), format_rate(rate))
-    return found
+            bound = seconds, words.format(place, format_bytes(int(nbytes[place])), format_rate(rate))
+    return bound
 
 
 def _add_bytes(reaches: np.ndarray, spec: TensorSpec, host: np.ndarray) -> None:

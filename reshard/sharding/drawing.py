@@ -50,10 +50,10 @@ def _ranks_of_parts(layout: Layout, dims: list[int | None]) -> dict[tuple[int, .
     for row, dim in enumerate(dims):
         for step in layout.spec[dim] if dim is not None else ():
             parts[row] = parts[row] * mesh.axis_size(axis_of(step)) + at[axis_of(step)]
-    found: dict[tuple[int, ...], list[int]] = {}
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank, *key in zip(mesh.ranks, *parts.tolist(), strict=True):
-        found.setdefault(tuple(key), []).append(rank)
-    return found
+        ranks_of.setdefault(tuple(key), []).append(rank)
+    return ranks_of
 
 
 def _draw_grid(layout: Layout, dims: list[int | None]) -> str:

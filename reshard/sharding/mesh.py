@@ -22,15 +22,15 @@ MAX_MESH_RANKS = 2**20
 MAX_AXES = 16
 
 
-def check_integer(value: Any, what: str, least: int, most: int, error: type[ReshardError] = ArgumentError) -> int:
+def check_integer(value: Any, what: str, low: int, high: int, error: type[ReshardError] = ArgumentError) -> int:
     """The value as an ``int``. Integers of NumPy are accepted, arrays and bools are not.
 
     Args:
-        what: name of the value in the error. least, most: its bounds, both included. error: the class to raise.
+        what: name of the value in the error. low, high: its bounds, both included. error: the class to raise.
     """
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most:
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and low <= value <= high:
         return int(value)
-    raise error(f"{what} is {brief(value)}; it must be an integer from {least} to {most:,}")
+    raise error(f"{what} is {brief(value)}; it must be an integer from {low} to {high:,}")
 
 
 @dataclass(frozen=True, eq=False)

@@ -66,12 +66,12 @@ def read_topology(path: str | Path) -> Topology:
 
 def _reject_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Make a dict of (name, value) pairs; raises TopologyError if a name repeats."""
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in mapping:
             raise TopologyError(f"{brief(name)} is given twice")
-        found[name] = value
-    return found
+        mapping[name] = value
+    return mapping
 
 
 def _load_yaml(text: str) -> Any:

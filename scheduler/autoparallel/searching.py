@@ -103,12 +103,12 @@ def search(
 
 def warn_if_noisy(problem: SearchProblem) -> None:
     """Warn if the times of the profile vary by more than :data:`MAX_SPREAD`, as on a machine with other jobs."""
-    spread, key, most = problem.spread()
+    spread, key, class_spread = problem.spread()
     if spread > MAX_SPREAD:
         warnings.warn(
             f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
-            f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {most:.0%}; above "
-            f"{MAX_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
+            f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {class_spread:.0%}; "
+            f"above {MAX_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
             stacklevel=3,
         )
 

@@ -65,9 +65,9 @@ def draw_in_units(schedule: Schedule) -> str:
     pieces = list(_place_in_units(part))
     end = max((piece.end for piece in pieces), default=1.0)
     flights: list[list[int]] = [[] for _ in schedule.rank_actions]
-    for pp_rank, most in zip(schedule.pp_rank_of_stage, schedule.in_flight, strict=True):
-        flights[pp_rank].append(most)
-    beside = [f"{'+'.join(map(str, most)) or 0} in flight" for most in flights]
+    for pp_rank, in_flight in zip(schedule.pp_rank_of_stage, schedule.in_flight, strict=True):
+        flights[pp_rank].append(in_flight)
+    beside = [f"{'+'.join(map(str, in_flight)) or 0} in flight" for in_flight in flights]
     cut = describe_cut(schedule, part)
     return (
         f"{draw_rows(pieces, len(part.rank_actions), end, beside)}{draw_kinds(pieces)}<p>A forward is drawn as one "
@@ -148,17 +148,17 @@ def _place_in_units(schedule: Schedule) -> Iterator[Piece]:
 
 def _inputs(schedule: Schedule) -> dict[tuple[bool, int, int], list[tuple[bool, int, int]]]:
     """The computations that each computation waits for, by the transfers; without any, stages form a chain."""
-    found: dict[tuple[bool, int, int], list[tuple[bool, int, int]]] = {}
+    inputs: dict[tuple[bool, int, int], list[tuple[bool, int, int]]] = {}
     transfers = [action for _, action in schedule if action.kind in (Kind.RECV_F, Kind.RECV_B)]
     for action in transfers:
         is_forward = action.kind is Kind.RECV_F
         other = action.stage if action.other is None else action.other
         key = (is_forward, action.stage, action.microbatch)
-        found.setdefault(key, []).append((is_forward, other, action.microbatch))
+        inputs.setdefault(key, []).append((is_forward, other, action.microbatch))
     if transfers:
-        return found
+        return inputs
     made = {(a.kind is Kind.F, a.stage, a.microbatch) for _, a in schedule if a.kind is not Kind.W}
     for is_forward, stage, microbatch in made:
         before = (is_forward, stage - 1 if is_forward else stage + 1, microbatch)
-        found[is_forward, stage, microbatch] = [before] * (before in made)
-    return found
+        inputs[is_forward, stage, microbatch] = [before] * (before in made)
+    return inputs

@@ -54,10 +54,10 @@ def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst
 
 def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
     """Note what ``wait`` of a handle reads and writes, until it has done so or the handle is gone."""
-    found = weakref.ref(handle)
+    weak_handle = weakref.ref(handle)
 
     def is_over() -> bool:
-        waited = found()
+        waited = weak_handle()
         return waited is None or not waited._has_work()
 
     read, written = _places(src), _places(dst)

@@ -104,14 +104,14 @@ class EdgePrices:
         if key not in planned:
             priced = self._price(make_edge((0, 1), plain, num_samples, a, b), links)
             planned[key] = EdgePrice(*(getattr(priced, field.name) for field in fields(EdgePrice)))
-        found = planned[key]
+        price = planned[key]
         has_gradients = any(tensor.has_gradient for tensor in tensors)
         return replace(
-            found,
-            forward_seconds=found.forward_seconds + self.message_seconds,
-            backward_seconds=found.backward_seconds + self.message_seconds * has_gradients,
-            forward_loads=_renamed(found.forward_loads, hosts, pods),
-            backward_loads=_renamed(found.backward_loads, hosts, pods),
+            price,
+            forward_seconds=price.forward_seconds + self.message_seconds,
+            backward_seconds=price.backward_seconds + self.message_seconds * has_gradients,
+            forward_loads=_renamed(price.forward_loads, hosts, pods),
+            backward_loads=_renamed(price.backward_loads, hosts, pods),
         )
 
     def _price(self, edge: Edge, links: Topology) -> Edge:
@@ -122,9 +122,9 @@ class EdgePrices:
             return priced
         encoded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
         encoded = price_edge(encoded, links)
-        for way in ("forward", "backward"):
-            if getattr(encoded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
-                names = [f"{way}_{what}" for what in ("seconds", "loads", "codec")]
+        for direction in ("forward", "backward"):
+            if getattr(encoded, f"{direction}_seconds") < getattr(priced, f"{direction}_seconds"):
+                names = [f"{direction}_{what}" for what in ("seconds", "loads", "codec")]
                 priced = replace(priced, **{name: getattr(encoded, name) for name in names})
         return priced
 
