@@ -198,6 +198,6 @@ def run(options: argparse.Namespace) -> None:
     reference = str(Path(__file__).parents[2]) if options.reference else ""
     for name, messages in track(list(itertools.product(select(CASES, options.case), options.messages)), "plans"):
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(check_case, name, messages, options.repeats, reference).result()
-        seconds, count, memory, outcome = found
+            result = pool.submit(check_case, name, messages, options.repeats, reference).result()
+        seconds, count, memory, outcome = result
         print_line(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {outcome[:120]}")

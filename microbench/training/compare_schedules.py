@@ -260,17 +260,17 @@ def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
     pipeline = make_pipeline(setting, nominal_costs, topology, None, topology)
     training = Training(pipeline, (), topology, None if setting.is_timed else setting.workload, 1)
     with Cluster(topology) as cluster:
-        found = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
+        measured = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
     costs: list[tuple[float, ...]] = []
     for mesh in meshes:
-        every = [found[rank]["stage"] for rank in mesh.ranks]
+        every = [measured[rank]["stage"] for rank in mesh.ranks]
         costs.append(tuple(max(times) for times in zip(*every, strict=True)))
     rate: float | str = setting.rate
     if not setting.is_timed:
         rate = 1.25e8
         for _ in range(_BALANCING_STEPS):  # iterate: a transfer starts with a burst of fixed size
             rate *= transfer_seconds(rate) / (setting.ratio * max(cost[0] for cost in costs))
-    return _Calibration(rate, nominal_costs, costs, found[0]["transfer"], found[0]["blocked"])
+    return _Calibration(rate, nominal_costs, costs, measured[0]["transfer"], measured[0]["blocked"])
 
 
 def format_setting(record: dict[str, Any]) -> str:
