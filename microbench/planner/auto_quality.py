@@ -8,7 +8,6 @@ the makespan of ``auto``. No tensor is moved.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import random
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench.harness.options import add_number
+from microbench.harness.records import write_records
 from reshard.cli.progress import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
@@ -230,9 +230,7 @@ def run(options: argparse.Namespace) -> int:
     results = measure_pairs(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals)
     for record in track(results, "pairs", len(numbers)):
         rows.append(record)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(record) + "\n")
+        write_records(options.out, [record], "a")
     planned = [record[AUTO][2] for record in rows]
     print(f"auto planned {len(rows)} pairs in {sum(planned):.2f} s, median {1e3 * statistics.median(planned):.1f} ms")
     return 0 if options.no_rivals else report(rows, options.worst)

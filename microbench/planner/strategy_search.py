@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from microbench.harness.options import OptionError, add_number
+from microbench.harness.records import write_records
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
@@ -128,9 +129,7 @@ def random_clusters(number: int, seconds: float, path: Path | None) -> None:
         group, problem = random_problem(seed)
         if seed not in known:
             known[seed] = compare(problem)
-            if path is not None:
-                with path.open("a") as file:
-                    file.write(json.dumps({"seed": seed, "group": group, "seconds": known[seed]}) + "\n")
+            write_records(path, [{"seed": seed, "group": group, "seconds": known[seed]}], "a")
         ratios = known[seed]
         behind = {name: s for name, s in ratios.items() if s < ratios["auto"] * (1 - 1e-9)}
         if behind:

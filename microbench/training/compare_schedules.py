@@ -8,7 +8,6 @@ two or four stages of several devices, since their devices only sleep. The itera
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.machine import describe_machine, stderr
 from microbench.harness.options import add_number, select
+from microbench.harness.records import write_records
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
@@ -341,6 +341,5 @@ def run(options: argparse.Namespace) -> int:
             write_traces(options.trace, f"{options.model} {name}", timelines)
         records.append(record)
         print_line(format_setting(record) + "\n")
-    if options.out:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(options.out, records)
     return 0 if all(record.get("valid", True) for record in records) else 1
