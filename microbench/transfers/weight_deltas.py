@@ -120,8 +120,9 @@ def measure(
                 used[name].append(time.process_time() - begun)
             got = models["publish delta"]["w"] if method == "update" else outs[name]
             assert is_trainer or method == "publish" or torch.equal(got.view(torch.int16), versions.words), name
-    for side in (mover, *publications.values()):
-        side.close()
+    mover.close()
+    for publication in publications.values():
+        publication.close()
     return seconds, used, ratio
 
 

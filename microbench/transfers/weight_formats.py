@@ -128,8 +128,9 @@ def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topol
             options["shards"] = {item: _stated(runs[0][0][item], rank) for item in cut}
             options["compression"] = None if name == "raw" else "delta"
         sides[name] = Publication(models[name], group, is_trainer, 4, **options)
-        if sides[name].publisher is not None and name not in ("raw", "auto"):
-            sides[name].publisher._sender._choice = FixedChoice(name)
+        publisher = sides[name].publisher
+        if publisher is not None and name not in ("raw", "auto"):
+            publisher._sender._choice = FixedChoice(name)
     stopwatch = Stopwatch()
     for which, versions in enumerate(runs):
         times: dict[str, list[tuple[float, Any]]] = {name: [] for name in sides}

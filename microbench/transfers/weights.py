@@ -85,17 +85,17 @@ def measure(rank: int, report: Callable[[Any], None], num_engines: int, repeats:
     """Time all methods on this rank. ``swap`` is the time of ``update`` after the version has come."""
     specs, is_trainer = make_specs(num_engines), rank < NUM_TRAINERS
     generator = torch.Generator().manual_seed(0)
-    whole = {spec.name: torch.randn(spec.shape, generator=generator).to(torch.bfloat16) for spec in specs}
-    boxes = {spec.name: box for spec in specs if (box := _slices(spec, is_trainer, rank)) is not None}
+    whole = {str(spec.name): torch.randn(spec.shape, generator=generator).to(torch.bfloat16) for spec in specs}
+    boxes = {str(spec.name): box for spec in specs if (box := _slices(spec, is_trainer, rank)) is not None}
     expected = {name: whole[name][box] for name, box in boxes.items()}
     model = {name: part.clone() if is_trainer else torch.zeros_like(part) for name, part in expected.items()}
     shards = {name: (whole[name].shape, [[(cut.start, cut.stop) for cut in box]]) for name, box in boxes.items()}
     group = make_group(rank, num_engines, RANKS_PER_ENGINE)
     publication = Publication(model, group, is_trainer, num_engines, topology=topology, shards=shards)
     dist.barrier()
-    nothing = {spec.name: torch.empty(0, spec.shape[1], dtype=torch.bfloat16) for spec in specs}
-    sources = [model.get(spec.name, nothing[spec.name]) if is_trainer else None for spec in specs]
-    outs = [None if is_trainer else model.get(spec.name) for spec in specs]
+    nothing = {name: torch.empty(0, whole[name].shape[1], dtype=torch.bfloat16) for name in whole}
+    sources = [model.get(name, nothing[name]) if is_trainer else None for name in whole]
+    outs = [None if is_trainer else model.get(name) for name in whole]
 
     def prepare(method: str) -> None:
         if method != "swap":
