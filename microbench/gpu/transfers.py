@@ -100,10 +100,10 @@ def run(options: argparse.Namespace) -> None:
     cases = list(itertools.product((1, MAX_RECEIVERS), options.mib))
     by_rank = run_processes(measure_all, MAX_RECEIVERS + 1, options.device, cases, timeout_seconds=600.0)
     for number, (num_receivers, mib) in enumerate(cases):
-        found = [results[number] for results in by_rank if results[number]]
+        rank_results = [results[number] for results in by_rank if results[number]]
         medians = {
-            method: [max(statistics.median(times[method][part]) for times in found) for part in (0, 1)]
-            for method in found[0]
+            method: [max(statistics.median(times[method][part]) for times in rank_results) for part in (0, 1)]
+            for method in rank_results[0]
         }
         base = list(medians.values())[1]
         for method, (seconds, host) in medians.items():

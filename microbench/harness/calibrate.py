@@ -177,13 +177,13 @@ def measure_links(rank: int, report: Callable[[Any], None], topology: Topology) 
         runs: list[tuple[float, list[float]]] = []
         while len(runs) < MAX_REPEATS and sum(stolen <= MAX_STEAL_SHARE for stolen, _ in runs) < MIN_QUIET_REPEATS:
             runs.append(_run_round(rank, tests))
-            found = _medians(runs)
-            errors = [abs(rate / expected_payload_rate(test) - 1) for rate, test in zip(found, tests, strict=True)]
+            medians = _medians(runs)
+            errors = [abs(rate / expected_payload_rate(test) - 1) for rate, test in zip(medians, tests, strict=True)]
             if max(errors) <= TOLERANCE:
                 break
             if runs[-1][0] > MAX_STEAL_SHARE and rank == 0:
                 retries.wait_until_quiet()
-        for test, rate in zip(tests, found, strict=True):
+        for test, rate in zip(tests, medians, strict=True):
             rates.update(dict.fromkeys(test.fills, rate))
     start = _measure_start(rank, topology)
     return {"rates": rates, "start": start, **_measure_inside(rank, topology, start)}
@@ -238,7 +238,7 @@ def _run_round(rank: int, tests: list[PortTest]) -> tuple[float, list[float]]:
     gathered: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (stolen, slopes))
     rates = [0.0] * len(tests)
-    for number, rate in (found for _, seen in gathered for found in seen):
+    for number, rate in (pair for _, seen in gathered for pair in seen):
         rates[number] += rate
     return max(share for share, _ in gathered), rates
 
@@ -271,18 +271,18 @@ def _measure_start(rank: int, topology: Topology) -> float:
 
 def _measure_inside(rank: int, topology: Topology, start: float) -> dict[str, float | None]:
     """Rates and latency between ranks of one host, and latency between two hosts; None without such ranks."""
-    found: dict[str, float | None] = dict.fromkeys(("inside", "inside_total", "latency", "inside_latency"))
+    rates: dict[str, float | None] = dict.fromkeys(("inside", "inside_total", "latency", "inside_latency"))
     hosts = topology.host_of_rank
     inside = next(((a, b) for a in range(len(hosts)) for b in range(a + 1, len(hosts)) if hosts[a] == hosts[b]), None)
     across = next(((0, b) for b in range(1, len(hosts)) if hosts[b] != hosts[0]), None)
     for name, pair in (("inside_latency", inside), ("latency", across)):
         if pair is not None:
-            found[name] = _ping_pong(rank, *pair, nbytes=1, count=200)
+            rates[name] = _ping_pong(rank, *pair, nbytes=1, count=200)
     if inside is not None:
-        found["inside"] = 2**24 / (_ping_pong(rank, *inside, nbytes=2**24, count=10) or 1.0)
+        rates["inside"] = 2**24 / (_ping_pong(rank, *inside, nbytes=2**24, count=10) or 1.0)
         ranks = topology.ranks_of_host(hosts[inside[0]])
-        found["inside_total"] = _measure_inside_total(rank, ranks, topology, start)
-    return found
+        rates["inside_total"] = _measure_inside_total(rank, ranks, topology, start)
+    return rates
 
 
 class InsideTransfer:
@@ -368,19 +368,19 @@ def _ping_pong(rank: int, a: int, b: int, nbytes: int, count: int) -> float:
 
 def measure_cluster(cluster: Cluster, expected: Topology) -> Topology:
     """``expected`` with the rates and latencies measured on an emulated cluster."""
-    found = cluster.run(measure_links, cluster.topology, timeout_seconds=MEASURE_SECONDS)
-    return measured_topology(expected, found[0])
+    measured = cluster.run(measure_links, cluster.topology, timeout_seconds=MEASURE_SECONDS)
+    return measured_topology(expected, measured[0])
 
 
-def measured_topology(topology: Topology, found: dict[str, Any]) -> Topology:
+def measured_topology(topology: Topology, measured: dict[str, Any]) -> Topology:
     """``topology`` with the rates and latencies that :func:`measure_links` returned."""
     return replace(
-        _with_rates(topology, found["rates"]),
-        inside_bytes_per_second=found["inside"],
-        inside_total_bytes_per_second=found["inside_total"],
-        latency_seconds=found["latency"] or 0.0,
-        inside_latency_seconds=found["inside_latency"] or 0.0,
-        start_seconds=found["start"],
+        _with_rates(topology, measured["rates"]),
+        inside_bytes_per_second=measured["inside"],
+        inside_total_bytes_per_second=measured["inside_total"],
+        latency_seconds=measured["latency"] or 0.0,
+        inside_latency_seconds=measured["inside_latency"] or 0.0,
+        start_seconds=measured["start"],
         turn_seconds=0.0,  # a shaped link that was idle passes a burst at once, which hides this delay
     )
 
@@ -400,14 +400,14 @@ def deviations(a: Topology, b: Topology) -> dict[PortName, float]:
 
 def _rates_of(topology: Topology) -> dict[PortName, float]:
     """The rate of each port, in bytes per second."""
-    found: dict[PortName, float] = {}
+    rate_of: dict[PortName, float] = {}
     for number in range(topology.num_hosts):
         for nic, port in enumerate(topology.host(number).nics):
-            found["egress", number, nic] = port.egress_bytes_per_second
-            found["ingress", number, nic] = port.ingress_bytes_per_second
+            rate_of["egress", number, nic] = port.egress_bytes_per_second
+            rate_of["ingress", number, nic] = port.ingress_bytes_per_second
     for number, pod in enumerate(topology.pods):
-        found["up", number, 0], found["down", number, 0] = pod.egress_bytes_per_second, pod.ingress_bytes_per_second
-    return found
+        rate_of["up", number, 0], rate_of["down", number, 0] = pod.egress_bytes_per_second, pod.ingress_bytes_per_second
+    return rate_of
 
 
 def _with_rates(topology: Topology, rates: Mapping[PortName, float]) -> Topology:

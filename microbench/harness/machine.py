@@ -17,6 +17,7 @@ from reshard.cli.progress import print_line
 
 def describe_machine(words: Sequence[str]) -> dict[str, Any]:
     """The first record of a file: command (its words after ``microbench``), date, machine, load and versions."""
+    shown = [Path(word).name if word.startswith("/") else word for word in words]  # a folder may name its user
     versions = {"python": platform.python_version()}
     for package in ("torch", "numpy", "scipy", "reshard", "awex"):
         try:
@@ -25,7 +26,7 @@ def describe_machine(words: Sequence[str]) -> dict[str, Any]:
             continue
     return {
         "kind": "run",
-        "command": shlex.join(["python", "-m", "microbench", *(Path(word).name for word in words)]),
+        "command": shlex.join(["python", "-m", "microbench", *shown]),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "machine": f"{os.cpu_count()} cores, {_processor()}, Linux {platform.release().split('-')[0]}",
         "load": round(os.getloadavg()[0], 2),

@@ -101,8 +101,8 @@ def trace_row(row: Row, strategy: str, repeats: int = 3) -> Trace:
     awaited: dict[int, float] = {}
     arrived: dict[int, float] = {}
     for _, *times in results:
-        for merged, found in zip((sent, awaited, arrived), times, strict=True):
-            merged.update(found)
+        for merged, seconds in zip((sent, awaited, arrived), times, strict=True):
+            merged.update(seconds)
     measured = {ident: (max(sent[ident], awaited[ident]), arrived[ident]) for ident in sorted(arrived)}
     return Trace(plan, measured, max(result[0] for result in results), simulate(plan, links))
 

@@ -39,7 +39,7 @@ def select(names: Iterable[str], parts: Sequence[str] | None) -> list[str]:
         OptionError: no name does.
     """
     known = list(names)
-    found = [name for name in known if not parts or any(part in name for part in parts)]
-    if not found:
+    selected = [name for name in known if not parts or any(part in name for part in parts)]
+    if not selected:
         raise OptionError(f"no case contains {' or '.join(map(repr, parts or ()))}; the cases: {', '.join(known)}")
-    return found
+    return selected

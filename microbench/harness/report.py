@@ -132,11 +132,11 @@ def format_summary(records: Sequence[Record]) -> str:
 
 def ratios_of_contenders(records: Iterable[Record]) -> dict[str, list[float]]:
     """Time over the bound in each row that is not short, by contender."""
-    found: dict[str, list[float]] = {}
+    ratios: dict[str, list[float]] = {}
     for record in rows_of(records):
         if record["ratio"] and record["bound_seconds"] >= LONG_SECONDS / 2:
-            found.setdefault(record["contender"], []).append(record["ratio"])
-    return found
+            ratios.setdefault(record["contender"], []).append(record["ratio"])
+    return ratios
 
 
 def _mean(ratios: Sequence[float]) -> float:
@@ -157,9 +157,9 @@ def format_markdown(records: Sequence[Record], contenders: Sequence[str]) -> str
     for record in records:
         if record["kind"] == "row":
             rows.setdefault((record["suite"], record["row"]), {})[record["contender"]] = record
-    for (suite, row), found in rows.items():
-        bound = next(iter(found.values()))["bound_seconds"]
-        cells = [_cell(found.get(contender)) for contender in contenders]
+    for (suite, row), row_records in rows.items():
+        bound = next(iter(row_records.values()))["bound_seconds"]
+        cells = [_cell(row_records.get(contender)) for contender in contenders]
         lines.append(f"| {suite}: {row} | {bound:.3g} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

@@ -115,8 +115,8 @@ def time_rivals() -> Iterator[tuple[str, float, float, float, float]]:
     """Name, GB/s of encoding and decoding fp32, ratio and relative error of the codecs of installed packages."""
     plain = np.random.default_rng(0).standard_normal(NUM_VALUES // 16).astype(np.float32)
 
-    def error(found: np.ndarray) -> float:
-        return float(np.linalg.norm(found - plain) / np.linalg.norm(plain))
+    def error(decoded: np.ndarray) -> float:
+        return float(np.linalg.norm(decoded - plain) / np.linalg.norm(plain))
 
     if importlib.util.find_spec("zfpy") is not None:
         data = zfp.compress(plain)
@@ -176,8 +176,8 @@ def run(options: argparse.Namespace) -> int:
             print_line(f"{name:9} {8 * width:2} bits  {'  '.join(cells)}")
     columns = {"GB/s of other packages": "<24", "encode": ">.2f", "decode": ">.2f", "times smaller": ">.2f"}
     table = Table(columns | {"error": ">.2%"})
-    for found in time_rivals():
-        table.add(*found)
+    for rival in time_rivals():
+        table.add(*rival)
     for text in missed:
         print(text, file=sys.stderr)
     return 1 if missed else 0

@@ -69,9 +69,9 @@ def zfp_as_int8() -> Iterator[None]:
         if not rows * padded:
             return
         elements = torch.as_tensor(data).reshape(-1, codec.element[1]).numpy()
-        found = decompress(np.ascontiguousarray(elements[:, :code_bytes]).tobytes(), rows * padded)
+        decoded = decompress(np.ascontiguousarray(elements[:, :code_bytes]).tobytes(), rows * padded)
         into = torch.as_tensor(target)
-        values = torch.from_numpy(found.reshape(rows, padded)[:, : into.numel() // rows].copy()).view(into.shape)
+        values = torch.from_numpy(decoded.reshape(rows, padded)[:, : into.numel() // rows].copy()).view(into.shape)
         into.copy_(into + values if accumulate else values)
 
     def zfp_measured(codec: BlockCodec, source: Any, out: Any, num_row_dims: int | None = None) -> ErrorSums:

@@ -128,10 +128,10 @@ def _step(model: GPT, tokens: torch.Tensor, targets: torch.Tensor) -> None:
 
 def best_of_each_shape(candidates: tuple[GridPrice, ...]) -> list[GridPrice]:
     """The cheapest rank order of each shape, cheapest shape first."""
-    found: dict[str, GridPrice] = {}
+    best_of: dict[str, GridPrice] = {}
     for price in candidates:
-        found.setdefault(str(price), price)
-    return list(found.values())
+        best_of.setdefault(str(price), price)
+    return list(best_of.values())
 
 
 def run_case(case: Case, repeats: int) -> float:

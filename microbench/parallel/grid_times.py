@@ -233,8 +233,8 @@ def _print_table(
 
 
 def _median(values: Iterable[float]) -> float | None:
-    found = list(values)
-    return statistics.median(found) if found else None
+    known = list(values)
+    return statistics.median(known) if known else None
 
 
 def _size(setting: Setting, axis: str) -> int:

@@ -38,9 +38,9 @@ def price(
     )
 
 
-def speed(found: GridPrice, rows: int, hidden: int) -> float:
+def speed(grid_price: GridPrice, rows: int, hidden: int) -> float:
     """Floating-point operations of matrix products per second and GPU: 3 passes of 2 x 12 h^2 per token."""
-    return 3 * 24 * hidden**2 * rows * SEQUENCE / 64 / found.seconds
+    return 3 * 24 * hidden**2 * rows * SEQUENCE / 64 / grid_price.seconds
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -8,7 +8,6 @@ the makespan of ``auto``. No tensor is moved.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import random
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from microbench.harness.options import add_number
+from microbench.harness.records import write_records
 from reshard.cli.progress import track
 from reshard.cost import simulate
 from reshard.errors import ReshardError
@@ -161,32 +161,32 @@ def measure(network: str, spec: TensorSpec, topology: Topology, rivals: bool = T
         ``"network"``, ``"title"`` and ``"bytes"``. If a strategy cannot be faster than ``auto``, its makespan is only a
         lower bound.
     """
-    found: dict[str, Any] = {"network": network, "title": str(spec), "bytes": math.prod(spec.shape) * spec.itemsize}
+    record: dict[str, Any] = {"network": network, "title": str(spec), "bytes": math.prod(spec.shape) * spec.itemsize}
     problem = PlanProblem.of([spec], topology) if rivals else None
     for name, strategy in {AUTO: None, **(CANDIDATES if rivals else {})}.items():
         if problem is not None and name.endswith("gather"):  # planning one among many receivers would take minutes
             least = Floors(problem).of_gathers((problem.receivers != NO_RANK).sum(axis=1))
-            if least > found[AUTO][0]:
-                found[name] = [least, 0, 0.0, 0.0]
+            if least > record[AUTO][0]:
+                record[name] = [least, 0, 0.0, 0.0]
                 continue
         fresh = TensorSpec(spec.shape, spec.dtype, spec.src, spec.dst)  # without cached unit tasks
         begun = time.process_time()
         try:
             plan = plan_tensors([fresh], strategy=strategy, topology=topology)
         except ReshardError as error:
-            found[name] = [math.inf, 0, str(error)]
+            record[name] = [math.inf, 0, str(error)]
             continue
         taken = time.process_time() - begun
         if name != AUTO and problem is not None:
             least = floor_of_transfers(problem, plan.transfers)
-            if least > found[AUTO][0]:
-                found[name] = [least, plan.num_messages, taken, 0.0]
+            if least > record[AUTO][0]:
+                record[name] = [least, plan.num_messages, taken, 0.0]
                 continue
         begun = time.process_time()
-        found[name] = [simulate(plan).makespan_seconds, plan.num_messages, taken, time.process_time() - begun]
+        record[name] = [simulate(plan).makespan_seconds, plan.num_messages, taken, time.process_time() - begun]
         if name == AUTO:
-            found["chosen"] = plan.strategy
-    return found
+            record["chosen"] = plan.strategy
+    return record
 
 
 def _measure(task: tuple[int, int, int, bool]) -> dict[str, Any]:
@@ -206,10 +206,10 @@ def measure_pairs(
         yield from pool.imap_unordered(_measure, tasks)
 
 
-def ratio_of(found: dict[str, Any]) -> float:
+def ratio_of(record: dict[str, Any]) -> float:
     """Makespan of ``auto`` over the makespan of the best strategy."""
-    best = min(found[name][0] for name in CANDIDATES)
-    return float(found[AUTO][0] / best) if best else 1.0
+    best = min(record[name][0] for name in CANDIDATES)
+    return float(record[AUTO][0] / best) if best else 1.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -228,12 +228,10 @@ def run(options: argparse.Namespace) -> int:
     numbers = options.only or list(range(options.pairs))
     rows = []
     results = measure_pairs(options.seed, numbers, options.most_ranks, options.jobs, not options.no_rivals)
-    for found in track(results, "pairs", len(numbers)):
-        rows.append(found)
-        if options.out:
-            with options.out.open("a") as file:
-                file.write(json.dumps(found) + "\n")
-    planned = [found[AUTO][2] for found in rows]
+    for record in track(results, "pairs", len(numbers)):
+        rows.append(record)
+        write_records(options.out, [record], "a")
+    planned = [record[AUTO][2] for record in rows]
     print(f"auto planned {len(rows)} pairs in {sum(planned):.2f} s, median {1e3 * statistics.median(planned):.1f} ms")
     return 0 if options.no_rivals else report(rows, options.worst)
 
@@ -249,17 +247,17 @@ def report(rows: list[dict[str, Any]], worst: int) -> int:
     print(f"{lost} pairs on which another strategy is faster by more than {MARGIN:.0%}")
     print(f"{'':28} {'chosen':>7} {'best':>7} {'best by over 1 %':>18} {'CPU s to plan':>14} {'to simulate':>12}")
     for name in CANDIDATES:
-        times = {rival: [found[rival][0] for found in rows] for rival in CANDIDATES}
+        times = {rival: [record[rival][0] for record in rows] for rival in CANDIDATES}
         others = [min(times[rival][i] for rival in CANDIDATES if rival != name) for i in range(len(rows))]
         best = sum(a <= b for a, b in zip(times[name], others, strict=True))
         alone = sum(a * (1 + MARGIN) < b for a, b in zip(times[name], others, strict=True))
-        chosen = sum(found["chosen"] == name for found in rows)
-        spent = [sum(found[name][index] for found in rows if len(found[name]) > 3) for index in (2, 3)]
+        chosen = sum(record["chosen"] == name for record in rows)
+        spent = [sum(record[name][index] for record in rows if len(record[name]) > 3) for index in (2, 3)]
         print(f"{name:28} {chosen:7} {best:7} {alone:18} {spent[0]:14.2f} {spent[1]:12.2f}")
-    for found in sorted(rows, key=ratio_of, reverse=True)[:worst]:
-        best = min(CANDIDATES, key=lambda name: found[name][0])
+    for record in sorted(rows, key=ratio_of, reverse=True)[:worst]:
+        best = min(CANDIDATES, key=lambda name: record[name][0])
         print(
-            f"{ratio_of(found):.4f}  pair {found['number']}: {found['chosen']} {1e6 * found[AUTO][0]:.1f} us, {best} "
-            f"{1e6 * found[best][0]:.1f} us; {found['network']}, {found['title']}"
+            f"{ratio_of(record):.4f}  pair {record['number']}: {record['chosen']} {1e6 * record[AUTO][0]:.1f} us, "
+            f"{best} {1e6 * record[best][0]:.1f} us; {record['network']}, {record['title']}"
         )
     return int(lost > 0)

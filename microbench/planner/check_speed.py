@@ -10,16 +10,15 @@ import argparse
 import dataclasses
 import itertools
 import math
-import multiprocessing
 import resource
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
+from microbench.harness.new_process import call_in_new_process
 from microbench.harness.options import add_number, select
 from reshard.cli.progress import print_line, track
 from reshard.errors import PlanError
@@ -197,7 +196,5 @@ def run(options: argparse.Namespace) -> None:
     """Print CPU seconds and peak memory of check_plan for plans of several kinds and sizes."""
     reference = str(Path(__file__).parents[2]) if options.reference else ""
     for name, messages in track(list(itertools.product(select(CASES, options.case), options.messages)), "plans"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-            found = pool.submit(check_case, name, messages, options.repeats, reference).result()
-        seconds, count, memory, outcome = found
+        seconds, count, memory, outcome = call_in_new_process(check_case, name, messages, options.repeats, reference)
         print_line(f"{name:34} {count:9,} messages {seconds:9.3f} s {memory:6} MiB  {outcome[:120]}")

@@ -172,18 +172,18 @@ def measure(case: str, strategy: str, simulates: bool) -> dict[str, Any]:
         plan = plan_tensors(tensors, topology=topology, strategy=strategy)
     except ValueError as error:
         return {"error": str(error)}
-    found: dict[str, Any] = {
+    record: dict[str, Any] = {
         "cpu": time.process_time() - begun,
         "mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "messages": plan.num_messages,
         "strategy": plan.strategy,
         "hash": plan.plan_hash,
     }
-    print(json.dumps(found), flush=True)
+    print(json.dumps(record), flush=True)
     if simulates:
-        found["seconds"] = simulate(plan).makespan_seconds
-        found["bound"] = find_bound(plan).seconds
-    return found
+        record["seconds"] = simulate(plan).makespan_seconds
+        record["bound"] = find_bound(plan).seconds
+    return record
 
 
 def run_one(python: str, case: str, strategy: str, limit: float) -> dict[str, Any]:
@@ -202,11 +202,11 @@ def _one(case: str, strategy: str, limit: str) -> int:
     return 0
 
 
-def _format(found: dict[str, Any]) -> str:
-    if "error" in found:
-        return f"refused: {found['error'][:90]}"
-    ratio = f"{found['seconds'] / found['bound']:.3f}" if "seconds" in found else "not simulated"
-    return f"{found['cpu']:7.2f} s {found['mib']:6} MiB {found['messages']:11,}  {found['strategy']:18} {ratio}"
+def _format(record: dict[str, Any]) -> str:
+    if "error" in record:
+        return f"refused: {record['error'][:90]}"
+    ratio = f"{record['seconds'] / record['bound']:.3f}" if "seconds" in record else "not simulated"
+    return f"{record['cpu']:7.2f} s {record['mib']:6} MiB {record['messages']:11,}  {record['strategy']:18} {ratio}"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -223,18 +223,20 @@ def run(options: argparse.Namespace) -> int:
     named = [*MODELS, *OTHERS] if options.cases == ["all"] else options.cases
     beaten = []
     for case in [*(f"{name}/{ranks}" for ranks in options.ranks for name in options.pairs), *named]:
-        found = run_one(sys.executable, case, "auto", options.limit)
-        print(f"{case:34} {_format(found)}", flush=True)
+        record = run_one(sys.executable, case, "auto", options.limit)
+        print(f"{case:34} {_format(record)}", flush=True)
         if options.before:
             before = run_one(options.before, case, "auto", options.limit)
             times = (
-                f"; {before['cpu'] / found['cpu']:.1f} times the CPU time" if "cpu" in before and "cpu" in found else ""
+                f"; {before['cpu'] / record['cpu']:.1f} times the CPU time"
+                if "cpu" in before and "cpu" in record
+                else ""
             )
             print(f"{'  before':34} {_format(before)}{times}", flush=True)
         for strategy in options.compare:
             other = run_one(sys.executable, case, strategy, options.limit)
             print(f"{'  ' + strategy:34} {_format(other)}", flush=True)
-            if "seconds" in other and found.get("seconds", float("inf")) > other["seconds"] * (1 + MARGIN):
+            if "seconds" in other and record.get("seconds", float("inf")) > other["seconds"] * (1 + MARGIN):
                 beaten.append(f"{case}: {strategy}")
     if options.compare:
         print(f"{len(beaten)} plans of auto are slower by more than {MARGIN:.1%}: {'; '.join(beaten) or 'none'}")

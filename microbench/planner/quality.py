@@ -128,8 +128,8 @@ def pods(seed: int, count: int) -> Iterator[Pair]:
 def shared(seed: int, count: int) -> Iterator[Pair]:
     """Random pairs whose meshes are on the same hosts or overlap."""
     rng = random.Random(seed)
-    found = tried = 0
-    while found < count:
+    num_pairs = tried = 0
+    while num_pairs < count:
         a = rng.randint(1, 6)
         b = a if tried % 2 else rng.randint(1, 6)
         first = 0 if tried % 2 else rng.randint(0, a)
@@ -138,15 +138,15 @@ def shared(seed: int, count: int) -> Iterator[Pair]:
         topology = uniform(max(a, first + b))
         tried += 1
         if find_bound([spec], topology).seconds:  # 0 if nothing moves between hosts
-            found += 1
+            num_pairs += 1
             yield Pair(spec, topology)
 
 
 def mixed(seed: int, count: int) -> Iterator[Pair]:
     """Random pairs with 1 to 8 NICs, rates by host and direction, pods of 1:1 to 4:1, and overlapping meshes."""
     rng = random.Random(seed)
-    found = 0
-    while found < count:
+    num_pairs = 0
+    while num_pairs < count:
         devices = rng.choice((4, 8))
         a, b = rng.randint(1, 5), rng.randint(1, 5)
         first = rng.choice((a, a, rng.randint(0, a)))
@@ -164,7 +164,7 @@ def mixed(seed: int, count: int) -> Iterator[Pair]:
         topology = uniform(num_hosts, devices)
         topology = replace(topology, hosts=tuple(hosts), nic_of_rank=(), pods=(Port.of(up),) * num_pods)
         if find_bound([spec], topology).seconds:
-            found += 1
+            num_pairs += 1
             yield Pair(spec, topology)
 
 
@@ -220,13 +220,13 @@ def run(options: argparse.Namespace) -> None:
                 spent[strategy] += time.perf_counter() - begun
                 bound = pair.best_seconds or find_bound(plan).seconds
                 rows[strategy].append((simulate(plan).makespan_seconds / bound, str(pair.spec)))
-        for strategy, found in rows.items():
-            ratios = [ratio for ratio, _ in found]
+        for strategy, strategy_ratios in rows.items():
+            ratios = [ratio for ratio, _ in strategy_ratios]
             mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
             print(
-                f"{name:22} {strategy:18} {len(found):4} pairs  mean {mean:.4f}  max {max(ratios):.4f}  "
-                f"planned in {1e3 * spent[strategy] / len(found):.1f} ms each",
+                f"{name:22} {strategy:18} {len(strategy_ratios):4} pairs  mean {mean:.4f}  max {max(ratios):.4f}  "
+                f"planned in {1e3 * spent[strategy] / len(strategy_ratios):.1f} ms each",
                 flush=True,
             )
-            for ratio, title in sorted(found, reverse=True)[: options.worst]:
+            for ratio, title in sorted(strategy_ratios, reverse=True)[: options.worst]:
                 print(f"    {ratio:.4f}  {title}")

@@ -9,14 +9,13 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import multiprocessing
 import resource
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 
+from microbench.harness.new_process import call_in_new_process
 from microbench.harness.options import add_number
 from reshard.cli.progress import print_line, track
 from reshard.plan import Plan
@@ -88,8 +87,8 @@ def plan_case(case: Case, repeats: int) -> tuple[float, int, int]:
 
 def time_case(case: Case, repeats: int) -> tuple[float, int, int]:
     """Run :func:`plan_case` in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(plan_case, case, repeats).result()
+    timed: tuple[float, int, int] = call_in_new_process(plan_case, case, repeats)
+    return timed
 
 
 def growth(ranks: Sequence[int], seconds: Sequence[float]) -> float:

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from microbench.harness.options import OptionError, add_number
+from microbench.harness.records import write_records
 from reshard.cli.progress import print_line, track
 from reshard.scheduler.autoparallel import MIXED_PRECISION, Cluster, Layer, LayerGraph, LayerProfile
 from reshard.scheduler.autoparallel.costs.iteration import evaluate
@@ -72,19 +73,19 @@ def make_problem(graph: LayerGraph, topology: Topology, num_samples: int, memory
 
 def compare(problem: SearchProblem) -> dict[str, float]:
     """Simulated seconds of each method's own choice, of ``joint`` with its best candidate, and of ``auto``."""
-    found: dict[str, float] = {}
+    seconds_of: dict[str, float] = {}
     for name, method in METHODS.items():
         seconds = []
         for candidate in method(problem):
             evaluation = evaluate(problem, candidate)
             seconds.append(math.inf if evaluation is None or evaluation.short_bytes else evaluation.seconds)
-        found[name] = seconds[0] if seconds else math.inf
+        seconds_of[name] = seconds[0] if seconds else math.inf
         if name == "joint":
-            found["joint, best of its candidates"] = min(seconds, default=math.inf)
+            seconds_of["joint, best of its candidates"] = min(seconds, default=math.inf)
     candidates = auto(problem)
     best = decide(problem, candidates, moves=True)[0] if candidates else None
-    found["auto"] = math.inf if best is None or best.short_bytes else best.seconds
-    return found
+    seconds_of["auto"] = math.inf if best is None or best.short_bytes else best.seconds
+    return seconds_of
 
 
 def print_table(title: str, results: Sequence[dict[str, float]]) -> None:
@@ -128,15 +129,13 @@ def random_clusters(number: int, seconds: float, path: Path | None) -> None:
         group, problem = random_problem(seed)
         if seed not in known:
             known[seed] = compare(problem)
-            if path is not None:
-                with path.open("a") as file:
-                    file.write(json.dumps({"seed": seed, "group": group, "seconds": known[seed]}) + "\n")
-        found = known[seed]
-        behind = {name: s for name, s in found.items() if s < found["auto"] * (1 - 1e-9)}
+            write_records(path, [{"seed": seed, "group": group, "seconds": known[seed]}], "a")
+        ratios = known[seed]
+        behind = {name: s for name, s in ratios.items() if s < ratios["auto"] * (1 - 1e-9)}
         if behind:
-            raise SystemExit(f"cluster {seed}: auto takes {found['auto']:.6g} s, but {behind}")
+            raise SystemExit(f"cluster {seed}: auto takes {ratios['auto']:.6g} s, but {behind}")
         for item in ("all", group, *(["vision backbones or unequal links"] if "GPT, links" not in group else [])):
-            groups.setdefault(item, []).append(found)
+            groups.setdefault(item, []).append(ratios)
     for name in sorted(groups):
         print_table(name, groups[name])
 
@@ -149,9 +148,9 @@ def families() -> None:
         ("vision backbone, 25 Gbit/s", make_backbone(2, 384), [25 * GBIT] * 4),
         ("vision backbone, 10 Gbit/s", make_backbone(2, 384), [10 * GBIT] * 4),
     ):
-        found = compare(make_problem(graph, make_topology(rates, 4), 64))
-        ratios = ", ".join(f"{name} {seconds / found['auto']:.3f}" for name, seconds in found.items())
-        print_line(f"{title}: auto {found['auto']:.4g} s; over it: {ratios}")
+        ratios_of = compare(make_problem(graph, make_topology(rates, 4), 64))
+        ratios = ", ".join(f"{name} {seconds / ratios_of['auto']:.3f}" for name, seconds in ratios_of.items())
+        print_line(f"{title}: auto {ratios_of['auto']:.4g} s; over it: {ratios}")
 
 
 def speed() -> None:

@@ -96,20 +96,21 @@ def run_case(model: Model, kind: str) -> tuple[float, float]:
         profile = correct_profile(true, first, [measure_strategy(cluster, true, first, plain)[1]])
         problem = true.changed(profile=profile)
         chosen, alpa = choose_training_plan(problem), choose_training_plan(problem, "alpa")
-        found: list[tuple[float, TrainingPlan]] = []
+        measured: list[tuple[float, TrainingPlan]] = []
         for stages in track([*divisions(problem)], title):
             _, training_plan = make_by_hand(problem, devices, stages, MICROBATCHES, thorough=True)
-            found.append((seconds_of(training_plan, REPEATS), training_plan))
-        found.sort(key=lambda each: each[0])
+            measured.append((seconds_of(training_plan, REPEATS), training_plan))
+        measured.sort(key=lambda each: each[0])
         pipeline = make_pipeline(true, alpa.stages)  # blocking transfers stop the compute stream
         schedules = {"alpa": block_transfers(one_f_one_b(pipeline, MICROBATCHES), pipeline)}
         slow = statistics.median(measure(cluster, true, alpa.stages, schedules, plain)[0]["alpa"])
-        final = [(seconds_of(item, FINAL_REPEATS), item) for item in (chosen, *(s for _, s in found[:NUM_FINAL]))]
+        final = [(seconds_of(item, FINAL_REPEATS), item) for item in (chosen, *(s for _, s in measured[:NUM_FINAL]))]
     took, (best, training_plan) = final[0][0], min(final, key=lambda each: each[0])
     print_line(
-        f"{title}: {len(found)} divisions, {found[0][0]:.3f} to {found[-1][0]:.3f} s; choice {describe(chosen)} "
-        f"predicted {chosen.seconds:.3f} s, takes {took:.3f} s; fastest {describe(training_plan)} {best:.3f} s; loss "
-        f"{took / best - 1:.1%}; alpa {describe(alpa)} with blocking 1F1B {slow:.3f} s, {slow / took:.2f} times as long"
+        f"{title}: {len(measured)} divisions, {measured[0][0]:.3f} to {measured[-1][0]:.3f} s; "
+        f"choice {describe(chosen)} predicted {chosen.seconds:.3f} s, takes {took:.3f} s; "
+        f"fastest {describe(training_plan)} {best:.3f} s; loss {took / best - 1:.1%}; "
+        f"alpa {describe(alpa)} with blocking 1F1B {slow:.3f} s, {slow / took:.2f} times as long"
     )
     return took / best - 1, slow / took
 

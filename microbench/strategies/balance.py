@@ -56,24 +56,24 @@ def make_models() -> dict[str, LayerGraph]:
             for step, count in enumerate((2, 2, 18, 2))
         ],
     }
-    found = {}
+    graphs = {}
     for name, parts in models.items():
         layers = [layer for part, _, _ in parts for layer in part]
         shapes = [(1, tokens, hidden) for part, tokens, hidden in parts for _ in part]
-        found[name] = LayerGraph.chain(layers, shapes[:-1], dtype="bfloat16", name=name)
-    return found
+        graphs[name] = LayerGraph.chain(layers, shapes[:-1], dtype="bfloat16", name=name)
+    return graphs
 
 
 def describe(problem: SearchProblem, method: str) -> str:
     """Samples per second of a method's choice, and its balance degrees of time and memory."""
     try:
-        found = choose_training_plan(problem, method)
+        training_plan = choose_training_plan(problem, method)
     except ArgumentError as error:
         if "fits" not in str(error):
             raise
         return "out of memory"
-    time, memory = found.balance
-    return f"{problem.num_samples / found.seconds:.1f} ({time:.2f}, {memory:.2f})"
+    time, memory = training_plan.balance
+    return f"{problem.num_samples / training_plan.seconds:.1f} ({time:.2f}, {memory:.2f})"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -55,7 +55,7 @@ def make_by_hand(
     ``thorough``: ``auto_schedule`` may be its schedule, too.
     """
     changed = problem.changed(cluster=cluster, microbatch_counts=(num_microbatches,))
-    found = evaluate(changed, Candidate("by hand", tuple(stages), num_microbatches), thorough=thorough)
-    if found is None:
+    evaluation = evaluate(changed, Candidate("by hand", tuple(stages), num_microbatches), thorough=thorough)
+    if evaluation is None:
         raise ArgumentError(f"no schedule runs {stages}")
-    return changed, make_training_plan(changed, found, [])
+    return changed, make_training_plan(changed, evaluation, [])

@@ -129,6 +129,6 @@ def run(options: argparse.Namespace) -> None:
             )
             print_line(f"{name:22} layers {layers:14} predicted {training_plan.seconds:.3f} s: {cells}")
     base = measured["wrong profile, alpa"][BLOCKING]
-    for name, found in measured.items():
-        gains = ", ".join(f"{way} {100 * (base / item - 1):+.1f} %" for way, item in found.items())
+    for name, turn_seconds in measured.items():
+        gains = ", ".join(f"{way} {100 * (base / item - 1):+.1f} %" for way, item in turn_seconds.items())
         print_line(f"{name:22} over the wrong profile, alpa, {BLOCKING}: {gains}")

@@ -8,7 +8,6 @@ two or four stages of several devices, since their devices only sleep. The itera
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from microbench.emulation.links import nominal
 from microbench.harness.calibrate import deviations, mean_topology, measure_cluster
 from microbench.harness.machine import describe_machine, stderr
 from microbench.harness.options import add_number, select
+from microbench.harness.records import write_records
 from microbench.harness.steal_time import merge_laps
 from microbench.harness.suite import MAX_DEVIATION
 from microbench.training.methods import BASELINE, METHODS, OURS, SIGNAL
@@ -260,17 +260,17 @@ def _calibrate(setting: Setting, log: Callable[[str], None]) -> _Calibration:
     pipeline = make_pipeline(setting, nominal_costs, topology, None, topology)
     training = Training(pipeline, (), topology, None if setting.is_timed else setting.workload, 1)
     with Cluster(topology) as cluster:
-        found = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
+        measured = cluster.run(measure_stages, training, NUM_MICROBATCHES // 2, timeout_seconds=600.0)
     costs: list[tuple[float, ...]] = []
     for mesh in meshes:
-        every = [found[rank]["stage"] for rank in mesh.ranks]
+        every = [measured[rank]["stage"] for rank in mesh.ranks]
         costs.append(tuple(max(times) for times in zip(*every, strict=True)))
     rate: float | str = setting.rate
     if not setting.is_timed:
         rate = 1.25e8
         for _ in range(_BALANCING_STEPS):  # iterate: a transfer starts with a burst of fixed size
             rate *= transfer_seconds(rate) / (setting.ratio * max(cost[0] for cost in costs))
-    return _Calibration(rate, nominal_costs, costs, found[0]["transfer"], found[0]["blocked"])
+    return _Calibration(rate, nominal_costs, costs, measured[0]["transfer"], measured[0]["blocked"])
 
 
 def format_setting(record: dict[str, Any]) -> str:
@@ -341,6 +341,5 @@ def run(options: argparse.Namespace) -> int:
             write_traces(options.trace, f"{options.model} {name}", timelines)
         records.append(record)
         print_line(format_setting(record) + "\n")
-    if options.out:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(options.out, records)
     return 0 if all(record.get("valid", True) for record in records) else 1

@@ -135,7 +135,7 @@ def measure_stages(
     """
     pin(rank, training)
     groups = [dist.new_group(stage.mesh.ranks) for stage in training.pipeline.stages if stage.mesh is not None]
-    found: dict[Kind, list[float]] = {}
+    seconds_of: dict[Kind, list[float]] = {}
     pipeline = training.pipeline
     plain = one_f_one_b(pipeline, num_microbatches)
     schedules = zb_h1(pipeline, num_microbatches), plain, block_transfers(plain, pipeline)
@@ -154,11 +154,11 @@ def measure_stages(
                     continue
                 for span in timeline.spans if engine is not blocked[0] else ():
                     if span.pp_rank == engine.pp_rank and not (engine is whole[0] and span.action.kind is Kind.F):
-                        found.setdefault(span.action.kind, []).append(span.end - span.start)
+                        seconds_of.setdefault(span.action.kind, []).append(span.end - span.start)
                 messages[engine is blocked[0]] += [
                     transfer.end - max(transfer.start, transfer.ready) for transfer in timeline.transfers
                 ]
-    costs = [statistics.median(found[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
+    costs = [statistics.median(seconds_of[kind]) for kind in (Kind.F, Kind.I, Kind.W, Kind.B)]
     transfer, waited_for = (statistics.median(messages[is_blocked]) for is_blocked in (False, True))
     return {"stage": costs, "transfer": transfer, "blocked": waited_for}
 

@@ -66,8 +66,8 @@ def run(options: argparse.Namespace) -> int:
     for rate in options.rate or RATES:
         topology = equal_hosts(rate)
         ranks = run_on_hosts(topology, measure, payload_topology(topology), options.mib, options.repeats)
-        for (case, *_), found in zip(CASES, zip(*ranks, strict=True), strict=True):
-            codecs, median = found[0][1], medians_of(slowest([times for times, _ in found]))
+        for (case, *_), chosen in zip(CASES, zip(*ranks, strict=True), strict=True):
+            codecs, median = chosen[0][1], medians_of(slowest([times for times, _ in chosen]))
             raw, again = sorted((median["raw"], median["raw again"]))
             cells = [f"{rate:11} {case:16} raw {raw:.4f} s, again {again / raw:.3f}x"]
             for name in ("auto", "auto, slowed"):

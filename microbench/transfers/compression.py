@@ -140,9 +140,9 @@ def _print_rate(
         median = medians_of(times)
         for name, plan in plans[number].items():
             bound, predicted = find_bound(plan).seconds, predict(plan, rate_of.get(name)).seconds
-            found = median["raw"] / median[name], median[name] / bound, median[name] / predicted
-            ratios.setdefault(name, []).append(found)
-            print(f"{rate:11} {case:16} {name:9} {format_seconds(times[name])}  {_format(found)}")
+            factors = median["raw"] / median[name], median[name] / bound, median[name] / predicted
+            ratios.setdefault(name, []).append(factors)
+            print(f"{rate:11} {case:16} {name:9} {format_seconds(times[name])}  {_format(factors)}")
     for name, triples in ratios.items():
         mean = [math.exp(statistics.fmean(map(math.log, column))) for column in zip(*triples, strict=True)]
         print(f"{rate:11} {'geometric mean':16} {name:9} {_format(mean)}")

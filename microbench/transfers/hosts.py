@@ -21,6 +21,7 @@ from microbench.emulation.cluster import ClusterError
 from microbench.emulation.namespaces import why_unsupported
 from microbench.harness.machine import describe_machine, stderr
 from microbench.harness.options import OptionError, add_number
+from microbench.harness.records import write_records
 from microbench.harness.report import format_summary, format_table
 from microbench.harness.steal_time import TimeBudget
 from microbench.harness.suite import (
@@ -150,8 +151,7 @@ def _run_on_machines(options: argparse.Namespace, rows: list[Row]) -> int:
     run_on_machines(rows, contenders, options.repeats, records.append, stderr, options.topology, options.rate)
     if not is_first:
         return 0
-    if options.out:
-        options.out.write_text("".join(json.dumps(record) + "\n" for record in records))
+    write_records(options.out, records)
     print(format_table(records))
     print(format_summary(records))
     return _status(records)

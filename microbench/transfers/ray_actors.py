@@ -86,14 +86,14 @@ def measure(num_receivers: int, mib: int, repeats: int) -> dict[str, dict[str, A
     # Ray's methods place one actor per host first; each host then has one CPU left for an actor of reshard
     methods = _ray_methods(num_receivers, rows)
     methods["reshard.ray"] = _reshard_method(num_receivers, rows)
-    found: dict[str, dict[str, Any]] = {name: {"seconds": [], "wrong": 0} for name in methods}
+    results: dict[str, dict[str, Any]] = {name: {"seconds": [], "wrong": 0} for name in methods}
     for _ in track(range(repeats + 1), "turns"):
         for name, (move, count_wrong) in methods.items():
             begun = time.monotonic()
             move()
-            found[name]["seconds"].append(time.monotonic() - begun)
-            found[name]["wrong"] += count_wrong()
-    return found
+            results[name]["seconds"].append(time.monotonic() - begun)
+            results[name]["wrong"] += count_wrong()
+    return results
 
 
 #: ``(move, count_wrong)``: one transfer, and the number of wrong elements after it.
@@ -170,7 +170,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Print the table; returns 1 if an element was wrong."""
     with ray_cluster(options.receivers + 1, options.rate, num_cpus=2) as drive:
-        found = drive(measure, options.receivers, options.mib, options.repeats)
+        results = drive(measure, options.receivers, options.mib, options.repeats)
     bound = options.mib * 2**20 / (parse_rate(options.rate) * PAYLOAD_SHARE)
     print(f"1 actor to {options.receivers} hosts, {options.mib} MiB, {options.rate}: bound {bound:.4f} s")
     table = Table(
@@ -184,8 +184,8 @@ def run(options: argparse.Namespace) -> int:
             "wrong": ">",
         }
     )
-    for name, item in found.items():
+    for name, item in results.items():
         first, *seconds = item["seconds"]
         median = statistics.median(seconds)
         table.add(name, median, min(seconds), max(seconds), median / bound, first, item["wrong"])
-    return 1 if any(item["wrong"] for item in found.values()) else 0
+    return 1 if any(item["wrong"] for item in results.values()) else 0

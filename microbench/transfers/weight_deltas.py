@@ -20,13 +20,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import reshard
 from microbench.harness.options import add_number, add_rates
 from microbench.harness.turns import Times, equal_hosts, format_seconds, medians_of, run_on_hosts, slowest
 from microbench.harness.worker import Stopwatch
-from reshard import weights
+from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
 from reshard.cli.progress import print_line, track
 from reshard.topology import Topology
 
@@ -36,6 +35,31 @@ RATES = ("0.4 Gbit/s", "1 Gbit/s")
 METHODS = ("raw", "publish", "publish delta", "update delta", "reshard delta", "reshard bf16-lossless")
 #: Versions that are sent in full, connect ranks or allocate buffers.
 UNTIMED = 3
+
+
+class Versions:
+    """The weights of one version after the other, the same on all ranks.
+
+    Args:
+        mib: size of the weights in MiB.
+        share: fraction of the weights that change.
+    """
+
+    def __init__(self, mib: int, share: float) -> None:
+        self.shape = (mib * 2**20 // 2 // COLUMNS, COLUMNS)
+        self._share, self._generator = share, torch.Generator().manual_seed(0)
+        self.whole = torch.randn(self.shape, generator=self._generator).to(torch.bfloat16)
+
+    @property
+    def words(self) -> torch.Tensor:
+        """The bits of the weights."""
+        return self.whole.view(torch.int16)
+
+    def change(self) -> None:
+        """Make the next version."""
+        changed = torch.rand(self.shape, generator=self._generator) < self._share
+        steps = torch.randint(1, 3, self.shape, generator=self._generator).short()
+        self.words.add_(changed.short() * steps)
 
 
 def measure(
@@ -52,65 +76,53 @@ def measure(
         Seconds of each method, one value per version; its CPU seconds; and plain bytes over bytes of the last
         differences on ranks of the trainer.
     """
-    src = reshard.Layout(reshard.Mesh.of(4), "S0")
-    dst = reshard.Layout(reshard.Mesh.of(4, first_rank=4))
-    shape = (mib * 2**20 // 2 // COLUMNS, COLUMNS)
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randn(shape, generator=generator).to(torch.bfloat16)
-    lo, hi = (quarter * shape[0] // 4 for quarter in (rank, rank + 1))
-    groups = [dist.new_group(range(4)), *(dist.new_group([engine]) for engine in range(4, 8))]
-    held = {"w": torch.zeros_like(whole[lo:hi] if rank < 4 else whole)}
-    models: dict[str, dict[str, torch.Tensor]] = {
-        name: {"w": held["w"].clone()} for name in ("publish", "publish delta")
-    }
-    store = dist.distributed_c10d._get_default_store()
-    sides: dict[str, Any] = {}
+    versions, is_trainer = Versions(mib, share), rank < NUM_TRAINERS
+    shape, whole = versions.shape, versions.whole
+    begin, end = (quarter * shape[0] // 4 for quarter in (rank, rank + 1))
+    part = whole[begin:end] if is_trainer else whole
+    models = {name: {"w": torch.zeros_like(part)} for name in ("publish", "publish delta")}
+    group, publications = make_group(rank, 4), {}
     for name, model in models.items():
-        options: dict[str, Any] = {"name": name, "group": groups[max(0, rank - 3)], "topology": topology}
-        if rank < 4:
-            options["shards"] = {"w": (shape, [((lo, hi), (0, COLUMNS))])}
+        options: dict[str, Any] = {"name": name, "topology": topology}
+        if is_trainer:
+            options["shards"] = {"w": (shape, [((begin, end), (0, COLUMNS))])}
             options["compression"] = "delta" if name == "publish delta" else None
-        sides[name] = (weights.Publisher if rank < 4 else weights.Subscriber)(model, store, **options)
-    outs: dict[str, Any] = {name: torch.zeros(shape, dtype=torch.bfloat16) if rank >= 4 else None for name in METHODS}
-    plan = reshard.make_plan(src, dst, shape, "bfloat16", topology=topology)
+        publications[name] = Publication(model, group, is_trainer, 4, **options)
+    src, dst = (reshard.Layout(reshard.Mesh.of(4, first_rank=first), spec) for first, spec in ((0, "S0"), (4, "R")))
+    mover = reshard.Mover(reshard.make_plan(src, dst, shape, "bfloat16", topology=topology))
     call = functools.partial(reshard.reshard, shape=shape, dtype="bfloat16", topology=topology)
-    stopwatch = Stopwatch()
+    out = None if is_trainer else torch.zeros(shape, dtype=torch.bfloat16)
+    outs: dict[str, Any] = {name: None if out is None else out.clone() for name in METHODS}
     seconds: Times = {name: [] for name in METHODS}
     used: Times = {name: [] for name in METHODS}
-    old, ratio = None, 1.0
-    with reshard.Mover(plan) as mover:
-        for version in range(1, repeats + UNTIMED + 1):
-            words, changed = whole.view(torch.int16), torch.rand(shape, generator=generator) < share
-            words += changed.short() * torch.randint(1, 3, shape, generator=generator).short()
-            shard = whole[lo:hi].clone() if rank < 4 else None
-            for name in METHODS:
-                method, _, kind = name.partition(" ")
-                if name in models and shard is not None:
-                    models[name]["w"].copy_(shard)
-                stopwatch.start()
-                begun = time.process_time()
-                if method == "raw":
-                    mover(shard, out=outs[name])
-                elif method == "publish":
-                    if rank < 4:
-                        published = sides[name].publish(version).wait(600)
-                        assert list(published.engines.values()) == [""] * 4, published
-                        ratio = published.nbytes / (published.encoded_bytes or published.nbytes)
-                elif method == "update":
-                    if rank >= 4:
-                        assert sides["publish delta"].update(600) == version
-                else:
-                    call(shard, src, dst, compression=kind, out=outs[name], base=old if kind == "delta" else None)
-                took = stopwatch.stop().seconds
-                if version > UNTIMED:
-                    seconds[name].append(took)
-                    used[name].append(time.process_time() - begun)
-                if method == "update" and rank >= 4:
-                    outs[name].copy_(models["publish delta"]["w"])
-                assert rank < 4 or method == "publish" or torch.equal(outs[name].view(torch.int16), words), name
-            old = shard
-    for side in sides.values():
-        side.close()
+    shard, old, ratio, stopwatch = None, None, 1.0, Stopwatch()
+    for version in range(1, repeats + UNTIMED + 1):
+        versions.change()
+        old, shard = shard, whole[begin:end].clone() if is_trainer else None
+        for name in METHODS:
+            method, _, kind = name.partition(" ")
+            if name in models and shard is not None:
+                models[name]["w"].copy_(shard)
+            stopwatch.start()
+            begun = time.process_time()
+            if method == "raw":
+                mover(shard, out=outs[name])
+            elif method == "publish":
+                sent = publications[name].publish()
+                ratio = ratio if sent is None else sent.nbytes / (sent.encoded_bytes or sent.nbytes)
+            elif method == "update":
+                publications["publish delta"].update()
+            else:
+                call(shard, src, dst, compression=kind, out=outs[name], base=old if kind == "delta" else None)
+            took = stopwatch.stop().seconds
+            if version > UNTIMED:
+                seconds[name].append(took)
+                used[name].append(time.process_time() - begun)
+            got = models["publish delta"]["w"] if method == "update" else outs[name]
+            assert is_trainer or method == "publish" or torch.equal(got.view(torch.int16), versions.words), name
+    mover.close()
+    for publication in publications.values():
+        publication.close()
     return seconds, used, ratio
 
 

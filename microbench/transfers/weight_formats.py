@@ -21,20 +21,20 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from microbench.emulation.cluster import Cluster
 from microbench.emulation.links import PAYLOAD_SHARE
 from microbench.harness.options import add_number, add_rates
+from microbench.harness.turns import equal_hosts
 from microbench.harness.worker import Stopwatch
-from reshard import weights
+from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
 from reshard.cli.progress import print_line, track
 from reshard.codecs.formats import known_formats
 from reshard.codecs.rates import time_formats
 from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
-from reshard.topology import Topology, topology_from_json
+from reshard.topology import Topology
 from reshard.weights.coding import decode_region, encode_region, largest_size
 from reshard.weights.encoded import MAX_KEPT
 from reshard.weights.formats import FormatChoice
@@ -51,9 +51,6 @@ RUNS = (
 RATES = ("0.1 Gbit/s", "0.4 Gbit/s", "1 Gbit/s", "10 Gbit/s", "100 Gbit/s")
 #: The first versions of a run, which change buffers, are not timed.
 UNTIMED = 2
-#: Trainer ranks.
-NUM_TRAINERS = 4
-
 #: Runs of each part, of which the fastest counts.
 PARTS_REPEATS = 5
 
@@ -120,40 +117,38 @@ class FixedChoice(FormatChoice):
 def measure(rank: int, report: Callable[[Any], None], path: str, topology: Topology) -> None:
     """Report for each run: by contender, seconds of each timed version on this rank, and its report."""
     runs = torch.load(path, mmap=True)
-    groups = [dist.new_group(range(4)), *(dist.new_group([engine]) for engine in range(4, 8))]
-    store = dist.distributed_c10d._get_default_store()
     models: dict[str, Weights] = {}
-    sides: dict[str, Any] = {}
-    is_trainer = rank < NUM_TRAINERS
+    sides: dict[str, Publication] = {}
+    is_trainer, group = rank < NUM_TRAINERS, make_group(rank, 4)
     for name in ("raw", "auto", *(each for each in known_formats() if each != "raw")):
         cut = {item: value.tensor_split(4)[rank] if is_trainer else value for item, value in runs[0][0].items()}
         models[name] = {item: torch.zeros_like(value) for item, value in cut.items()}
-        options: dict[str, Any] = {"name": name, "group": groups[max(0, rank - 3)], "topology": topology}
+        options: dict[str, Any] = {"name": name, "topology": topology}
         if is_trainer:
             options["shards"] = {item: _stated(runs[0][0][item], rank) for item in cut}
             options["compression"] = None if name == "raw" else "delta"
-        sides[name] = (weights.Publisher if is_trainer else weights.Subscriber)(models[name], store, **options)
-        if is_trainer and name not in ("raw", "auto"):
-            sides[name]._sender._choice = FixedChoice(name)
-    stopwatch, number = Stopwatch(), 0
+        sides[name] = Publication(models[name], group, is_trainer, 4, **options)
+        publisher = sides[name].publisher
+        if publisher is not None and name not in ("raw", "auto"):
+            publisher._sender._choice = FixedChoice(name)
+    stopwatch = Stopwatch()
     for which, versions in enumerate(runs):
-        found: dict[str, list[tuple[float, Any]]] = {name: [] for name in sides}
+        times: dict[str, list[tuple[float, Any]]] = {name: [] for name in sides}
         for place, whole in enumerate(versions):
-            number += 1
             for name, side in sides.items():
                 if is_trainer:
                     for item, value in whole.items():
                         models[name][item].copy_(value.tensor_split(4)[rank])
                 stopwatch.start()
-                sent = side.publish(number).wait(600) if is_trainer else None
+                sent = side.publish()
                 seconds = stopwatch.stop().seconds
                 if place >= UNTIMED:
                     timed = sent and (dict(sent.formats), sent.encoded_bytes or sent.nbytes, sent.nbytes)
-                    found[name].append((seconds, timed))
+                    times[name].append((seconds, timed))
+                side.update()
                 if not is_trainer:
-                    assert side.update(600) == number
                     assert all(torch.equal(models[name][item], value) for item, value in whole.items()), name
-        report((which, found))
+        report((which, times))
     for side in sides.values():
         side.close()
 
@@ -215,7 +210,7 @@ def print_parts(runs: list[list[Weights]], rates: Sequence[str]) -> None:
         plain = sum(item.nbytes for item in new.values())
         fixed = {name: time_parts(old, new, FixedChoice(name)) for name in known_formats() if name != "raw"}
         for rate in rates:
-            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
+            topology = equal_hosts(rate)
             link = topology.hosts[0].nics[0].egress_bytes_per_second * PAYLOAD_SHARE
             choice = FormatChoice()
             choice.agree({0: {"known": known_formats(), "rates": codec_rates}}, encoders=NUM_TRAINERS)
@@ -258,10 +253,9 @@ def run(options: argparse.Namespace) -> None:
         path = str(Path(folder) / "runs.pt")
         torch.save(runs, path)
         for rate in options.rate or RATES:
-            topology = topology_from_json({"hosts": [{"count": 4, "devices": 2, "nics": [rate]}]})
+            topology = equal_hosts(rate)
             with Cluster(topology) as cluster:
-                printer = _Printer(rate, shares)
-                cluster.run(measure, path, topology, timeout_seconds=1800.0, on_report=printer)
+                cluster.run(measure, path, topology, timeout_seconds=1800.0, on_report=_Printer(rate, shares))
 
 
 class _Printer:
@@ -269,14 +263,14 @@ class _Printer:
 
     def __init__(self, rate: str, shares: list[float]) -> None:
         self._rate, self._shares = rate, shares
-        self._found: dict[int, list[Any]] = {}
+        self._reports: dict[int, list[Any]] = {}
 
     def __call__(self, rank: int, value: Any) -> None:
-        which, found = value
-        self._found.setdefault(which, []).append(found)
-        if len(self._found[which]) == 8:
+        which, times = value
+        self._reports.setdefault(which, []).append(times)
+        if len(self._reports[which]) == 8:
             name = f"{RUNS[which][0]} {RUNS[which][1]:g}"
-            _print_row(self._rate, name, self._shares[which], self._found[which])
+            _print_row(self._rate, name, self._shares[which], self._reports[which])
 
 
 def _print_row(rate: str, name: str, share: float, ranks: list[dict[str, list[tuple[float, Any]]]]) -> None:

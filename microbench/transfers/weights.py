@@ -33,7 +33,7 @@ from microbench.harness.turns import (
 )
 from microbench.peers.registry import make_ours
 from microbench.peers.torch_baselines import FullTensor
-from reshard import weights
+from microbench.transfers.publication import NUM_TRAINERS, Publication, make_group
 from reshard.cli.progress import print_line, track
 from reshard.cost import find_bound
 from reshard.planner import plan_tensors
@@ -41,16 +41,16 @@ from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 from reshard.topology import Topology
 
-NUM_TRAINERS, RANKS_PER_ENGINE = 4, 2
+RANKS_PER_ENGINE = 2
 HIDDEN, KV, MLP, VOCABULARY, LAYERS = 768, 256, 2048, 8000, 8
 
 
 def llama() -> dict[str, tuple[tuple[int, int], int]]:
     """Shapes of the weights, and the dim along which tensor parallelism shards them; -1: not at all."""
-    found = {"model.embed_tokens.weight": ((VOCABULARY, HIDDEN), 0), "lm_head.weight": ((VOCABULARY, HIDDEN), 0)}
+    shapes = {"model.embed_tokens.weight": ((VOCABULARY, HIDDEN), 0), "lm_head.weight": ((VOCABULARY, HIDDEN), 0)}
     for layer in range(LAYERS):
         p = f"model.layers.{layer}"
-        found |= {
+        shapes |= {
             f"{p}.self_attn.q_proj.weight": ((HIDDEN, HIDDEN), 0),
             f"{p}.self_attn.k_proj.weight": ((KV, HIDDEN), 0),
             f"{p}.self_attn.v_proj.weight": ((KV, HIDDEN), 0),
@@ -61,7 +61,7 @@ def llama() -> dict[str, tuple[tuple[int, int], int]]:
             f"{p}.input_layernorm.weight": ((1, HIDDEN), -1),
             f"{p}.post_attention_layernorm.weight": ((1, HIDDEN), -1),
         }
-    return found | {"model.norm.weight": ((1, HIDDEN), -1)}
+    return shapes | {"model.norm.weight": ((1, HIDDEN), -1)}
 
 
 def make_specs(num_engines: int) -> list[TensorSpec]:
@@ -83,106 +83,63 @@ def _slices(spec: TensorSpec, is_source: bool, rank: int) -> tuple[slice, ...] |
 
 def measure(rank: int, report: Callable[[Any], None], num_engines: int, repeats: int, topology: Topology) -> Times:
     """Time all methods on this rank. ``swap`` is the time of ``update`` after the version has come."""
-    specs = make_specs(num_engines)
+    specs, is_trainer = make_specs(num_engines), rank < NUM_TRAINERS
     generator = torch.Generator().manual_seed(0)
-    whole = {spec.name: torch.randn(spec.shape, generator=generator).to(torch.bfloat16) for spec in specs}
-    is_trainer = rank < NUM_TRAINERS
-    mine, stated = {}, {}
-    for spec in specs:
-        at = _slices(spec, is_trainer, rank)
-        if at is not None:
-            mine[spec.name] = whole[spec.name][at].clone() if is_trainer else torch.zeros_like(whole[spec.name][at])
-            stated[spec.name] = spec.shape, [[(cut.start, cut.stop) for cut in at]]
-    groups = [dist.new_group(list(range(NUM_TRAINERS)))]
-    groups += [
-        dist.new_group([NUM_TRAINERS + RANKS_PER_ENGINE * i + j for j in range(RANKS_PER_ENGINE)])
-        for i in range(num_engines)
-    ]
-    group = groups[0] if is_trainer else groups[1 + (rank - NUM_TRAINERS) // RANKS_PER_ENGINE]
-    store = dist.distributed_c10d._get_default_store()
-    options: dict[str, Any] = {"group": group, "topology": topology, "shards": stated}
-    publisher = weights.Publisher(mine, store, **options) if is_trainer else None
-    subscriber = None if is_trainer else weights.Subscriber(mine, store, **options)
+    whole = {str(spec.name): torch.randn(spec.shape, generator=generator).to(torch.bfloat16) for spec in specs}
+    boxes = {str(spec.name): box for spec in specs if (box := _slices(spec, is_trainer, rank)) is not None}
+    expected = {name: whole[name][box] for name, box in boxes.items()}
+    model = {name: part.clone() if is_trainer else torch.zeros_like(part) for name, part in expected.items()}
+    shards = {name: (whole[name].shape, [[(cut.start, cut.stop) for cut in box]]) for name, box in boxes.items()}
+    group = make_group(rank, num_engines, RANKS_PER_ENGINE)
+    publication = Publication(model, group, is_trainer, num_engines, topology=topology, shards=shards)
     dist.barrier()
-    nothing = {spec.name: torch.empty(0, spec.shape[1], dtype=torch.bfloat16) for spec in specs}
-    sources = [mine.get(spec.name, nothing[spec.name]) if is_trainer else None for spec in specs]
-    outs = [None if is_trainer else mine.get(spec.name) for spec in specs]
-    version = 0
+    nothing = {name: torch.empty(0, whole[name].shape[1], dtype=torch.bfloat16) for name in whole}
+    sources = [model.get(name, nothing[name]) if is_trainer else None for name in whole]
+    outs = [None if is_trainer else model.get(name) for name in whole]
 
-    def publish() -> None:
-        nonlocal version
-        version += 1
-        if publisher is not None:
-            engines = publisher.publish(version).wait(600).engines
-            assert list(engines.values()) == [""] * num_engines, engines
-
-    def swap() -> None:
-        if subscriber is not None:
-            assert subscriber.update(600) == version
-
-    def prepare(name: str) -> None:
-        if name != "swap":
+    def prepare(method: str) -> None:
+        if method != "swap":
             for out in outs:
                 if out is not None:
                     out.zero_()
 
-    def check(name: str) -> None:
-        for spec, out in zip(specs, outs, strict=True):
-            at = None if is_trainer else _slices(spec, False, rank)
-            if out is not None and at is not None and name != "publish":
-                assert torch.equal(out, whole[spec.name][at]), (name, spec.name)
+    def check(method: str) -> None:
+        if not is_trainer and method != "publish":
+            assert all(torch.equal(model[name], part) for name, part in expected.items()), method
 
     plans = {name: plan_tensors(specs, strategy=name, topology=topology) for name in ("auto", "send_recv")}
     methods: dict[str, Callable[[], object]] = {
-        "publish": publish,
-        "swap": swap,
+        "publish": publication.publish,
+        "swap": publication.update,
         "Mover": make_ours(plans["auto"], rank, sources, outs),
         "send_recv": make_ours(plans["send_recv"], rank, sources, outs),
         "full_tensor + broadcast": FullTensor(specs, rank, sources, outs),
     }
     times = time_in_turns(methods, repeats, prepare=prepare, check=check)
-    for side in (publisher, subscriber):
-        if side is not None:
-            side.close()
+    publication.close()
     return times
 
 
 def measure_tiny(rank: int, repeats: int, num_tensors: int, numel: int) -> Times:
     """Time the publication of small tensors on this rank, and a Mover of one tensor of their size."""
-    size, is_trainer = 8, rank < NUM_TRAINERS
-    groups = [dist.new_group(list(range(4))), dist.new_group(list(range(4, 8)))]
-    rows = numel // 64
-    own = slice(rank % 4 * rows // 4, (rank % 4 + 1) * rows // 4)
-    model = {f"w{i}": torch.full((rows, 64), float(i + 1) * is_trainer)[own].clone() for i in range(num_tensors)}
-    stated = {name: ((rows, 64), [[(own.start, own.stop), (0, 64)]]) for name in model}
-    store = dist.distributed_c10d._get_default_store()
-    options: dict[str, Any] = {"group": groups[not is_trainer], "shards": stated}
-    publisher = weights.Publisher(model, store, **options) if is_trainer else None
-    subscriber = None if is_trainer else weights.Subscriber(model, store, **options)
+    is_trainer, rows = rank < NUM_TRAINERS, numel // 64
+    begin, end = rank % 4 * rows // 4, (rank % 4 + 1) * rows // 4
+    model = {f"w{i}": torch.full((end - begin, 64), float(i + 1) * is_trainer) for i in range(num_tensors)}
+    shards = {name: ((rows, 64), [[(begin, end), (0, 64)]]) for name in model}
+    publication = Publication(model, make_group(rank, 1, 4), is_trainer, 1, shards=shards)
     src, dst = (reshard.Layout(reshard.Mesh.of(4, first_rank=first), "S0 R") for first in (0, 4))
     mover = reshard.Mover(reshard.make_plan(src, dst, (num_tensors * rows, 64), "float32"))
     shard = torch.zeros(num_tensors * rows // 4, 64)
-    version = 0
-
-    def publish() -> None:
-        nonlocal version
-        version += 1
-        if publisher is not None:
-            assert set(publisher.publish(version).wait(600).engines.values()) == {""}
 
     def move() -> None:
         mover(shard if is_trainer else None, out=None if is_trainer else shard)
 
     dist.barrier()
-    times = time_in_turns({"publish": publish, "Mover, one tensor": move}, repeats)
-    if subscriber is not None:
-        assert subscriber.update(60) == version
-        assert all(bool((tensor == int(name[1:]) + 1).all()) for name, tensor in model.items())
-        subscriber.close()
-    elif publisher is not None:
-        publisher.close()
+    times = time_in_turns({"publish": publication.publish, "Mover, one tensor": move}, repeats)
+    publication.update()
+    assert all(bool((tensor == int(name[1:]) + 1).all()) for name, tensor in model.items())
+    publication.close()
     mover.close()
-    assert dist.get_world_size() == size
     return times
 
 

@@ -169,12 +169,12 @@ def print_findings(lines: Sequence[str], problems: Sequence[str]) -> int:
 
 
 def _info() -> int:
-    rows = [("reshard", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
+    facts = [("reshard", __version__), ("python", f"{platform.python_version()} on {platform.platform()}")]
     for package in ("numpy", "scipy", "torch", "jax", "cupy", "ray"):
         try:
-            rows.append((package, importlib.metadata.version(package)))
+            facts.append((package, importlib.metadata.version(package)))
         except importlib.metadata.PackageNotFoundError:
-            rows.append((package, "not installed"))
+            facts.append((package, "not installed"))
     backends = ["local (NumPy or torch arrays of one process)"]
     if importlib.util.find_spec("torch") is not None:
         import torch
@@ -188,7 +188,7 @@ def _info() -> int:
             backends.append("ray (actors, Gloo)")
     if importlib.util.find_spec("cupy") is not None:
         backends.append("cupy (NCCL)")
-    rows.append(("backends", ", ".join(backends)))
-    for name, value in rows:
+    facts.append(("backends", ", ".join(backends)))
+    for name, value in facts:
         print(f"{name:12} {value}")
     return 0

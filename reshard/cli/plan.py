@@ -285,9 +285,9 @@ def default_topology(src: Mesh, dst: Mesh) -> Topology:
     for mesh in (src, dst):
         devices = mesh.sizes[-1] if mesh.sizes else 1
         for index in range(0, mesh.size, devices):
-            row = mesh.ranks[index : index + devices]
-            host = next((host_of[rank] for rank in row if rank in host_of), count)
+            host_ranks = mesh.ranks[index : index + devices]
+            host = next((host_of[rank] for rank in host_ranks if rank in host_of), count)
             count = max(count, host + 1)
-            for rank in row:
+            for rank in host_ranks:
                 host_of.setdefault(rank, host)
     return Topology(tuple(host_of.get(rank, count) for rank in range(1 + max(host_of))))

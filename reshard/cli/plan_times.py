@@ -54,9 +54,9 @@ def sample_progress(boxes: Boxes, traffic: Traffic, timeline: Timeline) -> np.nd
 def _between_hosts(boxes: Boxes, timeline: Timeline) -> tuple[np.ndarray, ...]:
     """Of each message between hosts: its row, both boxes, start and finish in seconds, and bytes."""
     hosts, messages = boxes.plan.topology.host_by_rank, timeline.messages
-    rows = np.flatnonzero(hosts[messages.sender] != hosts[messages.receiver])
-    a, b = boxes.of_rank[messages.sender[rows]], boxes.of_rank[messages.receiver[rows]]
-    return rows, a, b, timeline.start[rows], timeline.finish[rows], messages.nbytes[rows].astype(float)
+    indices = np.flatnonzero(hosts[messages.sender] != hosts[messages.receiver])
+    a, b = boxes.of_rank[messages.sender[indices]], boxes.of_rank[messages.receiver[indices]]
+    return indices, a, b, timeline.start[indices], timeline.finish[indices], messages.nbytes[indices].astype(float)
 
 
 def write_progress(boxes: Boxes, traffic: Traffic, progress: np.ndarray, seconds: float) -> str:
@@ -136,8 +136,8 @@ def _draw_spans(
         spans = {}
         for number, side in lanes:
             mine, other = ((a, b), (b, a))[side]
-            rows = np.flatnonzero(mine == number)
-            merged = _merge_spans(other[rows], start[rows], finish[rows], gap * end)
+            indices = np.flatnonzero(mine == number)
+            merged = _merge_spans(other[indices], start[indices], finish[indices], gap * end)
             spans[number, side] = sorted(merged, key=lambda span: span[1:])
         if sum(map(len, spans.values())) <= MAX_SPANS or gap > 1:
             return {lane: _draw_lane(boxes, lane[1], spans[lane], gap * end, end) for lane in lanes}

@@ -58,8 +58,8 @@ def _find_trees(plan: Plan) -> list[tuple[Tree, int]]:
         edges.setdefault(region, []).append((x, y))
         size[region] = n
     total: dict[Tree, int] = {}
-    for region, row in edges.items():
-        tree = tuple(sorted(set(row)))
+    for region, region_edges in edges.items():
+        tree = tuple(sorted(set(region_edges)))
         total[tree] = total.get(tree, 0) + size[region]
     return sorted(total.items(), key=lambda entry: (-entry[1], entry[0]))
 
@@ -75,7 +75,7 @@ def draw_tree(tree: Tree) -> str:
     columns: dict[int, list[int]] = {}
     for host, column in sorted(depth.items()):
         columns.setdefault(column, []).append(host)
-    at = {host: (16 + 44 * column, 18 + 30 * i) for column, row in columns.items() for i, host in enumerate(row)}
+    at = {host: (16 + 44 * column, 18 + 30 * i) for column, hosts in columns.items() for i, host in enumerate(hosts)}
     width, height = 32 + 44 * max(columns), 36 + 30 * (max(map(len, columns.values())) - 1)
     lines = [f"<svg width='{width}' viewBox='0 0 {width} {height}'>"]
     for x, y in tree:

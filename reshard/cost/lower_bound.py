@@ -167,8 +167,8 @@ def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list
     """The distinct sets of places that hold tiles, and the index of each tile's set."""
     number: dict[HostSet, int] = {}
     which = [
-        number.setdefault(tuple(sorted({place_of(rank) for rank in row if rank != NO_RANK})), len(number))
-        for row in ranks.tolist()
+        number.setdefault(tuple(sorted({place_of(rank) for rank in members if rank != NO_RANK})), len(number))
+        for members in ranks.tolist()
     ]
     return list(number), np.array(which, dtype=np.int64)
 
@@ -311,12 +311,12 @@ def _solve(
     fastest = max(egress.values())
     number = {place: i for i, place in enumerate(places)}
     classes = np.array([k for k, _ in share], dtype=np.int64)
-    rows = [number[place] for _, place in share]
+    numbers = [number[place] for _, place in share]
     count = len(share)
     load = coo_matrix(
         (
             np.concatenate([np.ones(count), [-egress[place] / fastest for place in places]]),
-            (rows + list(range(len(places))), list(range(count)) + [count] * len(places)),
+            (numbers + list(range(len(places))), list(range(count)) + [count] * len(places)),
         ),
         shape=(len(places), count + 1),
     )

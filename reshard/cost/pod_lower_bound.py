@@ -126,8 +126,11 @@ class _Program:
         cost = np.zeros(self._count + 1)
         cost[-1] = 1.0
 
-        def matrix(rows: _Rows) -> coo_matrix:
-            return coo_matrix((rows.value, (rows.row, rows.column)), shape=(len(rows.right), self._count + 1))
+        def matrix(constraints: _Rows) -> coo_matrix:
+            return coo_matrix(
+                (constraints.value, (constraints.row, constraints.column)),
+                shape=(len(constraints.right), self._count + 1),
+            )
 
         upper, equal = self._least, self._equal
         solved = linprog(

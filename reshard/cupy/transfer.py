@@ -110,13 +110,13 @@ class Mover:
             mine = cupy.asarray(np.frombuffer(message, dtype=np.uint8))
             every = cupy.empty(size * len(message), dtype=cupy.uint8)
             self._comm.allGather(_address(mine), _address(every), len(message), self._nccl.NCCL_UINT8, self._stream.ptr)
-            rows = [bytes(row) for row in cupy.asnumpy(every).reshape(size, len(message))]
+            messages = [bytes(message_of_rank) for message_of_rank in cupy.asnumpy(every).reshape(size, len(message))]
         if error is not None:
             raise error
-        failed = [rank for rank, row in enumerate(rows) if row[0]]
+        failed = [rank for rank, message_of_rank in enumerate(messages) if message_of_rank[0]]
         if failed:
             raise PlanError(f"ranks {format_ranks(failed)} cannot execute this plan; their own errors give the reason")
-        other = [rank for rank, row in enumerate(rows) if row != rows[0]]
+        other = [rank for rank, message_of_rank in enumerate(messages) if message_of_rank != messages[0]]
         if other:
             raise DisagreementError(
                 f"the plan of ranks {format_ranks(other)} differs from that of rank 0; pass the same plan on all ranks"

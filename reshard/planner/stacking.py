@@ -39,10 +39,10 @@ class Stacks:
         members: dict[tuple[tuple[int, ...], int, int, int], list[int]] = {}
         for index, spec in enumerate(tensors):
             members.setdefault((spec.shape, spec.itemsize, number(spec.src), number(spec.dst)), []).append(index)
-        rows = list(members.values())
+        groups = list(members.values())
         return cls(
-            at=np.cumsum([0, *map(len, rows)]),
-            tensor=np.array([index for row in rows for index in row], dtype=np.int64),
+            at=np.cumsum([0, *map(len, groups)]),
+            tensor=np.array([index for indices in groups for index in indices], dtype=np.int64),
         )
 
     @property

@@ -105,8 +105,8 @@ def _cuts_fit(layout: Layout, size: int, inner: int, dim: int, values: int) -> b
 def _regions_fit(layout: RegionLayout, size: int, values: int) -> bool:
     """Whether all boxes begin and end between elements, and only the last box of a rank has a padded one."""
     is_joined = layout.join_dim == layout.ndim - 1
-    for _, row in layout.boxes:
-        ends = [box[-1] for box in row]
+    for _, boxes in layout.boxes:
+        ends = [box[-1] for box in boxes]
         if any(lo % values or (hi % values and hi != size) for lo, hi in ends):
             return False
         if is_joined and any(hi % values for _, hi in ends[:-1]):

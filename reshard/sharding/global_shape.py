@@ -35,7 +35,7 @@ def find_global_shape(what: str, sizes: Mapping[int, Sequence[int]], layout: Lay
         ArgumentError: a rank of the layout has no shard, or no global shape gives the ranks shards of these sizes.
     """
     if isinstance(layout, RegionLayout):
-        boxes = [box for _, row in layout.boxes for box in row]
+        boxes = [box for _, rank_boxes in layout.boxes for box in rank_boxes]
         return [max((box[dim][1] for box in boxes), default=0) for dim in range(layout.ndim)]
     for rank in layout.ranks:
         if rank not in sizes:

@@ -161,7 +161,7 @@ class RegionLayout:
         join_dim: int = 0,
         ndim: int | None = None,
     ) -> None:
-        rows: list[tuple[int, tuple[Box, ...]]] = []
+        boxes_by_rank: list[tuple[int, tuple[Box, ...]]] = []
         join_dim = check_integer(join_dim, "join_dim", 0, MAX_NDIM, LayoutError)
         if ndim is not None:
             ndim = check_integer(ndim, "ndim", 0, MAX_NDIM, LayoutError)
@@ -170,13 +170,13 @@ class RegionLayout:
         for rank, boxes in regions.items():
             rank = check_integer(rank, "a rank", 0, MAX_RANK, LayoutError)
             try:
-                rows.append((rank, tuple(tuple((index(lo), index(hi)) for lo, hi in box) for box in boxes)))
+                boxes_by_rank.append((rank, tuple(tuple((index(lo), index(hi)) for lo, hi in box) for box in boxes)))
             except (TypeError, ValueError, OverflowError):
                 raise LayoutError(
                     f"rank {rank}: a box is a (start, stop) pair per tensor dim, not {brief(boxes)}"
                 ) from None
-        rows.sort()
-        dims = {len(box) for _, row in rows for box in row} | (set() if ndim is None else {ndim})
+        boxes_by_rank.sort()
+        dims = {len(box) for _, rank_boxes in boxes_by_rank for box in rank_boxes} | (set() if ndim is None else {ndim})
         if len(dims) != 1:
             raise LayoutError(
                 f"boxes have {sorted(dims)} dims; all must have the same number" if dims else "no boxes: give ndim"
@@ -186,22 +186,22 @@ class RegionLayout:
             raise LayoutError(f"boxes have {count} dims; at most {MAX_NDIM} are supported")
         if not 0 <= join_dim < max(count, 1):
             raise LayoutError(f"join_dim {join_dim} is outside 0..{max(count, 1) - 1}")
-        for rank, row in rows:
-            for box in row:
+        for rank, rank_boxes in boxes_by_rank:
+            for box in rank_boxes:
                 for lo, hi in box:
                     if not 0 <= lo <= hi < 2**62:
                         raise LayoutError(f"rank {rank}: {format_box(box)} needs 0 <= start <= stop in every dim")
-            for box in row[1:]:
+            for box in rank_boxes[1:]:
                 for dim in range(count):
-                    size, first = box[dim][1] - box[dim][0], row[0][dim][1] - row[0][dim][0]
+                    size, first = box[dim][1] - box[dim][0], rank_boxes[0][dim][1] - rank_boxes[0][dim][0]
                     if dim != join_dim and size != first:
                         raise LayoutError(
-                            f"rank {rank}: {format_box(row[0])} and {format_box(box)} cannot be joined along dim "
-                            f"{join_dim}: dim {dim} has {first} and {size} elements"
+                            f"rank {rank}: {format_box(rank_boxes[0])} and {format_box(box)} cannot be joined along "
+                            f"dim {join_dim}: dim {dim} has {first} and {size} elements"
                         )
-            if count == 0 and len(row) != 1:
-                raise LayoutError(f"rank {rank}: a 0-d tensor has one box, [], not {len(row)}")
-        object.__setattr__(self, "boxes", tuple(rows))
+            if count == 0 and len(rank_boxes) != 1:
+                raise LayoutError(f"rank {rank}: a 0-d tensor has one box, [], not {len(rank_boxes)}")
+        object.__setattr__(self, "boxes", tuple(boxes_by_rank))
         object.__setattr__(self, "join_dim", join_dim)
         object.__setattr__(self, "ndim", count)
 
@@ -226,9 +226,9 @@ class RegionLayout:
 
     def _boxes_of(self, rank: int) -> tuple[Box, ...]:
         rank = check_integer(rank, "rank", 0, MAX_RANK)
-        for holder, row in self.boxes:
+        for holder, boxes in self.boxes:
             if holder == rank:
-                return row
+                return boxes
         raise LayoutError(f"rank {rank} is not in the layout, whose ranks are {format_ranks(self.ranks)}")
 
     def joined_shape(self, rank: int) -> tuple[int, ...]:
@@ -246,8 +246,8 @@ class RegionLayout:
         shape = check_sizes(shape)
         if self.ndim != len(shape):
             raise LayoutError(f"regions have {self.ndim} dims, but the tensor of shape {list(shape)} has {len(shape)}")
-        for rank, row in self.boxes:
-            for box in row:
+        for rank, boxes in self.boxes:
+            for box in boxes:
                 for (_, hi), size in zip(box, shape, strict=True):
                     if hi > size:
                         raise LayoutError(f"rank {rank}: region {format_box(box)} reaches past shape {list(shape)}")
@@ -268,16 +268,18 @@ class RegionLayout:
             other = old_of.setdefault(rank_of[rank], rank)
             if other != rank:
                 raise LayoutError(f"ranks {other} and {rank} both become rank {rank_of[rank]}; each needs its own")
-        return RegionLayout({rank_of[rank]: row for rank, row in self.boxes}, join_dim=self.join_dim, ndim=self.ndim)
+        return RegionLayout(
+            {rank_of[rank]: boxes for rank, boxes in self.boxes}, join_dim=self.join_dim, ndim=self.ndim
+        )
 
     def with_last_dim(self, change: Callable[[int, int], tuple[int, int]]) -> RegionLayout:
         """The same regions with the bounds ``lo, hi`` of the last dim replaced by ``change(lo, hi)``."""
-        regions = {rank: [(*box[:-1], change(*box[-1])) for box in row] for rank, row in self.boxes}
+        regions = {rank: [(*box[:-1], change(*box[-1])) for box in boxes] for rank, boxes in self.boxes}
         return RegionLayout(regions, join_dim=self.join_dim, ndim=self.ndim)
 
     def __str__(self) -> str:
-        rows = "; ".join(f"{rank}: {' '.join(map(format_box, row)) or 'none'}" for rank, row in self.boxes)
-        return f"Regions(ndim={self.ndim} join={self.join_dim}; {rows})"
+        texts = "; ".join(f"{rank}: {' '.join(map(format_box, boxes)) or 'none'}" for rank, boxes in self.boxes)
+        return f"Regions(ndim={self.ndim} join={self.join_dim}; {texts})"
 
 
 AnyLayout = Layout | RegionLayout

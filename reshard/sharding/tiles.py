@@ -144,9 +144,9 @@ def combine(columns: Sequence[np.ndarray]) -> np.ndarray:
 def _cut_regions(layout: RegionLayout, shape: tuple[int, ...]) -> Shards:
     layout.check_fits(shape)
     holders: dict[Box, list[tuple[int, tuple[int, ...]]]] = {}
-    for rank, row in layout.boxes:
+    for rank, rank_boxes in layout.boxes:
         at = 0
-        for box in row:
+        for box in rank_boxes:
             local = tuple(at if dim == layout.join_dim else 0 for dim in range(len(shape)))
             at += box[layout.join_dim][1] - box[layout.join_dim][0] if shape else 1
             if all(hi > lo for lo, hi in box):
@@ -250,9 +250,9 @@ def find_overlaps(
     last = np.searchsorted(starts, stop_a[:, dim], side="left")
     found_a, found_b = [], []
     counts = np.maximum(last - first, 0)
-    for rows in np.array_split(np.arange(num_a), max(1, int(counts.sum()) // 2**22 + 1)):
-        a = np.repeat(rows, counts[rows])
-        b = by_start[ranges(first[rows], counts[rows])]
+    for indices in np.array_split(np.arange(num_a), max(1, int(counts.sum()) // 2**22 + 1)):
+        a = np.repeat(indices, counts[indices])
+        b = by_start[ranges(first[indices], counts[indices])]
         hit = np.ones(len(a), dtype=bool)
         for d in range(ndim):
             hit &= (start_a[a, d] < stop_b[b, d]) & (start_b[b, d] < stop_a[a, d])

@@ -211,16 +211,16 @@ def topology_to_json(topology: Topology) -> dict[str, Any]:
     ranks_of: dict[int, list[int]] = {}
     for rank, number in enumerate(topology.host_of_rank):
         ranks_of.setdefault(number, []).append(rank)
-    rows: list[dict[str, Any]] = []
+    entries: list[dict[str, Any]] = []
     for number in range(max(topology.num_hosts, len(topology.hosts))):
         host, ranks = topology.host(number), ranks_of.get(number, [])
-        row: dict[str, Any] = {"ranks": ranks, "nics": [_port_to_json(nic) for nic in host.nics]}
+        entry: dict[str, Any] = {"ranks": ranks, "nics": [_port_to_json(nic) for nic in host.nics]}
         if len(host.nics) > 1:
-            row["nic_of_device"] = [topology.nic_of_rank[rank] for rank in ranks]
+            entry["nic_of_device"] = [topology.nic_of_rank[rank] for rank in ranks]
         if host.pod is not None:
-            row["pod"] = host.pod
-        rows.append(row)
-    data: dict[str, Any] = {"hosts": rows}
+            entry["pod"] = host.pod
+        entries.append(entry)
+    data: dict[str, Any] = {"hosts": entries}
     if topology.pods:
         data["pods"] = [_port_to_json(pod) for pod in topology.pods]
     data |= {key: getattr(topology, name) for key, name in _INSIDE.items() if getattr(topology, name) is not None}
@@ -292,16 +292,16 @@ def _check_keys(data: dict[Any, Any], known: set[str], what: str) -> None:
         raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}{meant}")
 
 
-def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:
+def _read_hosts(entries: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:
     """Return the hosts; the number of devices or the ranks of each; and the NIC of each device, None if not given."""
-    if not isinstance(rows, list) or not rows:
+    if not isinstance(entries, list) or not entries:
         raise TopologyError('a topology must be {"hosts": [...]} with at least one host, or {"host_of_rank": [...]}')
     hosts: list[Host] = []
     ranks: list[int | list[int]] = []
     nics: list[list[int] | None] = []
-    for number, row in enumerate(rows):
+    for number, entry in enumerate(entries):
         try:
-            host, count, devices, nic_of_device = _read_host(row)
+            host, count, devices, nic_of_device = _read_host(entry)
         except TopologyError as error:
             raise TopologyError(f"entry {number} of hosts: {error}") from None
         if len(ranks) + count > MAX_HOSTS or (isinstance(devices, int) and devices * count > MAX_RANKS):
@@ -312,28 +312,28 @@ def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], lis
     return tuple(hosts), ranks, nics
 
 
-def _read_host(row: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
+def _read_host(entry: Any) -> tuple[Host, int, int | list[int], list[int] | None]:
     """Return a host, its count, its number of devices or its ranks, and the NIC of each device, None if not given."""
-    if not isinstance(row, dict):
-        raise TopologyError(f"a host must be an object, not {brief(row)}")
+    if not isinstance(entry, dict):
+        raise TopologyError(f"a host must be an object, not {brief(entry)}")
     known = ("devices", "ranks", "nics", "nic_of_device", "pod", "count")
-    _check_keys(row, set(known), f"a host (known keys: {', '.join(known)})")
-    if ("devices" in row) == ("ranks" in row):
+    _check_keys(entry, set(known), f"a host (known keys: {', '.join(known)})")
+    if ("devices" in entry) == ("ranks" in entry):
         raise TopologyError("a host must have either devices (a number) or ranks (a list)")
-    count = row.get("count", 1)
-    host = Host(_read_nics(row.get("nics", [TEN_GBIT])), row.get("pod"))
+    count = entry.get("count", 1)
+    host = Host(_read_nics(entry.get("nics", [TEN_GBIT])), entry.get("pod"))
     if isinstance(count, bool) or not isinstance(count, int) or not 1 <= count <= MAX_RANKS:
         raise TopologyError(f"count is {brief(count)}; it must be an integer from 1 to {MAX_RANKS}")
     devices: int | list[int]
-    if "ranks" in row:
-        if count > 1 or not isinstance(row["ranks"], list):
+    if "ranks" in entry:
+        if count > 1 or not isinstance(entry["ranks"], list):
             raise TopologyError("ranks must be a list, and only a host with count 1 can have them")
-        devices = list(check_indices(row["ranks"], "ranks"))
+        devices = list(check_indices(entry["ranks"], "ranks"))
     else:
-        devices = row["devices"]
+        devices = entry["devices"]
         if isinstance(devices, bool) or not isinstance(devices, int) or not 0 <= devices <= MAX_RANKS:
             raise TopologyError(f"devices is {brief(devices)}; it must be an integer from 0 to {MAX_RANKS}")
-    nic_of_device = row.get("nic_of_device")
+    nic_of_device = entry.get("nic_of_device")
     if nic_of_device is not None and not isinstance(nic_of_device, list):
         raise TopologyError("nic_of_device must be a list")
     return host, count, devices, None if nic_of_device is None else list(check_indices(nic_of_device, "NICs"))

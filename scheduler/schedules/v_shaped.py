@@ -42,16 +42,16 @@ def zb_v_order(num_pp_ranks: int, num_microbatches: int) -> list[list[Action]]:
     num = max(num_microbatches, 2 * num_pp_ranks - 1)
     order = []
     for pp_rank in range(num_pp_ranks):
-        row, after = RowActions(v_stages(pp_rank, num_pp_ranks)), num_pp_ranks - pp_rank
-        row.add("F0", 2 * after - 1)
-        row.add("F1 F0", pp_rank)
-        row.add("F1 I1 W1", after)
-        while row.num_forwards(1) < num:
-            row.add(f"{'F0 ' if row.num_forwards(0) < num else ''}I0 W0 F1 I1 W1")
-        row.add("I0 I1", pp_rank)
-        row.add("I0 W0", after)
-        row.finish(1, 0)
-        order.append(first_microbatches(row.actions, num_microbatches))
+        actions, after = RowActions(v_stages(pp_rank, num_pp_ranks)), num_pp_ranks - pp_rank
+        actions.add("F0", 2 * after - 1)
+        actions.add("F1 F0", pp_rank)
+        actions.add("F1 I1 W1", after)
+        while actions.num_forwards(1) < num:
+            actions.add(f"{'F0 ' if actions.num_forwards(0) < num else ''}I0 W0 F1 I1 W1")
+        actions.add("I0 I1", pp_rank)
+        actions.add("I0 W0", after)
+        actions.finish(1, 0)
+        order.append(first_microbatches(actions.actions, num_microbatches))
     return order
 
 
@@ -60,28 +60,28 @@ def dualpipe_v_order(num_pp_ranks: int, num_microbatches: int) -> list[list[Acti
     num = max(num_microbatches, 2 * num_pp_ranks)
     order = []
     for pp_rank in range(num_pp_ranks):
-        row, after, through = RowActions(v_stages(pp_rank, num_pp_ranks)), num_pp_ranks - pp_rank - 1, pp_rank + 1
-        row.add("F0", 2 * after)
-        row.add("F0 F1", through)
-        row.add("I1 W F1", after)
+        actions, after, through = RowActions(v_stages(pp_rank, num_pp_ranks)), num_pp_ranks - pp_rank - 1, pp_rank + 1
+        actions.add("F0", 2 * after)
+        actions.add("F0 F1", through)
+        actions.add("I1 W F1", after)
         main = num - 2 * num_pp_ranks + through
         if after == 0:  # the last pp rank needs its first backward at once
-            row.add("F0 B1 F1&B0")
+            actions.add("F0 B1 F1&B0")
             main -= 1
-        row.add("F0&B1 F1&B0", main)
-        row.add("B1 F1&B0", after)
+        actions.add("F0&B1 F1&B0", main)
+        actions.add("B1 F1&B0", after)
         # The last backwards are split, so that earlier pp ranks get their gradients sooner.
         whole, is_split = through // 2, False
         for nth in range(through):
             if nth == whole and pp_rank % 2 == 1:
                 is_split = True
-            row.add("I1" if is_split else "B1")
+            actions.add("I1" if is_split else "B1")
             if nth == whole and pp_rank % 2 == 0:
                 is_split = True
-            row.add("I0" if is_split else "B0")
-        row.add("W I0", after)
-        row.add("W", through)
-        order.append(first_microbatches(row.actions, num_microbatches))
+            actions.add("I0" if is_split else "B0")
+        actions.add("W I0", after)
+        actions.add("W", through)
+        order.append(first_microbatches(actions.actions, num_microbatches))
     return order
 
 

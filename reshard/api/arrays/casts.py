@@ -213,7 +213,7 @@ def _pieces(array: torch.Tensor) -> Iterator[torch.Tensor]:
     if array.numel() <= max_numel or not array.ndim:
         yield array
     elif array.numel() // len(array) > max_numel:
-        for row in array:
-            yield from _pieces(row)
+        for part in array:
+            yield from _pieces(part)
     else:
         yield from array.split(max(1, max_numel * len(array) // array.numel()))

@@ -68,5 +68,5 @@ def bytes_of(view: torch.Tensor) -> np.ndarray:
     return flat_bytes(contiguous(view)).numpy()
 
 
-def _ranks(row: Iterable[int]) -> tuple[int, ...]:
-    return tuple(sorted(int(rank) for rank in row if rank != NO_RANK))
+def _ranks(padded: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(int(rank) for rank in padded if rank != NO_RANK))

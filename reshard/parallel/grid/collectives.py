@@ -82,13 +82,13 @@ class Axis:
         table = list(members.values())
         if len(table) == 1:
             self.share_memory()
-        if len(table) == 1 or len(table[0]) == 1 or len({len(row) for row in table}) > 1:
+        if len(table) == 1 or len(table[0]) == 1 or len({len(positions) for positions in table}) > 1:
             return
-        host = next(number for number, row in enumerate(table) if self.index in row)
+        host = next(number for number, positions in enumerate(table) if self.index in positions)
         local = table[host].index(self.index)
         inside = self._make(f"{self.name} inside", table[host])
         inside.share_memory()
-        between = self._make(f"{self.name} between", [row[local] for row in table])
+        between = self._make(f"{self.name} between", [positions[local] for positions in table])
         self.levels = TwoLevelAxis(tuple(map(tuple, table)), inside, between)
 
     def for_sums(self) -> Axis:
@@ -195,8 +195,8 @@ class Axis:
         if memory is not None:
             message = memory.move(GATHER, [[part]], targets, result)
             return Pending(message, message.finish, self._explain_failure)
-        rows = [part_rows for row in targets for part_rows in row]
-        pending = self.gather(part, [sum(map(len, row)) for row in targets])
+        rows = [part_rows for targets_of_rank in targets for part_rows in targets_of_rank]
+        pending = self.gather(part, [sum(map(len, targets_of_rank)) for targets_of_rank in targets])
 
         def finish() -> torch.Tensor:
             for target, values in zip(rows, pending.wait().split(list(map(len, rows))), strict=True):
@@ -238,8 +238,8 @@ class Axis:
         if memory is not None:
             message = memory.reduce_scatter(parts)
             return Pending(message, message.finish, self._explain_failure)
-        rows = torch.cat([part for row in parts for part in row])
-        return self.reduce_scatter(rows, [sum(map(len, row)) for row in parts])
+        rows = torch.cat([part for parts_of_rank in parts for part in parts_of_rank])
+        return self.reduce_scatter(rows, [sum(map(len, parts_of_rank)) for parts_of_rank in parts])
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:
         """All-to-all of flat arrays: rank ``i`` gets the ``i``-th part of each rank, in the order of ranks."""

@@ -119,8 +119,8 @@ class SharedMemory:
             opened: list[int] = []
             control: list[Any] = []
             with contextlib.suppress(OSError):  # another pid namespace, a process that hides, or a limit of memory
-                for row in table.tolist():
-                    opened.append(open_memory_file(*row, writes=True))
+                for facts in table.tolist():
+                    opened.append(open_memory_file(*facts, writes=True))
                     control.append(_native.map_shared(opened[-1], 0, _CONTROL_BYTES))
             can_map = torch.tensor([len(control) == axis.size], device="cpu")
             if bool(axis.gather(can_map, [1] * axis.size).wait().all()):
@@ -333,11 +333,11 @@ def _copy(sources: Parts, targets: Parts) -> None:
         return
     flat = (targets if len(targets) == 1 else sources)[0].detach().reshape(-1)
     many = sources if len(targets) == 1 else targets
-    for part, row in zip(many, flat.split([item.numel() for item in many]), strict=True):
+    for part, values in zip(many, flat.split([item.numel() for item in many]), strict=True):
         if len(targets) == 1:
-            row.view(part.shape).copy_(part.detach())
+            values.view(part.shape).copy_(part.detach())
         else:
-            part.copy_(row.view(part.shape))
+            part.copy_(values.view(part.shape))
 
 
 def _join(parts: Parts) -> torch.Tensor:

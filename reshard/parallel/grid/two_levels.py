@@ -98,11 +98,11 @@ class TwoLevelAxis(Generic[LevelT]):
     @property
     def _column(self) -> list[int]:
         """The positions of this local rank on each host."""
-        return [row[self.inside.index] for row in self.table]
+        return [host_positions[self.inside.index] for host_positions in self.table]
 
     def _per_local(self, piece: Sequence[Span], parts: Parts) -> list[Parts]:
         """The rows of a piece by local rank, then by host; ``parts`` has all rows of each position."""
-        positions = [[row[local] for row in self.table] for local in range(self.inside.size)]
+        positions = [[host_positions[local] for host_positions in self.table] for local in range(self.inside.size)]
         return [[parts[item][slice(*piece[item])] for item in column] for column in positions]
 
     def _cut(self, sizes: Sequence[int], whole: torch.Tensor) -> list[list[Span]]:

@@ -139,19 +139,19 @@ def _greedy_order(problem: PlanProblem) -> Iterable[tuple[int, int]]:
     queues, rank_port = port_classes(problem)
     if not queues:
         return
-    options = [option for row, _ in queues for option in row]
+    options = [option for queue, _ in queues for option in queue]
     ports = [ports_of_mask(mask) for _, mask in options]
     classes, chosen = order_greedily(
         GreedyProblem(
-            option_at=np.cumsum([0] + [len(row) for row, _ in queues]),
+            option_at=np.cumsum([0] + [len(queue) for queue, _ in queues]),
             home=np.array([home for home, _ in options], dtype=np.int64),
             crosses=np.array([not mask >> rank_port for _, mask in options], dtype=np.int64),
-            port_at=np.cumsum([0] + [len(row) for row in ports]),
-            port=np.array([port for row in ports for port in row], dtype=np.int64),
+            port_at=np.cumsum([0] + [len(queue) for queue in ports]),
+            port=np.array([port for queue in ports for port in queue], dtype=np.int64),
             task_at=np.cumsum([0] + [len(tasks) for _, tasks in queues]),
             nbytes=problem.nbytes[[task for _, tasks in queues for task in tasks]],
             num_hosts=rank_port // 2,
-            num_ports=1 + max(row[-1] for row in ports),
+            num_ports=1 + max(queue[-1] for queue in ports),
         )
     )
     loads = SendLoads(problem)

@@ -98,7 +98,7 @@ def _gather(
     loads = SendLoads(problem)
     hosts, is_near = problem.topology.host_of_rank, problem.has_near_holder
     direct_rows: list[tuple[int, int, int]] = []
-    rows: list[tuple[int, Edges]] = []
+    routes: list[tuple[int, Edges]] = []
     bounds: list[tuple[np.ndarray, np.ndarray]] = []
     for task in range(len(problem)):
         receivers, holders = real_ranks(problem.receivers[task]), real_ranks(problem.holders[task])
@@ -114,12 +114,12 @@ def _gather(
         for nth, first in enumerate(receivers):
             sender = loads.pick(holders)
             loads.add(sender, int(problem.nbytes[task]) // k, crosses=True)
-            rows.append((task, [(sender, first), *spread(receivers[nth:] + receivers[:nth])]))
+            routes.append((task, [(sender, first), *spread(receivers[nth:] + receivers[:nth])]))
             start, stop = problem.start[task].copy(), problem.stop[task].copy()
             start[dim], stop[dim] = low + size * nth // k, low + size * (nth + 1) // k
             bounds.append((start, stop))
-    gathered = Routes.of(problem, rows)
-    if rows:
+    gathered = Routes.of(problem, routes)
+    if routes:
         gathered = Routes(
             task=gathered.task,
             start=np.stack([start for start, _ in bounds]),

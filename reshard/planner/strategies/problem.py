@@ -170,8 +170,8 @@ class Routes:
         """
         _check_problem(problem)
         try:
-            task = _indices([row[0] for row in rows], len(problem), "tasks")
-            edges = np.array([edge for row in rows for edge in row[1]], dtype=np.int64).reshape(-1, 2)
+            task = _indices([route[0] for route in rows], len(problem), "tasks")
+            edges = np.array([edge for route in rows for edge in route[1]], dtype=np.int64).reshape(-1, 2)
         except (TypeError, ValueError, LookupError, OverflowError) as error:
             if isinstance(error, PlanError):
                 raise
@@ -180,7 +180,7 @@ class Routes:
             task=task,
             start=problem.start[task],
             stop=problem.stop[task],
-            edge_at=np.concatenate([[0], np.cumsum([len(row[1]) for row in rows], dtype=np.int64)]),
+            edge_at=np.concatenate([[0], np.cumsum([len(route[1]) for route in rows], dtype=np.int64)]),
             sender=edges[:, 0],
             receiver=edges[:, 1],
         )
@@ -454,15 +454,15 @@ def _number_trees(routes: Routes, chosen: np.ndarray) -> np.ndarray:
     length = np.diff(routes.edge_at)[chosen]
     number, count = np.zeros(len(chosen), dtype=np.int64), 0
     for edges in distinct_values(length).tolist():
-        rows = np.flatnonzero(length == edges)
-        at = routes.edge_at[chosen[rows], None] + np.arange(edges)
+        indices = np.flatnonzero(length == edges)
+        at = routes.edge_at[chosen[indices], None] + np.arange(edges)
         if edges == 1:
             pair = routes.sender[at] * (int(routes.receiver.max()) + 1) + routes.receiver[at]
             _, inverse = np.unique(pair, return_inverse=True)
         else:
             table = np.concatenate([routes.sender[at], routes.receiver[at]], axis=1)
             _, inverse = np.unique(table, axis=0, return_inverse=True)
-        number[rows] = count + inverse.ravel()
+        number[indices] = count + inverse.ravel()
         count += int(inverse.max()) + 1
     return number
 

@@ -36,9 +36,9 @@ class SendLoads:
             self.host[self.host_of[rank]] += nbytes
 
 
-def real_ranks(row: np.ndarray) -> list[int]:
+def real_ranks(padded: np.ndarray) -> list[int]:
     """The ranks in a padded row, without the padding."""
-    return [rank for rank in row.tolist() if rank != NO_RANK]
+    return [rank for rank in padded.tolist() if rank != NO_RANK]
 
 
 def pick_sender(loads: SendLoads, holders: list[int], receiver: int, nbytes: int) -> int:

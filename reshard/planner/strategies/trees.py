@@ -25,12 +25,12 @@ def along_trees(problem: PlanProblem, order: Iterable[tuple[int, int]]) -> Route
         order: ``(task, sender)`` of each tree, in the order of the plan.
     """
     task, sender = np.array(list(order), dtype=np.int64).reshape(-1, 2).T
-    rows = problem.receivers[task]
-    is_real = rows != NO_RANK
+    receivers = problem.receivers[task]
+    is_real = receivers != NO_RANK
     edge_at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])
     topology, (source, target) = problem.topology, np.zeros((2, int(edge_at[-1])), dtype=np.int64)
     _native.grow_trees(
-        np.ascontiguousarray(sender), edge_at, rows[is_real], problem.nbytes[task],
+        np.ascontiguousarray(sender), edge_at, receivers[is_real], problem.nbytes[task],
         topology.host_by_rank, np.array([topology.host(host).pod or 0 for host in range(topology.num_hosts)]),
         len(topology.pods), _busiest_receiver_bytes(problem), source, target,
     )  # fmt: skip

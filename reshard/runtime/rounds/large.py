@@ -76,10 +76,10 @@ def join_messages(plan: Plan, messages: MessageTable, direct: np.ndarray, at: np
 def _are_whole_rows(plan: Plan, tensor: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
     whole = np.ones(len(tensor), dtype=bool)
     for number, spec in enumerate(plan.tensors):
-        rows = np.flatnonzero(tensor == number)
+        indices = np.flatnonzero(tensor == number)
         shape = np.array(spec.shape[1:], dtype=np.int64)
         inner = slice(1, 1 + len(shape))
-        whole[rows] = ((starts[rows, inner] == 0) & (stops[rows, inner] == shape)).all(axis=1)
+        whole[indices] = ((starts[indices, inner] == 0) & (stops[indices, inner] == shape)).all(axis=1)
     return whole
 
 
@@ -154,11 +154,11 @@ def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
     return places
 
 
-def _find_regions(plan: Plan, messages: MessageTable, rows: np.ndarray) -> _Regions | None:
+def _find_regions(plan: Plan, messages: MessageTable, indices: np.ndarray) -> _Regions | None:
     """The regions of messages to other ranks; None if one is not for all ranks but its root."""
-    transfers, transfer = plan.transfers, messages.transfer[rows]
+    transfers, transfer = plan.transfers, messages.transfer[indices]
     box = transfers.first_box[transfer]
-    starts, stops = cut_chunks(transfers, transfer, messages.chunk[rows], box)
+    starts, stops = cut_chunks(transfers, transfer, messages.chunk[indices], box)
     tensor, others = transfers.box_tensor[box], _number_other_boxes(plan, transfer)
     keys = np.concatenate([tensor[:, None], starts, stops, others[:, None]], axis=1)
     _, first, of_row = np.unique(keys, axis=0, return_index=True, return_inverse=True)
@@ -166,15 +166,17 @@ def _find_regions(plan: Plan, messages: MessageTable, rows: np.ndarray) -> _Regi
     everyone = np.sort(np.array(plan.ranks))
     if (np.bincount(of_row) != len(everyone) - 1).any():
         return None
-    is_root = messages.source[rows] < 0
+    is_root = messages.source[indices] < 0
     root = np.zeros(len(first), dtype=np.int64)
-    root[of_row[is_root]] = messages.sender[rows[is_root]]
-    receivers = messages.receiver[rows[np.argsort(of_row, kind="stable")]].reshape(len(first), -1)
+    root[of_row[is_root]] = messages.sender[indices[is_root]]
+    receivers = messages.receiver[indices[np.argsort(of_row, kind="stable")]].reshape(len(first), -1)
     ranks = np.sort(np.concatenate([receivers, root[:, None]], axis=1), axis=1)
-    if (ranks != everyone).any() or (messages.sender[rows[is_root]] != root[of_row[is_root]]).any():
+    if (ranks != everyone).any() or (messages.sender[indices[is_root]] != root[of_row[is_root]]).any():
         return None
     whole = _are_whole_rows(plan, tensor[first], starts[first], stops[first]) & (others[first] == 0)
-    return _Regions(rows, of_row, tensor[first], starts[first], stops[first], messages.nbytes[rows[first]], root, whole)
+    return _Regions(
+        indices, of_row, tensor[first], starts[first], stops[first], messages.nbytes[indices[first]], root, whole
+    )
 
 
 def _number_other_boxes(plan: Plan, transfer: np.ndarray) -> np.ndarray:
@@ -182,11 +184,11 @@ def _number_other_boxes(plan: Plan, transfer: np.ndarray) -> np.ndarray:
     transfers = plan.transfers
     numbers: dict[bytes, int] = {}
     number_of = np.zeros(len(transfer), dtype=np.int64)
-    for row in np.flatnonzero(transfers.num_boxes[transfer] > 1).tolist():
-        first = int(transfers.first_box[transfer[row]])
-        boxes = slice(first + 1, first + int(transfers.num_boxes[transfer[row]]))
+    for index in np.flatnonzero(transfers.num_boxes[transfer] > 1).tolist():
+        first = int(transfers.first_box[transfer[index]])
+        boxes = slice(first + 1, first + int(transfers.num_boxes[transfer[index]]))
         parts = (transfers.box_tensor[boxes], transfers.box_start[boxes], transfers.box_stop[boxes])
-        number_of[row] = numbers.setdefault(b"".join(part.tobytes() for part in parts), len(numbers) + 1)
+        number_of[index] = numbers.setdefault(b"".join(part.tobytes() for part in parts), len(numbers) + 1)
     return number_of
 
 

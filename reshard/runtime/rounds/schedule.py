@@ -147,10 +147,10 @@ def _find_relays(plan: Plan, messages: MessageTable) -> np.ndarray:
         for rank in np.unique(messages.receiver[relays & (tensor == number)]).tolist():
             if rank not in spec.dst.ranks:
                 continue
-            rows = np.flatnonzero(relays & (tensor == number) & (messages.receiver == rank))
-            start, stop = transfers.box_start[box[rows], :ndim], transfers.box_stop[box[rows], :ndim]
+            indices = np.flatnonzero(relays & (tensor == number) & (messages.receiver == rank))
+            start, stop = transfers.box_start[box[indices], :ndim], transfers.box_stop[box[indices], :ndim]
             pieces = spec.dst_shards.pieces_of(rank)[:2]
-            relays[rows[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
+            relays[indices[np.unique(find_overlaps(start, stop, *pieces)[0])]] = False
     return relays
 
 
@@ -164,16 +164,16 @@ class _Relays:
     def __init__(self, messages: MessageTable, is_relay: np.ndarray, room: int) -> None:
         self.is_relay, self._room = is_relay.tolist(), room
         self._last_use: dict[int, int] = {}  # row -> the last row that forwards it
-        for row, source in enumerate(messages.source.tolist()):
+        for index, source in enumerate(messages.source.tolist()):
             if source >= 0 and self.is_relay[source]:
-                self._last_use[source] = row
+                self._last_use[source] = index
         self._kept: dict[int, list[list[int]]] = {}  # rank -> [row, bytes, last round so far]
 
-    def first_round(self, row: int, rank: int, nbytes: int) -> int:
+    def first_round(self, index: int, rank: int, nbytes: int) -> int:
         """The first round in which a rank has room for a message."""
         kept = self._kept.get(rank, [])
-        in_use = [item for item in kept if self._last_use[item[0]] >= row]
-        used = sorted((item for item in kept if self._last_use[item[0]] < row), key=lambda one: -one[2])
+        in_use = [item for item in kept if self._last_use[item[0]] >= index]
+        used = sorted((item for item in kept if self._last_use[item[0]] < index), key=lambda one: -one[2])
         free = self._room - nbytes - sum(item[1] for item in in_use)
         for i, (_, size, last) in enumerate(used):
             free -= size
@@ -182,9 +182,9 @@ class _Relays:
                 return last + 1
         return 0
 
-    def keep(self, row: int, rank: int, nbytes: int, at: int) -> None:
+    def keep(self, index: int, rank: int, nbytes: int, at: int) -> None:
         """Record that a rank receives a message in round ``at``."""
-        self._kept.setdefault(rank, []).append([row, nbytes, at])
+        self._kept.setdefault(rank, []).append([index, nbytes, at])
 
     def use(self, source: int, rank: int, at: int) -> None:
         """Record that a rank forwards a message in round ``at``."""
@@ -203,28 +203,28 @@ def _assign_rounds(
     first_free: dict[tuple[int, bool | None, bool], int] = {}  # the first round that is not full
     columns = (messages.id, messages.sender, messages.receiver, messages.nbytes, messages.source)
     after_at, after = messages.after_at.tolist(), messages.after.tolist()
-    for row, (ident, sender, receiver, nbytes, source) in enumerate(
+    for index, (ident, sender, receiver, nbytes, source) in enumerate(
         zip(*(column.tolist() for column in columns), strict=True)
     ):
-        if not moves[row]:
+        if not moves[index]:
             continue
         earliest = rounds[source] + 1 if source >= 0 else 0
-        for before in after[after_at[row] : after_at[row + 1]]:
+        for before in after[after_at[index] : after_at[index + 1]]:
             earliest = max(earliest, rounds[before])
-        if relays.is_relay[row]:
-            earliest = max(earliest, relays.first_round(row, receiver, nbytes))
-        kind: bool | None = inside[row]
-        limit = room[inside[row]]
-        if row in direct:
+        if relays.is_relay[index]:
+            earliest = max(earliest, relays.first_round(index, receiver, nbytes))
+        kind: bool | None = inside[index]
+        limit = room[inside[index]]
+        if index in direct:
             nbytes = aligned(nbytes)
             kind, limit = None, max(DIRECT_ROUND_BYTES, nbytes)
         ends = [(sender, kind, True), (receiver, kind, False)]
         at = max(earliest, *(first_free.get(end, 0) for end in ends))
         while any(_used(used, end, at) + nbytes > limit for end in ends):
             at += 1
-        rounds[row] = round_of[ident] = at
-        if relays.is_relay[row]:
-            relays.keep(row, receiver, nbytes, at)
+        rounds[index] = round_of[ident] = at
+        if relays.is_relay[index]:
+            relays.keep(index, receiver, nbytes, at)
         if source >= 0 and relays.is_relay[source]:
             relays.use(source, sender, at)
         for end in ends:

@@ -124,14 +124,14 @@ def _weights(problem: SearchProblem, degree: int, count: int, what: str) -> list
         place = problem.place(stage * size, (stage + 1) * size)
         choices = problem.choices(size, problem.num_samples // count)
         held = min(count, degree - stage)
-        row = []
+        layer_weights = []
         for layer in range(len(problem.graph.layers)):
             able = next((choice for choice in choices if problem.can_have(choice, layer, layer + 1)), None)
             cost = problem.layer_cost(layer, able, place, count) if able else None
             seconds = cost.forward_seconds + cost.backward_seconds if cost else 1.0
             nbytes = cost.state_bytes + held * cost.activation_bytes if cost else 1.0
-            row.append(seconds if what == "time" else nbytes)
-        weights.append(row)
+            layer_weights.append(seconds if what == "time" else nbytes)
+        weights.append(layer_weights)
     return weights
 
 

@@ -89,13 +89,13 @@ def _pack(
     step = (limit - aside) / STEPS
     table = np.full((num, STEPS + 1), np.inf)
     came = np.zeros((len(costs), num, STEPS + 1), dtype=np.int32)
-    for index, row in enumerate(costs):
+    for index, layer_costs in enumerate(costs):
         moved = [
             [problem.relayout_between(first + index, before, after, place, count) * 2 for before in choices]
             for after in choices
         ]
         now = np.full((num, STEPS + 1), np.inf)
-        for s, cost in enumerate(row):
+        for s, cost in enumerate(layer_costs):
             needed = math.ceil((cost.state_bytes + in_flight * cost.activation_bytes) / step - 1e-9)
             seconds = cost.forward_seconds + cost.backward_seconds + cost.sync_seconds / count
             if needed > STEPS:
@@ -146,15 +146,15 @@ def _with_ties(
     problem: SearchProblem, first: int, end: int, costs: list[list[LayerCost]], choices: Sequence[Choice], place: Place
 ) -> list[list[LayerCost]]:
     """Costs in which layers that share parameters count them once, and their sums over stages take time."""
-    changed = [list(row) for row in costs]
+    changed = [list(layer_costs) for layer_costs in costs]
     for tied, number in problem.graph.ties:
         own = own_layer(tied, first, end)
         for layer in [item for item in tied if own is not None and first <= item <= own]:
-            share, row = tied_share(problem.graph, layer, number), changed[layer - first]
-            for s, (cost, plain) in enumerate(zip(row, costs[layer - first], strict=True)):
+            share, layer_costs = tied_share(problem.graph, layer, number), changed[layer - first]
+            for s, (cost, plain) in enumerate(zip(layer_costs, costs[layer - first], strict=True)):
                 if layer != own:
-                    row[s] = replace(cost, state_bytes=cost.state_bytes - share * plain.state_bytes)
+                    layer_costs[s] = replace(cost, state_bytes=cost.state_bytes - share * plain.state_bytes)
                 elif is_shared(tied, first, end):
                     seconds, _ = problem.ties.min_of(tied, number, layer, choices[s], place)
-                    row[s] = replace(cost, sync_seconds=cost.sync_seconds + seconds)
+                    layer_costs[s] = replace(cost, sync_seconds=cost.sync_seconds + seconds)
     return changed
