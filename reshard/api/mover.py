@@ -11,7 +11,7 @@ import torch
 
 from reshard.api.casts import finish_received, unfinished, wire_source, wire_target
 from reshard.api.dtensors import is_dtensor
-from reshard.api.handle import Handle
+from reshard.api.handle import Handle, PostedTransfer
 from reshard.api.lossless_mover import LosslessTransfers
 from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.opened_plan import open_plan
@@ -289,8 +289,10 @@ class Mover:
         return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
 
 
-def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = None) -> Handle:
+def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = None) -> Handle | PostedTransfer:
     """As :meth:`Mover.start`, for callers that no compiled code calls, and that publish their exceptions themselves.
+
+    They must wait for every transfer.
 
     Args:
         mover: moves named tensors. tensors: source shards that no unfinished transfer writes; None outside the source.
@@ -306,7 +308,9 @@ def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = Non
     results = [torch.empty(shape, dtype=dtype) for shape, dtype in shards.dst]
     none: list[torch.Tensor | None] = [None] * len(shards.names)
     received = dict(zip(shards.names, results or none, strict=True))
-    return transfers.start(sources or none, results or none, lambda: received, is_noted=False)
+    arrays = sources or none, results or none
+    posted = transfers.post(*arrays, received)
+    return transfers.start(*arrays, lambda: received, is_noted=False) if posted is None else posted
 
 
 def fail_transfers(mover: Mover, error: BaseException) -> ReshardError:
