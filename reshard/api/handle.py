@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from reshard.api.lossless.transfer import LosslessReport
 from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Channel, Monitor, keep_exceptions_local
@@ -89,6 +89,12 @@ class Watch:
         self.done.set()
 
 
+def check_process(pid: int) -> None:
+    """Raise ArgumentError in a forked child of process ``pid``, because it does not have the threads that transfer."""
+    if pid != os.getpid():
+        raise ArgumentError(f"this transfer belongs to process {pid}; its fork {os.getpid()} cannot wait for it")
+
+
 class Handle:
     """A transfer in progress, which runs in the background whether or not :meth:`wait` is called."""
 
@@ -140,11 +146,7 @@ class Handle:
         return self._take_result()
 
     def _check_process(self) -> None:
-        """Raise ArgumentError in a forked child, which does not have the thread that runs the transfer."""
-        if self._pid != os.getpid():
-            raise ArgumentError(
-                f"this transfer belongs to process {self._pid}; its fork {os.getpid()} cannot wait for it"
-            )
+        check_process(self._pid)
 
     def _take_result(self) -> Any:
         """Return the result. The first call completes it, for example by casts in place, which must not run twice."""
@@ -182,7 +184,56 @@ class Handle:
         return self.wait(timeout_seconds)
 
 
-def result_of(handle: Handle) -> Any:
+class PostedTransfers(Protocol):
+    """The transfers of a Mover that their caller waits for."""
+
+    def wait_for(self, transfer: PostedTransfer) -> None:
+        """Block until a transfer has ended. Raises its error."""
+
+
+class PostedTransfer:
+    """A transfer whose operations have all been posted. Its caller must wait for it, on the thread that started it.
+
+    Args:
+        transfers: those of its Mover.
+        posted: the operations with their works, or the error of posting them.
+        arrays: what the operations read and write.
+        result: what :meth:`wait` returns.
+
+    Attributes:
+        begun_at, ended_at: ``time.monotonic()`` when it was posted, and when the wait for it ended.
+    """
+
+    __slots__ = ("_arrays", "_result", "_transfers", "begun_at", "ended_at", "posted")
+
+    def __init__(self, transfers: PostedTransfers, posted: Any, arrays: Any, result: Any) -> None:
+        self._transfers, self.posted, self._arrays, self._result = transfers, posted, arrays, result
+        self.begun_at = time.monotonic()
+        self.ended_at: float | None = None
+
+    def end(self) -> None:
+        """Mark the transfer as ended, and drop its arrays."""
+        self.ended_at = time.monotonic()
+        self.posted = self._arrays = None
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` returns at once."""
+        return self.ended_at is not None
+
+    def wait(self) -> Any:
+        """Block until the transfer has ended, and return its result. Raises the error that ended it."""
+        if self.ended_at is None:
+            self._transfers.wait_for(self)
+        return self._result
+
+    synchronize = wait
+
+    def release(self) -> None:
+        """See :meth:`Handle.release`."""
+        self._result = None
+
+
+def result_of(handle: Handle | PostedTransfer) -> Any:
     """As :meth:`Handle.wait`, for callers that no compiled code calls, and that publish their exceptions themselves."""
     if type(handle) is not Handle:
         return handle.wait()
@@ -197,8 +248,13 @@ def progress_of(handle: Handle) -> Tally:
     return handle._watch.tally
 
 
-def times_of(handle: Handle) -> tuple[float | None, float | None]:
-    """``time.monotonic()`` when this rank's part of a transfer began and ended; None before that."""
+def times_of(handle: Handle | PostedTransfer) -> tuple[float | None, float | None]:
+    """``time.monotonic()`` when this rank's part of a transfer began and ended; None before that.
+
+    A :class:`PostedTransfer` ends when its caller has waited for it.
+    """
+    if isinstance(handle, PostedTransfer):
+        return handle.begun_at, handle.ended_at
     return handle._watch.begun_at, handle._watch.ended_at
 
 

@@ -13,7 +13,7 @@ from reshard.api.arrays.casts import finish_received, unfinished, wire_source, w
 from reshard.api.arrays.dtensors import is_dtensor
 from reshard.api.arrays.memory_in_use import check_unused, note_wait
 from reshard.api.arrays.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
-from reshard.api.handle import Handle
+from reshard.api.handle import Handle, PostedTransfer
 from reshard.api.lossless_mover import LosslessTransfers
 from reshard.api.opened_plan import open_plan
 from reshard.api.queued_transfers import QueuedTransfers
@@ -289,8 +289,10 @@ class Mover:
         return {spec.name: array for spec, array in zip(self.plan.tensors, arrays, strict=True)}
 
 
-def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = None) -> Handle:
+def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = None) -> Handle | PostedTransfer:
     """As :meth:`Mover.start`, for callers that no compiled code calls, and that publish their exceptions themselves.
+
+    They must wait for every transfer.
 
     Args:
         mover: moves named tensors. tensors: source shards that no unfinished transfer writes; None outside the source.
@@ -306,7 +308,9 @@ def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = Non
     results = [torch.empty(shape, dtype=dtype) for shape, dtype in shards.dst]
     none: list[torch.Tensor | None] = [None] * len(shards.names)
     received = dict(zip(shards.names, results or none, strict=True))
-    return transfers.start(sources or none, results or none, lambda: received, is_noted=False)
+    arrays = sources or none, results or none
+    posted = transfers.post(*arrays, received)
+    return transfers.start(*arrays, lambda: received, is_noted=False) if posted is None else posted
 
 
 def fail_transfers(mover: Mover, error: BaseException) -> ReshardError:

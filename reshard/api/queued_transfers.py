@@ -8,6 +8,7 @@ import queue
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,21 +16,29 @@ import torch
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.arrays.memory_in_use import note_use
-from reshard.api.handle import EXIT_SECONDS, Handle, Watch
-from reshard.coordination import Monitor
-from reshard.errors import VerificationError
+from reshard.api.handle import EXIT_SECONDS, Handle, PostedTransfer, Watch, check_process
+from reshard.coordination import Channel, Monitor
+from reshard.errors import ReshardError, VerificationError
 from reshard.forks import call_at_exit
+from reshard.plan import Plan
 from reshard.runtime.cpu.coding import encoded_array
 from reshard.runtime.cpu.direct import DirectProgram, Posted, find_direct
 from reshard.runtime.cpu.executor import NOTIFY_TAG, VERIFY_TAG, RunOptions, WrongCopyError, run_program
-from reshard.runtime.cpu.progress import describe_progress
+from reshard.runtime.cpu.progress import Tally, describe_progress
 from reshard.runtime.cpu.staging import Staging, carrier
 from reshard.runtime.cpu.verification import Digests, Hops, compare_digests, describe_copy
+from reshard.runtime.program import RankProgram
 from reshard.runtime.transport import BrokenConnectionError, Work, wait_for
+
+#: Posted sends that a Mover keeps before its thread waits for them. Each has at most ``DIRECT_BYTES``.
+_KEPT_SENDS = 32
 
 
 class QueuedTransfers:
     """The transfers of one plan over the connections of a channel, in the order in which they were started.
+
+    A transfer that :meth:`post` starts moves without a thread. The thread waits for it once the caller does: if it
+    waited before, each transfer would wake it twice while the caller computes.
 
     Args:
         agreed: the plan and this rank's part of it.
@@ -56,6 +65,8 @@ class QueuedTransfers:
         if self.transport is not None and not verify and not is_one_call:
             self._direct = find_direct(self._plan, self._program)
         self._queued: Watch | None = None  # the last transfer that the thread posts
+        self._kept: deque[PostedTransfer] = deque()  # posted, and not handed to the thread
+        self._posted = _PostedWatch(self._channel, self._generation, self._plan, self._program)
         self._jobs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
@@ -90,45 +101,137 @@ class QueuedTransfers:
         handle = Handle(watch, finish)
         if self.transport is not None:
             Monitor.of(self._group).watch(watch)
-        if self._thread is None:
-            # Ends the thread if nobody calls close. It comes first, because an interrupt may end start() of the thread.
-            weakref.finalize(self, self._jobs.put, None).atexit = False
-            _running.add(self)
-            call_at_exit(_finish_all, priority=20)
-            self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
-            self._thread.start()
+        self._start_thread()
         if is_noted:
             note_use(self._jobs, watch.done.is_set, src, dst)
-        self._jobs.put((self, watch, src, dst, self._post(watch, src, dst)))
+        posted = self._post(src, dst)
+        if posted is None:
+            self._queued = watch
+        self._jobs.put((self, watch, src, dst, posted))
         return handle
 
+    def _start_thread(self) -> None:
+        if self._thread is not None:
+            return
+        # Ends the thread if nobody calls close. It comes first, because an interrupt may end start() of the thread.
+        weakref.finalize(self, self._jobs.put, None).atexit = False
+        _running.add(self)
+        call_at_exit(_finish_all, priority=20)
+        self._thread = threading.Thread(target=_serve, args=(self._jobs,), name="reshard-progress", daemon=True)
+        self._thread.start()
+
     def _post(
-        self, watch: Watch, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None]
+        self, src: Sequence[torch.Tensor | None], dst: Sequence[torch.Tensor | None], *, marks_ends: bool = False
     ) -> Posted | Exception | None:
-        """Post all operations of a transfer that need no thread to start. The thread waits for them.
+        """Post all operations of a transfer that need no thread to start. For ``marks_ends``: see DirectProgram.
 
         Returns:
-            The operations, or the error of posting them. None if the thread posts them: it is to run a transfer that it
-            posts itself, or they cannot all be posted at once.
+            The operations, or the error of posting them. None if the thread must post them: it is to run a transfer
+            that it posts itself, or they cannot all be posted at once.
         """
-        if self._direct is None:
-            return None
         is_behind = self._queued is not None and not self._queued.done.is_set()
-        if is_behind or not self._direct.fits(src, dst):
-            self._queued = watch
+        if self._direct is None or is_behind or not self._direct.fits(src, dst):
             return None
         self._queued = None
         try:
             self._channel.check_usable(self._generation)
-            return self._direct.post(self.transport, src, dst, self._tag)  # type: ignore[arg-type]
+            return self._direct.post(
+                self.transport,  # type: ignore[arg-type]
+                src,  # type: ignore[arg-type]
+                dst,  # type: ignore[arg-type]
+                self._tag,
+                marks_ends=marks_ends,
+            )
         except Exception as error:
             return error
+
+    def post(
+        self,
+        src: Sequence[torch.Tensor | None],
+        dst: Sequence[torch.Tensor | None],
+        result: dict[str, torch.Tensor | None],
+    ) -> PostedTransfer | None:
+        """Start a transfer of checked arrays whose caller waits for it; None if :meth:`start` must start it.
+
+        The caller must wait for every transfer of this method, in any order.
+
+        Args:
+            src, dst: see :meth:`start`. No unfinished transfer of others uses their memory.
+            result: what ``wait`` returns.
+        """
+        posted = self._post(src, dst, marks_ends=True)
+        if posted is None:
+            return None
+        transfer = PostedTransfer(self, posted, (src, dst), result)
+        self._kept.append(transfer)
+        is_failed = isinstance(posted, Exception)
+        if is_failed or (len(self._kept) >= _KEPT_SENDS and self._direct is not None and self._direct.only_sends):
+            self._hand_over()
+        return transfer
+
+    def _hand_over(self, last: PostedTransfer | None = None) -> None:
+        """Let the thread wait for the transfers that were posted up to ``last``, and wake the caller, which waits.
+
+        None: for all of them, and wake nobody.
+        """
+        batch = list(self._kept)
+        if last is not None:
+            batch = batch[: batch.index(last) + 1] if last in batch else []
+        self._start_thread()
+        self._jobs.put((self, self._posted, batch, last is not None, None))
+        for _ in batch:  # last, because an interrupt may come at any line, and the thread may get a transfer twice
+            self._kept.popleft()
+
+    def wait_for(self, transfer: PostedTransfer) -> None:
+        """Block until a transfer of :meth:`post` has ended, in a wait that signals can interrupt. Raises its error."""
+        if transfer.ended_at is not None:
+            return
+        check_process(self._group.pid)
+        watch = self._posted
+        if watch.error is None and not self._take_arrived(transfer):
+            self._hand_over(transfer)
+        while transfer.ended_at is None and watch.error is None:
+            watch.ended.get()
+        if transfer.ended_at is None:
+            watch.check()
+
+    def _take_arrived(self, transfer: PostedTransfer) -> bool:
+        """End the next transfer on the caller's thread if its messages have arrived. Returns whether it did."""
+        posted = transfer.posted
+        if not (self._kept and self._kept[0] is transfer and isinstance(posted, Posted) and posted.has_arrived()):
+            return False
+        try:
+            self._wait_for_posted(posted, time.monotonic() + self.timeout_seconds, self._posted)
+            transfer.end()
+            self._kept.popleft()
+        except Exception as error:
+            self._stop(self._posted, error)
+        return True
+
+    def wait_for_batch(self, batch: Sequence[PostedTransfer], wakes_caller: bool) -> None:
+        """Wait for transfers of :meth:`post`, on the thread."""
+        watch, monitor = self._posted, Monitor.of(self._group)
+        monitor.watch(watch)
+        try:
+            for transfer in batch:
+                if transfer.ended_at is None:
+                    watch.tally = Tally()
+                    self._wait_for_posted(transfer.posted, time.monotonic() + self.timeout_seconds, watch)
+                    transfer.end()
+        except BaseException as error:
+            self._stop(watch, error)
+        finally:
+            monitor.forget(watch)
+            if wakes_caller:
+                watch.ended.put(None)
 
     def close(self) -> None:
         """End the thread after the transfers in progress. The group's connections stay open."""
         if self._closed:
             return
         self._closed = True
+        if self._kept and self._group.pid == os.getpid():
+            self._hand_over()
         if self._thread is None:
             self.transport = None
         elif self._group.pid == os.getpid():
@@ -175,28 +278,38 @@ class QueuedTransfers:
             watch.describe = functools.partial(describe_progress, self._plan, self._program, watch.tally)
             watch.begin()
             deadline = time.monotonic() + self.timeout_seconds
-            if isinstance(posted, Exception):
-                raise posted
-            if posted is not None and self._direct is not None:
-                self._direct.wait(posted, deadline, watch.check, watch.tally)
-            else:
+            if posted is None:
                 self._run_program(watch, src, dst, deadline)
+            else:
+                self._wait_for_posted(posted, deadline, watch)
             watch.ended_at = time.monotonic()
-        except VerificationError as error:  # every rank raises the same one, so it needs no report
-            watch.stop(error)
         except BaseException as error:
-            # The transport may still write to the old buffers.
-            self._staging = Staging(self._program, self._plan.staging_bytes)
-            if isinstance(error, BrokenConnectionError):
-                error = self._channel.find_root_cause(self._generation, error, watch.done.wait)
-            if isinstance(error, WrongCopyError):
-                error = VerificationError(describe_copy(self._plan, self._program.rank, error.id))
-            if not watch.done.is_set():  # no rank has published the error
-                watch.stop(self._channel.fail(self._generation, error))
+            self._stop(watch, error)
         finally:
             if self.transport is not None:
                 Monitor.of(self._group).forget(watch)
         return watch.done
+
+    def _wait_for_posted(self, posted: Posted | Exception, deadline: float, watch: Watch) -> None:
+        if isinstance(posted, Exception):
+            watch.check()
+            raise posted
+        assert self._direct is not None
+        self._direct.wait(posted, deadline, watch.check, watch.tally)
+
+    def _stop(self, watch: Watch, error: BaseException) -> None:
+        """End a transfer with an error of this rank, on all ranks."""
+        if isinstance(error, VerificationError):  # every rank raises the same one, so it needs no report
+            watch.stop(error)
+            return
+        # The transport may still write to the old buffers.
+        self._staging = Staging(self._program, self._plan.staging_bytes)
+        if isinstance(error, BrokenConnectionError):
+            error = self._channel.find_root_cause(self._generation, error, watch.done.wait)
+        if isinstance(error, WrongCopyError):
+            error = VerificationError(describe_copy(self._plan, self._program.rank, error.id))
+        if not watch.done.is_set():  # no rank has published the error
+            watch.stop(self._channel.fail(self._generation, error))
 
     def _run_program(
         self,
@@ -233,10 +346,32 @@ class QueuedTransfers:
         compare_digests(self._hops, rank, digests, self.transport, self._tag + VERIFY_TAG, wait)
 
 
+class _PostedWatch(Watch):
+    """All transfers of :meth:`QueuedTransfers.post` of a Mover. It is done once one of them has failed.
+
+    Attributes:
+        ended: gets an item when one has ended for which the caller waits, or has failed.
+    """
+
+    def __init__(self, channel: Channel, generation: int, plan: Plan, program: RankProgram) -> None:
+        super().__init__(channel, generation)
+        self.ended: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.describe = lambda: describe_progress(plan, program, self.tally)
+
+    def stop(self, error: ReshardError) -> None:
+        """See :meth:`Watch.stop`."""
+        super().stop(error)
+        self.ended.put(None)
+
+
 def _serve(jobs: queue.SimpleQueue[Any]) -> None:
     """Run transfers one after another. Between them the thread holds no reference to them, so they can be freed."""
     while (job := jobs.get()) is not None:
         transfers, watch, src, dst, posted = job
+        if isinstance(watch, _PostedWatch):
+            transfers.wait_for_batch(src, dst)
+            del job, transfers, watch, src, dst, posted
+            continue
         if watch is None:
             transfers.on_thread_end()
             return

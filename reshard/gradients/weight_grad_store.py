@@ -8,7 +8,7 @@ the weight gradient store of zero-bubble schedules (Qi et al., 2023).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +19,11 @@ from reshard.errors import ArgumentError
 from reshard.runtime import torch_compat
 
 Tasks = list[Callable[[], None]]
+_Gradients = list[tuple[torch.Tensor, torch.Tensor]]
 _store: ContextVar[WeightGradStore | None] = ContextVar("store", default=None)
+
+#: Gradients of parameters that are added in one call, unless one is larger.
+_ADDED_BYTES = 2**20
 
 _F = torch.nn.functional
 _CONVOLUTIONS = {_F.conv1d: 1, _F.conv2d: 2, _F.conv3d: 3}
@@ -52,10 +56,11 @@ class WeightGradStore(TorchFunctionMode):
         self.tasks, self.is_active = tasks, False
         self.held: list[torch.Tensor] = []
 
-    def add(self, task: Callable[[], None], held: Sequence[torch.Tensor] = ()) -> None:
+    def add(self, task: Callable[[], _Gradients | None], held: Sequence[torch.Tensor] = ()) -> None:
         """Defer a task.
 
         Args:
+            task: adds to ``.grad`` itself, or returns pairs of a parameter and a gradient to add.
             held: the tensors that it will read.
 
         Raises:
@@ -66,24 +71,22 @@ class WeightGradStore(TorchFunctionMode):
                 "the backward of a forward that calls autograd cannot be split; do not split that stage's backward, as "
                 "auto_schedule(..., can_split=False) does"
             )
-        versions = [torch_compat.version_of(item) for item in held]
         self.held += held
-
-        def checked() -> None:
-            if [torch_compat.version_of(item) for item in held] != versions:
-                raise ArgumentError(
-                    "the input of a layer, or a gradient, was changed in place between the input-gradient and the "
-                    "weight-gradient pass; change a copy, or do not split that stage's backward, as "
-                    "auto_schedule(..., can_split=False) does"
-                )
-            task()
-
-        self.tasks.append(checked)
+        self.tasks.append(_Task(task, held))
 
     def finish(self) -> None:
         """Run all tasks, then drop them and the tensors that they held."""
+        waiting: dict[torch.Tensor, torch.Tensor] = {}  # by parameter, gradients that are not added yet
+        num_bytes = 0
         for task in self.tasks:
-            task()
+            gradients = task.run() if isinstance(task, _Task) else task()
+            for parameter, gradient in gradients or ():
+                if parameter in waiting or num_bytes + gradient.nbytes > _ADDED_BYTES:
+                    _add_to_gradients(waiting)
+                    waiting, num_bytes = {}, 0
+                waiting[parameter] = gradient
+                num_bytes += gradient.nbytes
+        _add_to_gradients(waiting)
         self.forget()
 
     def forget(self) -> None:
@@ -103,6 +106,8 @@ class WeightGradStore(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is not _F.linear and func not in _CONVOLUTIONS:
+            return func(*args, **kwargs)
         # an activation checkpoint, which sets such hooks, expects the tensors that torch itself saves
         if torch.compiler.is_compiling() or torch_compat.has_saved_tensor_hooks():
             return func(*args, **kwargs)
@@ -110,7 +115,7 @@ class WeightGradStore(TorchFunctionMode):
             call = _read(args, kwargs, ("input", "weight", "bias"))
             if call is not None and _can_defer(call, 2):
                 return _Linear.apply(*_start(call), self)
-        elif func in _CONVOLUTIONS:
+        else:
             call = _read(args, kwargs, ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
             dims = _CONVOLUTIONS[func]
             if (
@@ -122,6 +127,29 @@ class WeightGradStore(TorchFunctionMode):
                 how = [_each(call.get(name, default), dims) for name, default in _CONVOLUTION_DEFAULTS]
                 return _Convolution.apply(*_start(call), (*how, call.get("groups", 1)), self)
         return func(*args, **kwargs)
+
+
+class _Task:
+    """A deferred task, which first checks that the tensors that it will read have not changed."""
+
+    __slots__ = ("_held", "_task", "_versions")
+
+    def __init__(self, task: Callable[[], _Gradients | None], held: Sequence[torch.Tensor]) -> None:
+        self._task, self._held = task, held
+        self._versions = [torch_compat.version_of(item) for item in held]
+
+    def run(self) -> _Gradients | None:
+        """Check the tensors and run the task. Returns the gradients that it does not add itself."""
+        if [torch_compat.version_of(item) for item in self._held] != self._versions:
+            raise ArgumentError(
+                "the input of a layer, or a gradient, was changed in place between the input-gradient and the "
+                "weight-gradient pass; change a copy, or do not split that stage's backward, as "
+                "auto_schedule(..., can_split=False) does"
+            )
+        return self._task()
+
+    def __call__(self) -> None:
+        _add_to_gradients(dict(self.run() or ()))
 
 
 _CONVOLUTION_DEFAULTS = (("stride", 1), ("padding", 0), ("dilation", 1))
@@ -142,13 +170,11 @@ def _can_defer(call: dict[str, Any], weight_dims: int) -> bool:
     array, weight, bias = call["input"], call["weight"], call.get("bias")
     if not torch.is_grad_enabled() or not weight.requires_grad or not weight.is_leaf:
         return False
-    given = [item for item in (array, weight, bias) if item is not None]
-    if any(
-        item.layout is not torch.strided or not item.is_floating_point() or torch_compat.is_transformed(item)
-        for item in given
-    ):
-        return False
-    if any(torch_compat.has_hooks(item) for item in (weight, bias) if item is not None):
+    given = (array, weight) if bias is None else (array, weight, bias)
+    for item in given:
+        if item.layout is not torch.strided or not item.is_floating_point() or torch_compat.is_transformed(item):
+            return False
+    if torch_compat.has_hooks(weight) or (bias is not None and torch_compat.has_hooks(bias)):
         return False
     dtypes = {item.dtype for item in given}
     if _autocast_dtype(array.device.type) is None:
@@ -187,11 +213,13 @@ def _start(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None, _Pa
     return array, anchor, (call["weight"], call.get("bias"))
 
 
-def _add_to_gradient(parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Accumulate through autograd, so that other uses of the parameter add up correctly."""
+def _add_to_gradients(gradients: Mapping[torch.Tensor, torch.Tensor]) -> None:
+    """Accumulate the gradients of parameters through autograd, so that other uses of a parameter add up correctly."""
+    if not gradients:
+        return
     with torch.enable_grad():
-        alias = parameter.view_as(parameter)
-    torch.autograd.backward([alias], [gradient.to(parameter.dtype)])
+        aliases = [parameter.view_as(parameter) for parameter in gradients]
+    torch_compat.run_backward(aliases, [gradient.to(parameter.dtype) for parameter, gradient in gradients.items()])
 
 
 class _Linear(torch.autograd.Function):
@@ -201,8 +229,11 @@ class _Linear(torch.autograd.Function):
         used = weight.to(array.dtype)
         ctx.save_for_backward(array, used)
         ctx.weight, ctx.bias, ctx.store = weight, bias, store
+        bias = None if bias is None else bias.to(array.dtype)
+        if _autocast_dtype(array.device.type) is None:
+            return _F.linear(array, used, bias)
         with torch.autocast(array.device.type, enabled=False):
-            return _F.linear(array, used, None if bias is None else bias.to(array.dtype))
+            return _F.linear(array, used, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
@@ -211,11 +242,12 @@ class _Linear(torch.autograd.Function):
         array = array.detach()  # otherwise the task and the graph would keep each other alive
         weight, bias, store = ctx.weight, ctx.bias, ctx.store
 
-        def finish() -> None:
+        def finish() -> _Gradients:
             rows = gradient.reshape(-1, gradient.shape[-1])
-            _add_to_gradient(weight, rows.t() @ array.reshape(-1, array.shape[-1]))
+            gradients = [(weight, rows.t() @ array.reshape(-1, array.shape[-1]))]
             if bias is not None and bias.requires_grad:
-                _add_to_gradient(bias, rows.sum(0))
+                gradients.append((bias, rows.sum(0)))
+            return gradients
 
         store.add(finish, (gradient, array))
         return (gradient @ used if ctx.needs_input_grad[0] else None), None, None, None
@@ -249,13 +281,14 @@ class _Convolution(torch.autograd.Function):
         weight, bias, how, store = ctx.weight, ctx.bias, ctx.how, ctx.store
         sizes = None if bias is None else list(bias.shape)
 
-        def finish() -> None:
+        def finish() -> _Gradients:
             _, weight_grad, bias_grad = torch.ops.aten.convolution_backward(
                 gradient, array, used, sizes, *how, [False, True, bias is not None and bias.requires_grad]
             )
-            _add_to_gradient(weight, weight_grad)
+            gradients = [(weight, weight_grad)]
             if bias is not None and bias.requires_grad:
-                _add_to_gradient(bias, bias_grad)
+                gradients.append((bias, bias_grad))
+            return gradients
 
         store.add(finish, (gradient, array))
         input_grad = None

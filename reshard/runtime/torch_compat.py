@@ -111,6 +111,19 @@ def call_after_backward(callback: Callable[[], object]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
+def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """As ``torch.autograd.backward``. For plain roots it compares no shapes, which takes longer than a small backward.
+
+    Args:
+        roots: where the backward starts. gradients: of the roots, each of the shape of its root.
+    """
+    if torch._C._are_functorch_transforms_active() or any(type(root) is not torch.Tensor for root in roots):
+        torch.autograd.backward(roots, gradients)
+    else:
+        run = torch.autograd.graph._engine_run_backward
+        run(tuple(roots), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
 def is_alive(process_group: Any) -> bool:
     """Whether torch knows this process group and has not destroyed it."""
     return process_group is not None and process_group in c10d._world.pg_map

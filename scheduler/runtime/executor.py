@@ -346,7 +346,8 @@ class Iteration:
             assert mesh is not None
             if self.inputs.scale is None and is_first:
                 check_loss_replicas(stage, run.module, self.state.num_loss_shards, mesh.size)
-            self.losses[microbatch] = self.losses.get(microbatch, 0.0) + loss
+            earlier = self.losses.get(microbatch)
+            self.losses[microbatch] = loss if earlier is None else earlier + loss
 
     def collect(self, item: Computation) -> dict[int, Tensors]:
         """Wait for the inputs of a computation, and return them by the stage that sends them."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from reshard.api.handle import Handle, result_of
+from reshard.api.handle import Handle, PostedTransfer, result_of
 from reshard.api.mover import Mover, check_transfers, fail_transfers, start_checked
 from reshard.coordination import Group
 from reshard.errors import ArgumentError
@@ -107,7 +107,9 @@ class PendingTransfer:
 
     __slots__ = ("_channel", "_checked", "_tensors", "computed_at", "handle", "versions")
 
-    def __init__(self, handle: Handle | None, tensors: Mapping[str, torch.Tensor | None] | None = None) -> None:
+    def __init__(
+        self, handle: Handle | PostedTransfer | None, tensors: Mapping[str, torch.Tensor | None] | None = None
+    ) -> None:
         self.handle, self._tensors = handle, tensors
         self.computed_at: Any = None
         self.versions: Mapping[str, int] = {}

@@ -30,6 +30,9 @@ Tensors = dict[str, torch.Tensor]
 _MIN_WEIGHT, _MAX_WEIGHT = 1e-30, 1e30
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 class StageOutput(NamedTuple):
     """The result of the module of a stage.
 
@@ -176,13 +179,12 @@ class StageRun:
             raise ArgumentError(f"stage {self.stage} receives {sorted(duplicates)} from another stage and from feed")
         self._check_call({*leaves, *fed})
         live = _Microbatch(leaves, {}, None, weight_grads=WeightGradStore([]) if train and is_split else None)
-        defer = live.weight_grads or contextlib.nullcontext()
         versions = {name: torch_compat.version_of(leaf) for name, leaf in leaves.items()}
-        with no_grad_sync(self.module), torch.set_grad_enabled(train), self.autocast(), defer:
-            inputs = (
-                leaves if without_samples is None else {name: sample_of_ones(leaf) for name, leaf in leaves.items()}
-            )
-            output = self._to_stage_output(self.module(**inputs, **fed))
+        inputs = leaves if without_samples is None else {name: sample_of_ones(leaf) for name, leaf in leaves.items()}
+        with no_grad_sync(self.module), torch.set_grad_enabled(train), self.autocast():
+            with live.weight_grads or _NOTHING:
+                returned = self.module(**inputs, **fed)
+            output = self._to_stage_output(returned)
             for edge in self._outgoing:
                 passed_on = {name: leaves[name] for name in edge.passed_on}
                 sent = self._select({**output.tensors, **passed_on}, edge.dst, edge.tensors)
@@ -347,7 +349,7 @@ class StageRun:
         """
         live = self._in_flight[microbatch]
         roots: list[torch.Tensor] = []
-        root_gradients: list[torch.Tensor | None] = []
+        root_gradients: list[torch.Tensor] = []
         for dst, sent in live.sent.items():
             for name, gradient in gradients.get(dst, {}).items():
                 if sent[name].requires_grad:
@@ -360,7 +362,7 @@ class StageRun:
             prepare_backward(self.module, is_last=is_last)
         if roots:
             with no_grad_sync(self.module):
-                torch.autograd.backward(roots, root_gradients)
+                torch_compat.run_backward(roots, root_gradients)
         in_use: set[int] = set()
         held = [] if live.weight_grads is None else live.weight_grads.held
         if held or self._returns_gradients:

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from reshard.errors import ReshardError
-from reshard.runtime.torch_compat import held_modules, version_of
+from reshard.runtime.torch_compat import held_modules, run_backward, version_of
 
 __all__ = [
     "FLASH_ATTENTION_ON_CPU",
@@ -52,6 +52,7 @@ __all__ = [
     "largest_magnitudes",
     "multiply_",
     "reset_reducer",
+    "run_backward",
     "share_parts",
     "storage_key",
     "tree_leaves",
@@ -232,6 +233,8 @@ def wait_inside(tensor: Any) -> torch.Tensor:
 
 def inner_tensor(tensor: Any) -> torch.Tensor:
     """The tensor inside a DTensor or an asynchronous collective, or the tensor itself. It does not wait."""
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
     inner = getattr(tensor, "_local_tensor", tensor)
     return inner.elem if is_async(inner) else inner
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from reshard.errors import ArgumentError
 from reshard.gradients.weight_grad_store import WeightGradStore, later_tasks
+from reshard.runtime import torch_compat
 
 
 class Tied(nn.Module):
@@ -226,6 +227,31 @@ def test_finish_runs_and_drops_deferred_tasks():
     store.finish()
     assert not store.tasks and not store.held
     assert torch.equal(layer.weight.grad, torch.full((2, 3), 4.0))
+
+
+def test_finish_adds_gradients_in_few_backwards_with_the_bits_of_single_ones(monkeypatch):
+    torch.manual_seed(0)
+    tied, large = nn.Linear(16, 16), nn.Linear(16, 2**15)
+    module = nn.Sequential(tied, nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), tied, nn.Tanh(), large)
+    x, gradient = torch.randn(8, 16), torch.randn(8, 2**15)
+    calls, run = [], torch_compat.run_backward
+    monkeypatch.setattr(torch_compat, "run_backward", lambda *args: (calls.append(len(args[0])), run(*args)))
+    grads = []
+    for finishes in (False, True):
+        module.zero_grad()
+        for _ in range(2):
+            with WeightGradStore([]) as store:
+                out = module(x)
+            out.backward(gradient)
+            calls.clear()
+            if finishes:
+                store.finish()
+            for task in store.tasks:
+                task()
+        grads.append([parameter.grad.clone() for parameter in module.parameters()])
+        # the weight of the last layer exceeds the limit of a call, and a parameter comes once in a call
+        assert calls == ([1, 5, 2] if finishes else [2] * 4)
+    assert all(map(torch.equal, *grads))
 
 
 def test_forward_that_calls_autograd_is_rejected():

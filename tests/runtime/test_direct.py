@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from reshard import Layout, Mesh, Mover
 from reshard.api.mover import start_checked
 from reshard.api.queued_transfers import QueuedTransfers
 from reshard.planner import plan_tensors
+from reshard.runtime.cpu import direct
 from reshard.runtime.cpu.direct import DIRECT_BYTES, find_direct
 from reshard.runtime.program import build_program
 from reshard.sharding import TensorSpec
@@ -80,6 +82,51 @@ def start_behind(rank):
 
 def test_a_start_does_not_overtake_one_that_waits_for_the_thread():
     assert run_processes(start_behind, 2) == [None, [0.0, 1.0, 2.0]]
+
+
+def receive_after_arrival(rank):
+    """Receive messages that have arrived, and one that ends as a buffer does whose message has not."""
+    plan = make_plan((4, 8))
+    marked = torch.arange(32.0).reshape(4, 8)
+    marked.view(torch.int64)[-1, -1] = ctypes.c_int64(direct._MARK).value
+    with Mover(plan, timeout_seconds=30) as mover:
+        sources = [torch.full((4, 8), 5.0), marked]
+        handles = [start_checked(mover, None if rank else {"x": source}) for source in sources]
+        used_thread, arrays = [], []
+        for handle in handles:
+            deadline = time.monotonic() + (10 if not arrays else 1)
+            while rank and not handle.posted.has_arrived() and time.monotonic() < deadline:
+                time.sleep(0.01)
+            arrays.append(handle.wait())
+            used_thread.append(mover._transfers._thread is not None)
+        return used_thread, arrays, marked
+
+
+def test_a_message_that_has_arrived_wakes_no_thread():
+    used_thread, (first, second), marked = run_processes(receive_after_arrival, 2)[1]
+    assert used_thread == [False, True]
+    assert torch.equal(first["x"], torch.full((4, 8), 5.0)) and torch.equal(second["x"], marked)
+
+
+def keep_sends(rank):
+    """Start many sends before the receiver posts. Returns how many were kept, at most."""
+    plan = make_plan((4, 8))
+    with Mover(plan, timeout_seconds=30) as mover:
+        if rank:
+            time.sleep(0.5)
+            return [start_checked(mover).wait()["x"][0, 0].item() for _ in range(100)]
+        handles, kept = [], 0
+        for number in range(100):
+            handles.append(start_checked(mover, {"x": torch.full((4, 8), float(number))}))
+            kept = max(kept, len(mover._transfers._kept))
+        for handle in handles:
+            handle.wait()
+        return kept
+
+
+def test_the_thread_waits_for_old_sends_so_that_their_arrays_are_freed():
+    kept, received = run_processes(keep_sends, 2)
+    assert kept < 32 and received == list(range(100))
 
 
 def start_wrong(rank):

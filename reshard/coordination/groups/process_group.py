@@ -155,10 +155,11 @@ class Group:
 
     def check_usable(self) -> None:
         """Raise ArgumentError if the group is closed or belongs to another process."""
+        if self.is_usable():
+            return
         if self.pid != os.getpid():
             raise ArgumentError(_describe_fork(str(self), self.pid))
-        if not self.is_usable():
-            raise ArgumentError(f"this {self} is closed: make a new one (reshard.join, torch.distributed.new_group)")
+        raise ArgumentError(f"this {self} is closed: make a new one (reshard.join, torch.distributed.new_group)")
 
     def close(self) -> None:
         """Wait for transfers in progress, then end the threads and close the connections of this rank.

@@ -4,10 +4,15 @@ Such a program needs no staging, waits for no event of this or another rank, and
 operations can start at once, and only their ends need a thread. Posting does not block, and operations of a pair of
 ranks are posted in plan order, as :mod:`reshard.runtime.cpu.executor` posts them, so one end of a message may be posted
 here and the other there.
+
+Gloo cannot say whether a message has arrived, except by a wait, which no signal interrupts. So
+:meth:`DirectProgram.post` can mark the end of each receive buffer. Bytes arrive in order: once the mark is gone, a wait
+returns at once.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,8 +46,26 @@ class _Operation:
     is_recv: bool
 
 
-#: The operations that were posted, each with its work.
-Posted = list[tuple[_Operation, Work]]
+#: The last bytes of a marked receive buffer until the message arrives. A message that ends alike counts as not arrived.
+_MARK = 0x9E3779B97F4A7C15
+_Word = ctypes.c_uint64
+
+
+@dataclass(frozen=True, slots=True)
+class Posted:
+    """The operations that were posted.
+
+    Attributes:
+        works: each operation with its work.
+        ends: the end of each receive buffer, if all of them were marked. They refer to memory, and do not keep it.
+    """
+
+    works: tuple[tuple[_Operation, Work], ...]
+    ends: tuple[_Word, ...] = ()
+
+    def has_arrived(self) -> bool:
+        """Whether a wait for these operations returns at once; False if it is not known. There are only receives."""
+        return bool(self.ends) and all(end.value != _MARK for end in self.ends)
 
 
 class DirectProgram:
@@ -55,22 +78,42 @@ class DirectProgram:
     def __init__(self, rank: int, recvs: Sequence[_Operation], sends: Sequence[_Operation]) -> None:
         self._rank, self._recvs, self._sends = rank, tuple(recvs), tuple(sends)
 
+    @property
+    def only_sends(self) -> bool:
+        """Whether the rank receives nothing."""
+        return not self._recvs
+
     def fits(self, src: Sequence[Any], dst: Sequence[Any]) -> bool:
         """Whether the bytes of each message are contiguous in these arrays."""
         return all(_is_plain(dst[item.tensor]) for item in self._recvs) and all(
             _is_plain(src[item.tensor]) for item in self._sends
         )
 
-    def post(self, transport: Transport, src: Sequence[torch.Tensor], dst: Sequence[torch.Tensor], tag: int) -> Posted:
-        """Post all operations, receives first."""
-        posted = [(item, transport.recv(_part(dst, item), item.peer, tag)) for item in self._recvs]
-        posted += [(item, transport.send(_part(src, item), item.peer, tag)) for item in self._sends]
-        return posted
+    def post(
+        self,
+        transport: Transport,
+        src: Sequence[torch.Tensor],
+        dst: Sequence[torch.Tensor],
+        tag: int,
+        *,
+        marks_ends: bool = False,
+    ) -> Posted:
+        """Post all operations, receives first.
+
+        Args:
+            marks_ends: mark the receive buffers, if all of them have room, and nothing is sent.
+        """
+        ends: tuple[_Word, ...] = ()
+        if marks_ends and not self._sends and all(item.nbytes >= ctypes.sizeof(_Word) for item in self._recvs):
+            ends = tuple(_mark_end(dst[item.tensor], item) for item in self._recvs)
+        works = [(item, transport.recv(_part(dst, item), item.peer, tag)) for item in self._recvs]
+        works += [(item, transport.send(_part(src, item), item.peer, tag)) for item in self._sends]
+        return Posted(tuple(works), ends)
 
     def wait(self, posted: Posted, deadline: float, check: Callable[[], None], tally: Tally) -> None:
         """Wait for all operations. Arguments and errors: see :func:`reshard.runtime.cpu.executor.run_program`."""
         tally.copied = True
-        for item, work in posted:
+        for item, work in posted.works:
             wait_for(work, deadline, check, self._rank, item.peer, item.what)
             if item.is_recv:
                 tally.received += 1
@@ -79,6 +122,13 @@ class DirectProgram:
 
 def _is_plain(array: Any) -> bool:
     return isinstance(array, torch.Tensor) and array.is_contiguous()
+
+
+def _mark_end(array: torch.Tensor, item: _Operation) -> _Word:
+    stop = item.nbytes if item.span is None else item.span[1]
+    end = _Word.from_address(array.data_ptr() + stop - ctypes.sizeof(_Word))
+    end.value = _MARK
+    return end
 
 
 def _part(arrays: Sequence[torch.Tensor], item: _Operation) -> torch.Tensor:
