@@ -36,7 +36,8 @@ class TransferOptions(PlanOptions, total=False):
     options on as ``**options: Unpack[TransferOptions]``, which type checkers and editors understand.
 
     Attributes:
-        strategy: a name in ``reshard.planner.registry.STRATEGIES``, or a function of that form.
+        strategy: ``"auto"`` (the default), the name of another strategy (``reshard plan --help`` lists them), or a
+            function from :class:`~reshard.planner.PlanProblem` to :class:`~reshard.planner.Routes`.
         topology: hosts and links of the ranks. Default: one host per host name.
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
             :class:`~reshard.Codec` that you implement: its elements travel in place of the values, and are decoded into

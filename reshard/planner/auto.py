@@ -31,7 +31,8 @@ from reshard.planner.strategies.problem import PlanProblem, Routes, Strategy, co
 from reshard.ragged import NO_RANK
 from reshard.topology import Topology
 
-#: Strategies to choose from, by name. ``_SEARCHES`` has further orders of broadcast_search.
+#: What ``auto`` can plan, by name; ``_Choice.others`` says which it tries. ``_SEARCHES`` has further orders of
+#: broadcast_search.
 CANDIDATES: dict[str, Strategy] = {
     **STRATEGIES,
     "multicast_near": multicast_near,
