@@ -102,3 +102,12 @@ def test_each_schedule_of_the_loop_can_be_named():
     from reshard.scheduler.training import command, loop
 
     assert tuple(loop.SCHEDULES) == command._SCHEDULES
+
+
+def test_a_report_that_cannot_be_written_ends_the_command_before_a_process_starts(capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr("reshard.scheduler.training.launch.run_processes", None)
+    (tmp_path / "file").touch()
+    assert main(["train", "gpt3-125m", *SMALL, "--meshes", "1x1", "--report", str(tmp_path / "file/report")]) == 2
+    text = capfd.readouterr().err
+    assert f"ArgumentError: cannot write the report '{tmp_path}/file/report': [Errno 20] Not a directory" in text
+    assert text.strip().endswith("pass another folder, or --report none")
