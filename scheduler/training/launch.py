@@ -25,6 +25,7 @@ from ..autoparallel import TrainingPlan
 from ..autoparallel.tuning import Tuned
 from .loop import Job, TrainResult, make_loaders, make_pipe, train
 from .plan_search import SearchOptions, find_training_plan, share_training_plan, tune_training_plan
+from .report import check_report
 
 if TYPE_CHECKING:
     from reshard.ray import ActorMesh
@@ -57,6 +58,8 @@ def launch(
     if options is None:
         make_pipe(job)
     under_torchrun = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if job.report is not None and not on_ray and (not under_torchrun or os.environ["RANK"] == "0"):
+        check_report(job.report)
     if on_ray:
         if under_torchrun:
             raise ArgumentError("--launcher ray starts the ranks itself; run it without torchrun")

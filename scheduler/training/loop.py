@@ -117,7 +117,7 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
         if job.resume:
             start = engine.load(folder, optimizer, rates, loader, missing_ok=True, trust_pickle=job.trust_pickle)
         progress = Progress(job.name, start, job.steps, job.preset, job.log_every, shows and rank == 0)
-        report = Report(job.report, start) if job.report is not None and rank == 0 else None
+        report = Report(job.report, start, progress.note) if job.report is not None and rank == 0 else None
         measured = None
         with progress, report or contextlib.nullcontext():
             if engine.compression:

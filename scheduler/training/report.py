@@ -6,12 +6,16 @@ repeats, so a run that was killed leaves the same file as one that was not. The 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
-from collections.abc import Sequence
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from reshard.errors import ArgumentError
 
@@ -40,47 +44,76 @@ class Losses:
 class Report:
     """The folder of a run. Only one rank makes a report. It is a context manager, which closes it.
 
+    After it is made, a fault of the disk or of the drawing ends no run.
+
     Args:
         folder: where to write. It is created.
-        start: number of steps that an earlier run has done. Lines of later steps are dropped.
+        start: number of steps that an earlier run has done. Lines of later steps are dropped. If it is 0, an earlier
+            ``losses.csv`` becomes ``losses.previous.csv``.
+        warn: is called with the text of a warning.
 
     Raises:
-        ArgumentError: the folder cannot be made, or ``losses.csv`` there is not one of this module.
+        ArgumentError: the folder cannot be written, another run writes it now, or ``losses.csv`` there is not one of
+            this module.
     """
 
-    def __init__(self, folder: str | Path, start: int) -> None:
-        self.folder = Path(folder)
-        try:
+    def __init__(self, folder: str | Path, start: int, warn: Callable[[str], None] = warnings.warn) -> None:
+        self.folder, self._warn = Path(folder), warn
+        self._path = self.folder / "losses.csv"
+        self._file: TextIO | None = None
+        self._is_whole = True  # whether the file has all lines
+        with _writing(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / "losses.csv"
-            lines = _read_lines(path) if start else []
-            kept = [_HEADER, *(line for line in lines if int(line[0]) <= start)]
-            made = path.with_suffix(".new")  # so that the lines outlive a kill at this moment
-            made.write_text("".join(",".join(line) + "\n" for line in kept), encoding="utf-8")
-            made.replace(path)
-            self._file = path.open("a", encoding="utf-8", newline="")
-        except OSError as error:
-            raise ArgumentError(f"cannot write the report {str(self.folder)!r}: {error}") from None
-        self._writer = csv.writer(self._file, lineterminator="\n")
-        self._last = list(kept[-1])
+            self._lock = _lock(self.folder)
+            earlier = _read_lines(self._path)
+            if earlier and not start:  # the losses of another run
+                self._path.replace(self.folder / "losses.previous.csv")
+            self._lines: list[Sequence[str]] = [_HEADER, *(line for line in earlier if int(line[0]) <= start)]
+            self._write_all()
+            self._file = self._path.open("a", encoding="utf-8", newline="")
 
     def add(self, step: int, loss: float | None = None, held_out: float | None = None) -> None:
-        """Write a line, of the training loss or of an evaluation after the step, counted from 1."""
+        """Write a line, of the training loss or of an evaluation after the step, counted from 1.
+
+        The first line that cannot be written gives a warning. :meth:`finish` then tries to write all lines.
+        """
         line = [str(step), *("" if value is None else repr(value) for value in (loss, held_out))]
-        if line != self._last:  # as when a finished run is evaluated again
-            self._writer.writerow(line)
-            self._file.flush()  # before the checkpoint of this step
-        self._last = line
+        if line == self._lines[-1]:  # as when a finished run is evaluated again
+            return
+        self._lines.append(line)
+        if self._is_whole and self._file is not None:
+            try:
+                self._file.write(_format([line]))
+                self._file.flush()  # before the checkpoint of this step
+            except OSError as error:
+                self._is_whole = False
+                self._warn(
+                    f"warning: cannot write {self._path}: {error}; the run continues, and tries again at its end"
+                )
 
     def close(self) -> None:
-        """Close the file of the losses."""
-        self._file.close()
+        """Close the file of the losses. Write it anew if lines are missing."""
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # what is still in its buffer
+                self._file.close()
+            self._file = None
+            if not self._is_whole:
+                with contextlib.suppress(OSError):
+                    self._write_all()
+            if self._lock is not None:
+                os.close(self._lock)
 
     def __enter__(self) -> Report:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _write_all(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        made = self._path.with_suffix(".new")  # so that the lines outlive a kill at this moment
+        made.write_text(_format(self._lines), encoding="utf-8")
+        made.replace(self._path)
 
     def finish(
         self, name: str, schedule: Schedule, measured: PipelineTimeline | None, predicted: PipelineTimeline
@@ -92,52 +125,129 @@ class Report:
             predicted: the simulated step.
 
         Returns:
-            What was written, and what was not, as text.
+            What was written, and what was not and why, as text.
         """
+        losses, folder = _losses_of(self._lines[1:]), self.folder
+        parts: dict[str, Callable[[], Any]] = {"losses.csv": self._write_all}
+        if measured is not None:
+            trace = to_chrome_trace(measured)
+            parts["trace.json"] = lambda: (folder / "trace.json").write_text(trace, encoding="utf-8")
+        has_matplotlib = _has_matplotlib()
+        if has_matplotlib and losses.training:
+            parts["losses.png"] = lambda: draw_losses(losses, name, folder / "losses.png")
+        if has_matplotlib and measured is not None:
+            parts["schedule.png"] = lambda: draw_schedules(schedule, measured, predicted, folder / "schedule.png")
+        written, faults = [], []
+        for part, write in parts.items():
+            try:
+                write()
+                written.append(part)
+            except Exception as error:  # as of a full disk, or of a broken matplotlib: the run itself is whole
+                faults.append(f"; warning: no new {part}: {type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        self._is_whole = "losses.csv" in written
         self.close()
-        losses = read_losses(self.folder)
-        written = ["losses.csv"]
-        if measured is not None:
-            (self.folder / "trace.json").write_text(to_chrome_trace(measured), encoding="utf-8")
-            written.append("trace.json")
-        if importlib.util.find_spec("matplotlib") is None:
-            return f"{_list(self.folder, written)}; no pictures, which need matplotlib: pip install 'reshard[train]'"
-        if losses.training:
-            draw_losses(losses, name, self.folder / "losses.png")
-            written.append("losses.png")
-        if measured is not None:
-            draw_schedules(schedule, measured, predicted, self.folder / "schedule.png")
-            written.append("schedule.png")
-        return _list(self.folder, written)
+        if not has_matplotlib:
+            faults.append("; no pictures, which need matplotlib: pip install 'reshard[train]'")
+        return f"report in {folder}: {', '.join(written) or 'nothing'}{''.join(faults)}"
 
 
-def _list(folder: Path, names: Sequence[str]) -> str:
-    return f"report in {folder}: {', '.join(names)}"
+def check_report(folder: str | Path) -> None:
+    """Raise ArgumentError if a run cannot write its report to a folder. Makes nothing."""
+    folder = Path(folder).absolute()
+    with _writing(folder):
+        existing = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=existing) as file:
+            file.write(b"1")
+        if existing == folder:
+            lock = _lock(folder)
+            if lock is not None:
+                os.close(lock)
+            _read_lines(folder / "losses.csv")
+
+
+@contextlib.contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Raise ArgumentError in place of errors of the file system."""
+    try:
+        yield
+    except OSError as error:
+        raise ArgumentError(
+            f"cannot write the report {str(folder)!r}: {error}; pass another folder, or --report none"
+        ) from None
+
+
+def _lock(folder: Path) -> int | None:
+    """A descriptor that keeps a folder for one run until it is closed; None where the file system has no such locks.
+
+    Raises:
+        ArgumentError: another run has the folder.
+    """
+    import fcntl
+
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise ArgumentError(f"another run writes its report to {str(folder)!r} now; pass another --report") from None
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor
+
+
+def _has_matplotlib() -> bool:
+    try:
+        return importlib.util.find_spec("matplotlib") is not None
+    except (ImportError, ValueError):  # as if an import hook refuses it
+        return False
+
+
+def _format(lines: Iterable[Sequence[str]]) -> str:
+    return "".join(",".join(line) + "\n" for line in lines)
 
 
 def _read_lines(path: Path) -> list[list[str]]:
     """The complete lines of a file of losses, without its header; none if there is no file.
 
     Raises:
-        ArgumentError: it has another header.
+        ArgumentError: it has another header, or a line that is no step with numbers.
     """
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", newline="") as file:
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
         lines = list(csv.reader(line for line in file if line.endswith("\n")))  # a killed run may end inside a line
     if lines and tuple(lines[0]) != _HEADER:
         raise ArgumentError(f"{path} has the columns {', '.join(lines[0])}, not {', '.join(_HEADER)}: move it away")
+    for number, line in enumerate(lines[1:], 2):
+        if not _is_line(line):
+            raise ArgumentError(
+                f"line {number} of {path} is {','.join(line)!r:.80}, not a step and its losses: move the file away"
+            )
     return lines[1:]
+
+
+def _is_line(line: Sequence[str]) -> bool:
+    try:
+        step, *values = line
+        _ = int(step), [float(value) for value in values if value]
+    except ValueError:
+        return False
+    return len(line) == len(_HEADER)
 
 
 def read_losses(folder: str | Path) -> Losses:
     """The losses in a report. Of an evaluation or a step that was repeated, the last one counts.
 
     Raises:
-        ArgumentError: ``losses.csv`` has other columns.
+        ArgumentError: ``losses.csv`` is not one of this module.
     """
+    return _losses_of(_read_lines(Path(folder) / "losses.csv"))
+
+
+def _losses_of(lines: Iterable[Sequence[str]]) -> Losses:
     columns: tuple[dict[int, float], dict[int, float]] = ({}, {})
-    for step, *values in _read_lines(Path(folder) / "losses.csv"):
+    for step, *values in lines:
         for column, value in zip(columns, values, strict=True):
             if value:
                 column[int(step)] = float(value)

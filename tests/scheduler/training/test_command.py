@@ -96,3 +96,12 @@ def test_other_commands_do_not_import_torch():
     code = f"import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_report_that_cannot_be_written_ends_the_command_before_a_process_starts(capfd, tmp_path, monkeypatch):
+    monkeypatch.setattr("reshard.scheduler.training.launch.run_processes", None)
+    (tmp_path / "file").touch()
+    assert main(["train", "gpt3-125m", *SMALL, "--meshes", "1x1", "--report", str(tmp_path / "file/report")]) == 2
+    text = capfd.readouterr().err
+    assert f"ArgumentError: cannot write the report '{tmp_path}/file/report': [Errno 20] Not a directory" in text
+    assert text.strip().endswith("pass another folder, or --report none")
