@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from html import escape
 from itertools import accumulate
 from typing import Any
 
@@ -36,7 +35,7 @@ _MAX_UNEVEN = 1.005
 class RotationPlan(Plan):
     """A plan whose messages follow from its layouts and its topology.
 
-    It holds no list of messages: a rank expands those that it sends or receives. Their ids order them, but are not
+    It holds no list of messages: a rank expands its own sends and receives. Their ids order them, but are not
     consecutive. :attr:`transfers` lists the messages of a small plan, for checks and simulations.
     """
 
@@ -227,11 +226,6 @@ class RotationPlan(Plan):
         key, sender, receiver = (column[across] for column in columns)
         order = np.lexsort((key, self.exchanges[0].lane_of[host[sender]]))
         return key[order], sender[order], receiver[order]
-
-    def _repr_html_(self) -> str:
-        if self.num_messages > MAX_LISTED:
-            return f"<pre>{escape(str(self))}</pre>"
-        return super()._repr_html_()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tensors", "topology", "strategy", "staging_bytes", "exchanges")}
