@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 
 import reshard
+from microbench.emulation.cluster import Cluster
+from microbench.emulation.namespaces import why_unsupported
 from reshard import Layout, Mesh, Topology
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.errors import TransferTimeoutError
@@ -120,6 +122,20 @@ def check_fallback(rank, reason):
 def test_only_pairs_that_cannot_share_use_sockets(reason):
     """Rank 2 shares no memory, so that ranks 0 and 1 send to it over sockets, and to rank 3 as before."""
     assert run_processes(check_fallback, 4, reason) == [{2}, {2}, set(), set()]
+
+
+def find_sharing_ranks(rank, report):
+    assert move(rank, SRC, Layout(Mesh.of(4), "R S0"), topology=Topology((0, 0, 1, 1))) == 0
+    (channel,) = [channel for group in reshard.coordination.known_groups(None) for channel in group.channels.values()]
+    shared = channel._connections[1]._shared
+    return [other for other in range(4) if shared is not None and shared.carries(other, 2**20)]
+
+
+@pytest.mark.cluster
+@pytest.mark.skipif(why_unsupported() is not None, reason=str(why_unsupported()))
+def test_ranks_share_memory_inside_emulated_hosts_only():
+    with Cluster(Topology.uniform([0, 0, 1, 1], 50e6)) as cluster:
+        assert cluster.run(find_sharing_ranks) == [[1], [0], [3], [2]]
 
 
 def shared_files():
