@@ -44,6 +44,7 @@ void bind_schedule(nb::module_ &m);
 void bind_pace(nb::module_ &m);
 void bind_pipeline(nb::module_ &m);
 void bind_shared_memory(nb::module_ &m);
+void bind_shared_rings(nb::module_ &m);
 
 NB_MODULE(_native, m) {
     m.doc() = "Loops over flat arrays, which have Python references in tests/reference; memory that ranks share.";
@@ -60,4 +61,5 @@ NB_MODULE(_native, m) {
     bind_pace(m);
     bind_pipeline(m);
     bind_shared_memory(m);
+    bind_shared_rings(m);
 }

@@ -198,6 +198,23 @@ def publish_number(words: Any, index: int, number: int) -> None:
 def wait_for_number(words: Any, index: int, number: int, seconds: float) -> bool:
     """Sleep until a counter reaches a number; return whether it has."""
 
+def ring_segment_bytes(num_ranks: int) -> int:
+    """Bytes of the segment of one of so many ranks. Linux only, as the next two."""
+
+class RingOperation:
+    """A message that was posted."""
+
+class Rings:
+    """The rings of a rank to the other ranks of its host; see ``reshard.runtime.transport.shared_memory``."""
+
+    def __init__(self, own: Any, index: int) -> None: ...
+    def add(self, number: int, segment: Any, process: int) -> bool: ...
+    def reaches(self, number: int) -> bool: ...
+    def send(self, number: int, tag: int, boxes: Any) -> RingOperation: ...
+    def recv(self, number: int, tag: int, boxes: Any) -> RingOperation: ...
+    def wait(self, operation: RingOperation, seconds: float) -> bool: ...
+    def close(self) -> None: ...
+
 class PipelineModel:
     def __init__(
         self,

@@ -279,9 +279,9 @@ def _measure_inside(rank: int, topology: Topology, start: float) -> dict[str, fl
         if pair is not None:
             rates[name] = _ping_pong(rank, *pair, nbytes=1, count=200)
     if inside is not None:
-        rates["inside"] = 2**24 / (_ping_pong(rank, *inside, nbytes=2**24, count=10) or 1.0)
+        rates["inside"] = _measure_inside_rate(rank, inside, topology, start)
         ranks = topology.ranks_of_host(hosts[inside[0]])
-        rates["inside_total"] = _measure_inside_total(rank, ranks, topology, start)
+        rates["inside_total"] = _measure_inside_rate(rank, ranks, topology, start)
     return rates
 
 
@@ -330,8 +330,8 @@ class InsideTransfer:
             self._mover.close()
 
 
-def _measure_inside_total(rank: int, ranks: Sequence[int], topology: Topology, start: float) -> float:
-    """Bytes per second of all ranks of a host together, after the first ``start`` seconds of a transfer."""
+def _measure_inside_rate(rank: int, ranks: Sequence[int], topology: Topology, start: float) -> float:
+    """Bytes per second of these ranks of a host together, after the first ``start`` seconds of a transfer."""
     transfer = InsideTransfer(rank, ranks, topology)
     seconds = []
     for _ in range(INSIDE_REPEATS + 1):  # the first one is a warm-up

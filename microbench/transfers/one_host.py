@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import functools
 import os
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -28,13 +29,15 @@ from microbench.transfers.weights import llama
 from reshard.cli.progress import print_line
 from reshard.cost import find_bound, simulate
 from reshard.planner import plan_tensors
+from reshard.runtime.transport import shared_memory
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 from reshard.topology import Topology
 
 NUM_RANKS = 8
 #: Strategies beside awex. ``auto`` chooses with the measured rates, and "auto, unmeasured" without them.
-STRATEGIES = ("auto", "auto, unmeasured", "send_recv", "multicast")
+#: "auto, sockets" shares no memory.
+STRATEGIES = ("auto", "auto, unmeasured", "auto, sockets", "send_recv", "multicast")
 
 
 def make_specs(scale: int) -> list[TensorSpec]:
@@ -59,6 +62,15 @@ def _values(spec: TensorSpec, at: tuple[slice, ...]) -> torch.Tensor:
     return numbers.to(torch.int16).view(spec.shape)[at].clone().view(torch.bfloat16)
 
 
+def _call_without_sharing(method: Callable[[], object]) -> None:
+    """Call a method whose large messages go over sockets. All ranks call at the same time."""
+    limit, shared_memory.SHARED_BYTES = shared_memory.SHARED_BYTES, sys.maxsize
+    try:
+        method()
+    finally:
+        shared_memory.SHARED_BYTES = limit
+
+
 def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     """Calibrate, and time all methods on this rank."""
     one_host = Topology((0,) * NUM_RANKS)
@@ -79,6 +91,7 @@ def measure(rank: int, repeats: int, scale: int) -> dict[str, Any]:
     calibration = InsideTransfer(rank, range(NUM_RANKS), topology)
     methods: dict[str, Callable[[], object]] = {"calibration": calibration}
     methods |= {name: make_ours(plan, rank, sources, outs) for name, plan in plans.items()}
+    methods["auto, sockets"] = functools.partial(_call_without_sharing, methods["auto, sockets"])
     try:
         methods["awex"] = PEERS["awex"](specs, rank, sources, outs)
     except NotApplicable as reason:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import math
 import os
@@ -18,7 +17,6 @@ import secrets
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ from reshard.coordination import (
 )
 from reshard.plan import Plan, Transfers, ranks_of
 from reshard.planner import estimate_planning_seconds, plan_tensors, restore_plan
-from reshard.runtime.memory_file import create_memory_file, map_memory_file, open_memory_file
+from reshard.runtime.memory_file import create_memory_file, map_memory_file, name_machine, open_memory_file
 from reshard.sharding import TensorSpec
 from reshard.topology import Topology
 
@@ -181,17 +179,9 @@ def _gather_files(requests: list[Request], members: Sequence[int]) -> Decision:
 
 
 def _name_machine(channel: Channel) -> str:
-    """A name that ranks share only if they may open each other's files.
-
-    Each container has a process table, so ranks of different containers have different names, whatever their host
-    names are.
-    """
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        names = [boot, str(Path("/proc/self/ns/pid").readlink()), str(os.geteuid()), channel.group.hostname]
-    except OSError:  # not Linux, or a system that hides these files
-        return f"rank {channel.group.rank}"
-    return hashlib.sha256(" ".join(names).encode()).hexdigest()[:16]
+    """A name that ranks share only if they may open each other's files."""
+    name = name_machine(channel.group.hostname)
+    return f"rank {channel.group.rank}" if name is None else name.hex()
 
 
 def _write(plan: Plan) -> tuple[int, int, int]:

@@ -5,6 +5,7 @@ Linux only. Elsewhere, :func:`create_memory_file` raises OSError.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,26 @@ from typing import Any
 from reshard import _native
 
 
-def create_memory_file(token: int, nbytes: int) -> int:
-    """A descriptor of a new file. Its memory is reserved, so that writing to it cannot fail.
+def name_machine(hostname: str) -> bytes | None:
+    """A name of 16 bytes that processes share only if they may open each other's files; None if this is not Linux.
+
+    Each container has a process table, so processes of different containers have different names, whatever their host
+    names are.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        names = [boot, str(Path("/proc/self/ns/pid").readlink()), str(os.geteuid()), hostname]
+    except OSError:  # not Linux, or a system that hides these files
+        return None
+    return hashlib.sha256(" ".join(names).encode()).digest()[:16]
+
+
+def create_memory_file(token: int, nbytes: int, *, reserves: bool = True) -> int:
+    """A descriptor of a new file. By default its memory is reserved, so that writing to it cannot fail.
 
     Args:
         token: a random number, by which other processes recognize the file.
+        reserves: otherwise the file takes memory only where it is written.
 
     Raises:
         OSError: this system has no such files, or too little memory.
@@ -25,7 +41,10 @@ def create_memory_file(token: int, nbytes: int) -> int:
         raise OSError("this system has no unnamed files in memory")
     descriptor: int = _native.create_memory(f"reshard-{token}")
     try:
-        os.posix_fallocate(descriptor, 0, nbytes)
+        if reserves:
+            os.posix_fallocate(descriptor, 0, nbytes)
+        else:
+            os.ftruncate(descriptor, nbytes)
     except OSError:
         os.close(descriptor)
         raise

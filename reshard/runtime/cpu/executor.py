@@ -23,15 +23,17 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from reshard.errors import PlanError
 from reshard.runtime.array_bytes import digest_of, flat_bytes
+from reshard.runtime.cpu.box_tables import tabulate_buffers
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, Queue
-from reshard.runtime.cpu.staging import Staging, copy_into, view_of
+from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, view_of
 from reshard.runtime.cpu.verification import Digests, is_copy_of
 from reshard.runtime.program import Event, LocalBox, Part, RankProgram, Recv, Send
 from reshard.runtime.transport import Transport, Work, join, wait_for
@@ -94,6 +96,8 @@ class _Execution:
         self.deadline, self.check = options.deadline, options.check
         # flattened once, so that a contiguous message is one slice
         self.flat_src, self.flat_dst = _flatten(self.src), _flatten(self.dst)
+        self.shared: Any = getattr(transport, "shared", None)  # the transport's shared memory
+        self.casts = {index for index, array in enumerate(self.src) if isinstance(array, CastSource)}
         self.lock = threading.Lock()  # guards the attributes below while threads run
         self.recvs = Queue(self.lock, program.recvs, staging.recv)
         self.sends = [
@@ -274,16 +278,34 @@ class _Execution:
         if len(queue.posted) >= op.ahead or (op.waits and not self.done.issuperset(op.waits)):
             return False
         slot = None
-        found = [self.find_bytes(op, part, "dst") for part in op.parts]
-        if any(part is None for part in found):
-            slot = queue.pool.take()
-            if slot is None:
-                return False
-            self.slot_of[index] = slot
-        buffers = _fill(found, op.parts, slot)
-        queue.posted.append((op, join([self.transport.recv(part, op.sender, self.tag) for part in buffers]), slot))
+        if self.shares(op, op.sender) and not op.is_relay:
+            boxes = self.staging.tabulate(op, self.dst, "dst")
+            work = self.shared.recv(boxes, self.dst, op.sender, self.tag)
+        else:
+            found = [self.find_bytes(op, part, "dst") for part in op.parts]
+            if any(part is None for part in found):
+                slot = queue.pool.take()
+                if slot is None:
+                    return False
+                self.slot_of[index] = slot
+            work = self.start_recv(op, _fill(found, op.parts, slot))
+        queue.posted.append((op, work, slot))
         queue.next += 1
         return True
+
+    def shares(self, op: Recv | Send, rank: int) -> bool:
+        """Whether a message to or from a rank goes through shared memory."""
+        return self.shared is not None and self.shared.carries(rank, op.nbytes)
+
+    def start_recv(self, op: Recv, buffers: Sequence[torch.Tensor]) -> Work:
+        if self.shares(op, op.sender):
+            return self.shared.recv(tabulate_buffers(buffers), buffers, op.sender, self.tag)
+        return join([self.transport.recv(part, op.sender, self.tag) for part in buffers])
+
+    def start_send(self, op: Send, buffers: Sequence[torch.Tensor]) -> Work:
+        if self.shares(op, op.receiver):
+            return self.shared.send(tabulate_buffers(buffers), buffers, op.receiver, self.tag)
+        return join([self.transport.send(part, op.receiver, self.tag) for part in buffers])
 
     def deliver(self, op: Recv, slot: torch.Tensor | None) -> None:
         """Unpack a received message into the destination arrays, and compute its digest."""
@@ -321,21 +343,42 @@ class _Execution:
         if op.forwards is None and self.encoders and op.id not in self.encoded:
             return False
         arrays, side = (self.dst, "dst") if op.forwards is not None else (self.src, "src")
+        slot = None
+        if self.shares(op, op.receiver) and self.can_share_boxes(op):
+            work = self.shared.send(self.staging.tabulate(op, arrays, side), arrays, op.receiver, self.tag)
+            sent = [view_of(arrays, box.tensor, getattr(box, side)) for box in op.boxes] if self.digests else []
+        else:
+            filled = self.fill_buffers(queue, op, arrays, side)
+            if filled is None:
+                return False
+            sent, slot = filled
+            work = self.start_send(op, sent)
+        queue.posted.append((op, work, slot))
+        queue.next += 1
+        if self.digests is not None:  # after posting, so that it overlaps the transfer
+            self.digests.sent[op.id] = digest_of(sent)
+        return True
+
+    def can_share_boxes(self, op: Send) -> bool:
+        """Whether the bytes of a message lie in arrays, neither in the slot of a relay nor to be cast first."""
+        if op.forwards is not None:
+            return not self.program.recvs[op.forwards].is_relay
+        return not self.casts or self.casts.isdisjoint(box.tensor for box in op.boxes)
+
+    def fill_buffers(
+        self, queue: Queue, op: Send, arrays: Sequence[torch.Tensor | None], side: str
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None] | None:
+        """The buffers of a send, and the slot that it takes for them. None if no slot is free."""
         found = [self.find_bytes(op, part, side) for part in op.parts]
         slot, held = None, None if op.forwards is None else self.slot_of.get(op.forwards)
         if held is None and any(part is None for part in found):
             slot = queue.pool.take()
             if slot is None:
-                return False
+                return None
             for part, direct in zip(op.parts, found, strict=True):
                 if direct is None:
                     self.staging.pack(op, part, arrays, side, slot[part.bytes])
-        buffers = _fill(found, op.parts, slot if held is None else held)
-        queue.posted.append((op, join([self.transport.send(part, op.receiver, self.tag) for part in buffers]), slot))
-        queue.next += 1
-        if self.digests is not None:  # after posting, so that it overlaps the transfer
-            self.digests.sent[op.id] = digest_of(buffers)
-        return True
+        return _fill(found, op.parts, slot if held is None else held), slot
 
     def finish_send(self, queue: Queue, op: Send, slot: torch.Tensor | None) -> None:
         if slot is not None:

@@ -12,6 +12,7 @@ import torch
 from reshard.plan import num_recv_slots
 from reshard.runtime.array_bytes import flat_bytes
 from reshard.runtime.byte_runs import box_runs, box_span, copy_runs
+from reshard.runtime.cpu.box_tables import BoxParts, split_box, tabulate_boxes
 from reshard.runtime.program import LocalBox, Part, RankProgram, Recv, Send, Slices
 
 #: Most staging slots of one send queue, regardless of the windows in the plan.
@@ -30,6 +31,7 @@ class Staging:
         # by the message, the first box of the part, and the side
         self._runs: dict[tuple[int, int, str], _ByteRuns] = {}
         self._spans: dict[tuple[int, int, str], tuple[int, int] | None] = {}
+        self._tables: dict[tuple[int, str], np.ndarray] = {}  # by the message and the side
 
     def span_of(self, op: Recv | Send, part: Part, array: torch.Tensor, side: str) -> tuple[int, int] | None:
         """Byte range ``(start, stop)`` of a part of one box in a contiguous array; None if not one run. Cached."""
@@ -38,6 +40,21 @@ class Staging:
             box = op.boxes[part.boxes.start]
             self._spans[key] = box_span(array.shape, array.element_size(), getattr(box, side))
         return self._spans[key]
+
+    def tabulate(self, op: Recv | Send, arrays: Sequence[torch.Tensor | None], side: str) -> np.ndarray:
+        """The table of the boxes of a message, see :mod:`reshard.runtime.cpu.box_tables`."""
+        held = [arrays[box.tensor] for box in op.boxes]
+        is_plain = all(array.is_contiguous() for array in held)  # type: ignore[union-attr]
+        table = self._tables.get((op.id, side)) if is_plain else None
+        if table is None:
+            table = tabulate_boxes(
+                [_split(array, getattr(box, side)) for array, box in zip(held, op.boxes, strict=True)]
+            )
+            if is_plain:
+                self._tables[op.id, side] = table
+        table = table.copy()
+        table[:, 0] += [array.data_ptr() for array in held]  # type: ignore[union-attr]
+        return table
 
     def pack(
         self, op: Recv | Send, part: Part, arrays: Sequence[torch.Tensor | None], side: str, buffer: torch.Tensor
@@ -139,6 +156,12 @@ class _ByteRuns:
         """Copy from the buffer into the arrays."""
         for tensor, index, in_buffer, length in self.rows:
             copy_runs(buffer.numpy(), _flat(arrays[tensor]), in_buffer, index, length)
+
+
+def _split(array: torch.Tensor | None, at: Slices) -> BoxParts:
+    assert array is not None
+    itemsize = array.element_size()
+    return split_box([itemsize * stride for stride in array.stride()], itemsize, at)
 
 
 def _flat(array: torch.Tensor | None) -> np.ndarray:

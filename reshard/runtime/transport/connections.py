@@ -23,6 +23,7 @@ from reshard.runtime.cuda.nccl_exchange import NCCL_DEVICES, NcclCollectives, Nc
 from reshard.runtime.transport.descriptors import check_descriptors
 from reshard.runtime.transport.gloo_listeners import close_listeners
 from reshard.runtime.transport.interface import BrokenConnectionError, Work
+from reshard.runtime.transport.shared_memory import SharedMemory, share_memory
 from reshard.timeouts import run_with_timeout
 
 #: Interval of checks for reported errors while waiting.
@@ -46,6 +47,8 @@ class Connections:
         self._stores: list[dist.Store] = []  # used by the groups, which hold no reference
         self._exchanges: dict[int, NcclExchange] = {}
         self._collectives: Any = None
+        self._shared: SharedMemory | None = None
+        self._is_sharing = False  # whether the ranks have found out who shares memory
 
     def transport(self, is_two_way: bool, timeout_seconds: float, check_error: Callable[[], None]) -> GlooTransport:
         """A transport; all ranks must request the same kind.
@@ -64,7 +67,12 @@ class Connections:
         """
         while len(self._groups) < 1 + is_two_way:
             self._groups.append(self._make_group_with_timeout(str(len(self._groups)), timeout_seconds, check_error))
-        return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position)
+        if not self._is_sharing:
+            limit = timedelta(seconds=timeout_seconds)
+            share = functools.partial(share_memory, self._groups[0], self._own, list(self._position), limit)
+            self._shared = run_with_timeout(share, timeout_seconds + GRACE_SECONDS)
+            self._is_sharing = True
+        return GlooTransport(self._groups[0], self._groups[is_two_way], self._own, self._position, self._shared)
 
     def collectives(self, device: torch.device, timeout_seconds: float, check_error: Callable[[], None]) -> Any:
         """The ``torch.distributed`` backend for collectives on one type of device, shared by all callers.
@@ -141,6 +149,7 @@ class Connections:
         self._exchanges.clear()
         self._groups.clear()
         self._stores.clear()
+        self._shared, self._is_sharing = None, False
 
     def close_communicators(self) -> None:
         """Wait until communicators on a device have closed."""
@@ -149,6 +158,8 @@ class Connections:
 
     def abort(self) -> None:
         """End all waits on every transport, on this rank and soon on the other ranks."""
+        if self._shared is not None:
+            self._shared.close()
         for group in self._groups:
             abort_group(group)
         if isinstance(self._collectives, dist.ProcessGroupGloo):
@@ -223,8 +234,11 @@ def _ignore_errors() -> None:
 class GlooTransport:
     """Messages to later ranks of the set go over one Gloo group, messages to earlier ones over another or the same."""
 
-    def __init__(self, later: Any, earlier: Any, own: int, position: dict[int, int]) -> None:
+    def __init__(
+        self, later: Any, earlier: Any, own: int, position: dict[int, int], shared: SharedMemory | None = None
+    ) -> None:
         self._later, self._earlier, self._own, self._position = later, earlier, own, position
+        self.shared = shared  # carries large messages between ranks of one host
 
     def send(self, buffer: torch.Tensor, rank: int, tag: int) -> Work:
         """Start sending a contiguous tensor."""
@@ -244,6 +258,8 @@ class GlooTransport:
 
     def abort(self) -> None:
         """End all waits on this transport, on this rank and soon on the other ranks."""
+        if self.shared is not None:
+            self.shared.close()
         for group in {self._later, self._earlier}:
             abort_group(group)
 
