@@ -5,8 +5,8 @@ from .api.local import reshard_local as reshard_local
 from .api.mover import Mover as Mover
 from .api.options import TransferOptions as TransferOptions
 from .codecs.codec import Codec as Codec
+from .coordination.groups.joining import join as join
 from .coordination.groups.process_group import Group as Group, close_group as close_group
-from .coordination.liveness.claims import join as join
 from .coordination.topology_discovery import find_topology as find_topology
 from .cost.lower_bound import find_bound as find_bound
 from .cost.report import CostReport as CostReport

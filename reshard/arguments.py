@@ -93,10 +93,10 @@ def find_wrong(value: Any, hint: Any, name: str, bounds: Bounds | None = None) -
     """What is wrong with a value: its name, the value and the rule; "" if it is what a type hint says."""
     hint, origin, inner = _parts(hint)
     if origin in (Union, types.UnionType):
-        found = [find_wrong(value, option, name, bounds) for option in inner]
-        if "" in found:
+        problems = [find_wrong(value, option, name, bounds) for option in inner]
+        if "" in problems:
             return ""
-        inside = [text for text in found if not text.startswith(f"{name} is ")]  # an item of the value
+        inside = [text for text in problems if not text.startswith(f"{name} is ")]  # an item of the value
         return inside[0] if inside else f"{name} is {brief(value)}; it must be {_words(hint)}"
     if hint is Any or isinstance(hint, TypeVar) or getattr(hint, "_is_protocol", False):
         return ""
@@ -193,7 +193,7 @@ def _words(hint: Any) -> str:
 
 
 def _range_of(bounds: Bounds) -> str:
-    least, most = bounds
-    if most == math.inf:
-        return f"of at least {least:,}"
-    return f"from {least:,} to {most:,}"
+    low, high = bounds
+    if high == math.inf:
+        return f"of at least {low:,}"
+    return f"from {low:,} to {high:,}"

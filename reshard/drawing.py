@@ -5,6 +5,7 @@ from __future__ import annotations
 import colorsys
 import math
 from collections.abc import Sequence
+from functools import singledispatch
 from html import escape
 
 #: All rules begin with ``.reshard``, so that a drawing changes nothing else in a notebook.
@@ -40,6 +41,21 @@ body.reshard { min-height: 100vh; }
 """
 
 
+@singledispatch
+def draw(value: object) -> str | None:
+    """The drawing of a value for a notebook, as HTML, which a drawing module registers for its class; else None."""
+    return None
+
+
+class Drawn:
+    """A value that notebooks show as its drawing."""
+
+    __slots__ = ()
+
+    def _repr_html_(self) -> str | None:
+        return draw(self)
+
+
 def draw_fragment(body: str, style: str = "") -> str:
     """The output of a ``_repr_html_`` method: a body, HTML already, with the colours and rules that it uses."""
     return f"<div class='reshard' style='padding: 8px'><style>{_STYLE}{style}</style>{body}</div>"
@@ -56,7 +72,7 @@ def draw_page(title: str, body: str, style: str = "") -> str:
 
 
 def draw_image(svg: str) -> str:
-    """An SVG of a page as a file of its own."""
+    """An SVG of a page as a separate file."""
     head, _, rest = svg.partition(">")
     return f"{head} class='reshard' style='background: var(--bg)'><style>{_STYLE}</style>{rest}"
 
@@ -68,15 +84,16 @@ def colour_of(number: int) -> str:
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
 
 
-def draw_bar(parts: Sequence[tuple[float, str, str]], limit: float, most: float) -> str:
+def draw_bar(parts: Sequence[tuple[float, str, str]], limit: float, scale_end: float) -> str:
     """A bar of parts ``(value, colour, title)``, beside a line at the limit.
 
     Args:
-        parts: from left to right; titles may be any text. limit: shown if it is finite. most: the value at the right
-            end; a larger limit or sum of the parts takes its place.
+        parts: from left to right; titles may be any text.
+        limit: value of the line, which is shown if it is finite.
+        scale_end: value at the right end; a larger limit or sum of the parts takes its place.
     """
     total = sum(value for value, _, _ in parts)
-    end = max(most, total, limit if math.isfinite(limit) else 0.0) or 1.0
+    end = max(scale_end, total, limit if math.isfinite(limit) else 0.0) or 1.0
     left, lines = 0.0, []
     for value, colour, title in parts:
         lines.append(

@@ -40,8 +40,8 @@ def number_values(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """
     size = int(values.max(initial=0)) + 1
     if size > 4 * len(values) + _MAX_MARKED:
-        found, number = np.unique(values, return_inverse=True)
-        return found, number.ravel().astype(np.int64)
+        distinct, number = np.unique(values, return_inverse=True)
+        return distinct, number.ravel().astype(np.int64)
     is_present = np.zeros(size, dtype=bool)
     is_present[values] = True
     return np.flatnonzero(is_present), (np.cumsum(is_present) - 1)[values]

@@ -229,7 +229,7 @@ class Pipeline:
             communication: duration of one transfer in either direction, between each stage and the next.
             weight_grad_part: fraction of the backward that the weight-gradient pass takes, from 0 to 1.
         """
-        _check_cost("weight_grad_part", weight_grad_part, most=1)
+        _check_cost("weight_grad_part", weight_grad_part, high=1)
         for what, costs in (("forward", forward), ("backward", backward), ("communication", communication)):
             if not isinstance(costs, Sequence) or isinstance(costs, str):
                 raise ArgumentError(f"{what} must be a list of seconds, not {type(costs).__name__}")
@@ -320,9 +320,9 @@ def check_placement(pipeline: Pipeline, pp_rank_of_stage: object) -> tuple[int, 
     return pp_ranks
 
 
-def _check_cost(what: str, value: object, most: float = MAX_COST) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= most:
-        raise ArgumentError(f"{what} is {brief(value)}; it must be a number from 0 to {most:g}")
+def _check_cost(what: str, value: object, high: float = MAX_COST) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= high:
+        raise ArgumentError(f"{what} is {brief(value)}; it must be a number from 0 to {high:g}")
 
 
 def _is_iterable(value: object) -> bool:

@@ -10,33 +10,27 @@ import os
 import re
 import runpy
 import shlex
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from reshard.cli.main import main
+from reshard.errors import ArgumentError
+from reshard.planner.registry import STRATEGIES, find_strategy
 from reshard.testing import run_processes
+from tests.support.pages import DOCS, PAGES, ROOT, code_blocks, table
 
 #: Imported here once, so that forked processes need not import them.
 for _name in ("torch.distributed.tensor", "torch.distributed.device_mesh", "torch._dynamo"):
     importlib.import_module(_name)
 
-ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-
-
-def _blocks(page, language):
-    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.DOTALL)
-
 
 def _write_example(folder):
     """Write the script of the README. Returns its path, and what its ranks print."""
     script = folder / "rows.py"
-    script.write_text(_blocks(ROOT / "README.md", "python")[0])
-    command, _, expected = _blocks(ROOT / "README.md", "console")[0].partition("\n")
+    script.write_text(code_blocks(ROOT / "README.md", "python")[0])
+    command, _, expected = code_blocks(ROOT / "README.md", "console")[0].partition("\n")
     assert command == "$ torchrun --nproc-per-node 4 rows.py"
     return script, expected.splitlines()
 
@@ -68,35 +62,24 @@ def test_the_readme_example_runs_under_torchrun(tmp_path):
 
 
 def test_the_readme_plan_is_what_the_command_prints(capsys):
-    command, _, expected = _blocks(ROOT / "README.md", "console")[1].partition("\n")
+    command, _, expected = code_blocks(ROOT / "README.md", "console")[1].partition("\n")
     assert main(shlex.split(command)[2:]) == 0
     assert capsys.readouterr().out == expected
 
 
+#: Pages whose code takes more than ten seconds of CPU time.
+_LONG = {"elastic"}
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=[pytest.mark.nightly] if page.stem in _LONG else []) for page in PAGES[1:]],
+    ids=lambda page: page.stem,
+)
 def test_code_on_the_pages_runs(page):
-    for block in _blocks(page, "python"):
+    for block in code_blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {})
-
-
-@pytest.mark.integration
-def test_the_trainer_and_the_engine_of_the_guide_run(tmp_path):
-    page = ROOT / "docs" / "weights.md"
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    jobs = []
-    for name, script in zip(("trainer", "engine"), _blocks(page, "py"), strict=True):
-        (tmp_path / f"{name}.py").write_text(script)
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", f"{name}.py", port]
-        jobs.append(
-            subprocess.Popen(
-                [sys.executable, *command], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-        )
-    (_, trainer_errors), (printed, engine_errors) = (job.communicate(timeout=240) for job in jobs)
-    assert [job.returncode for job in jobs] == [0, 0], trainer_errors + engine_errors
-    assert re.fullmatch(r"version 3 predicts \d", printed.splitlines()[-1])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
@@ -134,7 +117,7 @@ def test_the_reference_has_every_public_name():
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_pages_import_public_modules_only(page):
     if page.parent.name not in ("decisions", "benchmarks"):
-        code = "".join(_blocks(page, "python"))
+        code = "".join(code_blocks(page, "python"))
         modules = set(re.findall(r"^(?:from|import) (reshard[\w.]*)", code, flags=re.M))
         assert modules <= {*PUBLIC, "reshard.planner", "reshard.scheduler.training"}
 
@@ -158,3 +141,27 @@ def test_examples_in_docstrings_run():
         result = doctest.testmod(module)
         assert result.attempted
         assert not result.failed
+
+
+def test_every_strategy_is_in_the_help_and_in_the_table_of_the_docs(monkeypatch, capsys):
+    rows = table(DOCS / "concepts.md", "| name | what it does |")
+    names = {name for cell, *_ in rows[:-1] for name in re.findall(r"`(\w+)`", cell)}
+    assert names == set(STRATEGIES), "docs/concepts.md"
+    monkeypatch.setitem(STRATEGIES, "brand_new", STRATEGIES["send_recv"])
+    with pytest.raises(SystemExit):
+        main(["plan", "--help"])
+    assert "brand_new" in capsys.readouterr().out
+    with pytest.raises(ArgumentError, match="did you mean 'brand_new'"):
+        find_strategy("brand_mew")
+
+
+def test_contributing_names_the_tests_of_every_package():
+    rows = table(ROOT / "CONTRIBUTING.md", "| package | its tests |")
+    packages = {name for cell, _ in rows for name in re.findall(r"`(?:reshard)?\.(\w+)`", cell)}
+    folders = {path.parent.name for path in (ROOT / "reshard").glob("*/__init__.py")}
+    assert packages == folders | {"scheduler"}
+    for _, tests in rows:
+        for path in re.findall(r"`(tests/[^`]+)`", tests):
+            assert (ROOT / path).exists(), path
+    named = re.findall(r"\.(\w+)`", rows[0][0])
+    assert all((ROOT / "tests" / name).is_dir() for name in named)

@@ -34,7 +34,7 @@ from reshard.scheduler.runtime.engine import Engine
 from reshard.sharding import TensorSpec
 from reshard.testing import run_processes
 
-#: Turns before those that count.
+#: Turns before the measured ones.
 WARM_UP = 3
 #: Samples of a microbatch, and width of each layer. A layer is a linear map and a tanh.
 SAMPLES, WIDTH = 8, 64

@@ -7,12 +7,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard import __version__
-from reshard.api.casts import check_cast, warn_of_float8
+from reshard.api.arrays.casts import check_cast, warn_of_float8
+from reshard.api.arrays.memory_in_use import check_unused
+from reshard.api.arrays.tensor_checks import (
+    check_base,
+    check_movable,
+    check_no_aliasing,
+    detach_source,
+    wait_for_collective,
+)
 from reshard.api.inputs import Inputs, Item
-from reshard.api.memory_in_use import check_unused
 from reshard.api.option_checks import check_compression, check_on_loss, check_verify, needs_cpu
 from reshard.api.options import TransferOptions, is_fault_tolerant
-from reshard.api.tensor_checks import check_base, check_movable, check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.transfer_arrays import copy_to_host
 from reshard.codecs import codec_name, find_codec, is_lossless
 from reshard.coordination import (
@@ -131,7 +137,9 @@ def _check_local(arguments: list[tuple[str, str]], tensors: dict[str, TensorRequ
     topology = options["topology"]
     arguments.append(("the version of reshard", __version__))
     arguments.append(("the size of the group", str(group.size)))
-    arguments.append(("the tensors", ", ".join(repr(item.name) for item in items)))
+    named = ", ".join(repr(item.name) for item in items if item.name)
+    unnamed = "one without a name; a rank without shards of named tensors passes {name: None}"
+    arguments.append(("the tensors", named or unnamed))
     arguments.extend(_describe_option(name, value) for name, value in options.items() if name not in LOCAL_OPTIONS)
     if topology is not None and not isinstance(topology, Topology):
         raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")

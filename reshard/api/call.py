@@ -12,10 +12,10 @@ import functools
 from typing import Any, Unpack
 
 from reshard.api.agreement import agree
+from reshard.api.arrays.memory_in_use import note_wait
 from reshard.api.handle import Handle
 from reshard.api.inputs import find_members, leave_call_of_arguments, read_inputs
 from reshard.api.lossless_call import PreparedBuckets, prepare_buckets, sends_buckets, start_lossless
-from reshard.api.memory_in_use import note_wait
 from reshard.api.options import TransferOptions, is_fault_tolerant, read_options, shows_options
 from reshard.api.prepare import Prepared, prepare
 from reshard.api.start import start_plain, start_recovery
@@ -136,7 +136,7 @@ def reshard_async(
     """
     all_options = read_options(TransferOptions, options, "reshard_async")
     try:
-        found = find_group(group)
+        member_group = find_group(group)
     except ReshardError as error:
         for known in known_groups(group):  # their other ranks may wait for this one
             leave_call(known, error, functools.partial(find_members, tensor, src_mesh, dst_mesh, known))
@@ -145,10 +145,13 @@ def reshard_async(
         "tensor": tensor, "base": base, "src_mesh": src_mesh, "dst_mesh": dst_mesh, "src_spec": src_spec,
         "dst_spec": dst_spec, "shape": shape, "dtype": dtype, "dst_dtype": dst_dtype, "out": out,
     }  # fmt: skip
-    with publish_interruption(found, lambda: find_members(tensor, src_mesh, dst_mesh, found)), calling(found):
-        inputs = read_inputs(found, given, all_options)
+    with (
+        publish_interruption(member_group, lambda: find_members(tensor, src_mesh, dst_mesh, member_group)),
+        calling(member_group),
+    ):
+        inputs = read_inputs(member_group, given, all_options)
         prepared: Prepared | PreparedBuckets
-        with count_call(found, inputs.members, is_fault_tolerant(all_options)) as purpose:
+        with count_call(member_group, inputs.members, is_fault_tolerant(all_options)) as purpose:
             agreement = agree(inputs, purpose)
             prepared = prepare_buckets(agreement) if sends_buckets(agreement) else prepare(agreement)
         handle = _start(prepared)

@@ -8,7 +8,7 @@ import logging
 import torch
 
 from reshard.api.agreement import Agreement
-from reshard.api.casts import encode_source
+from reshard.api.arrays.casts import encode_source
 from reshard.api.options import is_fault_tolerant
 from reshard.codecs import ErrorSums
 from reshard.coordination import Channel, Decision, Request, describe_error, gather_reports, rebuild_error
@@ -48,13 +48,13 @@ def encode_measured(
     request = Request(channel.group.rank, payload=report, purpose=f"compares errors {agreement.purpose}".strip())
     decide = functools.partial(_gather, channel)
     _, decision = channel.agree(request, decide, options["timeout_seconds"], is_fault_tolerant(options))
-    for rank, found in sorted(decision.payloads.items()):
-        if found["failed"] is not None:
-            name, text = found["failed"]
+    for rank, payload in sorted(decision.payloads.items()):
+        if payload["failed"] is not None:
+            name, text = payload["failed"]
             raise rebuild_error(name, f"rank {rank}: {text}")
     relative = {
         name: functools.reduce(
-            ErrorSums.plus, (ErrorSums(*found["sums"][name]) for _, found in sorted(decision.payloads.items()))
+            ErrorSums.plus, (ErrorSums(*payload["sums"][name]) for _, payload in sorted(decision.payloads.items()))
         ).relative_error
         for name in sums
     }

@@ -227,7 +227,7 @@ def _reshard_one(
         _check_values(shards, "shards")
     dtype = dtype_on_wire = dtype_name(next(iter(shards.values())).dtype)
     if dst_dtype is not None:
-        from reshard.api.casts import check_cast, warn_of_float8, wire_dtype  # imports torch
+        from reshard.api.arrays.casts import check_cast, warn_of_float8, wire_dtype  # imports torch
 
         dst_dtype = dtype_name(dst_dtype)
         check_cast(dtype, dst_dtype, what)
@@ -298,11 +298,11 @@ def _move_lossless(
             raise ArgumentError(f"{what} must be {{rank: array}}, not {type(given).__name__}")
         _check_values(_read_shards(given), what)
         for rank, array in given.items():
-            found = tuple(array.shape), dtype_name(array.dtype)
+            passed = tuple(array.shape), dtype_name(array.dtype)
             needed = (side.local_shape(rank), tensor.dtype) if rank in side.layout.ranks else None
-            if found != needed:
+            if passed != needed:
                 raise ArgumentError(
-                    f"{what}: rank {rank} passes {found}, but its layout has {needed or 'no shard'} for this rank"
+                    f"{what}: rank {rank} passes {passed}, but its layout has {needed or 'no shard'} for this rank"
                 )
     targets = {
         rank: _copy_of(out[rank]) if rank in out else _new_on_cpu(like, tensor.dst_shards.local_shape(rank))
@@ -340,24 +340,24 @@ def _as_bytes(array: Array) -> Array:
 
 def _read_shards(shards: Mapping[int, Array]) -> dict[int, Array]:
     """The shards, detached from autograd, after checking that they are arrays of one library."""
-    found, kinds = {}, {}
+    arrays, kinds = {}, {}
     for rank, array in shards.items():
         is_tensor = hasattr(array, "detach") and hasattr(array, "is_meta")
         if not is_tensor and (not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray)):
             raise ArgumentError(f"rank {rank} holds {type(array).__name__}, not a NumPy array or a torch tensor")
         if is_tensor:
-            from reshard.api.tensor_checks import check_dense  # imports torch
+            from reshard.api.arrays.tensor_checks import check_dense  # imports torch
 
             if hasattr(array, "device_mesh"):
                 raise ArgumentError(f"rank {rank} holds a DTensor; pass its to_local(), which is the shard of one rank")
             check_dense(array, "shards", rank)
         kinds[is_tensor] = rank
-        found[rank] = array.detach() if is_tensor else array
+        arrays[rank] = array.detach() if is_tensor else array
     if len(kinds) > 1:
         raise ArgumentError(
             f"rank {kinds[True]} holds a torch tensor and rank {kinds[False]} a NumPy array; pass one kind"
         )
-    return found
+    return arrays
 
 
 def _check_values(arrays: Mapping[int, Array], what: str) -> None:

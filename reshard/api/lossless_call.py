@@ -9,15 +9,16 @@ from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.agreement import Agreement
+from reshard.api.arrays.memory_in_use import note_wait
 from reshard.api.handle import Handle, LosslessHandle, Watch
 from reshard.api.lossless.transfer import CallArrays, LosslessReport, LosslessTransfer
-from reshard.api.memory_in_use import note_wait
 from reshard.api.options import is_fault_tolerant
 from reshard.api.prepare import agree_on_plan
 from reshard.api.recovery import FaultTolerantHandle, Recovery
-from reshard.api.start import describe_loss, failed_handle, start_part
+from reshard.api.start import failed_handle, start_part
 from reshard.api.transfer_arrays import find_target, wrap_results
 from reshard.codecs import is_lossless
+from reshard.coordination.liveness.lost_ranks import ranks_missed
 from reshard.errors import ReshardError
 
 
@@ -105,7 +106,7 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
         watch.succeed()
         inner = Handle(watch, _no_result)
     elif prepared.lost:
-        inner = failed_handle(channel, generation, describe_loss(prepared.lost), _no_result)
+        inner = failed_handle(channel, generation, ranks_missed(prepared.lost), _no_result)
     else:  # the buckets have digests of their own
         inner = start_part(agreed, sent, received, _no_result, inputs.options, verify=False)
     if agreed is None or not is_fault_tolerant(inputs.options):
@@ -155,8 +156,8 @@ class RecoveredLosslessHandle(FaultTolerantHandle):
         self.report = report
 
     def _complete(self) -> ReshardError | None:
-        found = super()._complete()
-        return self._decode() if found is None else self._explain(found)
+        error = super()._complete()
+        return self._decode() if error is None else self._explain(error)
 
     def _recover(self, recover: Callable[[], Any]) -> Any:
         try:

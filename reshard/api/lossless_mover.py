@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.arrays.memory_in_use import note_wait
+from reshard.api.arrays.tensor_checks import check_base, check_no_aliasing, detach_source
 from reshard.api.handle import Handle, LosslessHandle, Watch
 from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.transfer import CallArrays, LosslessTransfer
-from reshard.api.memory_in_use import note_wait
 from reshard.api.opened_plan import Transfers, open_plan
-from reshard.api.tensor_checks import check_base, check_no_aliasing, detach_source
 from reshard.api.transfer_arrays import MoverArrays
 from reshard.errors import ArgumentError, ReshardError
 from reshard.planner import plan_tensors

@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from reshard.api.casts import finish_received, unfinished, wire_source, wire_target
-from reshard.api.dtensors import is_dtensor
+from reshard.api.arrays.casts import finish_received, unfinished, wire_source, wire_target
+from reshard.api.arrays.dtensors import is_dtensor
+from reshard.api.arrays.memory_in_use import check_unused, note_wait
+from reshard.api.arrays.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.handle import Handle
 from reshard.api.lossless_mover import LosslessTransfers
-from reshard.api.memory_in_use import check_unused, note_wait
 from reshard.api.opened_plan import open_plan
 from reshard.api.queued_transfers import QueuedTransfers
-from reshard.api.tensor_checks import check_no_aliasing, detach_source, wait_for_collective
 from reshard.api.transfer_arrays import ArrayReader, MoverArrays, shard_shapes
 from reshard.coordination import Owner, find_group, publish_exceptions
 from reshard.errors import ArgumentError, ReshardError
@@ -53,10 +53,10 @@ class _PlainShards:
         for side in ("src", "dst"):
             shapes = shard_shapes(plan, rank, side)
             dtypes = [getattr(torch, spec.dtype) for spec in plan.tensors]
-            found = [(torch.Size(s), d) for s, d in zip(shapes, dtypes, strict=True) if s is not None]
-            if len(found) not in (0, len(names)):
+            forms = [(torch.Size(s), d) for s, d in zip(shapes, dtypes, strict=True) if s is not None]
+            if len(forms) not in (0, len(names)):
                 return None
-            sides.append(tuple(found))
+            sides.append(tuple(forms))
         return cls(names, *sides)
 
     def read(self, tensors: Mapping[str, torch.Tensor] | None) -> list[torch.Tensor] | None:
@@ -65,7 +65,7 @@ class _PlainShards:
             return None if tensors else []
         if tensors is None or len(tensors) != len(self.names):
             return None
-        found = []
+        arrays = []
         for name, (shape, dtype) in zip(self.names, self.src, strict=True):
             array: Any = tensors.get(name)
             if (
@@ -79,8 +79,8 @@ class _PlainShards:
                 or array.is_neg()
             ):
                 return None
-            found.append(array)
-        return found
+            arrays.append(array)
+        return arrays
 
 
 class Mover:

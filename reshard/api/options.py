@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypedDict, TypeVar, cast, get_type_hints
 
 from reshard.codecs import Codec, TransferPolicy
 from reshard.errors import OptionError
+from reshard.formatting import did_you_mean
 from reshard.plan import DEFAULT_STAGING_BYTES
 from reshard.planner import Strategy
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS
@@ -90,7 +91,10 @@ def read_options(kind: type, given: Mapping[str, Any], function: str) -> Transfe
     for name in given:
         if name not in _DEFAULTS[kind]:
             why = "cannot use the option" if name in _DEFAULTS[TransferOptions] else "has no argument"
-            raise OptionError(f"{function} {why} {name!r}; its options are {', '.join(sorted(_DEFAULTS[kind]))}")
+            known = sorted(_DEFAULTS[kind])
+            raise OptionError(
+                f"{function} {why} {name!r}; its options are {', '.join(known)}{did_you_mean(name, known)}"
+            )
     return cast(TransferOptions, _DEFAULTS[TransferOptions] | dict(given))
 
 

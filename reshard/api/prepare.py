@@ -12,7 +12,7 @@ import torch
 
 from reshard.api.agreed_plan import AgreedPlan
 from reshard.api.agreement import Agreement
-from reshard.api.casts import wire_dtype
+from reshard.api.arrays.casts import wire_dtype
 from reshard.api.codec_errors import encode_measured
 from reshard.api.option_checks import check_listed
 from reshard.api.options import is_fault_tolerant

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import EXIT_SECONDS, Handle, Watch
-from reshard.api.memory_in_use import note_use
 from reshard.coordination import Monitor
 from reshard.errors import VerificationError
 from reshard.forks import call_at_exit
@@ -111,9 +111,10 @@ class QueuedTransfers:
             The operations, or the error of posting them. None if the thread posts them: it is to run a transfer that it
             posts itself, or they cannot all be posted at once.
         """
-        if self._direct is None or (self._queued is not None and not self._queued.done.is_set()):
+        if self._direct is None:
             return None
-        if not self._direct.fits(src, dst):
+        is_behind = self._queued is not None and not self._queued.done.is_set()
+        if is_behind or not self._direct.fits(src, dst):
             self._queued = watch
             return None
         self._queued = None

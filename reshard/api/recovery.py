@@ -33,8 +33,9 @@ from reshard.coordination import (
     gather_reports,
     rebuild_error,
 )
+from reshard.coordination.liveness.lost_ranks import ranks_lost_in_transfer
 from reshard.errors import RankLostError, ReshardError
-from reshard.formatting import describe_ranks, format_ranks
+from reshard.formatting import format_ranks
 from reshard.plan import Plan
 from reshard.planner.recovery import RankProgress, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.public_api import not_compiled
@@ -122,14 +123,7 @@ class Recovery:
         """The error whose ``recover()`` runs the current plan."""
         lost = sorted(self._lost)
         missing = sum(math.prod(spec.shape) * spec.itemsize * len(spec.dst.ranks) for spec in self._plan.tensors)
-        return RankLostError(
-            f"{describe_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in a "
-            f"transfer; {describe_ranks(self._plan.ranks)} can move the {missing} missing bytes: call recover() of "
-            "this error on every surviving rank",
-            lost,
-            plan=self._plan,
-            recover=self._accept,
-        )
+        return ranks_lost_in_transfer(lost, self._plan.ranks, missing, self._plan, self._accept)
 
     def _accept(self) -> None:
         self._is_automatic = True

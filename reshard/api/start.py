@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from reshard.api.agreed_plan import AgreedPlan
-from reshard.api.casts import unfinished
+from reshard.api.arrays.casts import unfinished
+from reshard.api.arrays.memory_in_use import note_wait
 from reshard.api.handle import Handle, Watch
-from reshard.api.memory_in_use import note_wait
 from reshard.api.opened_plan import open_transfers
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.prepare import Prepared
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfer_arrays import call_arrays, finish_call
 from reshard.coordination import Channel
-from reshard.errors import RankLostError, ReshardError
-from reshard.formatting import describe_ranks
+from reshard.coordination.liveness.lost_ranks import ranks_missed
+from reshard.errors import ReshardError
 
 
 def start_plain(prepared: Prepared) -> Handle:
@@ -46,7 +46,7 @@ def start_recovery(prepared: Prepared) -> Handle:
     inputs, decision, channel = agreement.inputs, agreement.decision, agreement.channel
     src, dst, targets = call_arrays(inputs.items, plan, decision, inputs.group.rank, {})
     finish = functools.partial(finish_call, inputs.items, decision, dst, targets)
-    failed = failed_handle(channel, decision.generation, describe_loss(lost), finish)
+    failed = failed_handle(channel, decision.generation, ranks_missed(lost), finish)
     handle = FaultTolerantHandle(failed, Recovery(channel, plan, src, dst, lost, inputs.options), finish)
     note_wait(handle, src, targets)
     return handle
@@ -88,8 +88,3 @@ def failed_handle(channel: Channel, generation: int, error: ReshardError, finish
     watch = Watch(channel, generation)
     watch.stop(error)
     return Handle(watch, finish)
-
-
-def describe_loss(lost: Collection[int]) -> RankLostError:
-    """The error of a transfer that ranks missed."""
-    return RankLostError(f"{describe_ranks(sorted(lost))} did not call in time")

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from reshard.api.agreed_plan import AgreedPlan
+from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import StreamHandle, StreamWatch
-from reshard.api.memory_in_use import note_use
 from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
 from reshard.runtime.cuda.coding import DeviceDecodedTarget

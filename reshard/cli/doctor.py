@@ -72,10 +72,10 @@ def _connect(timeout_seconds: float) -> tuple[dist.Store, int, int]:
             f"{', '.join(absent)} not set: start the doctor with torchrun --nnodes ... -m reshard doctor"
         )
     numbers = {}
-    for name, least in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 1)):
+    for name, low in (("RANK", 0), ("WORLD_SIZE", 1), ("MASTER_PORT", 1)):
         text = os.environ[name]
-        if not (text.isascii() and text.isdigit()) or int(text) < least:
-            raise ArgumentError(f"{name} is {text!r}; it must be an integer of at least {least}")
+        if not (text.isascii() and text.isdigit()) or int(text) < low:
+            raise ArgumentError(f"{name} is {text!r}; it must be an integer of at least {low}")
         numbers[name] = int(text)
     rank, size, port = numbers["RANK"], numbers["WORLD_SIZE"], numbers["MASTER_PORT"]
     if rank >= size:
@@ -141,9 +141,9 @@ def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, 
     missing = set(range(size))
     with show_progress(size, "ranks", show=rank == 0) as advance:
         while missing:
-            found = {item for item in missing if store.check([f"{what}/{item}"])}
-            missing -= found
-            advance(len(found))
+            arrived = {item for item in missing if store.check([f"{what}/{item}"])}
+            missing -= arrived
+            advance(len(arrived))
             if missing and time.monotonic() >= deadline:
                 raise TransferTimeoutError(
                     f"{describe_ranks(sorted(missing))} did not respond within {timeout_seconds:g} s"
@@ -154,10 +154,10 @@ def _all_gather(store: dist.Store, what: str, value: Any, rank: int, size: int, 
 
 def _first_ranks(facts_by_rank: Sequence[Facts]) -> dict[str, int]:
     """The first rank of each host."""
-    found: dict[str, int] = {}
+    first_rank: dict[str, int] = {}
     for rank, facts in enumerate(facts_by_rank):
-        found.setdefault(facts["host"], rank)
-    return found
+        first_rank.setdefault(facts["host"], rank)
+    return first_rank
 
 
 def _find_unreachable(facts_by_rank: Sequence[Facts], rank: int) -> list[tuple[int, int, str]]:
@@ -241,7 +241,7 @@ def find_problems(facts_by_rank: Sequence[Facts], unreached: Sequence[tuple[int,
 
 def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
     """A problem for each package whose version differs between ranks. ``versions``: of each rank, by package."""
-    found = []
+    lines = []
     for name in sorted({name for item in versions for name in item}):
         by_version: dict[str, list[int]] = {}
         for rank, item in enumerate(versions):
@@ -249,5 +249,5 @@ def _differences(versions: Sequence[Mapping[str, str]]) -> list[str]:
                 by_version.setdefault(item[name], []).append(rank)
         if len(by_version) > 1:
             listed = "; ".join(f"ranks {format_ranks(ranks)} {version}" for version, ranks in by_version.items())
-            found.append(f"{name} has different versions: {listed}; install the same one everywhere")
-    return found
+            lines.append(f"{name} has different versions: {listed}; install the same one everywhere")
+    return lines

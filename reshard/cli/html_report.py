@@ -105,8 +105,8 @@ def _describe_bytes(plan: Plan) -> str:
 def _describe_arrows(traffic: Traffic) -> str:
     if not len(traffic.nbytes):
         return ""
-    least, most = format_bytes(traffic.nbytes.min()), format_bytes(traffic.nbytes.max())
-    widths = f"each is {most}" if least == most else f"the widest is {most}, the thinnest {least}"
+    smallest, largest = format_bytes(traffic.nbytes.min()), format_bytes(traffic.nbytes.max())
+    widths = f"each is {largest}" if smallest == largest else f"the widest is {largest}, the thinnest {smallest}"
     return (
         f"<p>Arrows are as wide as the bytes between two boxes: {widths}. The bar at the bottom of a box fills as its "
         "bytes arrive.</p>"

@@ -32,8 +32,8 @@ def examine_machine() -> tuple[list[str], list[str]]:
     if not has_gpu:
         lines.append("no NVIDIA GPU")
     elif (torch := versions.get("torch")) is not None:
-        found, trouble = _examine_gpus(torch)
-        lines += found
+        gpu_lines, trouble = _examine_gpus(torch)
+        lines += gpu_lines
         problems += trouble
     problems += [*_examine_loopback(), *_examine_limits(has_gpu)]
     return lines, problems
@@ -42,8 +42,8 @@ def examine_machine() -> tuple[list[str], list[str]]:
 def _find_needed() -> dict[str, str]:
     """The packages that transfers between processes need, with the lowest version that this package allows."""
     requirements = importlib.metadata.requires("reshard") if _version("reshard") else None
-    found = (re.fullmatch(r"([\w.-]+)>=([\d.]+)(; extra == .torch.)?", each) for each in requirements or ())
-    return {each[1]: each[2] for each in found if each}
+    matches = (re.fullmatch(r"([\w.-]+)>=([\d.]+)(; extra == .torch.)?", each) for each in requirements or ())
+    return {each[1]: each[2] for each in matches if each}
 
 
 def _numbers(version: str) -> list[int]:

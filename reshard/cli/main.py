@@ -157,8 +157,8 @@ def _doctor(timeout_seconds: float) -> int:
         return print_findings(*examine_machine())
     from reshard.cli.doctor import examine
 
-    found = examine(timeout_seconds)
-    return print_findings(*found) if os.environ.get("RANK") == "0" else int(bool(found[1]))
+    findings = examine(timeout_seconds)
+    return print_findings(*findings) if os.environ.get("RANK") == "0" else int(bool(findings[1]))
 
 
 def print_findings(lines: Sequence[str], problems: Sequence[str]) -> int:

@@ -43,12 +43,12 @@ def sample_progress(boxes: Boxes, traffic: Traffic, timeline: Timeline) -> np.nd
     _, a, b, start, finish, nbytes = _between_hosts(boxes, timeline)
     arrows = traffic.sender * len(boxes.all) + traffic.receiver
     arrow = np.searchsorted(arrows, a * len(boxes.all) + b)
-    found = np.zeros((len(arrows), NUM_MOMENTS + 1))
+    arrived = np.zeros((len(arrows), NUM_MOMENTS + 1))
     length = np.maximum(finish - start, 1e-15)
     for moment, seconds in enumerate(np.linspace(0.0, timeline.makespan_seconds, NUM_MOMENTS + 1).tolist()):
         part = np.clip((seconds - start) / length, 0.0, 1.0)
-        found[:, moment] = np.bincount(arrow, part * nbytes, minlength=len(arrows))
-    return found
+        arrived[:, moment] = np.bincount(arrow, part * nbytes, minlength=len(arrows))
+    return arrived
 
 
 def _between_hosts(boxes: Boxes, timeline: Timeline) -> tuple[np.ndarray, ...]:
@@ -118,11 +118,11 @@ def _draw_area(
     step = _WIDE * seconds / end / NUM_MOMENTS
     tops = (_AREA_HEIGHT * (1 - np.clip(rate / limit, 0.0, 1.0))).tolist()
     path = "".join(f"L{step * k:.1f},{top:.1f}H{step * (k + 1):.1f}" for k, top in enumerate(tops))
-    most = f"at most {rate.max(initial=0.0) / limit:.0%} of the rate of its NICs"
+    peak = f"at most {rate.max(initial=0.0) / limit:.0%} of the rate of its NICs"
     return (
         f"<svg viewBox='0 0 {_WIDE} {_AREA_HEIGHT}' preserveAspectRatio='none' style='height: {_AREA_HEIGHT}px'>"
         f"<path d='M0,{_AREA_HEIGHT}{path}V{_AREA_HEIGHT}Z' fill='var(--{('src', 'dst')[side]})'/>"
-        f"<title>{most}</title></svg>"
+        f"<title>{peak}</title></svg>"
     )
 
 
@@ -137,8 +137,8 @@ def _draw_spans(
         for number, side in lanes:
             mine, other = ((a, b), (b, a))[side]
             rows = np.flatnonzero(mine == number)
-            found = _merge_spans(other[rows], start[rows], finish[rows], gap * end)
-            spans[number, side] = sorted(found, key=lambda span: span[1:])
+            merged = _merge_spans(other[rows], start[rows], finish[rows], gap * end)
+            spans[number, side] = sorted(merged, key=lambda span: span[1:])
         if sum(map(len, spans.values())) <= MAX_SPANS or gap > 1:
             return {lane: _draw_lane(boxes, lane[1], spans[lane], gap * end, end) for lane in lanes}
         gap *= 2

@@ -21,20 +21,20 @@ STYLE = """
 
 def draw_trees(plan: Plan) -> str:
     """Drawings of the trees of several hosts with the most bytes, and the bytes of all regions that take each."""
-    found = _find_trees(plan)
-    direct = sum(nbytes for tree, nbytes in found if len(tree) == 1)
-    found = [(tree, nbytes) for tree, nbytes in found if len(tree) > 1]
-    if not found:
+    trees = _find_trees(plan)
+    direct = sum(nbytes for tree, nbytes in trees if len(tree) == 1)
+    trees = [(tree, nbytes) for tree, nbytes in trees if len(tree) > 1]
+    if not trees:
         return "<p>Every region passes from one host to one other, so the arrows above are all there is.</p>"
     also = f" {format_bytes(direct)} more pass from one host to one other." if direct else ""
     lines = [
         f"<p>How regions pass between hosts, and the bytes of all regions of each tree.{also}</p><div class='trees'>"
     ]
-    for tree, nbytes in found[:MAX_TREES]:
+    for tree, nbytes in trees[:MAX_TREES]:
         lines.append(f"<figure>{draw_tree(tree)}<figcaption>{format_bytes(nbytes)}</figcaption></figure>")
     lines.append("</div>")
-    if len(found) > MAX_TREES:
-        lines.append(f"<p>and {len(found) - MAX_TREES} more trees</p>")
+    if len(trees) > MAX_TREES:
+        lines.append(f"<p>and {len(trees) - MAX_TREES} more trees</p>")
     return "\n".join(lines)
 
 

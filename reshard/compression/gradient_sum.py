@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.api.dtensors import is_dtensor
-from reshard.api.tensor_checks import DEVICE_TYPES, has_overlapping_elements
+from reshard.api.arrays.dtensors import is_dtensor
+from reshard.api.arrays.tensor_checks import DEVICE_TYPES, has_overlapping_elements
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.compression.feedback import CodingErrors
 from reshard.compression.host_sums import GroupLevel, padded_size, split_by_host, sum_over_hosts
@@ -142,12 +142,12 @@ class GradientSum:
         """
         self.sum(gradients)
 
-    def sum(self, gradients: Mapping[str, torch.Tensor], found: ArgumentError | None = None) -> None:
-        """As a call; ``found`` is what this rank already knows to be wrong, and is raised on all ranks."""
+    def sum(self, gradients: Mapping[str, torch.Tensor], known_error: ArgumentError | None = None) -> None:
+        """As a call; ``known_error`` is what this rank already knows to be wrong, and is raised on all ranks."""
         failure, given, is_mapping = None, [], isinstance(gradients, Mapping)
         try:
-            if found is not None:
-                raise found
+            if known_error is not None:
+                raise known_error
             gradients = {name: _local_of(name, item) for name, item in gradients.items()} if is_mapping else gradients
             self.check(gradients)
             given = [(str(name), dtype_name(value.dtype), list(value.shape)) for name, value in gradients.items()]

@@ -159,7 +159,7 @@ def parse_policy(text: str) -> Policy:
     """
     if not isinstance(text, str):
         raise ArgumentError(f"a policy is a text such as 'dp=int8x128', not {type(text).__name__}")
-    found: dict[str, Codecs] = {}
+    codecs_of: dict[str, Codecs] = {}
     options: dict[str, Any] = {}
     for part in filter(None, (item.strip() for item in text.split(","))):
         name, equals, value = part.partition("=")
@@ -172,11 +172,11 @@ def parse_policy(text: str) -> Policy:
         if name == "raw-steps" and value.isdecimal() and "raw_steps" not in options:
             options["raw_steps"] = int(value)
             continue
-        if not equals or name not in DIMENSIONS or name in found:
+        if not equals or name not in DIMENSIONS or name in codecs_of:
             raise ArgumentError(
                 f"the policy {text!r} has {part!r}; write dp=, pp=, tp=, zero= or optimizer= with a codec, each once, "
                 "force-pp, feedback, or raw-steps= with a number"
             )
         codecs = [None if item == "raw" else item for item in value.split("/")]
-        found[name] = codecs[0] if len(codecs) == 1 else tuple(codecs)  # type: ignore[assignment]
-    return Policy(**found, **options)  # type: ignore[arg-type]
+        codecs_of[name] = codecs[0] if len(codecs) == 1 else tuple(codecs)  # type: ignore[assignment]
+    return Policy(**codecs_of, **options)  # type: ignore[arg-type]

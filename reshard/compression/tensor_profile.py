@@ -88,13 +88,13 @@ class TensorProfile:
         best = {kind.kind: _smallest(kind) for kind in self.kinds if kind.kind in MAX_ERROR}
         gradients, weights = best.get("gradients"), best.get("weights")
         edges = best.get("activations"), best.get("activation_gradients")
-        found = {
+        codecs_of = {
             "dp": gradients,
             "pp": edges if any(edges) else None,
             "zero": (weights, gradients) if weights or gradients else None,
         }
-        has = set(found) if self.dimensions is None else self.dimensions
-        return Policy(**{name: codecs for name, codecs in found.items() if name in has})  # type: ignore[arg-type]
+        has = set(codecs_of) if self.dimensions is None else self.dimensions
+        return Policy(**{name: codecs for name, codecs in codecs_of.items() if name in has})  # type: ignore[arg-type]
 
     def __str__(self) -> str:
         lines = []
@@ -151,8 +151,8 @@ def profile_tensors(
         ArgumentError: no kind has floating-point tensors that are large enough.
     """
     kept = {
-        kind: [item.detach().float() for item in found if item.is_floating_point() and item.numel() >= MIN_VALUES]
-        for kind, found in tensors.items()
+        kind: [item.detach().float() for item in profiles if item.is_floating_point() and item.numel() >= MIN_VALUES]
+        for kind, profiles in tensors.items()
     }
     kinds = tuple(_profile_kind(kind, kept[kind]) for kind in KINDS if kind != "weights_before" and kept.get(kind))
     if not kinds:
@@ -208,6 +208,6 @@ def _profile_changes(before: list[torch.Tensor], after: list[torch.Tensor]) -> t
 def _smallest(report: KindReport) -> str | None:
     """The smallest codec whose error training tolerated, or one of nearly the same size with a smaller error."""
     allowed = [codec for codec in report.codecs if codec.error <= MAX_ERROR[report.kind]]
-    most = max((item.ratio for item in allowed), default=0.0)
-    close = [item for item in allowed if item.ratio >= SAME_SIZE * most]
-    return min(close, key=lambda each: each.error).codec if close else None
+    max_ratio = max((item.ratio for item in allowed), default=0.0)
+    close = [item for item in allowed if item.ratio >= SAME_SIZE * max_ratio]
+    return min(close, key=lambda trial: trial.error).codec if close else None

@@ -7,6 +7,7 @@ from reshard.coordination.communicator import MAX_CACHED, NCCL_ROOT_CAUSE_SECOND
 from reshard.coordination.decide import gather_reports, plan_arguments, resolve, resolve_partial
 from reshard.coordination.groups.addresses import own_address
 from reshard.coordination.groups.calling_threads import Owner
+from reshard.coordination.groups.joining import join
 from reshard.coordination.groups.messages import Decision, Request, TensorRequest, describe_error, rebuild_error
 from reshard.coordination.groups.process_group import Group, check_inside, find_group, known_groups, serve_store
 from reshard.coordination.json_collectives import all_gather_json
@@ -17,7 +18,6 @@ from reshard.coordination.liveness.call_sequence import (
     publish_interruption,
     report_error,
 )
-from reshard.coordination.liveness.claims import join
 from reshard.coordination.liveness.failure_detector import explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor, publishing_lost_ranks
 from reshard.coordination.liveness.interruptions import (

@@ -23,6 +23,7 @@ from typing import Any
 from reshard.coordination.groups.addresses import is_loopback, own_address
 from reshard.coordination.groups.messages import read_json
 from reshard.coordination.groups.store import Store
+from reshard.coordination.liveness.lost_ranks import hub_left
 from reshard.errors import ArgumentError, RemoteError
 from reshard.forks import close_in_child
 from reshard.formatting import format_ranks
@@ -51,7 +52,7 @@ def _prove(nonce: str, purpose: str) -> str:
 def _parse_entry(text: bytes) -> list[Any]:
     """Address, port, nonce and proof of a hub. Raises ValueError if the text is something else."""
     entry: list[Any] = read_json(text, (str, int, str, str))
-    if not 0 < entry[1] < 2**16 or not all(each.isascii() for each in entry if isinstance(each, str)):
+    if not 0 < entry[1] < 2**16 or not all(field.isascii() for field in entry if isinstance(field, str)):
         raise ValueError(f"{entry} is no entry of a hub")
     return entry
 
@@ -363,10 +364,7 @@ class Spoke:
                 return cls(peer)
             except ConnectionRefusedError:  # final, since the hub listened before it published the address
                 advice = "; if it runs on another host, set GLOO_SOCKET_IFNAME there" if is_loopback(address) else ""
-                raise RemoteError(
-                    f"rank {hub} has left: nothing listens at {address} port {port} any more, so its process has "
-                    f"ended or its group is closed{advice}"
-                ) from None
+                raise hub_left(hub, address, port, advice) from None
             except OSError as error:
                 if is_descriptor_shortage(error):
                     raise out_of_descriptors(rank, f"the rendezvous with rank {hub}") from None

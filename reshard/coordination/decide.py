@@ -13,22 +13,14 @@ from reshard.coordination.groups.messages import (
     name_rank,
     rebuild_error,
 )
-from reshard.errors import ArgumentError, DisagreementError, ReshardError, TransferTimeoutError
-from reshard.formatting import describe_ranks, format_ranks
+from reshard.errors import ArgumentError, DisagreementError, ReshardError
+from reshard.formatting import describe_ranks
 from reshard.plan import Plan
 from reshard.sharding import AnyLayout, cut_shards, find_global_shape, find_minority
 from reshard.topology import topology_to_json
 
 #: Maximum number of characters of an argument in an error text.
 MAX_VALUE_TEXT = 240
-
-
-def missing_error(missing: Sequence[int], members: Sequence[int], timeout_seconds: float) -> tuple[str, str]:
-    """The error of a round that some members missed."""
-    return (
-        TransferTimeoutError.__name__,
-        f"{describe_ranks(missing)} did not call within {timeout_seconds:g} s; ranks {format_ranks(members)} take part",
-    )
 
 
 def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, AnyLayout]]) -> Decision:
@@ -101,11 +93,11 @@ def _raise_disagreements(requests: Sequence[Request]) -> None:
         values = dict(zip(arguments, entries, strict=True))
         minority = find_minority(values)
         if minority is not None:
-            most, odd = minority
-            (name, value), (other_name, other) = values[most[0]], values[odd[0]]
+            majority, odd = minority
+            (name, value), (other_name, other) = values[majority[0]], values[odd[0]]
             names = name if name == other_name else f"{name} or {other_name}"
             value, other = contrast(value, other)
-            raise DisagreementError(f"ranks disagree on {names}: {_pass(most)} {value}, {_pass(odd)} {other}")
+            raise DisagreementError(f"ranks disagree on {names}: {_pass(majority)} {value}, {_pass(odd)} {other}")
     minority = find_minority({rank: len(given) for rank, given in arguments.items()})
     if minority is not None:
         counts = [f"{_pass(ranks)} {len(arguments[ranks[0]])}" for ranks in minority]
@@ -210,11 +202,12 @@ def _check_replicas(what: str, tensors: Mapping[int, TensorRequest]) -> None:
         if tensor.digest is not None:
             holders.setdefault(tensor.digest, []).append(rank)
     if len(holders) > 1:
-        most, *others = sorted(holders.values(), key=len, reverse=True)
+        majority, *others = sorted(holders.values(), key=len, reverse=True)
         odd = sorted(rank for ranks in others for rank in ranks)
         raise DisagreementError(
-            f"{what}: {describe_ranks(odd)} hold{'s' * (len(odd) == 1)} other elements than {describe_ranks(most)}, "
-            "but without src_spec every source rank holds the whole tensor; pass src_spec= if it is sharded"
+            f"{what}: {describe_ranks(odd)} hold{'s' * (len(odd) == 1)} other elements than "
+            f"{describe_ranks(majority)}, but without src_spec "
+            "every source rank holds the whole tensor; pass src_spec= if it is sharded"
         )
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from reshard.coordination.control_channel import DeadlineError, Hub, Spoke
-from reshard.coordination.decide import missing_error
+from reshard.coordination.groups.joining import check_claims
 from reshard.coordination.groups.messages import Decision, RankStatus, Request, describe_error, parse_error
 from reshard.coordination.groups.process_group import RESUME_SECONDS, Group
 from reshard.coordination.groups.store import LOST_STORE_SECONDS, ForeignValueError, Store, StoreSilentError
@@ -41,9 +41,9 @@ from reshard.coordination.liveness.call_sequence import (
     record_abandoned_call,
     report_error,
 )  # fmt: skip
-from reshard.coordination.liveness.claims import check_claims
 from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss, explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor
+from reshard.coordination.liveness.lost_ranks import hub_lost, rank_gone, rank_stopped, ranks_late
 from reshard.coordination.liveness.membership import (
     ExcludedError,
     MembersLostError,
@@ -54,7 +54,6 @@ from reshard.coordination.liveness.membership import (
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import (
     LOST_SECONDS,
-    SILENCE_SECONDS,
     HeartbeatReader,
     is_reported_dead,
     publish_status,
@@ -359,10 +358,7 @@ class Rendezvous:
         except EOFError as error:
             if fault_tolerant:
                 return self._continue_without(hub, args)
-            if self.links.find_lost() == hub:
-                text = f"rank {hub} is gone: its connection to rank {self.group.rank} ended ({error})"
-            else:
-                text = f"rank {self.group.rank} lost its connection to rank {hub}: {error}"
+            text = str(hub_lost(hub, self.group.rank, error, is_gone=self.links.find_lost() == hub))
             return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text, self.links.find_reason())
         except DeadlineError:
             if fault_tolerant:
@@ -387,8 +383,8 @@ class Rendezvous:
         return decision
 
     def _decide_missing(self, missing: list[int], timeout_seconds: float) -> Decision:
-        error = missing_error(missing, self.members, timeout_seconds)
-        return Decision(error=error, out_of_sync=error[1])
+        error = ranks_late(missing, self.members, timeout_seconds)
+        return Decision(error=describe_error(error), out_of_sync=str(error))
 
     def _wait(
         self,
@@ -454,7 +450,7 @@ class Rendezvous:
         if self.links.hub is not None and self.links.hub.gone and not args.fault_tolerant:
             rank, why = next(iter(self.links.hub.gone.items()))
             self._check_absent(rank, fault_tolerant=False)  # the rank may have published why it left
-            raise RemoteError(f"rank {rank} is gone: {why}")
+            raise rank_gone(rank, why)
 
     def _check_absent(self, rank: int, fault_tolerant: bool) -> None:
         """Raise if ``rank`` waits for this rank in another call or has left this one; record it if it is dead."""
@@ -467,9 +463,8 @@ class Rendezvous:
         if not is_silent and not self._has_ended(rank, seconds) and not (status and is_reported_dead(status)):
             return
         if not fault_tolerant:
-            why = f"it sent no heartbeat for {SILENCE_SECONDS:g} s" if is_silent else "its process has ended"
-            text = f"rank {rank} is gone: {why}"
-            raise RoundEndedError(Decision(error=("RemoteError", text), out_of_sync=text if is_silent else ""))
+            error = rank_stopped(rank, is_silent=is_silent)
+            raise RoundEndedError(Decision(error=describe_error(error), out_of_sync=str(error) if is_silent else ""))
         self._dead.add(rank)
         if rank == self.members[0]:
             raise EOFError(f"rank {rank} is gone")

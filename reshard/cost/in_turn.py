@@ -51,8 +51,8 @@ def _ports_of_ranks(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     inside = np.full(len(host), topology.inside_bytes_per_second or UNLIMITED_RATE)
     nics = [np.broadcast_to(rates[:num_hosts], (num_hosts, MAX_NICS)).ravel() for rates in topology.nic_rates]
     pods = [
-        np.array([getattr(pod, f"{way}_bytes_per_second") for pod in topology.pods], dtype=np.float64)
-        for way in ("egress", "ingress")
+        np.array([getattr(pod, f"{direction}_bytes_per_second") for pod in topology.pods], dtype=np.float64)
+        for direction in ("egress", "ingress")
     ]
     total = topology.inside_total_bytes_per_second
     parts = [inside, inside, *nics, *pods, np.full(num_hosts, total or UNLIMITED_RATE)]

@@ -16,8 +16,8 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
     """Seconds that no plan without relays can beat, and the rank or host that sets them, in words.
 
     Without relays, such a region reaches each rank of the host that lacks it inside this host. The seconds are the
-    larger of the bytes that reach a rank over ``inside_bytes_per_second``, and of those that reach all ranks of a host
-    over ``inside_total_bytes_per_second``; 0 where the topology has no such rate.
+    larger of the bytes that reach a rank over ``inside_bytes_per_second``, and of the bytes that reach all ranks of a
+    host over ``inside_total_bytes_per_second``; 0 where the topology has no such rate.
     """
     of_rank, total = topology.inside_bytes_per_second, topology.inside_total_bytes_per_second
     if of_rank is None and total is None:
@@ -28,15 +28,15 @@ def bound_inside(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[flo
         _add_bytes(reaches, spec, host)
     on_host = np.zeros(topology.num_hosts, dtype=np.int64)
     np.add.at(on_host, host, reaches)
-    found = (0.0, "")
+    bound = (0.0, "")
     limits = (of_rank, reaches, "rank {} must receive {} inside its host and can receive {}")
     limits_of_host = (total, on_host, "the ranks of host {} must move {} inside it and can move {} together")
     for rate, nbytes, words in (limits, limits_of_host):
-        if rate is not None and nbytes.max(initial=0) / rate > found[0]:
+        if rate is not None and nbytes.max(initial=0) / rate > bound[0]:
             place = int(nbytes.argmax())
             seconds = int(nbytes[place]) / rate
-            found = seconds, words.format(place, format_bytes(int(nbytes[place])), format_rate(rate))
-    return found
+            bound = seconds, words.format(place, format_bytes(int(nbytes[place])), format_rate(rate))
+    return bound
 
 
 def _add_bytes(reaches: np.ndarray, spec: TensorSpec, host: np.ndarray) -> None:

@@ -70,17 +70,17 @@ def find_latency_bounds(plan: Plan, bound: Bound | None = None) -> LatencyBounds
 def _bounds_of_rotation(plan: RotationPlan) -> LatencyBounds:
     """As :func:`find_latency_bounds`, without a list of regions: by bytes, exchanges and unit tasks."""
     loads, topology = plan.loads, plan.topology
-    found = [topology.latency_seconds + find_bound(plan).seconds]
+    bounds = [topology.latency_seconds + find_bound(plan).seconds]
     if len(plan.tensors) == 1:
         exchange = _Exchange.of_rotation(plan, loads)
-        found += map(exchange.seconds, exchange.weights())
-    unmerged = max(*found, loads.unmerged_seconds())
-    return LatencyBounds(topology.start_seconds + max(found), topology.start_seconds + unmerged)
+        bounds += map(exchange.seconds, exchange.weights())
+    unmerged = max(*bounds, loads.unmerged_seconds())
+    return LatencyBounds(topology.start_seconds + max(bounds), topology.start_seconds + unmerged)
 
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The traffic between hosts, and the rates of those that take part.
+    """The traffic between hosts, and the rates of the hosts that take part.
 
     Attributes:
         traffic: bytes and unit tasks by holders and destinations. pods: the same of pods; None without pods.
@@ -106,11 +106,11 @@ class _Problem:
         return cls(
             traffic,
             find_traffic(plan.tensors, _pod_of(topology)) if topology.pods else None,
-            {host: Rates.of(found) for host, found in nics.items()},
-            {host: len(found) for host, found in nics.items()},
+            {host: Rates.of(host_nics) for host, host_nics in nics.items()},
+            {host: len(host_nics) for host, host_nics in nics.items()},
             {
-                host: topology.latency_seconds * min(nic.egress_bytes_per_second for nic in found)
-                for host, found in nics.items()
+                host: topology.latency_seconds * min(nic.egress_bytes_per_second for nic in host_nics)
+                for host, host_nics in nics.items()
             },
             topology.latency_seconds,
             topology.pods,
@@ -138,7 +138,7 @@ class _Problem:
             informed.setdefault(holders, set()).update(destinations)
         sources = {host for holders in informed for host in holders}
         everyone = set().union(*informed.values()) - sources
-        starts = [(holders, len(found.difference(holders))) for holders, found in informed.items()]
+        starts = [(holders, len(hosts.difference(holders))) for holders, hosts in informed.items()]
         starts.append((tuple(sources), len(everyone)))
         return self.latency * max(self._num_rounds(holders, count) for holders, count in starts)
 
@@ -171,11 +171,11 @@ class _Problem:
             key: nbytes + count * min(self.hold_bytes[host] for host in key[0])
             for key, (nbytes, count) in self.traffic.items()
         }
-        found = [_share(held, egress), total / sum(egress.values())]
+        bounds = [_share(held, egress), total / sum(egress.values())]
         sources = {host for holders, _ in work for host in holders}
         if not sources.isdisjoint({host for _, destinations in work for host in destinations}):
-            found.append(min_egress_seconds(work, egress))
-        return max(found)
+            bounds.append(min_egress_seconds(work, egress))
+        return max(bounds)
 
     def _num_rounds(self, holders: Sequence[int], num_destinations: int) -> int:
         """The least number of latencies in which the holders can inform so many other hosts."""
@@ -193,7 +193,7 @@ class _Exchange:
     """Loads of senders and receivers, each as a mean over their ports, and the parts that one host sends to one other.
 
     Attributes:
-        out, into: mean seconds of bytes of the hosts that send and of those that receive.
+        out, into: mean seconds of bytes of the sending and of the receiving hosts.
         num_senders, num_receivers: how many they are.
         part, hold, count: ``(kinds,)`` bytes of a part, seconds that a message holds its sender's port, how many parts.
         relay_out, relay_into: ``(hosts,)`` seconds for each byte that a host relays, at the ports that count.
@@ -272,12 +272,12 @@ class _Exchange:
 
     def weights(self) -> list[float]:
         """Weights of senders from 0 to 1: evenly spaced ones, and those where a part costs as much either way."""
-        found = set(np.linspace(0.0, 1.0, 17).tolist())
+        shares = set(np.linspace(0.0, 1.0, 17).tolist())
         slowest = float(self.relay_into.max())
         for part, hold in zip(self.part[:_MAX_WEIGHTS].tolist(), self.hold[:_MAX_WEIGHTS].tolist(), strict=True):
             relayed = part * slowest / self.num_receivers
-            found.add(relayed / (relayed + hold / self.num_senders))
-        return sorted(found)
+            shares.add(relayed / (relayed + hold / self.num_senders))
+        return sorted(shares)
 
     def seconds(self, weight: float) -> float:
         """The bound by the mean load of senders, times ``weight``, plus that of receivers, times the rest."""

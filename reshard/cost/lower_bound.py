@@ -151,10 +151,10 @@ def find_traffic(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) 
         src_sets, src_of = _place_sets(spec.src_shards.ranks, place_of)
         dst_sets, dst_of = _place_sets(spec.dst_shards.ranks, place_of)
         pair = src_of[tasks.src_tile] * len(dst_sets) + dst_of[tasks.dst_tile]
-        found, inverse, counts = np.unique(pair, return_inverse=True, return_counts=True)
-        nbytes = np.zeros(len(found), dtype=np.int64)
+        pairs, inverse, counts = np.unique(pair, return_inverse=True, return_counts=True)
+        nbytes = np.zeros(len(pairs), dtype=np.int64)
         np.add.at(nbytes, inverse.ravel(), tasks.numel * spec.itemsize)
-        for number, total, count in zip(found.tolist(), nbytes.tolist(), counts.tolist(), strict=True):
+        for number, total, count in zip(pairs.tolist(), nbytes.tolist(), counts.tolist(), strict=True):
             holders = src_sets[number // len(dst_sets)]
             destinations = tuple(place for place in dst_sets[number % len(dst_sets)] if place not in holders)
             if destinations and total:
@@ -267,8 +267,8 @@ def _find_share(held: Mapping[HostSet, float], egress: Mapping[int, float]) -> t
 
 def _binding(places: Sequence[int], duals: Sequence[float]) -> list[int]:
     """The places whose load constraint has a nonzero dual."""
-    least = 1e-9 * max(map(abs, duals))
-    return [place for place, dual in zip(places, duals, strict=True) if dual < -least]
+    tolerance = 1e-9 * max(map(abs, duals))
+    return [place for place, dual in zip(places, duals, strict=True) if dual < -tolerance]
 
 
 def min_egress_seconds(classes: Mapping[tuple[HostSet, HostSet], float], egress: Mapping[int, float]) -> float:

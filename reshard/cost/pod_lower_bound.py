@@ -129,9 +129,9 @@ class _Program:
         def matrix(rows: _Rows) -> coo_matrix:
             return coo_matrix((rows.value, (rows.row, rows.column)), shape=(len(rows.right), self._count + 1))
 
-        least, equal = self._least, self._equal
+        upper, equal = self._least, self._equal
         solved = linprog(
-            cost, A_ub=matrix(least), b_ub=least.right, A_eq=matrix(equal), b_eq=equal.right, method="highs"
+            cost, A_ub=matrix(upper), b_ub=upper.right, A_eq=matrix(equal), b_eq=equal.right, method="highs"
         )
         if solved.fun is None:  # the solver fails on rates a billion times apart; other bounds still hold
             return 0.0, []

@@ -151,11 +151,11 @@ def network_of(plan: Plan, messages: MessageTable, moves: np.ndarray, topology: 
 
 def _find_ahead(window: np.ndarray) -> np.ndarray:
     """:func:`recvs_ahead` of each window."""
-    most = int(window.max(initial=0))
-    if most > _MAX_TABLED:
+    max_window = int(window.max(initial=0))
+    if max_window > _MAX_TABLED:
         distinct, inverse = np.unique(window, return_inverse=True)
         return np.array([recvs_ahead(int(w)) for w in distinct], dtype=np.int64)[inverse.ravel()]
-    return np.array([recvs_ahead(w) for w in range(most + 1)], dtype=np.int64)[window]
+    return np.array([recvs_ahead(w) for w in range(max_window + 1)], dtype=np.int64)[window]
 
 
 #: Kinds of ports. ``_SHARED`` is what all ranks of a host share inside it.

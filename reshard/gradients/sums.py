@@ -161,15 +161,15 @@ def _agree_on_gradients(declared: Sequence[tuple[str, torch.Tensor, tuple[SumAxi
     by_axes: dict[tuple[Any, ...], list[int]] = {}
     for index, (_, parameter, _, left) in enumerate(declared):
         by_axes.setdefault((tuple(axis.ranks for axis in left), local_of(parameter).device), []).append(index)
-    found = [(_NONE, False, False)] * len(declared)
+    forms = [(_NONE, False, False)] * len(declared)
     for (_, device), indices in by_axes.items():
         own = [_form_of(declared[index][1]) for index in indices]
         largest = torch.tensor(own, dtype=torch.int64, device=device).flatten()
         for axis in declared[indices[0]][3]:
             largest = axis.max(largest)
         for index, (form, is_trained, is_frozen) in zip(indices, largest.view(-1, 3).tolist(), strict=True):
-            found[index] = form, is_trained, is_frozen
-    for (name, _, axes, _), (form, is_trained, is_frozen) in zip(declared, found, strict=True):
+            forms[index] = form, is_trained, is_frozen
+    for (name, _, axes, _), (form, is_trained, is_frozen) in zip(declared, forms, strict=True):
         if is_trained and is_frozen:
             raise frozen_on_some_ranks(name, axes)
         if form == _SUMMED:
@@ -177,7 +177,7 @@ def _agree_on_gradients(declared: Sequence[tuple[str, torch.Tensor, tuple[SumAxi
                 f"the gradient of {name!r} was summed over {_describe(axes)} in this step already; sum once, after "
                 "the last backward"
             )
-    for (_, parameter, _, _), (form, _, _) in zip(declared, found, strict=True):
+    for (_, parameter, _, _), (form, _, _) in zip(declared, forms, strict=True):
         if form == _GRADIENT and parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
@@ -207,7 +207,7 @@ def _sum_bucket(gradients: Sequence[torch.Tensor], axes: Sequence[SumAxis]) -> N
 
 def _compare(entries: Sequence[tuple[str, torch.Tensor, torch.Tensor]], axes: Sequence[SumAxis]) -> Iterator[str]:
     """Compare digests of gradients and parameters over ``axes``. Gives what differs."""
-    digests = torch.stack([digest_of(each) for _, parameter, gradient in entries for each in (gradient, parameter)])
+    digests = torch.stack([digest_of(tensor) for _, parameter, gradient in entries for tensor in (gradient, parameter)])
     for axis in axes:
         high, low = axis.max(digests), -axis.max(-digests)
         for index in (high != low).nonzero().flatten().tolist():

@@ -187,9 +187,9 @@ def choose_grid(
     prices.sort(key=lambda price: (price.seconds, price.memory_bytes, str(price), price.order))
     fitting = tuple(price for price in prices if price.memory_bytes <= memory_limit_bytes)
     if not fitting:
-        least = min((price.memory_bytes for price in prices), default=math.inf)
+        min_bytes = min((price.memory_bytes for price in prices), default=math.inf)
         detail = (
-            f"the smallest needs {format_bytes(least)} of {format_bytes(memory_limit_bytes)} on each rank; "
+            f"the smallest needs {format_bytes(min_bytes)} of {format_bytes(memory_limit_bytes)} on each rank; "
             "use more ranks, or fewer rows in a batch"
             if prices
             else "; ".join(f"{name} {reason}" for name, reason in refused)

@@ -41,7 +41,7 @@ def find_refusal(module: Any, path: str = "") -> str | None:
     if converter is not convert_children:
         return None
     parts = ((f"{path}.{name}" if path else name, child) for name, child in module.named_children())
-    return next((found for name, child in parts if (found := find_refusal(child, name)) is not None), None)
+    return next((refusal for name, child in parts if (refusal := find_refusal(child, name)) is not None), None)
 
 
 def _convert_linear(module: nn.Linear, conversion: Conversion, path: str) -> nn.Module:

@@ -115,8 +115,8 @@ def find_product_seconds(
         has_x, has_z = products.gathers_first(flows) if number == len(flows) - 1 else (False, False)
         if keeps_weight:
             y_part = m * q * itemsize
-            most = busiest_elements(kind, shape, tokens, keeps_weight=True) * itemsize
-            rest = 0.0 if has_x else max(0.0, most - (shape.rows - 1) * y_part)
+            busiest_bytes = busiest_elements(kind, shape, tokens, keeps_weight=True) * itemsize
+            rest = 0.0 if has_x else max(0.0, busiest_bytes - (shape.rows - 1) * y_part)
             y_part = 0.0 if has_z else y_part
             latency = row.latency_seconds + max(row.latency_seconds, col.latency_seconds)
             moved = row.nic_seconds * y_part + nic * rest, row.inside_seconds * y_part + inside * rest

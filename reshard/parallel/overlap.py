@@ -197,11 +197,11 @@ class _EarlySums:
             return
         # If this rank's part of the batch does not use a layer, the rank still joins the sums that others have begun.
         self._is_reported = True
-        most = self._turns.take(Turn.END, value=self.num_begun)
-        while self.num_begun < most:
+        max_begun = self._turns.take(Turn.END, value=self.num_begun)
+        while self.num_begun < max_begun:
             self._begin_sum(self._buckets[self.num_begun])
         with torch.no_grad():
-            for bucket in self._buckets[:most]:
+            for bucket in self._buckets[:max_begun]:
                 assert bucket.total is not None
                 gradients = [local_of(parameter.grad) for parameter, _ in bucket.entries]
                 parts = bucket.total.result().split([item.numel() for item in gradients])

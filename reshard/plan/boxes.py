@@ -131,6 +131,8 @@ class Boxes:
         for name in marked:
             kind, number, direction = name.partition(",")[0].split()
             out = direction in ("out", "up")
+            if direction == "inside":
+                continue
             if kind == "host":
                 found |= (a if out else b) == int(number)
             else:

@@ -6,28 +6,29 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
-from typing import TYPE_CHECKING
 
-from reshard.drawing import colour_of, draw_fragment, draw_keys
+from reshard.drawing import colour_of, draw, draw_fragment, draw_keys
 from reshard.formatting import count_of, format_bytes, format_ranks, format_seconds
 from reshard.plan.boxes import Box, Boxes, Traffic
+from reshard.plan.model import Plan
 from reshard.plan.placing import FLAT_LABEL, WIDTH, Frame, Placing, Point, cell_size, place_boxes
 from reshard.plan.port_loads import describe_load, find_loads
-
-if TYPE_CHECKING:
-    from reshard.plan.model import Plan
+from reshard.plan.rotation_plan import MAX_LISTED
 
 #: Cells of all boxes: of a larger plan, none are drawn.
 MAX_CELLS = 1024
 _ROLES = {"src": "holds the source", "dst": "needs the destination", "both": "both"}
 
 
+@draw.register(Plan)
 def draw_plan(plan: Plan) -> str:
-    """A plan for a notebook: the drawing, its bytes, and its busiest port.
+    """A plan for a notebook: the drawing, its bytes, and its busiest port; its text if it is too large to list.
 
     Returns:
         HTML of at most 200 kB that needs no other file.
     """
+    if plan.num_messages > MAX_LISTED:
+        return draw_fragment(f"<pre>{escape(str(plan))}</pre>")
     across, inside, copied = plan.bytes_moved()
     loads = find_loads(plan)
     text = "Nothing crosses hosts."

@@ -238,7 +238,7 @@ class EvenExchange:
         )
 
     def _overlaps(self, tile: int, side: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tiles of the other side that a tile overlaps, and its position among those that each of them overlaps."""
+        """The tiles of the other side that a tile overlaps, and its position among the tiles that each overlaps."""
         mine, other = self.parts[side], self.parts[1 - side]
         place = np.array(np.unravel_index(tile, mine), dtype=np.int64)
         counts = np.maximum(other // mine, 1)

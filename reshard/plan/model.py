@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.arguments import check_arguments, check_fields
+from reshard.drawing import Drawn
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import compare_names, count_of
 from reshard.plan.graph import build_hop_graph
@@ -48,7 +49,7 @@ def num_recv_slots(staging_bytes: int, largest_nbytes: int) -> int:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class Plan(Drawn):
     """The messages that move tensors from their source to their destination layouts, in one total order.
 
     Messages are ordered and numbered by transfer, then chunk, then edge: chunk 0 passes along the whole tree of its
@@ -201,11 +202,6 @@ class Plan:
     def __repr__(self) -> str:
         tensors, messages = count_of(len(self.tensors), "tensor"), count_of(self.num_messages, "message")
         return f"<Plan {self.plan_hash[:12]} {self.strategy}: {tensors}, {messages}>"
-
-    def _repr_html_(self) -> str:
-        from reshard.plan.drawing import draw_plan  # which only notebooks need
-
-        return draw_plan(self)
 
 
 def ranks_of(tensors: Sequence[TensorSpec]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The bytes that a plan sends through each port: one direction of a NIC or of a pod uplink."""
+"""The bytes that a plan sends through each port: one direction of a NIC or of a pod uplink, or the inside of a host."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Load:
     """Bytes that a plan sends through a port, and the rate of the port.
 
     Attributes:
-        port: name of the port, for example ``host 0 out, NIC 1`` or ``pod 2 up``.
+        port: name of the port, for example ``host 0 out, NIC 1``, ``pod 2 up`` or ``host 0 inside``.
     """
 
     port: str
@@ -38,13 +38,16 @@ def describe_load(load: Load) -> str:
     """A load in words, such as ``Host 2 receives 4 MiB at 1.25 GB/s``."""
     place, _, nic = load.port.partition(", ")
     place, _, direction = place.rpartition(" ")
-    does = "sends" if direction in ("out", "up") else "receives"
+    does = {"out": "sends", "up": "sends", "inside": "moves"}.get(direction, "receives")
     through = f" through {nic}" if nic else ""
-    return f"{place.capitalize()} {does} {format_bytes(load.nbytes)} at {format_rate(load.bytes_per_second)}{through}"
+    amount = f"{format_bytes(load.nbytes)}{' inside' if direction == 'inside' else ''}"
+    return f"{place.capitalize()} {does} {amount} at {format_rate(load.bytes_per_second)}{through}"
 
 
 def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
-    """The loads of all ports that a plan uses: first the NICs, then the pod uplinks.
+    """The loads of all ports that a plan uses: first the NICs, then the pod uplinks, and the inside of each host.
+
+    The inside of a host has a load where the topology has a rate of all its ranks together.
 
     Args:
         plan: the plan.
@@ -83,7 +86,19 @@ def find_loads(plan: Plan, topology: Topology | None = None) -> list[Load]:
             name += f", NIC {nic_number}"
         rate = port.ingress_bytes_per_second if direction else port.egress_bytes_per_second
         loads.append(Load(name, amount, rate))
-    return loads
+    if topology.inside_total_bytes_per_second is None:
+        return loads
+    passed = (host[transfers.sender] == host[transfers.receiver]) & (transfers.sender != transfers.receiver)
+    nbytes = plan.message_bytes[transfers.transfer_of_edge[passed]]
+    return loads + _loads_inside(topology, np.bincount(host[transfers.sender[passed]], nbytes))
+
+
+def _loads_inside(topology: Topology, nbytes: np.ndarray) -> list[Load]:
+    """The loads of the insides of hosts, from the bytes that move inside each of them."""
+    rate = topology.inside_total_bytes_per_second
+    if rate is None:
+        return []
+    return [Load(f"host {host} inside", round(float(nbytes[host])), rate) for host in np.flatnonzero(nbytes).tolist()]
 
 
 def _loads_of_rotation(plan: RotationPlan) -> list[Load]:
@@ -99,4 +114,4 @@ def _loads_of_rotation(plan: RotationPlan) -> list[Load]:
             ):
                 if nbytes:
                     loads.append(Load(f"host {host} {direction}{name}", round(float(nbytes) / len(nics)), rate))
-    return loads
+    return loads + _loads_inside(plan.topology, hosts.inside_total)

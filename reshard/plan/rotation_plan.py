@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from html import escape
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,7 +50,7 @@ class HostMessages(NamedTuple):
 class RotationPlan(Plan):
     """A plan whose messages follow from its layouts and its topology.
 
-    It holds no list of messages: a rank expands those that it sends or receives. Their ids order them, but are not
+    It holds no list of messages: a rank expands its own sends and receives. Their ids order them, but are not
     consecutive. :attr:`transfers` lists the messages of a small plan, for checks and simulations.
     """
 
@@ -260,11 +259,6 @@ class RotationPlan(Plan):
         line = port[sender] if is_sent else port[receiver] * (lane.max(initial=0) + 1) + lane
         order = np.lexsort((key, line))
         return HostMessages(key[order], sender[order], receiver[order], line[order], bool(is_sent))
-
-    def _repr_html_(self) -> str:
-        if self.num_messages > MAX_LISTED:
-            return f"<pre>{escape(str(self))}</pre>"
-        return super()._repr_html_()
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tensors", "topology", "strategy", "staging_bytes", "exchanges")}

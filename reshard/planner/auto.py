@@ -140,10 +140,10 @@ class _Choice:
         floors = self.floors
         if floors.of_direct <= floors.of_all * (1 + _GOOD_ENOUGH):
             return False
-        floor, found = self.plan("multicast")
+        floor, transfers = self.plan("multicast")
         if floor * (1 + _MARGIN) >= floors.of_direct:
             return False
-        return self.makespan(found, floors.of_direct) * (1 + _MARGIN) < floors.of_direct
+        return self.makespan(transfers, floors.of_direct) * (1 + _MARGIN) < floors.of_direct
 
     def make_first(self) -> None:
         """Try send_recv and multicast."""
@@ -194,12 +194,12 @@ class _Choice:
                 yield "multicast_from_partners", floors.of_trees
             if not _has_one_rate(topology) and without_slow_holders(problem) is not None:
                 yield "multicast_from_fast", floors.of_trees
-        for name, most in _MAX_REGIONS.items():
+        for name, max_regions in _MAX_REGIONS.items():
             if name == "broadcast_search":
-                work = search_work(problem) if len(problem) <= most else math.inf
+                work = search_work(problem) if len(problem) <= max_regions else math.inf
                 if work > (_MAX_SEARCH_WORK if self.num_ranks > _FEW_RANKS else _MAX_SEARCH_WORK // 4):
                     continue
-            if len(problem) <= most and (name != "broadcast_size" or problem.holders.shape[1] > 1):
+            if len(problem) <= max_regions and (name != "broadcast_size" or problem.holders.shape[1] > 1):
                 yield name, floors.of_broadcasts
                 if name == "broadcast_search" and len(problem) >= _FEWEST_FOR_LONGER:
                     yield "broadcast_search_longer", floors.of_broadcasts
@@ -224,14 +224,14 @@ class _Choice:
             name = "send_recv"  # this strategy would send every region directly as well
         if name in self.planned:
             return self.planned[name]
-        found = complete(self.problem, self.choose(name))
-        if name == "multicast" and self.is_too_large_with_relays(found):
-            found = complete(self.problem, self.choose("multicast_near"))
-        is_many = name == "multicast" and int(found.first_message[-1]) > _MANY_MESSAGES  # its time is found as fast
-        floor = self.floors.of_all if is_many else floor_of_transfers(self.problem, found)
+        transfers = complete(self.problem, self.choose(name))
+        if name == "multicast" and self.is_too_large_with_relays(transfers):
+            transfers = complete(self.problem, self.choose("multicast_near"))
+        is_many = name == "multicast" and int(transfers.first_message[-1]) > _MANY_MESSAGES  # its time is found as fast
+        floor = self.floors.of_all if is_many else floor_of_transfers(self.problem, transfers)
         if name in ("send_recv", "multicast"):
-            self.planned[name] = floor, found
-        return floor, found
+            self.planned[name] = floor, transfers
+        return floor, transfers
 
     def choose(self, name: str) -> Routes | Transfers:
         """Run the strategy with this name; variants of multicast share one workload."""
@@ -253,9 +253,9 @@ class _Choice:
         """
         return self.has_several_nics and self.is_too_large(self.prepared[0].num_messages)
 
-    def is_too_large_with_relays(self, found: Transfers) -> bool:
+    def is_too_large_with_relays(self, transfers: Transfers) -> bool:
         """Whether multicast on hosts with several NICs is too large just because of messages to relays."""
-        if not self.has_several_nics or not self.is_too_large(int(found.first_message[-1])):
+        if not self.has_several_nics or not self.is_too_large(int(transfers.first_message[-1])):
             return False
         if has_many_hosts(self.problem) or self.rotated is not None:
             return False
@@ -271,20 +271,20 @@ class _Choice:
         """The workload of multicast and its pieces."""
         return make_workload(self.problem, self.floors.host_classes)
 
-    def compare(self, name: str, floor: float, found: Transfers) -> None:
+    def compare(self, name: str, floor: float, transfers: Transfers) -> None:
         """Keep this plan if it is faster than the best, or as fast with fewer messages."""
-        num_messages = int(found.first_message[-1])
+        num_messages = int(transfers.first_message[-1])
         margin = _MARGIN if num_messages < self.num_messages else -_MARGIN
         if name == "multicast":
             self.chunked_seconds, self.num_chunked = floor, num_messages
         if self.best is not None and floor > self.seconds * (1 + margin):
             return
         cutoff = self.seconds * (1 + margin)
-        seconds = self.makespan(found, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)
+        seconds = self.makespan(transfers, max(cutoff, self.seconds * _KNOWN_UP_TO) if name == "multicast" else cutoff)
         if name == "multicast":
             self.chunked_seconds = seconds
         if self.best is None or seconds <= self.seconds * (1 + margin):
-            self.name, self.best, self.num_messages, self.seconds = name, found, num_messages, seconds
+            self.name, self.best, self.num_messages, self.seconds = name, transfers, num_messages, seconds
 
     def is_too_large(self, num_messages: int) -> bool:
         """Whether a simulation of this many messages may take long."""
@@ -307,17 +307,17 @@ class _Choice:
         known = _KNOWN_UP_TO if first[0] == "multicast" else 1 + 2 * _MARGIN
         return (first, second) if self.makespan(first[2], seconds * known) < math.inf else (second, first)
 
-    def makespan(self, found: Transfers, cutoff: float) -> float:
+    def makespan(self, planned: Transfers, cutoff: float) -> float:
         """The predicted time of a plan, infinite if it is above the cutoff; equal plans are simulated once."""
         for i, (transfers, seconds, known) in enumerate(self.simulated):
-            if _are_equal(transfers, found):
+            if _are_equal(transfers, planned):
                 if seconds < math.inf or cutoff <= known:
                     return seconds if seconds <= cutoff else math.inf
                 del self.simulated[i]
                 break
-        plan = Plan(self.problem.tensors, self.problem.topology, "", found, self.problem.staging_bytes)
+        plan = Plan(self.problem.tensors, self.problem.topology, "", planned, self.problem.staging_bytes)
         seconds = predict_makespan(plan, cutoff).seconds
-        self.simulated.append((found, seconds, cutoff))
+        self.simulated.append((planned, seconds, cutoff))
         return seconds if seconds <= cutoff else math.inf
 
 

@@ -17,7 +17,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from reshard.api.tensor_checks import check_movable
+from reshard.api.arrays.tensor_checks import check_movable
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, MeshError, RemoteError, TransferTimeoutError
 from reshard.formatting import brief
@@ -240,8 +240,8 @@ class ShardedArray:
             holder.setdefault(tuple(shards.boxes_of(rank)), rank)
         ranks = sorted(holder.values())
         packed = self.mesh._call("get", dict.fromkeys(ranks, (self.key,)), timeout_seconds)
-        found = {rank: unpack_array(item) for rank, item in zip(ranks, packed, strict=True)}
-        return whole_of(found, self.layout, self.shape)
+        arrays = {rank: unpack_array(item) for rank, item in zip(ranks, packed, strict=True)}
+        return whole_of(arrays, self.layout, self.shape)
 
     def __str__(self) -> str:
         return f"{self.dtype} {list(self.shape)} {self.layout} of {self.mesh.name}"

@@ -24,7 +24,7 @@ from reshard.plan import (
 from reshard.sharding import Shards, TensorSpec, format_box
 
 Slices = tuple[slice, ...]
-#: A box of at least this many bytes travels in a buffer of its own, so that it is not packed if it is contiguous. Below
+#: A box of at least this many bytes travels in a separate buffer, so that it is not packed if it is contiguous. Below
 #: it, packing at both ends takes less time than another buffer.
 LARGE_BOX_BYTES = 2**18
 
@@ -286,7 +286,7 @@ def _find_events(
         ``(waits, awaited, notify)``: the events that each transfer of the rank waits for, then
         :attr:`RankProgram.awaited` and :attr:`RankProgram.notify`.
     """
-    found = find_waits(plan, rank)
+    waits_of_rank = find_waits(plan, rank)
     first = plan.transfers.first_message if plan.is_listed else None
 
     def id_of(transfer: int) -> int:
@@ -294,18 +294,23 @@ def _find_events(
 
     waits: dict[int, tuple[Event, ...]] = {}
     awaited: dict[Event, int] = {}
-    mine = np.flatnonzero(found.waiter == rank)
+    mine = np.flatnonzero(waits_of_rank.waiter == rank)
     for later, earlier, actor, is_sent in zip(
-        *(column[mine].tolist() for column in (found.later, found.earlier, found.actor, found.is_sent)), strict=True
+        *(
+            column[mine].tolist()
+            for column in (waits_of_rank.later, waits_of_rank.earlier, waits_of_rank.actor, waits_of_rank.is_sent)
+        ),
+        strict=True,
     ):
         event = (id_of(earlier), is_sent)
         waits[later] = (*waits.get(later, ()), event)
         if actor != rank:
             awaited[event] = actor
     notify: dict[Event, tuple[int, ...]] = {}
-    others = np.flatnonzero((found.actor == rank) & (found.waiter != rank))
+    others = np.flatnonzero((waits_of_rank.actor == rank) & (waits_of_rank.waiter != rank))
     for earlier, waiter, is_sent in zip(
-        *(column[others].tolist() for column in (found.earlier, found.waiter, found.is_sent)), strict=True
+        *(column[others].tolist() for column in (waits_of_rank.earlier, waits_of_rank.waiter, waits_of_rank.is_sent)),
+        strict=True,
     ):
         event = (id_of(earlier), is_sent)
         if waiter not in notify.get(event, ()):
@@ -386,9 +391,9 @@ class _Locator:
         ndim = len(shards.shape)
         start = np.array([box[1] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
         stop = np.array([box[2] for box in boxes], dtype=np.int64).reshape(len(boxes), ndim)
-        for box, found in zip(boxes, shards.find(rank, start, stop), strict=True):
-            if found is not None:
-                self._slices[box[0]] = (*found, *inner)
+        for box, local_box in zip(boxes, shards.find(rank, start, stop), strict=True):
+            if local_box is not None:
+                self._slices[box[0]] = (*local_box, *inner)
 
     def find(self, message_id: int) -> Slices | None:
         return self._slices.get(message_id)

@@ -113,8 +113,8 @@ class _Bins:
 
     def _compress(self, *columns: np.ndarray) -> tuple[np.ndarray, ...]:
         """The starts, stops and points of one dim, shifted or ranked so that ``bin * span + coordinate`` fits int64."""
-        least = columns[0].min()
-        columns = (columns[0] - least, columns[1] - least, np.maximum(columns[2] - least, -1))
+        smallest = columns[0].min()
+        columns = (columns[0] - smallest, columns[1] - smallest, np.maximum(columns[2] - smallest, -1))
         if (int(columns[1].max()) + 2) * self._limit < 2**62:
             return tuple(np.minimum(column, columns[1].max()) for column in columns)
         cuts = np.unique(np.concatenate(columns[:2]))

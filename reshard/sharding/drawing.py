@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import math
 from html import escape
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.drawing import colour_of, draw_fragment
+from reshard.drawing import colour_of, draw, draw_fragment
 from reshard.formatting import count_of, describe_ranks, format_ranks
+from reshard.sharding.layout import Layout
 from reshard.sharding.spec import Strided, axis_of
-
-if TYPE_CHECKING:
-    from reshard.sharding.layout import Layout
 
 #: Most parts of a dim that are drawn, and most parts whose ranks are written inside them.
 MAX_PARTS, _MAX_NAMED = 32, 64
 _WIDTH, _LEFT, _TOP = 460, 54, 20
 
 
+@draw.register(Layout)
 def draw_layout(layout: Layout) -> str:
     """A layout for a notebook: a grid of the parts of the first two dims that it shards.
 
@@ -52,10 +50,10 @@ def _ranks_of_parts(layout: Layout, dims: list[int | None]) -> dict[tuple[int, .
     for row, dim in enumerate(dims):
         for step in layout.spec[dim] if dim is not None else ():
             parts[row] = parts[row] * mesh.axis_size(axis_of(step)) + at[axis_of(step)]
-    found: dict[tuple[int, ...], list[int]] = {}
+    ranks_of: dict[tuple[int, ...], list[int]] = {}
     for rank, *key in zip(mesh.ranks, *parts.tolist(), strict=True):
-        found.setdefault(tuple(key), []).append(rank)
-    return found
+        ranks_of.setdefault(tuple(key), []).append(rank)
+    return ranks_of
 
 
 def _draw_grid(layout: Layout, dims: list[int | None]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.arguments import check_arguments
+from reshard.drawing import Drawn
 from reshard.errors import LayoutError
 from reshard.formatting import brief, count_of, format_ranks
 from reshard.sharding.dim_cuts import MAX_NDIM, DimCuts, check_sizes, cut_dim
@@ -22,7 +23,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
-class Layout:
+class Layout(Drawn):
     """How a tensor is sharded over a mesh.
 
     Args:
@@ -128,11 +129,6 @@ class Layout:
 
     def __str__(self) -> str:
         return f"{write_axis_names(self.spec)} on {self.mesh}"
-
-    def _repr_html_(self) -> str:
-        from reshard.sharding.drawing import draw_layout  # which only notebooks need
-
-        return draw_layout(self)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ArgumentError, MeshError, ReshardError
-from reshard.formatting import brief, count_of, format_ranks
+from reshard.formatting import brief, count_of, did_you_mean, format_ranks
 
 _AXIS = re.compile(r"[A-Za-z0-9_.]+\Z")
 #: Bounds the size of arrays that are indexed by rank.
@@ -22,15 +22,15 @@ MAX_MESH_RANKS = 2**20
 MAX_AXES = 16
 
 
-def check_integer(value: Any, what: str, least: int, most: int, error: type[ReshardError] = ArgumentError) -> int:
+def check_integer(value: Any, what: str, low: int, high: int, error: type[ReshardError] = ArgumentError) -> int:
     """The value as an ``int``. Integers of NumPy are accepted, arrays and bools are not.
 
     Args:
-        what: name of the value in the error. least, most: its bounds, both included. error: the class to raise.
+        what: name of the value in the error. low, high: its bounds, both included. error: the class to raise.
     """
-    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and least <= value <= most:
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and low <= value <= high:
         return int(value)
-    raise error(f"{what} is {brief(value)}; it must be an integer from {least} to {most:,}")
+    raise error(f"{what} is {brief(value)}; it must be an integer from {low} to {high:,}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,7 +160,8 @@ class Mesh:
     def axis_size(self, axis: str) -> int:
         """The size of one axis."""
         if not isinstance(axis, str) or axis not in self.axes:
-            raise MeshError(f"no axis {brief(axis)} in {self}; its axes are {', '.join(self.axes) or 'none'}")
+            meant = did_you_mean(axis, self.axes)
+            raise MeshError(f"no axis {brief(axis)} in {self}; its axes are {', '.join(self.axes) or 'none'}{meant}")
         return self.sizes[self.axes.index(axis)]
 
     def with_ranks(self, rank_of: Mapping[int, int]) -> Mesh:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from reshard.errors import ReshardError, TopologyError
-from reshard.formatting import brief
+from reshard.formatting import brief, did_you_mean
 from reshard.topology.model import (
     MAX_HOSTS,
     MAX_RANKS,
@@ -66,12 +66,12 @@ def read_topology(path: str | Path) -> Topology:
 
 def _reject_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Make a dict of (name, value) pairs; raises TopologyError if a name repeats."""
-    found: dict[Any, Any] = {}
+    mapping: dict[Any, Any] = {}
     for name, value in pairs:
-        if name in found:
+        if name in mapping:
             raise TopologyError(f"{brief(name)} is given twice")
-        found[name] = value
-    return found
+        mapping[name] = value
+    return mapping
 
 
 def _load_yaml(text: str) -> Any:
@@ -288,7 +288,8 @@ def parse_rate(value: Any) -> float:
 def _check_keys(data: dict[Any, Any], known: set[str], what: str) -> None:
     unknown = sorted(map(str, set(data) - known))
     if unknown:
-        raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}")
+        meant = did_you_mean(unknown[0], known)
+        raise TopologyError(f"unknown keys in {what}: {', '.join(map(brief, unknown[:8]))}{meant}")
 
 
 def _read_hosts(rows: Any) -> tuple[tuple[Host, ...], list[int | list[int]], list[list[int] | None]]:

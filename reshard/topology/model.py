@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from reshard.arguments import check_arguments
-from reshard.codecs import find_block_codec
+from reshard.codecs import BLOCK_CODECS, find_block_codec
 from reshard.errors import ArgumentError, TopologyError
-from reshard.formatting import brief, count_of, format_rate
+from reshard.formatting import brief, count_of, did_you_mean, format_rate
 from reshard.sharding import MAX_RANK, check_integer
 
 #: Bytes per second of a 10 Gbit/s NIC, in each direction.
@@ -111,7 +111,7 @@ class CodecRate:
 
     def __post_init__(self) -> None:
         if not isinstance(self.codec, str) or find_block_codec(self.codec) is None:
-            raise TopologyError(f"there is no block codec {brief(self.codec)}")
+            raise TopologyError(f"there is no block codec {brief(self.codec)}{did_you_mean(self.codec, BLOCK_CODECS)}")
         for name in ("encode_bytes_per_second", "decode_bytes_per_second"):
             object.__setattr__(self, name, check_rate(getattr(self, name), name))
 
@@ -176,14 +176,14 @@ class Topology:
             )
         if len(set(self.hosts)) == 1:
             set_(self, "hosts", self.hosts[:1])  # so that equal topologies compare equal
-        most = max(self.host_of_rank, default=0)
-        if (len(self.hosts) > 1 or len(self.hosts[0].nics) > 1 or self.pods) and most >= MAX_HOSTS:
+        max_host = max(self.host_of_rank, default=0)
+        if (len(self.hosts) > 1 or len(self.hosts[0].nics) > 1 or self.pods) and max_host >= MAX_HOSTS:
             raise TopologyError(
                 f"a topology with unequal hosts, several NICs per host or pods has at most {MAX_HOSTS} hosts, "
-                f"not {most + 1}"
+                f"not {max_host + 1}"
             )
-        if len(self.hosts) > 1 and most >= len(self.hosts):
-            raise TopologyError(f"a rank is on host {most}, but only {len(self.hosts)} hosts are described")
+        if len(self.hosts) > 1 and max_host >= len(self.hosts):
+            raise TopologyError(f"a rank is on host {max_host}, but only {len(self.hosts)} hosts are described")
         for number, host in enumerate(self.hosts):
             if (host.pod is not None) != bool(self.pods) or not 0 <= (host.pod or 0) < max(len(self.pods), 1):
                 where = "in no pod" if host.pod is None else f"in pod {host.pod}"

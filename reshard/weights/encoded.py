@@ -23,13 +23,11 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 from reshard.weights.coding import decode_region, encode_region, largest_size
 from reshard.weights.formats import FormatChoice, report_formats
 from reshard.weights.membership.team import run_collectively
-from reshard.weights.route import Route, RouteOptions
+from reshard.weights.route import NUM_SHARES, Route, RouteOptions
 
 Arrays = Mapping[str, torch.Tensor]
 #: Versions for which the formats of regions are kept.
 MAX_KEPT = 8
-#: Equal parts of ``memory_bytes``: buffers, staging of encoded transfers, and staging of raw transfers.
-NUM_SHARES = 3
 #: The most rounds of a version; more would take longer than they save.
 MAX_ROUNDS = 4096
 
@@ -53,11 +51,6 @@ class SendingReport:
         begun, ended = times_of(handle)
         self.seconds += (ended or 0.0) - (begun or 0.0)
         self.nbytes += nbytes
-
-
-def share_memory(options: RouteOptions) -> RouteOptions:
-    """The options of a route whose transfers may also be encoded."""
-    return replace(options, memory_bytes=options.memory_bytes // NUM_SHARES)
 
 
 @dataclass(frozen=True)
@@ -104,7 +97,7 @@ class EncodedTransfers:
             return {**report_formats(), "memory_bytes": options.memory_bytes, "link_rate": link_rate}
 
         reports = self.exchange(describe, "compares formats")
-        limit = max(1, min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES)
+        limit = min(report["memory_bytes"] for report in reports.values()) // NUM_SHARES
         held, needed = (_sum_by_rank(self._buckets, side) for side in ("holders", "receivers"))
         max_bytes = max((held.get(rank, 0) + needed.get(rank, 0) for rank in {*held, *needed}), default=0)
         self.num_rounds = max(1, -(-max_bytes // limit))

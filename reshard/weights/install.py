@@ -173,12 +173,15 @@ def _undo_cast(array: torch.Tensor, arrived: torch.Tensor) -> torch.Tensor:
 
 
 def _is_cast(array: torch.Tensor, arrived: torch.Tensor) -> bool:
-    """Whether an array holds the bits of another one in its dtype. Compares a few rows at a time."""
+    """Whether an array holds the bits of another one in its dtype. Compares a few rows at a time, in one memory."""
     if not array.ndim:
         array, arrived = array[None], arrived[None]
     rows = max(1, _CAST_ELEMENTS // max(1, array[:1].numel()))
-    pairs = zip(array.split(rows), arrived.split(rows), strict=True)
-    return all(torch.equal(_bits(part), _bits(other.to(array.device, array.dtype))) for part, other in pairs)
+    cast = torch.empty_like(array[:rows])
+    return all(
+        torch.equal(_bits(part), _bits(cast[: len(part)].copy_(other)))
+        for part, other in zip(array.split(rows), arrived.split(rows), strict=True)
+    )
 
 
 def _bits(array: torch.Tensor) -> torch.Tensor:

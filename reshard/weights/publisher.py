@@ -103,7 +103,7 @@ class Publisher:
         group: the process group of the trainer. Default: the world, or this process alone if there is none.
         shards: ``{name: (global shape, [region, ...])}`` for plain tensors that are shards, such as the fused tensors
             of an engine; a region is a ``(start, stop)`` pair per dim, and they are joined along one dim in this order.
-        memory_bytes: memory for data in transit on each rank, beyond the snapshot of its own shards.
+        memory_bytes: memory for data in transit on each rank, beyond the snapshot of its shards; at least 192 KiB.
         dtype: dtype in which floating-point tensors are published. Default: their own.
         compression: ``"delta"``: send what changed since the version before to engines that hold it, without loss, and
             keep that version for this; ``"lossless"``: compress each version by itself. Each region of a tensor travels

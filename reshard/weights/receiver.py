@@ -8,13 +8,14 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from reshard.coordination import describe_error, rebuild_error
 from reshard.errors import RemoteError, ReshardError, TransferTimeoutError
-from reshard.weights.encoded import EncodedTransfers, share_memory
+from reshard.weights.encoded import EncodedTransfers
 from reshard.weights.install import Arrays, Installer, ReceiveInPlace
 from reshard.weights.membership.attempts import SWAP, key_of
 from reshard.weights.membership.mailbox import Message
@@ -267,7 +268,7 @@ class Receiver:
                 pieces = [compose(held, wanted) for wanted in pieces]
             place = 1 + message["engines"].index(self._team.id)
             store = dist.PrefixStore(f"routes/{message['route']}", self._team.raw)
-            options = share_memory(self._options) if message.get("compression") else self._options
+            options = replace(self._options, is_shared=bool(message.get("compression")))
             route = Route(store, source, list(targets.values()), pieces, place, self._team.rank, options)
             self._route = message["route"], route
         is_installed = self._installer.keeps_last and _shares(self._shadow, self._kept[0])

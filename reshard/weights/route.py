@@ -14,20 +14,23 @@ import torch.distributed as dist
 from reshard.api.handle import Handle
 from reshard.api.mover import Mover
 from reshard.api.plan_per_host import plan_in_group
-from reshard.coordination import join
+from reshard.coordination import Group, join
 from reshard.coordination.topology_discovery import find_topology
 from reshard.cost import find_bound
 from reshard.errors import ArgumentError
-from reshard.planner import predict
+from reshard.planner import MIN_STAGING_BYTES, predict
 from reshard.runtime.torch_compat import Copies
 from reshard.sharding import check_integer
 from reshard.timeouts import check_timeout
-from reshard.topology import Topology
+from reshard.topology import Topology, topology_from_json, topology_to_json
+from reshard.weights.membership.team import run_collectively
 from reshard.weights.model.holdings import synchronize
 from reshard.weights.model.manifest import Manifest
 from reshard.weights.model.pieces import Piece, Side, Specs, gather_pieces
 from reshard.weights.model.verify import view_of
 
+#: Equal parts of ``memory_bytes``: buffers, staging of encoded transfers, and staging of raw transfers.
+NUM_SHARES = 3
 #: Number of sets of arrays whose views a :class:`Route` keeps: two versions of the source.
 MAX_VIEWED = 2
 
@@ -47,8 +50,9 @@ class RouteOptions:
     Attributes:
         join_seconds: how long to wait for the other ranks.
         timeout_seconds: limit of one transfer.
-        memory_bytes: memory for data in transit.
+        memory_bytes: memory for data in transit, at least 192 KiB.
         topology: hosts and links of the ranks; None: by host names.
+        is_shared: whether the memory also serves encoded transfers.
 
     Raises:
         ArgumentError: an option is not valid.
@@ -58,13 +62,19 @@ class RouteOptions:
     timeout_seconds: float
     memory_bytes: int
     topology: Topology | None
+    is_shared: bool = False
 
     def __post_init__(self) -> None:
         check_timeout(self.join_seconds)
         check_timeout(self.timeout_seconds)
-        check_integer(self.memory_bytes, "memory_bytes", 0, 2**62)
+        check_integer(self.memory_bytes, "memory_bytes", NUM_SHARES * MIN_STAGING_BYTES, 2**62)
         if self.topology is not None and not isinstance(self.topology, Topology):
             raise ArgumentError(f"topology must be a Topology, not {type(self.topology).__name__}")
+
+    @property
+    def staging_bytes(self) -> int:
+        """The memory of a Mover."""
+        return self.memory_bytes // NUM_SHARES if self.is_shared else self.memory_bytes
 
 
 @dataclass(frozen=True)
@@ -86,6 +96,25 @@ class ReceiveBuffers:
         for views, tensor in self.copies:
             Copies(views, list(tensor.unbind()) if len(views) > 1 else [tensor])()
         synchronize(self.shards)
+
+
+def _agree(group: Group, options: RouteOptions) -> tuple[int, Topology]:
+    """The least staging memory of any rank, and the topology that ranks state; by host names if none does."""
+
+    def describe() -> dict[str, Any]:
+        stated = None if options.topology is None else topology_to_json(options.topology)
+        return {"staging_bytes": options.staging_bytes, "topology": stated}
+
+    reports = run_collectively(group, describe, "agrees on memory and links", options.join_seconds)
+    stated = {rank: report["topology"] for rank, report in reports.items() if report["topology"] is not None}
+    first = next(iter(stated), group.rank)
+    for rank, topology in stated.items():
+        if topology != stated[first]:
+            raise ArgumentError(f"rank {first} and rank {rank} of trainer and engines pass different topologies")
+    staging_bytes = min(report["staging_bytes"] for report in reports.values())
+    if stated:
+        return staging_bytes, options.topology or topology_from_json(stated[first])
+    return staging_bytes, find_topology(group, timeout_seconds=options.join_seconds)
 
 
 class Route:
@@ -127,14 +156,13 @@ class Route:
         self._views: list[tuple[dict[str, torch.Tensor], list[list[torch.Tensor]]]] = []
         self.group = join(store, self.rank, sum(model.size for model in models))
         try:
-            discovered = find_topology(self.group, timeout_seconds=options.join_seconds)
-            self.topology = options.topology or discovered
+            staging_bytes, self.topology = _agree(self.group, options)
             self.device = "cpu" if any(model.device != "cuda" for model in models) else "cuda"
             with plan_in_group(
                 self.group,
                 tensors,
                 topology=self.topology,
-                staging_bytes=options.memory_bytes,
+                staging_bytes=staging_bytes,
                 timeout_seconds=options.join_seconds,
             ) as plan:
                 self._mover = Mover(plan, self.group, timeout_seconds=options.timeout_seconds, device=self.device)

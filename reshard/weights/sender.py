@@ -6,13 +6,14 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
 from reshard.weights.dispatcher import CHECK_SECONDS, Dispatcher, Outcome
-from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle, share_memory
+from reshard.weights.encoded import EncodedTransfers, RawHandle, SendingHandle
 from reshard.weights.formats import FormatChoice
 from reshard.weights.membership.mailbox import Message
 from reshard.weights.membership.survivors import on_ranks
@@ -211,7 +212,7 @@ class Sender:
                 twin = next((other for other in self._checkers if engines[other] == target), None)
                 checker = Checker(manifest, target, pieces[name]) if twin is None else self._checkers[twin]
                 self._checkers[name] = checker
-            options = self._options if self._compression is None else share_memory(self._options)
+            options = replace(self._options, is_shared=self._compression is not None)
             route = Route(store, manifest, targets, list(pieces.values()), 0, self._rank, options)
             self._route = key, route
         return self._route[1]

@@ -72,7 +72,7 @@ def transfer_state_dict(
         group: the process group (default: the world) or the result of :func:`reshard.join` of all ranks.
         rules: see :mod:`reshard.weights.mapping.rules`. Default: the rules of the families of models that fit.
         quantize: which tensors of the source arrive in float8, with the scales of their blocks.
-        memory_bytes: memory for data in transit on each rank.
+        memory_bytes: memory for data in transit on each rank, at least 192 KiB.
         timeout_seconds: limit of each agreement, and of the transfer.
         topology: hosts and links of the ranks. Default: by host names.
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
+from reshard.formatting import did_you_mean
 
 from .choosing import choose
 from .costs.layer_costs import StateBytes
@@ -102,12 +103,12 @@ def search(
 
 def warn_if_noisy(problem: SearchProblem) -> None:
     """Warn if the times of the profile vary by more than :data:`MAX_SPREAD`, as on a machine with other jobs."""
-    spread, key, most = problem.spread()
+    spread, key, class_spread = problem.spread()
     if spread > MAX_SPREAD:
         warnings.warn(
             f"the profile of {problem.graph.name!r} is noisy: the middle half of the measured times of its layers "
-            f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {most:.0%}; above "
-            f"{MAX_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
+            f"spreads over {spread:.0%} of their median, and that of layer class {key!r} over {class_spread:.0%}; "
+            f"above {MAX_SPREAD:.0%}, the choice may be wrong: measure again while no other jobs run, or use tune()",
             stacklevel=3,
         )
 
@@ -136,7 +137,8 @@ def make_problem(
             raise ArgumentError(f"{what} must be a {kind.__name__}, not {value!r:.100}")
     unknown = [name for name in keep if name not in KEPT]
     if unknown:
-        raise ArgumentError(f"keep names {unknown[0]!r}; it can fix {', '.join(KEPT)}")
+        meant = did_you_mean(unknown[0], KEPT)
+        raise ArgumentError(f"keep names {unknown[0]!r}; it can fix {', '.join(KEPT)}{meant}")
     if "zero" in keep:
         rules = replace(rules, zero=(keep["zero"],))
     if "recompute" in keep:

@@ -114,7 +114,7 @@ def tune(
         problem = problem.changed(profile=correct_profile(encoded, training_plan, measurement.timelines))
         training_plan = choose(problem)
         is_settled = any(is_same(training_plan, item.training_plan) for item in rounds)
-    best = min(rounds, key=lambda each: each.measurement.seconds)
+    best = min(rounds, key=lambda tuning_round: tuning_round.measurement.seconds)
     return Tuned(tuple(rounds), best.training_plan, problem.profile, is_settled)
 
 

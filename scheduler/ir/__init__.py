@@ -2,3 +2,5 @@
 
 May import ``graph`` and ``costs`` of ``reshard.scheduler``, and every package of ``reshard``.
 """
+
+from . import drawing as drawing  # registers the drawing of a schedule

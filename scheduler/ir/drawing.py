@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING
 
-from reshard.drawing import draw_fragment, draw_keys
+from reshard.drawing import draw, draw_fragment, draw_keys
 from reshard.formatting import count_of
 
 from .actions import Action, Kind
-
-if TYPE_CHECKING:
-    from .schedule import Schedule
+from .schedule import Schedule
 
 #: Most actions and pp ranks that are drawn; of longer schedules, the first microbatches and pp ranks are.
 MAX_ACTIONS, MAX_PP_RANKS = 1000, 64
@@ -49,6 +46,7 @@ class Piece:
     text: str
 
 
+@draw.register(Schedule)
 def draw_schedule(schedule: Schedule) -> str:
     """A schedule for a notebook, without costs: a forward takes one unit of time, a whole backward two.
 
@@ -67,9 +65,9 @@ def draw_in_units(schedule: Schedule) -> str:
     pieces = list(_place_in_units(part))
     end = max((piece.end for piece in pieces), default=1.0)
     flights: list[list[int]] = [[] for _ in schedule.rank_actions]
-    for pp_rank, most in zip(schedule.pp_rank_of_stage, schedule.in_flight, strict=True):
-        flights[pp_rank].append(most)
-    beside = [f"{'+'.join(map(str, most)) or 0} in flight" for most in flights]
+    for pp_rank, in_flight in zip(schedule.pp_rank_of_stage, schedule.in_flight, strict=True):
+        flights[pp_rank].append(in_flight)
+    beside = [f"{'+'.join(map(str, in_flight)) or 0} in flight" for in_flight in flights]
     cut = describe_cut(schedule, part)
     return (
         f"{draw_rows(pieces, len(part.rank_actions), end, beside)}{draw_kinds(pieces)}<p>A forward is drawn as one "
@@ -150,17 +148,17 @@ def _place_in_units(schedule: Schedule) -> Iterator[Piece]:
 
 def _inputs(schedule: Schedule) -> dict[tuple[bool, int, int], list[tuple[bool, int, int]]]:
     """The computations that each computation waits for, by the transfers; without any, stages form a chain."""
-    found: dict[tuple[bool, int, int], list[tuple[bool, int, int]]] = {}
+    inputs: dict[tuple[bool, int, int], list[tuple[bool, int, int]]] = {}
     transfers = [action for _, action in schedule if action.kind in (Kind.RECV_F, Kind.RECV_B)]
     for action in transfers:
         is_forward = action.kind is Kind.RECV_F
         other = action.stage if action.other is None else action.other
         key = (is_forward, action.stage, action.microbatch)
-        found.setdefault(key, []).append((is_forward, other, action.microbatch))
+        inputs.setdefault(key, []).append((is_forward, other, action.microbatch))
     if transfers:
-        return found
+        return inputs
     made = {(a.kind is Kind.F, a.stage, a.microbatch) for _, a in schedule if a.kind is not Kind.W}
     for is_forward, stage, microbatch in made:
         before = (is_forward, stage - 1 if is_forward else stage + 1, microbatch)
-        found[is_forward, stage, microbatch] = [before] * (before in made)
-    return found
+        inputs[is_forward, stage, microbatch] = [before] * (before in made)
+    return inputs

@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from reshard.arguments import check_arguments
+from reshard.drawing import Drawn
 from reshard.errors import ArgumentError, ScheduleError
 from reshard.formatting import brief
 
@@ -31,7 +32,7 @@ _IN_FLIGHT_CHANGE = {Kind.F: 1, Kind.B: -1, Kind.W: -1}
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Schedule(Drawn):
     """The actions of each pp rank, in order.
 
     Attributes:
@@ -118,11 +119,11 @@ class Schedule:
             ScheduleError: an action names a stage that does not exist, or a transfer names no other stage.
         """
         _check_stages(self)
-        now, most = [0] * self.num_stages, [0] * self.num_stages
+        now, peak = [0] * self.num_stages, [0] * self.num_stages
         for _, action in self:
             now[action.stage] += _IN_FLIGHT_CHANGE.get(action.kind, 0)
-            most[action.stage] = max(most[action.stage], now[action.stage])
-        return tuple(most)
+            peak[action.stage] = max(peak[action.stage], now[action.stage])
+        return tuple(peak)
 
     @check_arguments()
     def peak_bytes(self, pipeline: Pipeline) -> tuple[int, ...]:
@@ -132,11 +133,11 @@ class Schedule:
             ArgumentError, ScheduleError: see :func:`check_fits`.
         """
         check_fits(self, pipeline)
-        now, most = [0] * len(self.rank_actions), [0] * len(self.rank_actions)
+        now, peak = [0] * len(self.rank_actions), [0] * len(self.rank_actions)
         for pp_rank, action in self:
             now[pp_rank] += _IN_FLIGHT_CHANGE.get(action.kind, 0) * pipeline.stages[action.stage].activation_bytes
-            most[pp_rank] = max(most[pp_rank], now[pp_rank])
-        return tuple(most)
+            peak[pp_rank] = max(peak[pp_rank], now[pp_rank])
+        return tuple(peak)
 
     @check_arguments()
     def to_networkx(self, pipeline: Pipeline) -> nx.DiGraph:
@@ -172,11 +173,6 @@ class Schedule:
             f"{pp_rank}: {' '.join(map(str, actions))}".rstrip() for pp_rank, actions in enumerate(self.rank_actions)
         ]
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        from .drawing import draw_schedule  # which only notebooks need
-
-        return draw_schedule(self)
 
 
 def check_fits(schedule: object, pipeline: object) -> None:

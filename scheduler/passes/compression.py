@@ -100,19 +100,19 @@ def choose_codecs(
     raw_schedule = build(with_costs({}))
     raw_seconds = seconds({}, raw_schedule)
     chosen, schedule = dict(wanted), build(with_costs(wanted))
-    found = seconds(chosen, schedule)
+    step_seconds = seconds(chosen, schedule)
     gains: dict[StageChannel, float] = {}
     while chosen:
-        left = {channel: seconds(without(chosen, channel), schedule) - found for channel in chosen}
+        left = {channel: seconds(without(chosen, channel), schedule) - step_seconds for channel in chosen}
         gains |= left
-        least = min(left, key=lambda channel: left[channel])
-        if is_forced or left[least] >= MIN_SHARE * raw_seconds:
+        worst = min(left, key=lambda channel: left[channel])
+        if is_forced or left[worst] >= MIN_SHARE * raw_seconds:
             break
-        del chosen[least]
-        found = seconds(chosen, schedule)
+        del chosen[worst]
+        step_seconds = seconds(chosen, schedule)
     if chosen and len(chosen) < len(wanted):
         schedule = build(with_costs(chosen))
-        found = seconds(chosen, schedule)
-    if not is_forced and found > (1 - MIN_GAIN) * raw_seconds:
-        chosen, schedule, found = {}, raw_schedule, raw_seconds
-    return CodecChoice(chosen, schedule, raw_seconds, found, gains)
+        step_seconds = seconds(chosen, schedule)
+    if not is_forced and step_seconds > (1 - MIN_GAIN) * raw_seconds:
+        chosen, schedule, step_seconds = {}, raw_schedule, raw_seconds
+    return CodecChoice(chosen, schedule, raw_seconds, step_seconds, gains)

@@ -118,7 +118,7 @@ def _move_recvs(actions: Sequence[Action], pipeline: Pipeline, recvs_ahead: int)
             at = due[nth] if not recvs_ahead else due[nth - recvs_ahead] if nth >= recvs_ahead else 0
             moved.append((due[nth], first, at, recv))
     posted: dict[int, list[Action]] = {}  # receives before each action
-    for *_, position, recv in sorted(moved, key=lambda each: (*each[:2], each[3].other)):
+    for *_, position, recv in sorted(moved, key=lambda entry: (*entry[:2], entry[3].other)):
         posted.setdefault(position, []).append(recv)
     out: list[Action] = []
     for index, action in enumerate(rest):

@@ -101,7 +101,7 @@ def _spec_of(parameter: Any) -> tuple[Any, ...] | None:
     dims: list[Any] = [()] * parameter.dim()
     axes = list(zip(parameter.device_mesh.mesh_dim_names, parameter.placements, strict=True))
     # FSDP shards each tensor-parallel shard. If both shard the same dim, dp has a strided placement and is minor.
-    for axis, placement in sorted(axes, key=lambda each: torch_compat.is_strided_shard(each[1])):
+    for axis, placement in sorted(axes, key=lambda pair: torch_compat.is_strided_shard(pair[1])):
         if not placement.is_replicate():
             dims[placement.dim] = (*dims[placement.dim], axis)
     return tuple(axes or None for axes in dims)

@@ -93,8 +93,8 @@ class DryRun:
             own = None
             if stage in self._shards:
                 own = self._planner.find_failure(outline, num_samples, stage, self._shards[stage])
-            found = sorted(self._engine.exchange(own).items())
-            self._failures[key] = next((failure for _, failure in found if failure is not None), None)
+            failures = sorted(self._engine.exchange(own).items())
+            self._failures[key] = next((failure for _, failure in failures if failure is not None), None)
             if len(self._failures) > MAX_GRAPHS:
                 self._failures.popitem(last=False)
         return self._failures[key]

@@ -183,7 +183,7 @@ class PipelineEngine:
 
         Arguments: :meth:`step`.
         """
-        modes = [(each, each.training) for module in self.modules.values() for each in module.modules()]
+        modes = [(submodule, submodule.training) for module in self.modules.values() for submodule in module.modules()]
         for module in self.modules.values():
             module.eval()
         try:
@@ -200,7 +200,7 @@ class PipelineEngine:
         """
         parts = self._feeder.divide(num_samples, accumulate)
         return torch.tensor(
-            [sample for part in parts for each in part for sample in self._feeder.own_samples(each)]
+            [sample for part in parts for samples in part for sample in self._feeder.own_samples(samples)]
         ).long()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> float:

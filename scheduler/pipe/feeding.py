@@ -85,7 +85,7 @@ class Feeder:
         passed += [self._engine.tied_training(), self._engine.frozen_digests()]
         gathered = self._engine.exchange(None if failure else passed, failure)
         check_frozen({rank: value[5] for rank, value in gathered.items()})
-        check_training(each for _, value in sorted(gathered.items()) for each in value[4])
+        check_training(training for _, value in sorted(gathered.items()) for training in value[4])
         outlines = {rank: BatchOutline.from_json(value[0]) for rank, value in gathered.items() if value[0] is not None}
         outline = common_outline(outlines, {rank: value[1:3] for rank, value in gathered.items()}, self._planner.meshes)
         if not is_local:

@@ -71,8 +71,8 @@ def check_clip(max_norm: Any, norm_type: Any) -> tuple[float, float]:
         except (TypeError, ValueError, OverflowError, RuntimeError):  # the last from a tensor without data
             number = math.nan
         if not number >= 0 or (name == "norm_type" and number == 0):
-            least = "a number above 0" if name == "norm_type" else "a number that is 0 or more"
-            raise ArgumentError(f"{name} is {brief(value)}; it must be {least}")
+            allowed = "a number above 0" if name == "norm_type" else "a number that is 0 or more"
+            raise ArgumentError(f"{name} is {brief(value)}; it must be {allowed}")
         clip.append(number)
     return clip[0], clip[1]
 

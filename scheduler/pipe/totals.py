@@ -87,5 +87,5 @@ def _divide(value: float, weight: float) -> float:
 
 def _sum(values: Iterable[float]) -> float:
     """The sum, also of values that are not finite."""
-    each = list(values)
-    return math.fsum(each) if all(map(math.isfinite, each)) else sum(each)
+    numbers = list(values)
+    return math.fsum(numbers) if all(map(math.isfinite, numbers)) else sum(numbers)

@@ -89,8 +89,8 @@ def _find_unlike(first: Mapping[str, list[float]], other: Mapping[str, list[floa
     largest = max((norm for norm, *_ in first.values()), default=0.0)
     for name, numbers in first.items():
         if name in other:
-            most = max(numbers[0], other[name][0])
+            max_count = max(numbers[0], other[name][0])
             difference = max(abs(a - b) for a, b in zip(numbers, other[name], strict=True))
-            if difference > max(_TOLERANCE * most, _NEGLIGIBLE * largest):
+            if difference > max(_TOLERANCE * max_count, _NEGLIGIBLE * largest):
                 return name
     return None

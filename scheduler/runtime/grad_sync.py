@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.api.tensor_checks import has_overlapping_elements
+from reshard.api.arrays.tensor_checks import has_overlapping_elements
 from reshard.coordination import Group, Monitor, Request, all_gather_json, find_channel, resolve
 from reshard.errors import ArgumentError, DisagreementError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.formatting import describe_ranks

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from reshard.api.tensor_checks import check_movable, wait_for_collective
+from reshard.api.arrays.tensor_checks import check_movable, wait_for_collective
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.gradients.sums import CHECK_EVERY, sum_gradients

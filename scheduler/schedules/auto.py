@@ -99,14 +99,14 @@ def auto_schedule(
     pp_ranks = check_placement(pipeline, pp_rank_of_stage)
     limits = None if memory_limit_bytes is None else check_limits(memory_limit_bytes, max(pp_ranks) + 1)
     search = _Search(pipeline, num_microbatches, pp_ranks, can_split, limits)
-    found = search.run()
-    if found is None:
+    schedule = search.run()
+    if schedule is None:
         assert limits is not None
         raise ScheduleError(
             f"no schedule was found that keeps at most {_limit_text(limits)} bytes of activations; one "
             f"microbatch takes {max(stage.activation_bytes for stage in pipeline.stages):,}"
         )
-    return add_transfers(NAME, search.model.actions(found.order), pipeline, pp_ranks, num_microbatches)
+    return add_transfers(NAME, search.model.actions(schedule.order), pipeline, pp_ranks, num_microbatches)
 
 
 def _limit_text(limits: tuple[float, ...]) -> str:
@@ -336,7 +336,9 @@ def find_depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
     stages need as long for k - 1 microbatches as the two transfers take.
     """
     stages, num = pipeline.stages, len(pipeline.stages)
-    pace = max([stage.forward_seconds + stage.backward_seconds for stage in stages] + link_seconds(pipeline))
+    bottleneck_seconds = max(
+        [stage.forward_seconds + stage.backward_seconds for stage in stages] + link_seconds(pipeline)
+    )
     round_trip = [0.0] * num  # from the start of a stage's forward to the end of its backward
     by_rule = [1] * num
     for s in reversed(range(num)):
@@ -345,9 +347,12 @@ def find_depths(pipeline: Pipeline) -> list[tuple[int, ...]]:
             edge = pipeline.edge_between[s, d]
             transfer = edge.forward_seconds + edge.backward_seconds
             beyond = max(beyond, transfer + round_trip[d])
-            by_rule[s] = max(by_rule[s], by_rule[d] + 1 + (math.ceil(transfer / pace - 1e-9) if pace else 0))
+            by_rule[s] = max(
+                by_rule[s],
+                by_rule[d] + 1 + (math.ceil(transfer / bottleneck_seconds - 1e-9) if bottleneck_seconds else 0),
+            )
         round_trip[s] = beyond + stages[s].forward_seconds + stages[s].backward_seconds
-    exact = [max(1, math.ceil(trip / pace - 1e-9)) if pace else 1 for trip in round_trip]
+    exact = [max(1, math.ceil(trip / bottleneck_seconds - 1e-9)) if bottleneck_seconds else 1 for trip in round_trip]
     return [tuple(exact), tuple(by_rule)]
 
 

@@ -133,9 +133,9 @@ def check_microbatches(pipeline: Pipeline, num_microbatches: int) -> None:
     check_pipeline(pipeline)
     if isinstance(num_microbatches, bool) or not isinstance(num_microbatches, int) or num_microbatches < 1:
         raise ArgumentError(f"num_microbatches is {brief(num_microbatches)}; it must be an integer of at least 1")
-    most = MAX_ACTIONS // len(pipeline.stages)
-    if num_microbatches > most:
+    max_microbatches = MAX_ACTIONS // len(pipeline.stages)
+    if num_microbatches > max_microbatches:
         raise ArgumentError(
-            f"num_microbatches is {brief(num_microbatches)}; at most {most:,} microbatches fit "
+            f"num_microbatches is {brief(num_microbatches)}; at most {max_microbatches:,} microbatches fit "
             f"{len(pipeline.stages)} stages"
         )

@@ -71,7 +71,7 @@ def interleaved_zero_bubble_order(
     order = []
     for pp_rank, num_warmup in enumerate(_warmups(num_pp_ranks, stages_per_pp_rank, num_microbatches, 1)):
         forwards, backwards = _passes(pp_rank, num_pp_ranks, stages_per_pp_rank, num_microbatches)
-        inputs, weights = ([replace(each, kind=kind) for each in backwards] for kind in (Kind.I, Kind.W))
+        inputs, weights = ([replace(backward, kind=kind) for backward in backwards] for kind in (Kind.I, Kind.W))
         order.append(alternate(forwards, inputs, num_warmup, weights, pp_rank))
     return order
 

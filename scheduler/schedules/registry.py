@@ -5,8 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from ..graph import Pipeline
 from ..ir.actions import Action
-from .classic import eager_warmups, warmup_order, zb_h1_order, zb_h2_order
+from ..ir.schedule import Schedule
+from .classic import (
+    eager_1f1b,
+    eager_warmups,
+    gpipe,
+    one_f_one_b,
+    warmup_order,
+    zb_h1,
+    zb_h1_order,
+    zb_h2,
+    zb_h2_order,
+)
 from .looped import interleaved_order, interleaved_zero_bubble_order, looped_bfs_order
 from .v_shaped import dualpipe_v_order, v_placement, zb_v_order
 
@@ -21,12 +33,16 @@ class KnownSchedule:
             each pp rank.
         placement: function from the first two of these numbers to the pp rank of each stage; empty if there is none.
         splits: whether it splits backwards.
+        option: name in ``reshard train --schedule``, which has one stage on each pp rank; "" if it cannot be named.
+        build: function from a pipeline and a number of microbatches to the schedule; None without an option.
     """
 
     name: str
     order: Callable[[int, int, int], list[list[Action]]]
     placement: Callable[[int, int], Sequence[int]]
     splits: bool = False
+    option: str = ""
+    build: Callable[[Pipeline, int], Schedule] | None = None
 
 
 def _single(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
@@ -42,11 +58,13 @@ def _v_shaped(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
 
 
 KNOWN_SCHEDULES = (
-    KnownSchedule("gpipe", lambda n, _, m: warmup_order([m] * n, m), _single),
-    KnownSchedule("1f1b", lambda n, _, m: warmup_order(range(n, 0, -1), m), _single),
-    KnownSchedule("eager-1f1b", lambda n, _, m: warmup_order(eager_warmups(n), m), _single),
-    KnownSchedule("zero-bubble", lambda n, _, m: zb_h1_order(n, m), _single, splits=True),
-    KnownSchedule("zb-h2", lambda n, _, m: zb_h2_order(n, m), _single, splits=True),
+    KnownSchedule("gpipe", lambda n, _, m: warmup_order([m] * n, m), _single, option="gpipe", build=gpipe),
+    KnownSchedule("1f1b", lambda n, _, m: warmup_order(range(n, 0, -1), m), _single, option="1f1b", build=one_f_one_b),
+    KnownSchedule(
+        "eager-1f1b", lambda n, _, m: warmup_order(eager_warmups(n), m), _single, option="eager", build=eager_1f1b
+    ),
+    KnownSchedule("zero-bubble", lambda n, _, m: zb_h1_order(n, m), _single, splits=True, option="zb_h1", build=zb_h1),
+    KnownSchedule("zb-h2", lambda n, _, m: zb_h2_order(n, m), _single, splits=True, option="zb_h2", build=zb_h2),
     KnownSchedule("looped-bfs", looped_bfs_order, _looped),
     KnownSchedule("interleaved-1f1b", interleaved_order, _looped),
     KnownSchedule("interleaved-zero-bubble", interleaved_zero_bubble_order, _looped, splits=True),

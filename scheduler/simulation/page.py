@@ -86,15 +86,15 @@ def _pieces_of(timeline: PipelineTimeline) -> list[Piece]:
 
 def _busy_seconds(timeline: PipelineTimeline, num_pp_ranks: int) -> list[float]:
     """How long each pp rank computes."""
-    found = [0.0] * num_pp_ranks
+    busy = [0.0] * num_pp_ranks
     for span in timeline.spans:
-        found[span.pp_rank] += 0.0 if span.action.kind.is_transfer else span.end - span.start
-    return found
+        busy[span.pp_rank] += 0.0 if span.action.kind.is_transfer else span.end - span.start
+    return busy
 
 
-def _memory_bar(peak: int, limit: float, most: float) -> str:
+def _memory_bar(peak: int, limit: float, max_bytes: float) -> str:
     title = f"peak {format_bytes(peak)}" + (f" of {format_bytes(limit)}" if math.isfinite(limit) else "")
-    return draw_bar([(peak, "var(--both)", title)], limit, most)
+    return draw_bar([(peak, "var(--both)", title)], limit, max_bytes)
 
 
 def _describe_memory(peaks: Sequence[int], limits: Sequence[float]) -> str:

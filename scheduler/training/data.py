@@ -92,10 +92,10 @@ class TokenLoader(Loader):
         """The batch of a step."""
         num_samples = [self._window(number) for number in range(step * self.num_samples, (step + 1) * self.num_samples)]
         windows = torch.from_numpy(np.stack(num_samples).astype(np.int64))
-        least, largest = int(windows.min()), int(windows.max())
-        if least < 0 or largest >= self._vocabulary:
+        smallest, largest = int(windows.min()), int(windows.max())
+        if smallest < 0 or largest >= self._vocabulary:
             raise ArgumentError(
-                f"the data has the token {least if least < 0 else largest}, but the model has a vocabulary of "
+                f"the data has the token {smallest if smallest < 0 else largest}, but the model has a vocabulary of "
                 f"{self._vocabulary}"
             )
         return {"tokens": windows[:, :-1].contiguous(), "targets": windows[:, 1:].contiguous()}

@@ -78,8 +78,8 @@ class TensorDump:
 
     def _dimensions(self) -> list[str]:
         """The dimensions of a policy that the stages of this rank have."""
-        found = describe_modules(self._engine.modules, self._engine.schedule, self._engine.tied_stages)
-        return [name for name in DIMENSIONS if found.get(name)]
+        described = describe_modules(self._engine.modules, self._engine.schedule, self._engine.tied_stages)
+        return [name for name in DIMENSIONS if described.get(name)]
 
 
 def dumped_steps(steps: int) -> set[int]:

@@ -137,15 +137,17 @@ def _call(_rank: int, _port: int, function: Callable[..., Any], job: Job, *args:
 def _tune_locally(job: Job, options: SearchOptions, num_ranks: int, shares_gpus: bool) -> Tuned:
     on_gpu = job.device == "cuda"
     function, more = (_on_gpu, (num_ranks, shares_gpus, tune_training_plan)) if on_gpu else (tune_training_plan, ())
-    found: Tuned = run_locally(function, num_ranks, *more, job, options, init_group=not on_gpu)
-    return found
+    tuned: Tuned = run_locally(function, num_ranks, *more, job, options, init_group=not on_gpu)
+    return tuned
 
 
-def _with_training_plan(job: Job, options: SearchOptions, found: TrainingPlan | Tuned, shows: bool = True) -> Job:
+def _with_training_plan(
+    job: Job, options: SearchOptions, plan_or_tuned: TrainingPlan | Tuned, shows: bool = True
+) -> Job:
     """The job with the training plan that was found, which is shown and saved."""
-    training_plan = found.training_plan if isinstance(found, Tuned) else found
+    training_plan = plan_or_tuned.training_plan if isinstance(plan_or_tuned, Tuned) else plan_or_tuned
     if shows:
-        print(found, file=sys.stderr)
+        print(plan_or_tuned, file=sys.stderr)
         if options.output is not None:
             training_plan.save(options.output)
     return replace(job, training_plan=training_plan)
@@ -186,13 +188,13 @@ def _find_on_all_ranks(job: Job, options: SearchOptions) -> TrainingPlan | Tuned
     """The training plan that rank 0 finds, or its error, on all ranks alike; on rank 0 what was tried, too."""
     if options.measures:
         return tune_training_plan(dist.get_rank(), job, options)
-    found: TrainingPlan | ReshardError | None = None
+    plan_or_error: TrainingPlan | ReshardError | None = None
     if dist.get_rank() == 0:
         try:
-            found = find_training_plan(job, options, dist.get_world_size())
+            plan_or_error = find_training_plan(job, options, dist.get_world_size())
         except ArgumentError as error:
-            found = error
-    return share_training_plan(found)[0]
+            plan_or_error = error
+    return share_training_plan(plan_or_error)[0]
 
 
 def _on_gpu(rank: int, port: int, num_ranks: int, shares_gpus: bool, function: Callable[..., Any], *args: Any) -> Any:
@@ -237,8 +239,10 @@ def _train_on_ray(job: Job, wanted: str, options: SearchOptions | None) -> Train
     if options is not None:
         shape, function = ((1, num_ranks), tune_training_plan) if options.measures else ((1, 1), _search_on_actor)
         with ActorMesh(shape, name="search", num_gpus=gpus) as actors:
-            found = run([actors], function, job, options, timeout_seconds=_FOREVER_SECONDS, backend=_BACKENDS[device])
-        job = _with_training_plan(job, options, found[0])
+            returned = run(
+                [actors], function, job, options, timeout_seconds=_FOREVER_SECONDS, backend=_BACKENDS[device]
+            )
+        job = _with_training_plan(job, options, returned[0])
     with contextlib.ExitStack() as stack:
         meshes: list[ActorMesh] = [
             stack.enter_context(ActorMesh(shape, name=f"stage {number}", num_gpus=gpus))

@@ -19,8 +19,7 @@ from ..ir.schedule import Schedule
 from ..pipe.engine import PipelineEngine
 from ..pipe.pipe import Pipe
 from ..pipe.placement import parse_placements
-from ..schedules.auto import auto_schedule
-from ..schedules.classic import eager_1f1b, gpipe, one_f_one_b, zb_h1, zb_h2
+from ..schedules.builders import BUILDERS
 from ..simulation.lower_bound import LowerBound
 from ..simulation.replay import PipelineTimeline
 from .data import Loader, PictureLoader, TokenLoader, hold_out, read_tokens
@@ -30,14 +29,6 @@ from .models.presets import GPTConfig, Preset
 from .progress import Progress
 from .report import Report
 
-SCHEDULES: Mapping[str, Callable[..., Any]] = {
-    "auto": auto_schedule,
-    "gpipe": gpipe,
-    "1f1b": one_f_one_b,
-    "eager": eager_1f1b,
-    "zb_h1": zb_h1,
-    "zb_h2": zb_h2,
-}
 #: The learning rate ends at this share of its peak.
 MIN_RATE = 0.1
 #: AdamW of the GPT-3 paper: its betas, its weight decay, and the largest norm of the gradients.
@@ -114,13 +105,8 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
     loader, held_out = make_loaders(job)
     device = torch.device(job.device, torch.cuda.current_device()) if job.device == "cuda" else torch.device("cpu")
     torch.manual_seed(job.seed)
-    options: dict[str, Any] = {}
-    if job.training_plan is None:
-        options = {"num_microbatches": job.preset.num_microbatches, "schedule": SCHEDULES[job.schedule]}
-    if job.compression is not None:
-        options["compression"] = parse_policy(job.compression)
     with show_elapsed("measuring the stages", show=shows and rank == 0):
-        engine = make_pipe(job).compile(_move(loader.batch(0), device), device=device, **options)
+        engine = _compile_engine(job, _move(loader.batch(0), device), device)
     optimizer = make_optimizer(engine.param_groups(), job.preset.learning_rate)
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_factors(job.steps, job.warmup))
     folder = job.checkpoint or ""
@@ -173,6 +159,16 @@ def train(rank: int, job: Job, shows: bool = True) -> TrainResult:
                 report.add(max(start, job.steps), held_out=final)
                 progress.note(report.finish(job.name, engine.schedule, measured, predicted))
     return TrainResult(start, tuple(losses), final, tuple(skipped))
+
+
+def _compile_engine(job: Job, batch: Any, device: torch.device) -> PipelineEngine:
+    """The engine of a job, for batches of this shape."""
+    options: dict[str, Any] = {}
+    if job.training_plan is None:
+        options = {"num_microbatches": job.preset.num_microbatches, "schedule": BUILDERS[job.schedule]}
+    if job.compression is not None:
+        options["compression"] = parse_policy(job.compression)
+    return make_pipe(job).compile(batch, device=device, **options)
 
 
 def describe_prediction(schedule: Schedule, predicted: PipelineTimeline, bound: LowerBound) -> str:

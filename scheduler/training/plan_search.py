@@ -115,15 +115,15 @@ class SearchOptions:
                     f"the launcher started {num_ranks} ranks with {local} on each host; pass --topology with the rates "
                     "of the links between hosts"
                 )
-            found = replace(Topology.uniform((0,) * devices), inside_bytes_per_second=INSIDE_BYTES_PER_SECOND)
+            topology = replace(Topology.uniform((0,) * devices), inside_bytes_per_second=INSIDE_BYTES_PER_SECOND)
         else:
-            found = find_topology(self.topology, devices if self.topology in MACHINES else None)
-        if num_ranks is not None and num_ranks != (self.devices or len(found.host_of_rank)):
+            topology = find_topology(self.topology, devices if self.topology in MACHINES else None)
+        if num_ranks is not None and num_ranks != (self.devices or len(topology.host_of_rank)):
             raise ArgumentError(
-                f"the training plan is for {self.devices or len(found.host_of_rank)} devices, but the launcher started "
-                f"{num_ranks} ranks"
+                f"the training plan is for {self.devices or len(topology.host_of_rank)} devices, but the launcher "
+                f"started {num_ranks} ranks"
             )
-        return found
+        return topology
 
 
 def trace_job(job: Job) -> TracedModel:
@@ -241,18 +241,26 @@ def tune_training_plan(rank: int, job: Job, options: SearchOptions) -> Tuned | T
     return tuned
 
 
-def share_training_plan(found: TrainingPlan | ReshardError | None, is_last: bool = True) -> tuple[TrainingPlan, bool]:
+def share_training_plan(
+    plan_or_error: TrainingPlan | ReshardError | None, is_last: bool = True
+) -> tuple[TrainingPlan, bool]:
     """The training plan of rank 0, and its ``is_last``, on all ranks. Every rank calls this.
 
     Args:
-        found: the training plan, or why there is none; ignored on other ranks than 0.
+        plan_or_error: the training plan, or why there is none; ignored on other ranks than 0.
         is_last: whether no more follow.
 
     Raises:
         ReshardError: rank 0 passes an error.
     """
-    is_error = isinstance(found, ReshardError)
-    text = describe_error(found) if isinstance(found, ReshardError) else None if found is None else found.to_json()
+    is_error = isinstance(plan_or_error, ReshardError)
+    text = (
+        describe_error(plan_or_error)
+        if isinstance(plan_or_error, ReshardError)
+        else None
+        if plan_or_error is None
+        else plan_or_error.to_json()
+    )
     value, is_last, is_error = all_gather_json([text, is_last, is_error])[0]
     if is_error:
         raise rebuild_error(*value)

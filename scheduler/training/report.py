@@ -180,7 +180,7 @@ def draw_schedules(schedule: Schedule, measured: PipelineTimeline, predicted: Pi
 
 def _draw_timeline(axes: Any, timeline: PipelineTimeline, num_pp_ranks: int, scale: float) -> None:
     """One line per pp rank of the schedule, the first on top."""
-    least = 0.012 * timeline.makespan_seconds  # a shorter box has no room for a number
+    min_seconds = 0.012 * timeline.makespan_seconds  # a shorter box has no room for a number
     for span in timeline.spans:
         if span.exposed_seconds:
             start = span.start - span.exposed_seconds
@@ -190,7 +190,7 @@ def _draw_timeline(axes: Any, timeline: PipelineTimeline, num_pp_ranks: int, sca
         width = span.end - span.start
         colour = COLOURS[span.action.kind]
         axes.barh(span.pp_rank, width * scale, left=span.start * scale, color=colour, edgecolor="white", linewidth=0.4)
-        if width > least:
+        if width > min_seconds:
             middle = (span.start + span.end) / 2 * scale
             text = str(span.action.microbatch)
             axes.text(middle, span.pp_rank, text, ha="center", va="center", fontsize=6, clip_on=True)

@@ -211,6 +211,10 @@ def _cases(rank):
             {"tensor": {"a" if rank else "b": source}, "src_mesh": ROWS, "dst_mesh": COLS},
             "disagree on the tensors",
         ),
+        "None for named tensors on one rank": (
+            {"tensor": None if rank == 3 else {"w": source}, "src_mesh": ROWS, "dst_mesh": COLS},
+            "rank 3 passes one without a name; a rank without shards of named tensors passes {name: None}",
+        ),
         "regions that no rank holds": (
             valid | {"src_mesh": gap, "tensor": shard[:2] if rank == 0 else source, "shape": (6, 4)},
             "holds only",

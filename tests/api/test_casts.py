@@ -13,7 +13,7 @@ import torch
 import reshard
 import reshard.api.call
 from reshard import Layout, Mesh
-from reshard.api.casts import cast_received, check_cast, receive_view, wire_dtype
+from reshard.api.arrays.casts import cast_received, check_cast, receive_view, wire_dtype
 from reshard.coordination.groups.process_group import find_group
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError, DisagreementError
@@ -121,7 +121,7 @@ def test_invalid_casts_raise_the_same_error_on_every_rank():
     ids=["contiguous", "transposed", "strided", "inside", "empty"],
 )
 def test_received_elements_are_cast_in_the_targets_memory(monkeypatch, wide, make):
-    monkeypatch.setattr("reshard.api.casts.CAST_BYTES", 64)
+    monkeypatch.setattr("reshard.api.arrays.casts.CAST_BYTES", 64)
     narrow = {"float32": "bfloat16", "float64": "float8_e5m2", "complex128": "complex64", "int64": "int8"}[wide]
     target = make((5, 7))
     storage = torch.zeros(target.untyped_storage().nbytes() // 4 * 2, dtype=getattr(torch, wide))
@@ -216,7 +216,7 @@ def _wait_twice(rank, monkeypatch):
         time.sleep(0.2)
         cast_received(*arguments)
 
-    monkeypatch.setattr("reshard.api.casts.cast_received", cast_slowly)
+    monkeypatch.setattr("reshard.api.arrays.casts.cast_received", cast_slowly)
     source, wanted = take_shard(ROWS, rank, WHOLE), take_shard(COLS, rank, WHOLE.double())
     handle = reshard.reshard_async(source, ROWS, COLS, dst_dtype="float64")
     outs = []
@@ -232,11 +232,11 @@ def _wait_twice(rank, monkeypatch):
         cast_received(received, targets)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("reshard.api.casts.cast_received", cast_half)
+    monkeypatch.setattr("reshard.api.arrays.casts.cast_received", cast_half)
     handle = reshard.reshard_async(source, ROWS, COLS, dst_dtype="float64")
     with pytest.raises(KeyboardInterrupt):
         handle.wait()
-    monkeypatch.setattr("reshard.api.casts.cast_received", cast_received)
+    monkeypatch.setattr("reshard.api.arrays.casts.cast_received", cast_received)
     for _ in range(2):
         with pytest.raises(ArgumentError, match="ended with KeyboardInterrupt, and left its result incomplete"):
             handle.wait()

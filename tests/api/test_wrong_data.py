@@ -14,7 +14,7 @@ import torch.distributed.tensor
 
 import reshard
 from reshard import Layout, Mesh, RegionLayout
-from reshard.api.tensor_checks import check_movable
+from reshard.api.arrays.tensor_checks import check_movable
 from reshard.errors import DisagreementError
 from reshard.testing.processes import run_processes
 from tests.support.tensors import result_or_error, same_bytes, take_shard, whole_tensor

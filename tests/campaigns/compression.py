@@ -21,7 +21,7 @@ import torch
 
 import reshard
 from reshard import Layout, Mesh, Topology
-from reshard.api.casts import wire_dtype
+from reshard.api.arrays.casts import wire_dtype
 from reshard.cli.progress import print_line, track
 from reshard.codecs import BLOCK_CODECS, parse_codec
 from reshard.errors import RankLostError

@@ -152,7 +152,7 @@ def test_strategy_functions_of_one_name_are_distinct():
 
 
 def test_shared_memory_in_different_storages_is_found():
-    from reshard.api.tensor_checks import check_no_aliasing
+    from reshard.api.arrays.tensor_checks import check_no_aliasing
 
     memory = np.arange(8, dtype=np.float32)
     source, out = torch.from_numpy(memory[:6]), torch.from_numpy(memory[2:])

@@ -284,3 +284,12 @@ def test_closed_forms_of_1024_ranks(src, dst, most):
     plan = rotation(src, dst, (65536, 65536), topology, "bfloat16")
     check_plan(plan)
     assert simulate(plan).makespan_seconds <= most * find_latency_bounds(plan).unmerged_seconds
+
+
+def test_the_inside_of_hosts_is_loaded_as_by_the_listed_messages():
+    src, dst, topology = pair("S01 R", "R S0", (8, 8))
+    topology = replace(topology, inside_total_bytes_per_second=1e9)
+    plan = rotation(src, dst, (8192, 8192), topology)
+    listed = Plan(plan.tensors, topology, "listed", plan.transfers, plan.staging_bytes)
+    assert find_loads(plan) == find_loads(listed)
+    assert any(load.port.endswith("inside") for load in find_loads(listed))

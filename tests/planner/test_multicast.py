@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, strategies as st
 
 from reshard import Layout, Mesh, Topology, make_plan, simulate
+from reshard.cli.html_report import plan_to_html
 from reshard.cost.lower_bound import find_bound
-from reshard.plan import find_loads
+from reshard.plan import Load, describe_load, find_loads
 from reshard.plan.check import check_plan
 from reshard.plan.messages import expand_messages
 from reshard.plan.text_parser import parse_plan
@@ -366,6 +367,17 @@ def test_loads_are_the_bytes_of_each_port():
     assert loads["host 1 in"].nbytes == loads["host 2 in"].nbytes == 2**22
     assert loads["host 1 out"].nbytes + loads["host 2 out"].nbytes == 2**22
     assert max(load.seconds for load in loads.values()) <= find_bound(plan).seconds * (1 + 1e-9)
+
+
+def test_what_moves_inside_a_host_loads_it_if_its_ranks_share_a_rate():
+    """Each of two hosts receives 1 MiB once, and passes it to its second rank."""
+    topology = replace(Topology((0, 1, 1, 2, 2)), inside_total_bytes_per_second=1e6)
+    src, dst = Layout(Mesh.of(1), "R"), Layout(Mesh.of(4, first_rank=1))
+    plan = make_plan(src, dst, (2**20,), "int8", topology=topology, strategy="multicast")
+    loads = {load.port: load for load in find_loads(plan)}
+    assert loads["host 1 inside"] == Load("host 1 inside", 2**20, 1e6) and loads["host 2 inside"].nbytes == 2**20
+    assert describe_load(loads["host 1 inside"]) == "Host 1 moves 1 MiB inside at 1 MB/s"
+    assert "Host 1 moves 1 MiB inside" in plan_to_html(plan)
 
 
 def test_auto_prefers_send_recv_if_it_is_as_fast_with_fewer_messages():

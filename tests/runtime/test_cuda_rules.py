@@ -15,7 +15,7 @@ import torch
 
 from reshard import Layout, Mesh, make_plan
 from reshard.api import handle
-from reshard.api.tensor_checks import check_movable
+from reshard.api.arrays.tensor_checks import check_movable
 from reshard.coordination.liveness import heartbeat
 from reshard.errors import ArgumentError
 from reshard.runtime.cpu.staging import TorchMemory

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 
 from reshard import Layout, Mesh, Mover
 from reshard.api.mover import start_checked
+from reshard.api.queued_transfers import QueuedTransfers
 from reshard.planner import plan_tensors
 from reshard.runtime.cpu.direct import DIRECT_BYTES, find_direct
 from reshard.runtime.program import build_program
@@ -53,6 +56,30 @@ def test_transfers_keep_their_order_whoever_posts_them():
     assert sent == [None] * 9
     for number, array in enumerate(received):
         assert torch.equal(array, torch.full((4, 8), float(number)) + torch.arange(8.0))
+
+
+def start_behind(rank):
+    """Start a transfer that the thread posts, one that waits behind it, and one more when the first has ended."""
+    run = QueuedTransfers.run
+
+    def run_late(*args):
+        time.sleep(0.1)
+        return run(*args)
+
+    QueuedTransfers.run = run_late
+    with Mover(make_plan((4, 8)), timeout_seconds=30) as mover:
+        sources = [None if rank else {"x": torch.full((4, 8), float(number))} for number in range(3)]
+        if rank == 0:
+            sources[0]["x"] = sources[0]["x"].t().contiguous().t()
+        handles = [start_checked(mover, sources[0]), start_checked(mover, sources[1])]
+        handles[0].wait()
+        handles.append(start_checked(mover, sources[2]))
+        received = [handle.wait()["x"] for handle in handles]
+    return [float(array.max()) for array in received] if rank else None
+
+
+def test_a_start_does_not_overtake_one_that_waits_for_the_thread():
+    assert run_processes(start_behind, 2) == [None, [0.0, 1.0, 2.0]]
 
 
 def start_wrong(rank):

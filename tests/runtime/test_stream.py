@@ -16,7 +16,7 @@ import torch.distributed as dist
 import reshard
 from reshard import Layout, Mesh
 from reshard.api import handle as handles
-from reshard.api.memory_in_use import check_unused
+from reshard.api.arrays.memory_in_use import check_unused
 from reshard.api.mover import fail_transfers
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.plan.messages import expand_messages

@@ -21,6 +21,7 @@ from reshard.scheduler.runtime.tied_params import TiedParameter
 from reshard.scheduler.schedules.auto import auto_schedule
 from reshard.scheduler.schedules.classic import eager_1f1b, from_warmups, gpipe, one_f_one_b, zb_h1, zb_h2
 from reshard.scheduler.schedules.looped import interleaved_1f1b, interleaved_zero_bubble, looped_bfs
+from reshard.scheduler.schedules.registry import KNOWN_SCHEDULES
 from reshard.scheduler.schedules.v_shaped import dualpipe_v, zb_v
 from reshard.scheduler.simulation.replay import simulate_schedule
 from reshard.scheduler.simulation.validate import check_schedule
@@ -28,6 +29,15 @@ from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
 from tests.campaigns.schedules import draw_case
 
 BUILDERS = [gpipe, one_f_one_b, eager_1f1b, zb_h1, zb_h2]
+
+
+def test_a_schedule_that_a_command_names_has_the_order_of_the_registry():
+    pipeline = chain(1.0, 1.0)
+    named = [known for known in KNOWN_SCHEDULES if known.option]
+    assert [known.build for known in named] == BUILDERS
+    for known in named:
+        expected = add_transfers(known.name, known.order(3, 1, 4), pipeline, range(3), 4)
+        assert known.build(pipeline, 4) == expected
 
 
 def chain(*communication, forward=1.0, backward=2.0):

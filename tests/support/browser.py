@@ -18,6 +18,8 @@ WIDTHS = (375, 768, 1280, 1920)
 SECONDS = 60
 #: Elements that end right of the window, except inside those that scroll or clip by themselves.
 _OVERFLOW = """(() => {
+  document.body.offsetWidth;  // starts the transitions to this width, which must have ended
+  for (const a of document.getAnimations()) a.effect.getComputedTiming().endTime === Infinity ? a.cancel() : a.finish();
   const width = document.documentElement.clientWidth, found = [];
   if (document.documentElement.scrollWidth > width) found.push('page ' + document.documentElement.scrollWidth);
   for (const e of document.body.querySelectorAll('*')) {
@@ -114,17 +116,23 @@ class Browser:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    def open(self, path, width, *, is_dark=False):
-        """Open a page of this width, and return what is wrong with it: errors, requests, and what does not fit."""
+    def open(self, page, width, *, is_dark=False):
+        """Open a page of this width, and return what is wrong with it: errors, requests, and what does not fit.
+
+        Args:
+            page: the path of a file, or the address of a page, which may load what its server has.
+            width: of the window, in pixels. is_dark: whether the reader prefers dark pages.
+        """
         self.events.clear()
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=width < 600
-        )
+        self._set_width(width)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
-        self.call("Page.navigate", url=Path(path).resolve().as_uri())
+        is_address = str(page).startswith("http:")
+        address = page if is_address else Path(page).resolve().as_uri()
+        origin = "/".join(address.split("/")[:3]) + "/" if is_address else "file:"
+        self.call("Page.navigate", url=address)
         self.wait_for("Page.loadEventFired")
-        found = [f"overflow: {text}" for text in self.evaluate(_OVERFLOW)]
+        found = self.resize(width)
         for event in self.events:
             method, params = event.get("method"), event.get("params", {})
             if method == "Runtime.exceptionThrown":
@@ -133,9 +141,18 @@ class Browser:
                 found.append(f"error: {params['entry']['text']}")
             elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "assert"):
                 found.append(f"console: {params['args']}")
-            elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith(("file:", "data:")):
+            elif method == "Network.requestWillBeSent" and not params["request"]["url"].startswith((origin, "data:")):
                 found.append(f"request: {params['request']['url']}")
         return found
+
+    def resize(self, width):
+        """What does not fit if the window of the open page has this width."""
+        self._set_width(width)
+        return [f"overflow: {text}" for text in self.evaluate(_OVERFLOW)]
+
+    def _set_width(self, width):
+        size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", **size)
 
     def screenshot(self, path):
         """Write the whole page as a PNG."""

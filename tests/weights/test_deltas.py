@@ -227,3 +227,27 @@ RATES = {name: [[1e10] * 3] * 2 for name in ("raw", "delta")}
 def test_nothing_is_compared_where_no_format_can_pay():
     with PausableStore(2) as store:
         run_processes(_fast_link, 2, store, init_group=False)
+
+
+def _little_memory(rank, _, store):
+    """Rank 0 trains; rank 1 gives so little memory that a version would take more rounds than are allowed."""
+    encoded.MAX_ROUNDS = 8
+    raw, cut = _connect(store, (), rank, 1), _cut(0, 1, 0)
+    model = _parts(0, cut)
+    if rank == 0:
+        with _trainer(model, raw) as publisher:
+            _wait_for(raw, "ready")
+            with pytest.raises(ArgumentError, match="26 rounds, because memory_bytes is 196,608 on a rank; it must be"):
+                publisher.publish(1).wait(60)
+        with Publisher(model, raw, dtype=torch.bfloat16) as publisher:
+            report = publisher.publish(2).wait(60)
+            assert set(report.engines.values()) == {""}, report
+        return
+    with Subscriber(model, raw, memory_bytes=3 << 16) as subscriber:
+        raw.set("ready", "")
+        assert subscriber.update(100) == 2 and _holds(model, 0, cut)
+
+
+def test_a_model_of_too_many_rounds_is_an_error_of_the_handle():
+    with PausableStore(2) as store:
+        run_processes(_little_memory, 2, store, init_group=False)

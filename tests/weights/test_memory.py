@@ -19,8 +19,8 @@ pytestmark = [
 
 ROWS, COLUMNS, MIB = 12288, 2048, 1 << 20
 MEMORY_BYTES = 16 * MIB
-#: For code that is loaded when it is first used, sockets, and an arena of the allocator for each busy thread.
-SLACK = 16 * MIB
+#: For code that is loaded when it is first used, and sockets.
+SLACK = 10 * MIB
 
 
 def _read_status(key):

@@ -88,10 +88,10 @@ def encode_bucket(
     """
     plain = [bytes_of(view) for view in bucket.views(tensors, "src")]
     num_pieces = sum(-(-len(words) // PIECE_BYTES) for words in plain)
-    most = capacity_of(bucket.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * num_pieces)
+    max_bytes = capacity_of(bucket.nbytes + (_ENTRY_BYTES + HEADER_BYTES) * num_pieces)
     # Differences are usually few, and the pages of a large buffer take longer to map than they take to encode.
     few = _ENTRY_BYTES * num_pieces + 2 * (PIECE_BYTES + HEADER_BYTES)
-    out = np.zeros(most if base is None else min(most, few), dtype=np.uint8)
+    out = np.zeros(max_bytes if base is None else min(max_bytes, few), dtype=np.uint8)
     at, sizes, hasher, base_hasher = _ENTRY_BYTES * num_pieces, [], xxhash.xxh3_64(), xxhash.xxh3_64()
     bases = [None] * len(plain) if base is None else bucket.views(base, "src")
     for words, old_view, view in zip(plain, bases, bucket.views(tensors, "src"), strict=True):
@@ -103,7 +103,7 @@ def encode_bucket(
             old_piece = None if old is None else old[start : start + PIECE_BYTES]
             limit = at + len(piece) + HEADER_BYTES
             if limit > len(out):
-                out = _enlarged(out, at, min(most, 2 * len(out)))
+                out = _enlarged(out, at, min(max_bytes, 2 * len(out)))
             sizes.append(FORMATS[name].encode(piece, piece if old_piece is None else old_piece, out[at:limit], width))
             at += sizes[-1]
             if with_digest:

@@ -58,8 +58,8 @@ def find_buckets(specs: Sequence[TensorSpec], rank: int) -> dict[str, Bucket]:
             regions.setdefault(key, []).append(Region(spec.name or "", src, dst))
             nbytes[key] = nbytes.get(key, 0) + int(tasks.numel[i]) * spec.itemsize
     return {
-        f"{'+'.join(map(str, key[0]))} > {'+'.join(map(str, key[1]))}": Bucket(*key, tuple(found), nbytes[key])
-        for key, found in sorted(regions.items())
+        f"{'+'.join(map(str, key[0]))} > {'+'.join(map(str, key[1]))}": Bucket(*key, tuple(bucket_regions), nbytes[key])
+        for key, bucket_regions in sorted(regions.items())
     }
 
 

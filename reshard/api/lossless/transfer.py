@@ -25,6 +25,7 @@ from reshard.coordination import (
     gather_reports,
     rebuild_error,
 )
+from reshard.coordination.liveness.lost_ranks import ranks_lost_with_regions
 from reshard.errors import ArgumentError, DisagreementError, RankLostError, ReshardError, VerificationError
 from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
@@ -214,15 +215,8 @@ class LosslessTransfer:
     def _describe_loss(self, gone: Sequence[Bucket], needed: Iterable[int]) -> RankLostError:
         """The error that no surviving rank holds some buckets, which the ranks in ``needed`` lack."""
         lost, ranks = sorted(self.lost), sorted(needed)
-        names = sorted({repr(each.tensor) for bucket in gone for each in bucket.regions if each.tensor})
-        return RankLostError(
-            f"{describe_ranks(lost)} {'are' if len(lost) > 1 else 'is'} lost, and with "
-            f"{'them' if len(lost) > 1 else 'it'} regions of {', '.join(names) or 'the tensor'}: "
-            f"{describe_ranks(ranks)} still need{'s' * (len(ranks) == 1)} them and no surviving rank holds them; "
-            f"{self._kept}",
-            lost,
-            names,
-        )
+        names = sorted({repr(region.tensor) for bucket in gone for region in bucket.regions if region.tensor})
+        return ranks_lost_with_regions(lost, names, ranks, self._kept)
 
     def explain(self, error: ReshardError) -> ReshardError:
         """The error of a failed recovery, with names of tensors in place of buckets, and what every out holds."""
@@ -279,12 +273,12 @@ class LosslessTransfer:
                 return None, f"{describe_ranks(ranks)} pass{'es' * (len(ranks) == 1)} no {what}"
         digests = []
         for name, bucket in self._buckets.items():
-            found = [(rank, reports[rank]["sources"][name]) for rank in bucket.holders if rank in reports]
-            found += [(rank, reports[rank]["outs"][name]) for rank in bucket.receivers if rank in reports]
-            if not found:
+            rank_digests = [(rank, reports[rank]["sources"][name]) for rank in bucket.holders if rank in reports]
+            rank_digests += [(rank, reports[rank]["outs"][name]) for rank in bucket.receivers if rank in reports]
+            if not rank_digests:
                 continue
-            first, digest = found[0]
-            for rank, other in found:
+            first, digest = rank_digests[0]
+            for rank, other in rank_digests:
                 if other != digest:
                     names = ", ".join(sorted({repr(region.tensor) for region in bucket.regions if region.tensor}))
                     what = f" of {names}" if names else ""
@@ -368,9 +362,9 @@ def exchange_reports(
 
 def _raise_failure(reports: dict[int, Any], kept: str) -> dict[int, Any]:
     """Raise the error of the first rank that failed; returns the reports if none did."""
-    for rank, found in sorted(reports.items()):
-        if found["failed"] is not None:
-            name, text = found["failed"]
+    for rank, report in sorted(reports.items()):
+        if report["failed"] is not None:
+            name, text = report["failed"]
             prefix = "" if text.startswith("rank ") else f"rank {rank}: "
             raise rebuild_error(name, f"{prefix}{text}{f'; {kept}' if kept else ''}")
     return reports
@@ -408,6 +402,6 @@ def _gather(requests: list[Request]) -> Decision:
 
 def _shards_of(bucket: Bucket, arrays: Arrays) -> dict[str, torch.Tensor] | None:
     """The shards that hold a bucket's regions; None if one is missing."""
-    found = {region.tensor: arrays.get(region.tensor) for region in bucket.regions}
-    shards = {name: array for name, array in found.items() if array is not None}
-    return shards if len(shards) == len(found) else None
+    shard_of = {region.tensor: arrays.get(region.tensor) for region in bucket.regions}
+    shards = {name: array for name, array in shard_of.items() if array is not None}
+    return shards if len(shards) == len(shard_of) else None

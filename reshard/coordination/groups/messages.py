@@ -32,14 +32,14 @@ def _matches(value: Any, pattern: Any) -> bool:
     if isinstance(pattern, type):
         return isinstance(value, pattern) and not (pattern is int and isinstance(value, bool))
     if isinstance(pattern, list):
-        return isinstance(value, list) and all(_matches(each, pattern[0]) for each in value)
+        return isinstance(value, list) and all(_matches(item, pattern[0]) for item in value)
     if isinstance(pattern, tuple):
         return isinstance(value, list) and len(value) == len(pattern) and all(map(_matches, value, pattern))
     if not isinstance(value, dict):
         return False
     if str in pattern:
-        return all(_matches(each, pattern[str]) for each in value.values())
-    return value.keys() == pattern.keys() and all(_matches(value[key], each) for key, each in pattern.items())
+        return all(_matches(item, pattern[str]) for item in value.values())
+    return value.keys() == pattern.keys() and all(_matches(value[key], item) for key, item in pattern.items())
 
 
 @dataclass(frozen=True)

@@ -119,7 +119,7 @@ class Group:
         self.resources = GroupResources(self.store)
         self.channels = self.resources.channels
         self.lock = threading.RLock()
-        self.claim_token = secrets.token_hex(8)  # of a joined group, see reshard.coordination.liveness.claims
+        self.claim_token = secrets.token_hex(8)  # of a joined group, see :mod:`reshard.coordination.groups.joining`
         self.is_claimed, self.claim_error = False, ""
         self.attempts = 0  # rounds that this rank has started, on any channel
         self.status, self.is_status_published = RankStatus(), True

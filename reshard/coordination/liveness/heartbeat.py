@@ -10,21 +10,21 @@ import weakref
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from reshard.coordination.groups.joining import read_claim_error
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
-from reshard.coordination.liveness.claims import read_claim_error
 from reshard.coordination.liveness.failure_detector import explain_lost_store
+from reshard.coordination.liveness.lost_ranks import rank_silent
 from reshard.coordination.liveness.presence import Presence
 from reshard.coordination.liveness.status import (
     BEAT_SECONDS,
     LOST_SECONDS,
-    SILENCE_SECONDS,
     HeartbeatReader,
     beat_key,
     format_beat,
     publish_status,
 )
-from reshard.errors import ArgumentError, RemoteError, ReshardError
+from reshard.errors import ArgumentError, ReshardError
 from reshard.forks import call_at_exit
 from reshard.runtime.cuda.stream import allow_queries_during_capture
 
@@ -158,9 +158,7 @@ class Monitor:
             if self._heartbeats.read(rank)[1] > LOST_SECONDS:
                 for transfer in transfers:
                     if rank in transfer.members:
-                        transfer.stop(
-                            RemoteError(f"rank {rank} sent no heartbeat for {SILENCE_SECONDS:g} s during a transfer")
-                        )
+                        transfer.stop(rank_silent(rank))
 
 
 class _ChannelWatch:

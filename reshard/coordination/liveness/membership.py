@@ -19,9 +19,10 @@ from reshard.coordination.groups.calling_threads import find_thread_mismatch
 from reshard.coordination.groups.messages import Decision, RankStatus, Request
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.liveness.call_sequence import RoundEndedError
+from reshard.coordination.liveness.lost_ranks import ranks_lost_earlier
 from reshard.coordination.liveness.status import ANY_RANKS, publish_status
 from reshard.errors import DisagreementError, RemoteError
-from reshard.formatting import describe_ranks, format_ranks
+from reshard.formatting import format_ranks
 
 
 class ExcludedError(RoundEndedError):
@@ -86,10 +87,7 @@ def check_membership(group: Group, members: Sequence[int], fault_tolerant: bool)
         raise DisagreementError(_describe(members, why))
     lost = [rank for rank in members if rank in group.lost]
     if lost and not fault_tolerant:
-        raise RemoteError(
-            f"{describe_ranks(lost)} {'were' if len(lost) > 1 else 'was'} lost in an earlier call; "
-            "create a new group of the remaining ranks"
-        )
+        raise ranks_lost_earlier(lost)
 
 
 def remaining_ranks(group: Group, members: Sequence[int]) -> tuple[int, ...]:

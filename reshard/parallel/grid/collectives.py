@@ -55,7 +55,7 @@ class Axis:
         self.failures = Failures() if failures is None else failures
         self._explain: Explain = self._describe if explain is None else explain
         #: Two levels, if :meth:`split_by_host` found that they help.
-        self.levels: TwoLevelAxis | None = None
+        self.levels: TwoLevelAxis[Axis] | None = None
         #: Where the ranks move CPU tensors if all are on one host.
         self._memory: SharedMemory | None = None
         self._for_sums: Axis | None = None
@@ -195,7 +195,7 @@ class Axis:
         if memory is not None:
             message = memory.move(GATHER, [[part]], targets, result)
             return Pending(message, message.finish, self._explain_failure)
-        rows = [each for row in targets for each in row]
+        rows = [part_rows for row in targets for part_rows in row]
         pending = self.gather(part, [sum(map(len, row)) for row in targets])
 
         def finish() -> torch.Tensor:
@@ -238,7 +238,7 @@ class Axis:
         if memory is not None:
             message = memory.reduce_scatter(parts)
             return Pending(message, message.finish, self._explain_failure)
-        rows = torch.cat([each for row in parts for each in row])
+        rows = torch.cat([part for row in parts for part in row])
         return self.reduce_scatter(rows, [sum(map(len, row)) for row in parts])
 
     def exchange(self, sent: torch.Tensor, send_sizes: Sequence[int], receive_sizes: Sequence[int]) -> torch.Tensor:

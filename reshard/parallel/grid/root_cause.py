@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from reshard.coordination import Monitor, Request, explain_lost_store, find_channel, find_group, resolve
+from reshard.coordination.liveness.lost_ranks import grid_ranks_stopped
 from reshard.coordination.liveness.presence import has_ended
 from reshard.coordination.liveness.status import HeartbeatReader
 from reshard.errors import RemoteError, ReshardError
@@ -90,14 +91,8 @@ class RootCauseFinder:
             if reported is not None:
                 return reported
             if ended or silent:
-                verb = "is" if len(ended or silent) == 1 else "are"
-                why = (
-                    "gone: the process has ended"
-                    if ended
-                    else f"gone or stopped: no heartbeat for {SILENT_SECONDS:g} s"
-                )
-                text = f"{describe_ranks(ended or silent)} {verb} {why}; a collective of a grid failed"
-                return self._channel.fail(self._generation, RemoteError(text))
+                stopped = grid_ranks_stopped(ended or silent, None if ended else SILENT_SECONDS)
+                return self._channel.fail(self._generation, stopped)
             time.sleep(CHECK_INTERVAL_SECONDS)
         text = f"a collective of {describe_ranks(self._channel.members)} of a grid failed"
         culprits = self._find_culprits()

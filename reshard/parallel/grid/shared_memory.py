@@ -23,7 +23,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -33,10 +33,8 @@ from reshard.formatting import describe_ranks
 from reshard.runtime.memory_file import create_memory_file, open_memory_file
 from reshard.runtime.torch_compat import timeout_of
 
-from .pending import Parts, ordered_sum
-
-if TYPE_CHECKING:
-    from .collectives import Axis
+from .failures import Failures
+from .pending import Parts, Pending, ordered_sum
 
 #: Most messages that a rank writes before all others have read the first of them.
 RING = 1024
@@ -66,6 +64,22 @@ class NotStartedError(RuntimeError):
         self.rank = rank
 
 
+class LocalRanks(Protocol):
+    """What the memory reads of an axis whose ranks are on one host: see :class:`Axis`."""
+
+    group: Any
+    ranks: tuple[int, ...]
+    index: int
+    failures: Failures
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.gather`."""
+
+
 class SharedMemory:
     """Messages among the ranks of an axis, all on one host. Ranks are positions on the axis.
 
@@ -76,7 +90,7 @@ class SharedMemory:
     """
 
     def __init__(
-        self, axis: Axis, processes: Sequence[int], descriptors: Sequence[int], control: Sequence[Any]
+        self, axis: LocalRanks, processes: Sequence[int], descriptors: Sequence[int], control: Sequence[Any]
     ) -> None:
         self._ranks, self._index, self._failures = axis.ranks, axis.index, axis.failures
         self._failures.watch(self)
@@ -95,7 +109,7 @@ class SharedMemory:
         self._unread: dict[int, weakref.ref[Message]] = {}
 
     @classmethod
-    def attach(cls, axis: Axis) -> SharedMemory | None:
+    def attach(cls, axis: LocalRanks) -> SharedMemory | None:
         """Share memory among the ranks of an axis. None, on all of them, if one cannot map the memory of another."""
         token, own = secrets.randbits(62), -1
         with contextlib.suppress(OSError):  # the others learn that this rank has none

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
 from .cuts import Span
 from .pending import Parts, Pending
-
-if TYPE_CHECKING:
-    from .collectives import Axis
 
 #: A collective in two levels moves at most ``MAX_PIECES`` pieces, each with at least ``PIECE_BYTES`` bytes per rank.
 MAX_PIECES, PIECE_BYTES = 4, 2**18
@@ -24,15 +21,38 @@ class Summing(Protocol):
         """See :meth:`Axis.reduce_scatter`."""
 
 
-class TwoLevelAxis:
+class Level(Summing, Protocol):
+    """The ranks of one level, with the collectives of an :class:`Axis`."""
+
+    index: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+
+    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.gather`."""
+
+    def gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
+        """See :meth:`Axis.gather_into`."""
+
+    def reduce_scatter_parts(self, parts: Sequence[Parts]) -> Pending:
+        """See :meth:`Axis.reduce_scatter_parts`."""
+
+
+LevelT = TypeVar("LevelT", bound=Level)
+
+
+class TwoLevelAxis(Generic[LevelT]):
     """The ranks of an axis as hosts x local ranks, and collectives that run on one level after the other.
 
     Args:
-        table: ``[host][local rank]`` positions on the axis.
-        inside: the ranks of this host. between: the rank of each host that has this rank's local number.
+        table: positions on the axis, ``[host][local rank]``.
+        inside: axis of the ranks of this host.
+        between: axis of the rank of each host that has this rank's local number.
     """
 
-    def __init__(self, table: tuple[tuple[int, ...], ...], inside: Axis, between: Axis) -> None:
+    def __init__(self, table: tuple[tuple[int, ...], ...], inside: LevelT, between: LevelT) -> None:
         self.table, self.inside, self.between = table, inside, between
 
     def gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> Pending:
@@ -60,7 +80,7 @@ class TwoLevelAxis:
         Args:
             between: sums between hosts; default: the axis between hosts.
         """
-        across = between or self.between
+        across: Summing = between or self.between
         parts, pieces = array.split(list(sizes)), self._cut(sizes, array)
         inside = []
         for piece in pieces:

@@ -39,8 +39,8 @@ class Heads:
     head_size: int
 
     def __post_init__(self) -> None:
-        most = (1, 2**31)
-        check_fields(self, num_heads=most, num_kv_heads=most, head_size=most)
+        limits = (1, 2**31)
+        check_fields(self, num_heads=limits, num_kv_heads=limits, head_size=limits)
         check_heads(self.num_heads, self.num_kv_heads, self.grid.cols)
 
     def query_heads(self, col: int) -> Span:

@@ -135,10 +135,10 @@ class _LinkLoads:
             latency_seconds: time that a port spends per chunk, besides its bytes.
         """
         count = _sum_rows(self.link, counts[:, self.host_class], len(self.rate))
-        each = np.ceil(count / self.ports) * self.ports  # every port counts the chunks of the busiest one
+        counted = np.ceil(count / self.ports) * self.ports  # every port counts the chunks of the busiest one
         total = _sum_rows(self.link, (counts * nbytes)[:, self.host_class], len(self.rate))
-        total *= each / np.maximum(count, 1)
-        return (total / self.rate + each / self.ports * latency_seconds).max(axis=1, initial=0.0)
+        total *= counted / np.maximum(count, 1)
+        return (total / self.rate + counted / self.ports * latency_seconds).max(axis=1, initial=0.0)
 
     def _total(self, amount: np.ndarray) -> np.ndarray:
         return np.bincount(self.link, weights=amount[self.host_class], minlength=len(self.rate))
@@ -302,13 +302,13 @@ def count_chunks(
     times = _ChunkTimes.of(topology, host_classes)
     cap = float(largest[moves].max())
     senders, receivers = _senders(host_classes), np.unique(host_classes.destinations[1])
-    most = _max_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
-    first, last = most, most * 3 // 2
+    max_chunks = _max_slots(len(receivers), max(len(topology.host(h).nics) for h in senders))
+    first, last = max_chunks, max_chunks * 3 // 2
     if not topology.latency_seconds and not topology.inside_latency_seconds:  # the cost of a message is unknown
         last = max(min(last, int(times.slot_bytes) // _MIN_CHUNK_BYTES), 1)
         first = min(first, last)
     else:
-        near = times.cheapest(sorted({round(1.25**i) for i in range(40) if 1.25**i < most}), cap, min_counts)
+        near = times.cheapest(sorted({round(1.25**i) for i in range(40) if 1.25**i < max_chunks}), cap, min_counts)
         first, last = max(round(near / 1.25), 1), min(round(near * 1.25), last)
     n = times.cheapest(range(first, last + 1, max(1, (last - first) // 32)), cap, min_counts)
     counts = np.ceil(times.nbytes * n / (times.slot_bytes * times.relative_size) - 1e-9).astype(np.int64)

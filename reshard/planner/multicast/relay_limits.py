@@ -57,17 +57,17 @@ def _find_relays(schedule: Schedule, workload: Workload, num_ranks: int) -> np.n
         at, receivers = workload.class_receivers
         needed_class, receiver = workload.piece_class[schedule.piece[used]], schedule.receiver[used]
         first, count = at[needed_class], np.diff(at)[needed_class]
-        most = int(count.max())
-        if most <= _MAX_COMPARED:
+        max_count = int(count.max())
+        if max_count <= _MAX_COMPARED:
             is_needed = np.zeros(len(receiver), dtype=bool)
-            for nth in range(most):
+            for nth in range(max_count):
                 is_needed |= (receivers[np.minimum(first + nth, len(receivers) - 1)] == receiver) & (nth < count)
             relays[used] = ~is_needed
         else:
             needed_keys = np.sort(np.repeat(np.arange(len(at) - 1), np.diff(at)) * num_ranks + receivers)
             used_keys = needed_class * num_ranks + receiver
-            found = np.searchsorted(needed_keys, used_keys)  # numpy.isin is much slower: half of the planning time
-            relays[used] = needed_keys[np.minimum(found, len(needed_keys) - 1)] != used_keys
+            position = np.searchsorted(needed_keys, used_keys)  # numpy.isin is much slower: half of the planning time
+            relays[used] = needed_keys[np.minimum(position, len(needed_keys) - 1)] != used_keys
     return relays
 
 
@@ -77,7 +77,7 @@ def _fits(schedule: Schedule, workload: Workload, relays: np.ndarray, staging_by
     nbytes = workload.piece_bytes[schedule.piece]
     largest = np.zeros(int(schedule.receiver.max()) + 1, dtype=np.int64)
     np.maximum.at(largest, schedule.receiver, nbytes)
-    slots = np.array([num_recv_slots(staging_bytes, int(most)) for most in largest])
+    slots = np.array([num_recv_slots(staging_bytes, int(max_bytes)) for max_bytes in largest])
     forwards = np.flatnonzero(schedule.source >= 0)
     last_use = np.arange(count)
     np.maximum.at(last_use, schedule.source[forwards], forwards)

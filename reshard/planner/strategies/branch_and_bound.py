@@ -132,19 +132,19 @@ class _Search:
 
     def choices(self, left: list[int], end: float) -> list[tuple[float, float, int, int]]:
         """``(start, finish, queue, option number)`` of the tasks that can come next, the best one last."""
-        found = []
+        candidates = []
         for queue, count in enumerate(left):
             if count:
                 nbytes = self.nbytes[queue][count - 1]
                 for number, (_, ports) in enumerate(self.options[queue]):
                     start = max(self.free.get(port, 0.0) for port in ports)
-                    found.append((start, start + nbytes / self.rate[queue][number], queue, number))
-        earliest = min(finish for _, finish, _, _ in found)
+                    candidates.append((start, start + nbytes / self.rate[queue][number], queue, number))
+        earliest = min(finish for _, finish, _, _ in candidates)
         # a task that starts after another one could have finished need not be next
-        found = [choice for choice in found if choice[0] < earliest or choice[1] <= max(end, earliest)]
+        candidates = [choice for choice in candidates if choice[0] < earliest or choice[1] <= max(end, earliest)]
         work = self.work
         return sorted(
-            found,
+            candidates,
             key=lambda c: (c[0], -max((work.get(p, 0.0) for p in self.certain[c[2]]), default=0.0), c),
             reverse=True,
         )

@@ -24,8 +24,10 @@ class SendLoads:
         if len(candidates) == 1:
             return candidates[0]
         loads, host_of, rank_load = self.host, self.host_of, self.rank.get
-        least = min([loads[host_of[rank]] for rank in candidates])
-        return min([rank for rank in candidates if loads[host_of[rank]] == least], key=lambda rank: rank_load(rank, 0))
+        min_load = min([loads[host_of[rank]] for rank in candidates])
+        return min(
+            [rank for rank in candidates if loads[host_of[rank]] == min_load], key=lambda rank: rank_load(rank, 0)
+        )
 
     def add(self, rank: int, nbytes: int, *, crosses: bool) -> None:
         """Add bytes to a rank, and to its host if they leave the host."""

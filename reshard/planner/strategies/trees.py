@@ -43,6 +43,6 @@ def _busiest_receiver_bytes(problem: PlanProblem) -> np.ndarray:
     task, replica = np.nonzero(problem.receivers != NO_RANK)
     received = np.zeros(len(host), dtype=np.int64)
     np.add.at(received, problem.receivers[task, replica], problem.nbytes[task])
-    most = np.zeros(problem.topology.num_hosts, dtype=np.int64)
-    np.maximum.at(most, host, received)
-    return most
+    max_bytes = np.zeros(problem.topology.num_hosts, dtype=np.int64)
+    np.maximum.at(max_bytes, host, received)
+    return max_bytes

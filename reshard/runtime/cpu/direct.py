@@ -1,6 +1,6 @@
 """Programs of a few small messages, each one run of bytes of an array. The thread that starts one posts all of it.
 
-Such a program needs no staging, waits for no event of its own or of another rank, and forwards nothing. So all of its
+Such a program needs no staging, waits for no event of this or another rank, and forwards nothing. So all of its
 operations can start at once, and only their ends need a thread. Posting does not block, and operations of a pair of
 ranks are posted in plan order, as :mod:`reshard.runtime.cpu.executor` posts them, so one end of a message may be posted
 here and the other there.

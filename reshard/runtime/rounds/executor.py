@@ -352,9 +352,9 @@ class RoundRunner:
         Args:
             rank: the rank at the other end, or the root. copies: messages to pack, and to unpack.
         """
-        found = [self._direct(op, kinds, "src" if is_send else "dst", rank) for op in ops]
-        known = [part for part in found if part is not None]
-        is_direct = len(known) == len(found) and all(
+        parts = [self._direct(op, kinds, "src" if is_send else "dst", rank) for op in ops]
+        known = [part for part in parts if part is not None]
+        is_direct = len(known) == len(parts) and all(
             earlier.stop == later.start for earlier, later in itertools.pairwise(known)
         )
         array, start, stop = slots.take(sum(op.nbytes for op in ops), ops[0].id in self._bypass, is_direct)
@@ -396,11 +396,11 @@ class RoundRunner:
         regions: list[tuple[int, ...]] = []
         views: list[Packed] = []
         for item in packed:
-            found = None if self._copier is None or item.in_extra else self._regions_of(item, kinds)
-            if found is None:
+            item_regions = None if self._copier is None or item.in_extra else self._regions_of(item, kinds)
+            if item_regions is None:
                 views.append(item)
             else:
-                regions += found
+                regions += item_regions
         if not regions:
             return (), tuple(views)
         assert self._copier is not None

@@ -135,7 +135,7 @@ def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
     begin, end = (
         side[:, 0] if has_rows else np.zeros(len(side), dtype=np.int64) for side in (regions.starts, regions.stops)
     )
-    found = np.zeros((3, len(regions.root)), dtype=np.int64)
+    places = np.zeros((3, len(regions.root)), dtype=np.int64)
     filled, last, place = {False: 0, True: 0}, None, (0, -1, 0)
     for region in np.lexsort((begin, regions.root, regions.tensor)).tolist():
         kind, size = bool(regions.is_direct[region]), aligned(int(regions.nbytes[region]))
@@ -150,8 +150,8 @@ def _assign_broadcasts(plan: Plan, regions: _Regions, room: int) -> np.ndarray:
             and end[last] == begin[region]
         )
         place = (place[0], place[1], place[2] + 1) if joins else (place[0], place[1] + 1, 0)
-        found[:, region], last = place, region
-    return found
+        places[:, region], last = place, region
+    return places
 
 
 def _find_regions(plan: Plan, messages: MessageTable, rows: np.ndarray) -> _Regions | None:
@@ -181,13 +181,13 @@ def _number_other_boxes(plan: Plan, transfer: np.ndarray) -> np.ndarray:
     """A number for the boxes of each transfer after its first one; 0 if it has one box."""
     transfers = plan.transfers
     numbers: dict[bytes, int] = {}
-    found = np.zeros(len(transfer), dtype=np.int64)
+    number_of = np.zeros(len(transfer), dtype=np.int64)
     for row in np.flatnonzero(transfers.num_boxes[transfer] > 1).tolist():
         first = int(transfers.first_box[transfer[row]])
         boxes = slice(first + 1, first + int(transfers.num_boxes[transfer[row]]))
         parts = (transfers.box_tensor[boxes], transfers.box_start[boxes], transfers.box_stop[boxes])
-        found[row] = numbers.setdefault(b"".join(part.tobytes() for part in parts), len(numbers) + 1)
-    return found
+        number_of[row] = numbers.setdefault(b"".join(part.tobytes() for part in parts), len(numbers) + 1)
+    return number_of
 
 
 def _are_in_one_piece(plan: Plan) -> np.ndarray:

@@ -93,9 +93,9 @@ def find_large_rounds(plan: Plan) -> LargeRounds:
     rounds = _Rounds(plan)
     if not any(rounds.relays.is_relay):
         room = rounds.room[False] + rounds.room[True]
-        found = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
-        if found is not None:
-            return found
+        broadcasts = find_broadcasts(plan, rounds.messages, np.array(rounds.moves, dtype=bool), room)
+        if broadcasts is not None:
+            return broadcasts
     direct = np.flatnonzero(find_direct(plan, rounds.messages) & np.array(rounds.moves, dtype=bool))
     ids = rounds.messages.id[direct].tolist()
     round_of = rounds.assign(frozenset(direct.tolist()))
@@ -197,7 +197,7 @@ def _assign_rounds(
     messages: MessageTable, inside: list[bool], moves: list[bool], room: Mapping[bool, int], relays: _Relays,
     direct: frozenset[int],
 ) -> dict[int, int]:  # fmt: skip
-    found: dict[int, int] = {}
+    round_of: dict[int, int] = {}
     rounds = [-1] * len(messages)
     used: dict[tuple[int, bool | None, bool], list[int]] = {}  # (rank, inside or None, is_send) -> bytes of each round
     first_free: dict[tuple[int, bool | None, bool], int] = {}  # the first round that is not full
@@ -222,7 +222,7 @@ def _assign_rounds(
         at = max(earliest, *(first_free.get(end, 0) for end in ends))
         while any(_used(used, end, at) + nbytes > limit for end in ends):
             at += 1
-        rounds[row] = found[ident] = at
+        rounds[row] = round_of[ident] = at
         if relays.is_relay[row]:
             relays.keep(row, receiver, nbytes, at)
         if source >= 0 and relays.is_relay[source]:
@@ -235,7 +235,7 @@ def _assign_rounds(
             while free < len(loads) and loads[free] >= limit:
                 free += 1
             first_free[end] = free
-    return found
+    return round_of
 
 
 def _used(used: Mapping[tuple[int, bool | None, bool], list[int]], end: tuple[int, bool | None, bool], at: int) -> int:

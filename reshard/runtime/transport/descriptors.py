@@ -16,8 +16,8 @@ SPARE_DESCRIPTORS = 8
 
 def has_descriptors(needed: int) -> bool:
     """Whether the process may open ``needed`` more descriptors with :data:`SPARE_DESCRIPTORS` left."""
-    found, limit = _count_open()
-    return found + needed + SPARE_DESCRIPTORS <= limit
+    num_open, limit = _count_open()
+    return num_open + needed + SPARE_DESCRIPTORS <= limit
 
 
 def check_descriptors(rank: int, needed: int, purpose: str) -> None:
@@ -30,8 +30,8 @@ def check_descriptors(rank: int, needed: int, purpose: str) -> None:
         ResourceError: the limit is too low.
     """
     if not has_descriptors(needed):
-        found, limit = _count_open()
-        raise _describe(rank, found, limit, f"{purpose} needs {needed} more plus {SPARE_DESCRIPTORS} spare")
+        num_open, limit = _count_open()
+        raise _describe(rank, num_open, limit, f"{purpose} needs {needed} more plus {SPARE_DESCRIPTORS} spare")
 
 
 def is_descriptor_shortage(error: OSError) -> bool:
@@ -44,9 +44,9 @@ def out_of_descriptors(rank: int, purpose: str) -> ResourceError:
     return _describe(rank, *_count_open(), f"{purpose} needs one more")
 
 
-def _describe(rank: int, found: int, limit: float, need: str) -> ResourceError:
+def _describe(rank: int, num_open: int, limit: float, need: str) -> ResourceError:
     return ResourceError(
-        f"rank {rank} has {found} of {limit} file descriptors open, and {need}: close unused groups "
+        f"rank {rank} has {num_open} of {limit} file descriptors open, and {need}: close unused groups "
         "(group.close(), reshard.close_group) or raise the limit (ulimit -n)"
     )
 

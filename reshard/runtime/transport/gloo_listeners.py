@@ -33,7 +33,7 @@ def close_listeners(published: Sequence[bytes]) -> int:
     closed = 0
     links = dict(_read_links())
     loops = [descriptor for descriptor, link in links.items() if link == "anon_inode:[eventpoll]"]
-    for descriptor in (each for each, link in links.items() if link.startswith("socket:")):
+    for descriptor in (number for number, link in links.items() if link.startswith("socket:")):
         address = _listening_address(descriptor)
         if address is None or not any(address in value for value in published):
             continue
@@ -47,9 +47,9 @@ def close_listeners(published: Sequence[bytes]) -> int:
 def _read_links() -> Iterator[tuple[int, str]]:
     """Descriptors of this process, and what they refer to."""
     with contextlib.suppress(OSError):
-        for each in Path("/proc/self/fd").iterdir():
+        for entry in Path("/proc/self/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile
-                yield int(each.name), str(each.readlink())
+                yield int(entry.name), str(entry.readlink())
 
 
 def _listening_address(descriptor: int) -> bytes | None:

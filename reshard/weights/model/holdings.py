@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.api.dtensors import is_dtensor
+from reshard.api.arrays.dtensors import is_dtensor
 from reshard.errors import ArgumentError
 from reshard.sharding import Box, Layout, Mesh, RegionLayout, check_shape
 

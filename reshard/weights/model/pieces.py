@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from reshard.api.casts import check_cast
+from reshard.api.arrays.casts import check_cast
 from reshard.dtypes import ITEMSIZE
 from reshard.errors import ArgumentError
 from reshard.formatting import count_of

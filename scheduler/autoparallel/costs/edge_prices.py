@@ -21,7 +21,7 @@ from ..inputs.layer_graph import LayerGraph, Tensor
 End = tuple[int, int, int | GridShape]
 
 #: Tensors that cross an edge, and samples of a microbatch.
-_Crossing = tuple[tuple[Tensor, ...], int]
+_Carried = tuple[tuple[Tensor, ...], int]
 #: Codecs forward and backward.
 EdgeCodecs = tuple[str | None, str | None]
 #: Values for which the bytes of a codec are counted.
@@ -61,8 +61,8 @@ class EdgePrices:
         #: A lower bound of the bytes on the wire of each byte of a tensor.
         self.min_ratio = min([1.0, *(encoded_ratio(name, graph.dtype) for name in codecs if name is not None)])
         self.graph, self.cluster, self.message_seconds = graph, cluster, message_seconds
-        self._planned: dict[Topology, dict[tuple[_Crossing, End, End], EdgePrice]] = {}  # by the links of both ends
-        self._known: dict[tuple[_Crossing, End, End], EdgePrice] = {}
+        self._planned: dict[Topology, dict[tuple[_Carried, End, End], EdgePrice]] = {}  # by the links of both ends
+        self._known: dict[tuple[_Carried, End, End], EdgePrice] = {}
 
     @property
     def num_priced(self) -> int:
@@ -93,25 +93,25 @@ class EdgePrices:
             self._known[key] = self._find(*key)
         return self._known[key]
 
-    def _find(self, crossing: _Crossing, src: End, dst: End) -> EdgePrice:
+    def _find(self, carried: _Carried, src: End, dst: End) -> EdgePrice:
         """The price, from a plan of anonymous tensors between the ranks of both ends alone."""
         ranks = sorted({*range(*src[:2]), *range(*dst[:2])})
         links, hosts, pods = _select(self.cluster.topology, ranks)
-        tensors, num_samples = crossing
+        tensors, num_samples = carried
         plain = tuple(replace(tensor, name=str(i), writer=0, readers=(1,)) for i, tensor in enumerate(tensors))
         a, b = ((ranks.index(first), ranks.index(end - 1) + 1, shape) for first, end, shape in (src, dst))
         planned, key = self._planned.setdefault(links, {}), ((plain, num_samples), a, b)
         if key not in planned:
             priced = self._price(make_edge((0, 1), plain, num_samples, a, b), links)
             planned[key] = EdgePrice(*(getattr(priced, field.name) for field in fields(EdgePrice)))
-        found = planned[key]
+        price = planned[key]
         has_gradients = any(tensor.has_gradient for tensor in tensors)
         return replace(
-            found,
-            forward_seconds=found.forward_seconds + self.message_seconds,
-            backward_seconds=found.backward_seconds + self.message_seconds * has_gradients,
-            forward_loads=_renamed(found.forward_loads, hosts, pods),
-            backward_loads=_renamed(found.backward_loads, hosts, pods),
+            price,
+            forward_seconds=price.forward_seconds + self.message_seconds,
+            backward_seconds=price.backward_seconds + self.message_seconds * has_gradients,
+            forward_loads=_renamed(price.forward_loads, hosts, pods),
+            backward_loads=_renamed(price.backward_loads, hosts, pods),
         )
 
     def _price(self, edge: Edge, links: Topology) -> Edge:
@@ -122,9 +122,9 @@ class EdgePrices:
             return priced
         encoded = replace(edge, forward_codec=forward_codec, backward_codec=backward_codec if edge.gradients else None)
         encoded = price_edge(encoded, links)
-        for way in ("forward", "backward"):
-            if getattr(encoded, f"{way}_seconds") < getattr(priced, f"{way}_seconds"):
-                names = [f"{way}_{what}" for what in ("seconds", "loads", "codec")]
+        for direction in ("forward", "backward"):
+            if getattr(encoded, f"{direction}_seconds") < getattr(priced, f"{direction}_seconds"):
+                names = [f"{direction}_{what}" for what in ("seconds", "loads", "codec")]
                 priced = replace(priced, **{name: getattr(encoded, name) for name in names})
         return priced
 

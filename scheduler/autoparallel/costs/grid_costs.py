@@ -229,25 +229,25 @@ def best_grids(
     def totals(choice: Choice) -> tuple[float, float, float]:
         seconds = states = activations = 0.0
         for number in able:
-            times, found = layers[number][1], cost(number, choice)
-            computed = found.forward_seconds + found.backward_seconds
-            seconds += times * (work.num_microbatches * computed + found.sync_seconds)
-            states += times * found.state_bytes + 3 * found.gathered_bytes
-            activations += times * found.activation_bytes
+            times, ranked = layers[number][1], cost(number, choice)
+            computed = ranked.forward_seconds + ranked.backward_seconds
+            seconds += times * (work.num_microbatches * computed + ranked.sync_seconds)
+            states += times * ranked.state_bytes + 3 * ranked.gathered_bytes
+            activations += times * ranked.activation_bytes
         return seconds, states, activations
 
-    found: list[tuple[tuple[float, float, float], Choice]] = []
+    ranked: list[tuple[tuple[float, float, float], Choice]] = []
     recompute = rules.recompute
     for shape in shapes:
         if work.num_samples % (shape[0] * shape[2]) or any(why_no_grid(layers[number][0], shape) for number in able):
             continue
         for zero in rules.grid_zeros(shape):
             choice = Choice.on_grid(*shape, zero=zero, recompute=recompute[0])
-            found.append((totals(choice), choice))
-    found.sort()
+            ranked.append((totals(choice), choice))
+    ranked.sort()
     kept = [totals(choice) for choice in plain if choice.recompute == recompute[0]]
     best: list[Choice] = []
-    for values, choice in found:
+    for values, choice in ranked:
         alike = sum(item.zero == choice.zero and item.recompute == recompute[0] for item in best)
         if alike < MAX_GRIDS and not any(all(a <= b for a, b in zip(item, values, strict=True)) for item in kept):
             kept.append(values)

@@ -130,11 +130,11 @@ def evaluate(
         order = trial.make_order()
         ends = tuple(model.end_seconds(order))
         seconds = max(_end_seconds(ends, costs, exchanges))
-        found = Evaluation(
+        evaluation = Evaluation(
             candidate, trial.name, order, trial.in_flight, pipeline, costs, exchanges, ends, seconds, short
         )
-        if best is None or _preference(found) < _preference(best):
-            best, max_short = found, short
+        if best is None or _preference(evaluation) < _preference(best):
+            best, max_short = evaluation, short
     if best is None and only is not None and not has_room:  # another schedule may fit the memory
         return evaluate(problem, candidate, below_seconds=below_seconds)
     return None if best is None or best.seconds >= below_seconds else best
@@ -199,9 +199,9 @@ def _bound(costs: Sequence[StageCost], count: int, pipeline: Pipeline | None, *,
     return best
 
 
-def _preference(found: Evaluation) -> tuple[float, float, int]:
+def _preference(evaluation: Evaluation) -> tuple[float, float, int]:
     """Sort key of the schedules of one candidate: missing bytes, then seconds, then microbatches in flight."""
-    return (found.short_bytes, float(f"{found.seconds:.9g}"), sum(found.in_flight))
+    return (evaluation.short_bytes, float(f"{evaluation.seconds:.9g}"), sum(evaluation.in_flight))
 
 
 @dataclass(frozen=True)
@@ -248,10 +248,10 @@ def _trials(
             yield _Trial(name, tuple(depths), partial(order_of_warmups, depths, count))
     if thorough and 3 * count * num <= MAX_ACTIONS:
         try:
-            found = auto_schedule(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
+            schedule = auto_schedule(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
         except ScheduleError:
             return
-        yield _Trial(found.name, found.in_flight, partial(model.numbers, computations(found)))
+        yield _Trial(schedule.name, schedule.in_flight, partial(model.numbers, computations(schedule)))
 
 
 def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: int) -> list[int] | None:
@@ -265,9 +265,9 @@ def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: in
     Returns:
         ``(stages,)`` depths; None if a stage has no memory for one microbatch.
     """
-    pace = max(cost.seconds for cost in costs)
+    bottleneck_seconds = max(cost.seconds for cost in costs)
     for edge in pipeline.edges:
-        pace = max(pace, edge.forward_seconds, edge.backward_seconds)
+        bottleneck_seconds = max(bottleneck_seconds, edge.forward_seconds, edge.backward_seconds)
     trips = [0.0] * len(costs)
     for stage in reversed(range(len(costs))):
         beyond = max(
@@ -281,7 +281,9 @@ def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: in
         trips[stage] = beyond + costs[stage].seconds
     depths = []
     for stage, cost in enumerate(costs):
-        depth = min(count, -int(-trips[stage] // pace) + more if pace else 1, cost.max_in_flight)
+        depth = min(
+            count, -int(-trips[stage] // bottleneck_seconds) + more if bottleneck_seconds else 1, cost.max_in_flight
+        )
         depths.append(depth)
     for stage in range(1, len(depths)):  # a stage must not have more microbatches in flight than a stage before it
         depths[stage] = min(depths[stage], *(depths[other] for other in pipeline.inputs[stage]), depths[stage - 1])

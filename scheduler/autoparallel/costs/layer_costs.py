@@ -180,9 +180,9 @@ def slowest_of(costs: Sequence[LayerCost]) -> LayerCost:
     """
     if len(costs) == 1:
         return costs[0]
-    most = LayerCost(*map(max, zip(*map(astuple, costs), strict=True)))
+    slowest = LayerCost(*map(max, zip(*map(astuple, costs), strict=True)))
     input_seconds = max(cost.backward_seconds - cost.weight_grad_seconds for cost in costs)
-    return replace(most, weight_grad_seconds=most.backward_seconds - input_seconds)
+    return replace(slowest, weight_grad_seconds=slowest.backward_seconds - input_seconds)
 
 
 def overlapped_seconds(compute: float, transfer: float, slowdown: float) -> float:
@@ -320,9 +320,9 @@ def late_bytes(costs: Sequence[LayerCost]) -> float:
 
     The first backward makes the gradients, layer by layer from the last one, and releases activations meanwhile.
     """
-    most, made, released = 0.0, 0.0, 0.0
+    max_bytes, made, released = 0.0, 0.0, 0.0
     for cost in reversed(costs):
         made += cost.gradient_bytes
-        most = max(most, made - released)
+        max_bytes = max(max_bytes, made - released)
         released += cost.activation_bytes
-    return made - most
+    return made - max_bytes

@@ -203,9 +203,9 @@ class SearchProblem:
         :func:`best_grids` selects the grids. :meth:`can_have` says which layers may have them.
         """
         if (num_ranks, num_samples) not in self._choices:
-            found = self.rules.choices(num_ranks, self.host_devices)
+            allowed = self.rules.choices(num_ranks, self.host_devices)
             limit = max(layer.tp_limit for layer in self.graph.layers)
-            plain = tuple(item for item in found if item.sample_shards(num_ranks) and item.tp <= limit)
+            plain = tuple(item for item in allowed if item.sample_shards(num_ranks) and item.tp <= limit)
             plain = tuple(item for item in plain if num_samples % item.sample_shards(num_ranks) == 0)
             self._choices[num_ranks, num_samples] = plain + self._best_grids(
                 num_ranks, self.num_samples // num_samples, plain
@@ -293,12 +293,12 @@ class SearchProblem:
         :meth:`stage_cost` does not know the other stages, so it counts the least that such a sum takes.
         """
         exchanges = self.ties.exchanges(stages)
-        found = [self.stage_cost(stage, num_microbatches) for stage in stages]
-        for index, cost in enumerate(found if self.graph.ties else ()):
+        stage_costs = [self.stage_cost(stage, num_microbatches) for stage in stages]
+        for index, cost in enumerate(stage_costs if self.graph.ties else ()):
             own = [exchange for exchange in exchanges if index in exchange.stages]
             nbytes = max((item.stage_bytes[item.stages.index(index)] for item in own), default=0.0)
-            found[index] = replace(cost, tie_seconds=sum(item.seconds for item in own), tie_bytes=nbytes)
-        return tuple(found), exchanges
+            stage_costs[index] = replace(cost, tie_seconds=sum(item.seconds for item in own), tie_bytes=nbytes)
+        return tuple(stage_costs), exchanges
 
     def _find_stage_cost(self, stage: StagePlan, num_microbatches: int) -> StageCost:
         place = self.place(stage.first_rank, stage.end_rank)
@@ -379,11 +379,11 @@ class SearchProblem:
 
     def edges(self, stages: Stages, num_microbatches: int) -> list[Edge]:
         """The edges between stages, with prices of the planner."""
-        num_samples, found = self.num_samples // num_microbatches, []
+        num_samples, edges = self.num_samples // num_microbatches, []
         for src, dst, tensors in stage_edges(self.graph, stages):
             ends = (end_of(stages[src], -1), end_of(stages[dst], 0))
-            found.append(self.prices.edge((src, dst), tensors, num_samples, *ends))
-        return found
+            edges.append(self.prices.edge((src, dst), tensors, num_samples, *ends))
+        return edges
 
     def pipeline(self, stages: Stages, num_microbatches: int) -> Pipeline:
         """The pipeline of a candidate. Activations are scaled so that one limit, of 2**40 bytes, fits all stages.
@@ -473,10 +473,10 @@ def end_of(stage: StagePlan, layer: int) -> End:
 def stage_edges(graph: LayerGraph, stages: Sequence[StagePlan]) -> Iterator[tuple[int, int, tuple[Tensor, ...]]]:
     """``(src, dst, tensors)`` of each edge. A tensor that several stages read goes from each to the next."""
     stage_of = [number for number, stage in enumerate(stages) for _ in range(stage.num_layers)]
-    found: dict[tuple[int, int], list[Tensor]] = {}
+    tensors_of: dict[tuple[int, int], list[Tensor]] = {}
     for tensor in graph.tensors:
         holders = sorted({stage_of[layer] for layer in (tensor.writer, *tensor.readers)})
         for src, dst in itertools.pairwise(holders):
-            found.setdefault((src, dst), []).append(tensor)
-    for (src, dst), tensors in sorted(found.items()):
+            tensors_of.setdefault((src, dst), []).append(tensor)
+    for (src, dst), tensors in sorted(tensors_of.items()):
         yield src, dst, tuple(tensors)

@@ -88,8 +88,8 @@ def divides_inner(graph: LayerGraph, layer: int, num_params: int, choice: Choice
     """Whether the ranks that share a layer divide its tied parameters. Grids do, and torch where it can."""
     if choice.grid:
         return True
-    found = graph.layers[layer]
-    return 1 < choice.tp <= found.tp_limit and found.tp_params >= num_params
+    layer_of_graph = graph.layers[layer]
+    return 1 < choice.tp <= layer_of_graph.tp_limit and layer_of_graph.tp_params >= num_params
 
 
 def num_parts(graph: LayerGraph, layer: int, num_params: int, choice: Choice, num_ranks: int) -> int:
@@ -138,7 +138,7 @@ class TiePrices:
 
     def exchanges(self, stages: Sequence[StagePlan]) -> tuple[TieExchange, ...]:
         """The sums over stages of a step, in order."""
-        found = []
+        exchanges = []
         for tied, number in self.graph.ties:
             having = [
                 (index, stage, layer)
@@ -154,19 +154,19 @@ class TiePrices:
                 for _, stage, layer in having
             )
             sizes = tuple(sum_bytes(nbytes, part, len(having), codec is not None) for part in parts)
-            found.append(TieExchange(tied, tuple(index for index, _, _ in having), nbytes, seconds, codec, sizes))
-        return tuple(found)
+            exchanges.append(TieExchange(tied, tuple(index for index, _, _ in having), nbytes, seconds, codec, sizes))
+        return tuple(exchanges)
 
     def least(self, stage: StagePlan, place: Place) -> tuple[float, float]:
         """Seconds of the sums over a stage and others that no plan beats, and least bytes of a device for one."""
-        seconds, most = 0.0, 0.0
+        seconds, max_bytes = 0.0, 0.0
         for tied, number in self.graph.ties:
             layer = own_layer(tied, stage.first_layer, stage.end_layer)
             if layer is not None and is_shared(tied, stage.first_layer, stage.end_layer):
                 choice = stage.choices[layer - stage.first_layer]
                 one, nbytes = self.min_of(tied, number, layer, choice, place)
-                seconds, most = seconds + one, max(most, nbytes)
-        return seconds, most
+                seconds, max_bytes = seconds + one, max(max_bytes, nbytes)
+        return seconds, max_bytes
 
     def min_of(
         self, tied: Sequence[int], num_params: int, layer: int, choice: Choice, place: Place

@@ -194,7 +194,7 @@ class ChoiceRules:
         here, so that each set of degrees is one leaf. Replicas that keep and replicas that shard states are never mixed
         in one layer, since sharding alone is as good.
         """
-        found = []
+        choices = []
         for tp in _divisors(num_devices):
             if not self.min_tp <= tp <= min(self.max_tp, host_devices) or (self.only_grid and num_devices > 1):
                 continue
@@ -202,8 +202,8 @@ class ChoiceRules:
             for zero in self.zero if replicas > 1 else (0,):
                 if self.executable and (zero in (1, 2) or (zero == 0 and tp > 1 and replicas > 1)):
                     continue
-                found += [Choice(tp, zero, recompute) for recompute in self.recompute]
-        return tuple(found)
+                choices += [Choice(tp, zero, recompute) for recompute in self.recompute]
+        return tuple(choices)
 
     @check_arguments(num_devices=(1, 2**22), host_devices=(1, 2**22))
     def grid_shapes(self, num_devices: int, host_devices: int) -> tuple[GridShape, ...]:
@@ -212,12 +212,12 @@ class ChoiceRules:
             return (self.only_grid,) if math.prod(self.only_grid) == num_devices > 1 else ()
         if not self.grids:
             return ()
-        most = min(self.max_tp, max(host_devices, MAX_GRID_RANKS))
-        sizes = [size for size in range(1, min(most, num_devices) + 1) if num_devices % size == 0]
+        max_ranks = min(self.max_tp, max(host_devices, MAX_GRID_RANKS))
+        sizes = [size for size in range(1, min(max_ranks, num_devices) + 1) if num_devices % size == 0]
         return tuple(
             (rows, cols, num_devices // (rows * cols))
             for rows, cols in itertools.product(sizes, sizes)
-            if num_devices % (rows * cols) == 0 and max(2, self.min_tp) <= rows * cols <= most
+            if num_devices % (rows * cols) == 0 and max(2, self.min_tp) <= rows * cols <= max_ranks
         )
 
     @check_arguments()

@@ -107,12 +107,12 @@ class Cluster:
     @cached_property
     def hosts(self) -> tuple[tuple[int, int, int], ...]:
         """``(host, first rank, end)`` of each host, in the order of the ranks."""
-        found, at = [], 0
+        hosts, at = [], 0
         for host, ranks in itertools.groupby(self.topology.host_of_rank[: self.num_ranks]):
             size = len(list(ranks))
-            found.append((host, at, at + size))
+            hosts.append((host, at, at + size))
             at += size
-        return tuple(found)
+        return tuple(hosts)
 
     @check_arguments()
     def select(self, ranks: Sequence[int]) -> Cluster:
@@ -172,8 +172,8 @@ class Cluster:
 
     def _of_type(self, device_type: str, hosts: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """The ranks of a type of device on each host that has any."""
-        found = (tuple(rank for rank in ranks if self.device_types[rank] == device_type) for ranks in hosts)
-        return [ranks for ranks in found if ranks]
+        by_host = (tuple(rank for rank in ranks if self.device_types[rank] == device_type) for ranks in hosts)
+        return [ranks for ranks in by_host if ranks]
 
     def _host_orders(
         self, hosts: Sequence[tuple[int, ...]], speeds: Mapping[str, float]

@@ -315,14 +315,14 @@ class LayerGraph:
         A tensor that several stages read is passed on from each to the next, so the sender may be a reader.
         """
         if (first, cut, end) not in self._known_between:
-            found = []
+            tensors = []
             for tensor in self.tensors:
                 holders = (tensor.writer, *tensor.readers)
                 reads = any(cut <= reader < end for reader in tensor.readers)
                 holds = max((layer for layer in holders if layer < cut), default=-1)
                 if reads and first <= holds < cut:
-                    found.append(tensor)
-            self._known_between[first, cut, end] = tuple(found)
+                    tensors.append(tensor)
+            self._known_between[first, cut, end] = tuple(tensors)
         return self._known_between[first, cut, end]
 
     @cached_property
@@ -369,13 +369,20 @@ def _check_sizes(layers: Any, hidden: Any, heads: Any, sequence: Any, vocabulary
 
 def _read_ties(ties: Any) -> tuple[tuple[tuple[int, ...], int], ...]:
     """The ties of a graph. Raises ArgumentError if they are not ``((layers, num_params), ...)`` of integers."""
-    found = []
-    for tie in ties if isinstance(ties, Sequence) else (ties,):
-        is_pair = isinstance(tie, Sequence) and len(tie) == 2 and isinstance(tie[0], Sequence) and type(tie[1]) is int
-        if not is_pair or not all(type(layer) is int for layer in tie[0]):
-            raise ArgumentError(f"a tie is {brief(tie)}; it must be (layers, number of parameters), all integers")
-        found.append((tuple(tie[0]), tie[1]))
-    return tuple(found)
+    ties_read = []
+    for layers_of_tie in ties if isinstance(ties, Sequence) else (ties,):
+        is_pair = (
+            isinstance(layers_of_tie, Sequence)
+            and len(layers_of_tie) == 2
+            and isinstance(layers_of_tie[0], Sequence)
+            and type(layers_of_tie[1]) is int
+        )
+        if not is_pair or not all(type(layer) is int for layer in layers_of_tie[0]):
+            raise ArgumentError(
+                f"a tie is {brief(layers_of_tie)}; it must be (layers, number of parameters), all integers"
+            )
+        ties_read.append((tuple(layers_of_tie[0]), layers_of_tie[1]))
+    return tuple(ties_read)
 
 
 def own_layer(tied: Sequence[int], first: int, end: int) -> int | None:

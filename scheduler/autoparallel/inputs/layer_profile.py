@@ -21,8 +21,8 @@ from .layer_graph import LayerGraph
 VERSION = 1
 
 
-def _is_number(value: Any, least: float, most: float) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
+def _is_number(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
 
 
 @dataclass(frozen=True)
@@ -108,12 +108,12 @@ class ClassTimes:
         return mixed if index < len(measured) else _at_least(mixed, high)
 
 
-def _at_least(layer_times: LayerTimes, least: LayerTimes) -> LayerTimes:
+def _at_least(layer_times: LayerTimes, floor: LayerTimes) -> LayerTimes:
     return replace(
         layer_times,
         **{
-            name: max(getattr(layer_times, name), getattr(least, name))
-            for name in asdict(least)
+            name: max(getattr(layer_times, name), getattr(floor, name))
+            for name in asdict(floor)
             if name != "num_samples"
         },
     )
@@ -267,7 +267,7 @@ class LayerProfile:
                 seconds = layer_times.forward_seconds + layer_times.backward_seconds
                 added[layer.key] = added.get(layer.key, 0.0) + seconds * layer_times.spread
                 whole[layer.key] = whole.get(layer.key, 0.0) + seconds
-        key = max(added, key=lambda each: added[each])
+        key = max(added, key=lambda key_of_class: added[key_of_class])
         return sum(added.values()) / (sum(whole.values()) or 1.0), key, added[key] / (whole[key] or 1.0)
 
     @cached_property

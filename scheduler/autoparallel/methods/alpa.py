@@ -28,14 +28,15 @@ def alpa(problem: SearchProblem) -> tuple[Candidate, ...]:
     Source: Zheng et al., "Alpa: Automating Inter- and Intra-Operator Parallelism for Distributed Deep Learning" (2022),
     with the times of stages from the profile in place of those of its intra-operator search.
     """
-    found = []
+    candidates = []
     for count in problem.microbatch_counts:
         tables = make_tables(problem, count)
         if tables is not None:
             seconds, stages = best_stages(tables)
             if stages:
-                found.append(Candidate("alpa", stages, count, seconds))
-    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, each.num_microbatches)))[:3]
+                candidates.append(Candidate("alpa", stages, count, seconds))
+    candidates.sort(key=lambda candidate: (candidate.predicted_seconds, candidate.num_microbatches))
+    return tuple(candidates[:3])
 
 
 def num_sums(problem: SearchProblem) -> int:
@@ -46,11 +47,11 @@ def num_sums(problem: SearchProblem) -> int:
 
 def best_stages(tables: Tables) -> tuple[float, Stages]:
     """Least sum of the times of all stages and m - 1 times that of the slowest one, with the stages."""
-    most = min(len(tables.problem.graph.layers), tables.problem.cluster.num_ranks)
+    max_stages = min(len(tables.problem.graph.layers), tables.problem.cluster.num_ranks)
     places = _Places(tables)
     # a stage holds at most all microbatches
-    different = [places.fastest(held) for held in range(1, min(most, tables.num_microbatches) + 1)]
-    times = different + [different[-1]] * (most - len(different))
+    different = [places.fastest(held) for held in range(1, min(max_stages, tables.num_microbatches) + 1)]
+    times = different + [different[-1]] * (max_stages - len(different))
     values = np.unique(np.concatenate([item[0][np.isfinite(item[0])] for item in different]))
     if not len(values):
         return math.inf, ()
@@ -58,21 +59,21 @@ def best_stages(tables: Tables) -> tuple[float, Stages]:
     if len(limits) > MAX_LIMITS:
         limits = limits[np.unique(np.linspace(0, len(limits) - 1, MAX_LIMITS).astype(int))]
     more = tables.num_microbatches - 1
-    least, best = _with_limit(places, times, math.inf)
+    min_seconds, best = _with_limit(places, times, math.inf)
     if not best:
         return math.inf, ()
     low, high = 0, len(limits) - 1  # bisection: the lowest limit that some division into stages meets
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if _with_limit(places, times, limits[middle])[1] else (middle + 1, high)
-    seconds = least + more * max(time for time, _ in best)
+    seconds = min_seconds + more * max(time for time, _ in best)
     for limit in limits[low:]:
-        if least + more * limit >= seconds:
-            break  # with any limit, the sum of the stages is at least ``least``
-        found, stages = _with_limit(places, times, limit)
+        if min_seconds + more * limit >= seconds:
+            break  # with any limit, the sum of the stages is at least ``min_seconds``
+        limited_seconds, stages = _with_limit(places, times, limit)
         slowest = max(time for time, _ in stages)
-        if found + more * slowest < seconds:
-            seconds, best = found + more * slowest, stages
+        if limited_seconds + more * slowest < seconds:
+            seconds, best = limited_seconds + more * slowest, stages
     return seconds, tuple(stage for _, stage in best)
 
 
@@ -85,12 +86,12 @@ class _Places:
     @cached_property
     def kinds(self) -> tuple[tuple[int, np.ndarray], ...]:
         """``(class, u)`` of each kind of place: the numbers of devices left where a stage of the class may begin."""
-        found: dict[tuple[int, float, bytes], list[int]] = {}
+        places_of: dict[tuple[int, float, bytes], list[int]] = {}
         for c, sample in enumerate(self.tables.next_at):
             for index in np.flatnonzero(sample >= 0).tolist():
                 key = c, float(self.tables.memory[c, index]), self.tables.allowed[:, index].tobytes()
-                found.setdefault(key, []).append(index)
-        return tuple((c, np.array(ends)) for (c, _, _), ends in found.items())
+                places_of.setdefault(key, []).append(index)
+        return tuple((c, np.array(ends)) for (c, _, _), ends in places_of.items())
 
     @cached_property
     def kind_at(self) -> dict[tuple[int, int], int]:
@@ -144,9 +145,9 @@ def _with_limit(
         sums.append(now)
         chosen.append((classes, stops))
     depth = min(range(1, len(sums)), key=lambda d: (sums[d][-1, 0], d))
-    least = float(sums[depth][-1, 0])
-    if math.isinf(least):
-        return least, []
+    min_sum = float(sums[depth][-1, 0])
+    if math.isinf(min_sum):
+        return min_sum, []
     stages: list[tuple[float, StagePlan]] = []
     left, first = num_ends - 1, 0
     for number in range(depth - 1, -1, -1):
@@ -154,4 +155,4 @@ def _with_limit(
         seconds, option = (item[places.kind_at[c, left], first, end] for item in times[number])
         stages.append((float(seconds), tables.stage(first, end, left, int(option))))
         left, first = int(tables.next_at[c, left]), end
-    return least, stages
+    return min_sum, stages

@@ -56,20 +56,20 @@ def auto(problem: SearchProblem, report: Report | None = None) -> tuple[Candidat
     ``joint`` does not know what a split backward gains, so it also searches the choices that allow one alone. If no
     method finds any candidate, these are the training plans that lack the least memory, of which one may just fit.
     """
-    found: dict[str, Candidate] = {}
+    candidates: dict[str, Candidate] = {}
     names = [name for name, method in METHODS.items() if method is not alpa or num_sums(problem) <= MAX_SUMS]
     total, done = sum(TIME_SHARES[name] for name in names), 0.0
     for name in names:
         if report is not None:
             report(done / total, name)
         for candidate in METHODS[name](problem):
-            found.setdefault(candidate.text, candidate)
+            candidates.setdefault(candidate.text, candidate)
         done += TIME_SHARES[name]
     rules = replace(problem.rules, zero=(0,), recompute=(False,))
     if rules != problem.rules and 0 in problem.rules.zero and False in problem.rules.recompute:
         for candidate in joint(problem.changed(rules=rules)):
-            found.setdefault(candidate.text, candidate)
-    return tuple(found.values()) or tuple(each.candidate for each in least_shortages(problem))
+            candidates.setdefault(candidate.text, candidate)
+    return tuple(candidates.values()) or tuple(shortage.candidate for shortage in least_shortages(problem))
 
 
 def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bool) -> list[Evaluation]:
@@ -82,8 +82,8 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
     Raises:
         ArgumentError: there is no candidate.
     """
-    found = evaluate_all(problem, candidates)
-    return refine(problem, found) if moves else found
+    evaluations = evaluate_all(problem, candidates)
+    return refine(problem, evaluations) if moves else evaluations
 
 
 def evaluate_all(
@@ -197,9 +197,9 @@ def improve(problem: SearchProblem, start: Evaluation) -> Evaluation:
             left -= 3 * candidate.num_microbatches * len(candidate.stages)
             is_alike = can_split(candidate) == can_split(best.candidate)  # otherwise, other schedules are possible
             only = best.schedule_name if is_alike else None
-            found = evaluate(problem, candidate, below_seconds=target, only=only)
-            if found is not None:
-                best, gained = evaluate(problem, candidate, below_seconds=found.seconds) or found, True
+            evaluation = evaluate(problem, candidate, below_seconds=target, only=only)
+            if evaluation is not None:
+                best, gained = evaluate(problem, candidate, below_seconds=evaluation.seconds) or evaluation, True
                 break
     return best
 

@@ -37,14 +37,19 @@ def galvatron_released(problem: SearchProblem) -> tuple[Candidate, ...]:
 def _best(
     problem: SearchProblem, name: str, divide: Callable[[SearchProblem, int, int], Sequence[PackedStage] | None]
 ) -> tuple[Candidate, ...]:
-    found = []
+    candidates = []
     for count in problem.microbatch_counts:
         for degree in degrees(problem):
             packed = divide(problem, degree, count)
             if packed:
                 stages = tuple(item.stage for item in packed)
-                found.append(Candidate(name, stages, count, seconds_of(packed, count)))
-    return tuple(sorted(found, key=lambda each: (each.predicted_seconds, len(each.stages), each.num_microbatches)))[:4]
+                candidates.append(Candidate(name, stages, count, seconds_of(packed, count)))
+    return tuple(
+        sorted(
+            candidates,
+            key=lambda candidate: (candidate.predicted_seconds, len(candidate.stages), candidate.num_microbatches),
+        )
+    )[:4]
 
 
 def degrees(problem: SearchProblem) -> Iterator[int]:
@@ -67,7 +72,7 @@ def _balanced(problem: SearchProblem, degree: int, count: int) -> Sequence[Packe
     """The stages after all moves; None if neither extreme fits."""
     by_time, by_memory = (partition(_weights(problem, degree, count, what), degree) for what in ("time", "memory"))
     timed = _pack(problem, by_time, count)
-    most = max(item.memory_bytes for item in timed) if timed else math.inf
+    max_bytes = max(item.memory_bytes for item in timed) if timed else math.inf
     cuts, packed = by_memory, _pack(problem, by_memory, count)
     if packed is None:
         return timed
@@ -80,7 +85,7 @@ def _balanced(problem: SearchProblem, degree: int, count: int) -> Sequence[Packe
             if other is None:
                 continue
             is_fast = max(item.seconds for item in other) <= times[slowest]
-            is_small = max(item.memory_bytes for item in other) <= most
+            is_small = max(item.memory_bytes for item in other) <= max_bytes
             if is_fast and is_small and seconds_of(other, count) < seconds_of(packed, count):
                 cuts, packed, gained = moved, other, True
                 break
@@ -104,10 +109,10 @@ def _pack(problem: SearchProblem, cuts: Cuts, count: int) -> list[PackedStage] |
     size, packed = problem.cluster.num_ranks // degree, []
     for stage in range(degree):
         ranks = (stage * size, (stage + 1) * size)
-        found = pack_stage(problem, cuts[stage], cuts[stage + 1], ranks, count, min(count, degree - stage))
-        if found is None:
+        packed_stage = pack_stage(problem, cuts[stage], cuts[stage + 1], ranks, count, min(count, degree - stage))
+        if packed_stage is None:
             return None
-        packed.append(found)
+        packed.append(packed_stage)
     return packed
 
 

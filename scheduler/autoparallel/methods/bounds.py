@@ -85,7 +85,7 @@ def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[
         for number in range(len(problem.layer_classes)):
             layer = problem.class_of.index(number)
             if problem.can_have(choice, layer, layer + 1):
-                pair = [problem.layer_cost(layer, way, place, count) for way in ways]
+                pair = [problem.layer_cost(layer, option, place, count) for option in ways]
                 costs.append((pair[0], pair[-1]))
             else:
                 costs.append((never, never))
@@ -157,7 +157,7 @@ def _recurrence(problem: SearchProblem, positions: list[tuple[int, int, Place]],
     is_range = np.triu(np.ones((size, size), dtype=bool), 1)
     is_sequential = problem.graph.is_sequential
     num_samples = problem.num_samples // count
-    sent, returned = (num_samples * _cut_bytes(problem, way)[None] for way in (False, True))
+    sent, returned = (num_samples * _cut_bytes(problem, is_backward)[None] for is_backward in (False, True))
     shares = np.array(SHARES)[:, None, None]
     tables = {place: _stages(problem, place, count) for place in dict.fromkeys(place for _, _, place in positions)}
     fitting: dict[tuple[Place, float], tuple[np.ndarray, np.ndarray]] = {}

@@ -21,18 +21,18 @@ NUM_CANDIDATES, PER_COUNT = 6, 3
 
 def joint(problem: SearchProblem) -> tuple[Candidate, ...]:
     """The plans that are fastest in the model of :mod:`.pace`, with true prices of all their edges, best first."""
-    found: list[Candidate] = []
+    candidates: list[Candidate] = []
     counts: dict[int, int] = {}
     for candidate in best_plans(problem):
         if counts.get(candidate.num_microbatches, 0) < PER_COUNT and candidate.text not in {
-            item.text for item in found
+            item.text for item in candidates
         }:
             counts[candidate.num_microbatches] = counts.get(candidate.num_microbatches, 0) + 1
-            found.append(candidate)
-        best = found[0].predicted_seconds or 0.0
-        if len(found) == NUM_CANDIDATES or (candidate.predicted_seconds or 0.0) > 1.5 * best:
+            candidates.append(candidate)
+        best = candidates[0].predicted_seconds or 0.0
+        if len(candidates) == NUM_CANDIDATES or (candidate.predicted_seconds or 0.0) > 1.5 * best:
             break
-    return tuple(found)
+    return tuple(candidates)
 
 
 @dataclass(frozen=True, order=True)
@@ -63,20 +63,25 @@ def best_plans(problem: SearchProblem) -> Iterator[Candidate]:
         tables[count], prices[count] = made, {}
         trip = made.min_trip()
         if trip < math.inf:
-            heap += [_Entry(trip + (count - 1) * pace, count, pace, False, ()) for pace in pace_grid(made)]
+            heap += [
+                _Entry(trip + (count - 1) * bottleneck_seconds, count, bottleneck_seconds, False, ())
+                for bottleneck_seconds in pace_grid(made)
+            ]
     heapq.heapify(heap)
     while heap:
         entry = heapq.heappop(heap)
-        count, pace = entry.count, entry.pace
+        count, bottleneck_seconds = entry.count, entry.pace
         if entry.is_exact:
             yield Candidate("joint", entry.stages, count, entry.seconds)
             continue
         made = tables[count]
-        trip, excess, stages = made.best_stages(pace, prices[count])
+        trip, excess, stages = made.best_stages(bottleneck_seconds, prices[count])
         if not stages:
             continue
         is_exact = not price_edges(made, stages, prices[count])
-        heapq.heappush(heap, _Entry(trip + (count - 1) * pace + excess, count, pace, is_exact, stages))
+        heapq.heappush(
+            heap, _Entry(trip + (count - 1) * bottleneck_seconds + excess, count, bottleneck_seconds, is_exact, stages)
+        )
 
 
 def price_edges(tables: Tables, stages: Stages, prices: dict[int, tuple[float, float]]) -> bool:
@@ -105,9 +110,9 @@ def pace_grid(tables: Tables) -> list[float]:
     slowest = float(total[:, first, first + 1].min(axis=0).max())
     devices = np.array([tables.classes[c].num_ranks for c in tables.option_class])
     work = float((total[:, first, first + 1] * devices[:, None]).min(axis=0).sum())
-    least = max(slowest, work / tables.problem.cluster.num_ranks) * (1 - 1e-9)
-    most = float(total[:, 0, num].max(where=np.isfinite(total[:, 0, num]), initial=slowest))
-    if least <= 0:
-        return [max(most, 1e-9)]
-    steps = math.ceil(math.log(max(most / least, 1.0)) / math.log(PACE_STEP)) + 1
-    return [least * PACE_STEP**step for step in range(steps)]
+    lowest = max(slowest, work / tables.problem.cluster.num_ranks) * (1 - 1e-9)
+    highest = float(total[:, 0, num].max(where=np.isfinite(total[:, 0, num]), initial=slowest))
+    if lowest <= 0:
+        return [max(highest, 1e-9)]
+    steps = math.ceil(math.log(max(highest / lowest, 1.0)) / math.log(PACE_STEP)) + 1
+    return [lowest * PACE_STEP**step for step in range(steps)]

@@ -64,9 +64,9 @@ def _pack_best(
     for choices in problem.rules.uniform(problem.choices(ranks[1] - ranks[0], problem.num_samples // count)):
         if not all(problem.can_have(choice, first, end) for choice in choices):
             continue
-        found = _pack(problem, first, end, ranks, count, in_flight, choices)
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best = found
+        packed_stage = _pack(problem, first, end, ranks, count, in_flight, choices)
+        if packed_stage is not None and (best is None or packed_stage.seconds < best.seconds):
+            best = packed_stage
     return best
 
 

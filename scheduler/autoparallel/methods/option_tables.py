@@ -87,7 +87,7 @@ class OptionTables:
         The values equal those of ``repeated_bytes`` and ``TiePrices.least`` for one stage.
         """
         graph, first, end = self.problem.graph, self._first, self._end
-        repeated, seconds, most = (np.zeros(first.shape) for _ in range(3))
+        repeated, seconds, max_bytes = (np.zeros(first.shape) for _ in range(3))
         for tied, number in graph.ties:
             for layer, following in zip(tied, (*tied[1:], len(graph.layers)), strict=True):
                 has = (first <= layer) & (layer < end)
@@ -97,8 +97,8 @@ class OptionTables:
                 sums = has & (following >= end) & ((tied[0] < first) | (tied[-1] >= end))
                 one, nbytes = self.problem.ties.min_of(tied, number, layer, choice, place)
                 seconds += np.where(sums, one, 0.0)
-                most = np.maximum(most, np.where(sums, nbytes, 0.0))
-        return np.stack([repeated, seconds, most])
+                max_bytes = np.maximum(max_bytes, np.where(sums, nbytes, 0.0))
+        return np.stack([repeated, seconds, max_bytes])
 
 
 @dataclass(frozen=True, eq=False)

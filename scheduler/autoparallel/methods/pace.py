@@ -107,11 +107,14 @@ class Tables:
     cut_bytes: np.ndarray
     factor: np.ndarray
 
-    def best_stages(self, pace: float, prices: Mapping[int, tuple[float, float]]) -> tuple[float, float, Stages]:
+    def best_stages(
+        self, bottleneck_seconds: float, prices: Mapping[int, tuple[float, float]]
+    ) -> tuple[float, float, Stages]:
         """Round trip, excess of gradient sums and stages of the best plan for a pace; infinite if there is none.
 
         Args:
-            pace: seconds per microbatch. prices: seconds forward and backward of edges, by :meth:`edge_index`.
+            bottleneck_seconds: seconds per microbatch.
+            prices: seconds forward and backward of edges, by :meth:`edge_index`.
         """
         at = np.array(sorted(prices), dtype=np.int64)
         priced = np.array([prices[index] for index in sorted(prices)], dtype=np.float64).reshape(-1, 2)
@@ -119,7 +122,7 @@ class Tables:
             len(self.problem.graph.layers), self.problem.graph.is_chain, self.option_class, self.forward,
             self.backward, self.activation, self.fixed, self.sync, self.ending, self.allowed, self.next_at,
             self.port_in, self.port_out, self.memory, self.received, self.sent, self.cut_bytes, self.factor, at,
-            priced[:, 0].copy(), priced[:, 1].copy(), self.num_microbatches, pace,
+            priced[:, 0].copy(), priced[:, 1].copy(), self.num_microbatches, bottleneck_seconds,
         )  # fmt: skip
         return trip, excess, tuple(self.stage(*item) for item in chosen)
 
@@ -132,18 +135,18 @@ class Tables:
         seconds = self.forward + self.backward
         needed = self.needed_bytes(slice(None), 1)
         fastest: dict[tuple[bytes, float], np.ndarray] = {}  # ``[first, end]``, of the options of a position
-        least = np.full((num_ends, size), np.inf)
-        least[0, -1] = 0.0  # no layer and no device is left
+        min_seconds = np.full((num_ends, size), np.inf)
+        min_seconds[0, -1] = 0.0  # no layer and no device is left
         for index in range(1, num_ends):
             for c in np.flatnonzero(self.next_at[:, index] >= 0):
-                rest, memory = least[self.next_at[c, index]], float(self.memory[c, index])
+                rest, memory = min_seconds[self.next_at[c, index]], float(self.memory[c, index])
                 options = np.flatnonzero(self.allowed[:, index] & (self.option_class == c))
                 key = (options.tobytes(), memory)
                 if key not in fastest:
                     fits = np.where(needed[options] <= memory, seconds[options], np.inf)
                     fastest[key] = np.where(self._is_range, fits.min(axis=0, initial=np.inf), np.inf)
-                least[index] = np.minimum(least[index], (fastest[key] + rest).min(axis=1))
-        return float(least[-1, 0]) * (1 - 1e-9)
+                min_seconds[index] = np.minimum(min_seconds[index], (fastest[key] + rest).min(axis=1))
+        return float(min_seconds[-1, 0]) * (1 - 1e-9)
 
     def needed_bytes(self, option: int | slice, held: int) -> np.ndarray:
         """Bytes of a device with ``held`` microbatches in flight, over ``[..., first, end]``."""

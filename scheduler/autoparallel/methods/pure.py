@@ -18,16 +18,16 @@ def pure(problem: SearchProblem) -> tuple[Candidate, ...]:
     Source of the rule: Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters" (2021): tensor
     parallelism up to the devices of a host, then the fewest stages that fit, then data parallelism.
     """
-    found = []
+    candidates = []
     for count in problem.microbatch_counts:
         for degree in _pipeline_degrees(problem):
             for stages in even_stages(problem, degree, count):
                 costs, _ = problem.costs(stages, count)
                 fits = all(cost.max_in_flight >= min(count, degree - index) for index, cost in enumerate(costs))
                 if fits:
-                    found.append((one_f_one_b_seconds(problem, stages, count), stages, count))
-    found.sort(key=lambda each: (float(f"{each[0]:.9g}"), len(each[1]), str(each[1])))
-    return tuple(Candidate("pure", stages, count, seconds) for seconds, stages, count in found[:6])
+                    candidates.append((one_f_one_b_seconds(problem, stages, count), stages, count))
+    candidates.sort(key=lambda trial: (float(f"{trial[0]:.9g}"), len(trial[1]), str(trial[1])))
+    return tuple(Candidate("pure", stages, count, seconds) for seconds, stages, count in candidates[:6])
 
 
 def even_stages(problem: SearchProblem, degree: int, count: int) -> Iterator[Stages]:

@@ -78,7 +78,7 @@ def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list
 
 
 def measure_alone(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
-    """:func:`measure_gathers` in a process of its own, whose current device becomes the measured one."""
+    """:func:`measure_gathers` in a separate process, whose current device becomes the measured one."""
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
     return _measure_in_group(layers, device, repeats)

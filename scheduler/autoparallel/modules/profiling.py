@@ -76,7 +76,10 @@ def profile_layers(
         traced.graph.key,
         torch.device(device).type,
         traced.graph.dtype,
-        {key: {1: replace(classes[key], **each._asdict())} for key, each in zip(classes, zero, strict=True)},
+        {
+            key: {1: replace(classes[key], **layer_times._asdict())}
+            for key, layer_times in zip(classes, zero, strict=True)
+        },
         message_seconds=message_seconds,
         slowdown=slowdown,
         software=software,

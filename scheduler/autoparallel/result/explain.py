@@ -15,7 +15,7 @@ def explain_training_plan(training_plan: TrainingPlanRecord) -> str:
     """The text of :meth:`reshard.scheduler.autoparallel.TrainingPlan.explain`."""
     lines = _summary_lines(training_plan)
     for number, (stage, report) in enumerate(zip(training_plan.stages, training_plan.reports, strict=True)):
-        over_stages = sum(tie.seconds for tie in training_plan.ties if number in tie.stages)
+        over_stages = sum(tied.seconds for tied in training_plan.ties if number in tied.stages)
         lines += _layer_lines(number, stage, training_plan.layer_names[number])
         lines += _time_and_memory_lines(report, step_seconds=training_plan.seconds, tie_seconds=over_stages)
     lines += map(_edge_line, training_plan.edges)
@@ -51,8 +51,8 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
         f"{training_plan.bound_seconds / (training_plan.seconds or 1.0):.0%} of this one's time"
     )
     time, memory = training_plan.balance
-    most = 1 - 1 / len(training_plan.stages)
-    lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {most:.3f}")
+    equal_balance = 1 - 1 / len(training_plan.stages)
+    lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {equal_balance:.3f}")
     return lines
 
 
@@ -127,9 +127,10 @@ def _improvement_lines(training_plan: TrainingPlanRecord) -> list[str]:
         other for other in training_plan.alternatives if other.short_bytes and other.seconds < training_plan.seconds
     ]
     if short:
-        least = min(short, key=lambda other: other.short_bytes)
+        nearest = min(short, key=lambda other: other.short_bytes)
         lines.append(
-            f"{format_bytes(round(least.short_bytes))} more memory would allow {least.seconds:.4g} s: {least.text}"
+            f"{format_bytes(round(nearest.short_bytes))} more memory would allow {nearest.seconds:.4g} s: "
+            f"{nearest.text}"
         )
     return lines
 

@@ -78,7 +78,7 @@ def _memory(report: StageReport) -> str:
     return f"{format_bytes(report.memory_bytes)} of {format_bytes(report.limit_bytes)} ({_share(report):.0%})"
 
 
-def _draw_stages(training_plan: TrainingPlanRecord, most: int) -> str:
+def _draw_stages(training_plan: TrainingPlanRecord, max_bytes: int) -> str:
     fullest = max(max(report.memory_bytes, report.limit_bytes) for report in training_plan.reports)
     lines = []
     for number, (stage, report) in enumerate(zip(training_plan.stages, training_plan.reports, strict=True)):
@@ -99,8 +99,8 @@ def _draw_stages(training_plan: TrainingPlanRecord, most: int) -> str:
             f"{escape(layers[:160])}</small></div>"
             f"<div>{time}<small>{busy}</small></div><div>{memory}<small>{_memory(report)}</small></div></div>"
         )
-    more = f"<p>and {count_of(len(lines) - most, 'more stage')}</p>" if len(lines) > most else ""
-    return "".join(lines[:most]) + more
+    more = f"<p>and {count_of(len(lines) - max_bytes, 'more stage')}</p>" if len(lines) > max_bytes else ""
+    return "".join(lines[:max_bytes]) + more
 
 
 def _memory_parts(report: StageReport) -> list[tuple[float, str, str]]:

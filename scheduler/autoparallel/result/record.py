@@ -143,10 +143,10 @@ class TrainingPlanRecord:
                 f"ranks of the training plan must name {self.num_ranks} different ranks of the cluster, which has "
                 f"{self.num_cluster_ranks}, not {list(self.ranks)}"
             )
-        for what, found in (("layer_names", self.layer_names), ("reports", self.reports)):
-            if len(found) != len(self.stages):
+        for what, items in (("layer_names", self.layer_names), ("reports", self.reports)):
+            if len(items) != len(self.stages):
                 raise ArgumentError(
-                    f"{what} of the training plan has {len(found)} entries for {len(self.stages)} stages"
+                    f"{what} of the training plan has {len(items)} entries for {len(self.stages)} stages"
                 )
         for number, (stage, layers) in enumerate(zip(self.stages, self.layer_names, strict=True)):
             if len(layers) != stage.num_layers or not all(isinstance(name, str) for name in layers):

@@ -40,8 +40,8 @@ def choose_checkpoint(
         if not isinstance(trust_pickle, bool):
             raise ArgumentError(f"trust_pickle is {brief(trust_pickle)}; it must be True or False")
         known = read_path(path)
-        found = [[item, str(folder)] for item, folder in find_checkpoints(known)] if is_first else []
-        value = [step, trust_pickle, found]
+        listed = [[item, str(folder)] for item, folder in find_checkpoints(known)] if is_first else []
+        value = [step, trust_pickle, listed]
     except (ArgumentError, OSError) as error:
         failure = error
     gathered = sorted(exchange(value, failure).items())
@@ -53,7 +53,7 @@ def choose_checkpoint(
             raise DisagreementError(
                 f"ranks {first} and {item} pass trust_pickle={trust_pickle} and {trusts}; all must pass the same"
             )
-    folders = {number: Path(folder) for _, (_, _, found) in gathered for number, folder in found}
+    folders = {number: Path(folder) for _, (_, _, listed) in gathered for number, folder in listed}
     chosen = max(folders, default=None) if step is None else step
     if chosen is None or not folders:
         return None

@@ -68,8 +68,8 @@ class TrainingState:
 
     def optimized_parameters(self, for_save: bool = False) -> list[tuple[PlainParameter, dict[str, Any]]]:
         """``(parameter, parameter group)`` of each parameter in the optimizer; a tied one once per name."""
-        groups = {id(each): group for group in self.optimizer.param_groups for each in group["params"]}
-        every = [(stage, each) for stage, module in self.modules.items() for each in named_state(module)[0]]
+        groups = {id(parameter): group for group in self.optimizer.param_groups for parameter in group["params"]}
+        every = [(stage, parameter) for stage, module in self.modules.items() for parameter in named_state(module)[0]]
         return [
             (item, groups[id(item.parameters[0])])
             for stage, item in every
@@ -82,7 +82,7 @@ class TrainingState:
 
     def aliases(self, name: str) -> list[str]:
         """The name, then the other names of the same parameter."""
-        return [name, *(each for tie in self.ties if name in tie.values() for each in tie.values() if each != name)]
+        return [name, *(other for tie in self.ties if name in tie.values() for other in tie.values() if other != name)]
 
 
 def check_objects(state: TrainingState, method: str) -> None:
@@ -112,12 +112,12 @@ def check_counters(value: Any) -> None:
     """Raise ValueError unless a value is the counters of an engine. The text names the key."""
     if not isinstance(value, dict):
         raise ValueError(f"it is {brief(value)}, not a dict")
-    least = {"step": 0, "world_size": 1, "encoded_steps": 0}
+    low = {"step": 0, "world_size": 1, "encoded_steps": 0}
     if set(value) - {"encoded_steps"} != {"step", "world_size", "loss_scale"}:  # earlier versions lack the first
-        raise ValueError(f"it {compare_names(value, {*least, 'loss_scale'})}")
-    for key in set(least) & set(value):
-        if type(value[key]) is not int or not least[key] <= value[key] < 2**62:
-            raise ValueError(f"its {key} is {brief(value[key])}, not an integer from {least[key]} to 2**62 - 1")
+        raise ValueError(f"it {compare_names(value, {*low, 'loss_scale'})}")
+    for key in set(low) & set(value):
+        if type(value[key]) is not int or not low[key] <= value[key] < 2**62:
+            raise ValueError(f"its {key} is {brief(value[key])}, not an integer from {low[key]} to 2**62 - 1")
     scale = value["loss_scale"]
     if scale is not None:
         if not isinstance(scale, dict) or set(scale) != {"value", "finite_steps"}:

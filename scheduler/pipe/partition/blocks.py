@@ -84,8 +84,8 @@ class BlockStage(torch.nn.Module):
     @property
     def view(self) -> torch.nn.Module:
         """The copy of the model that the blocks run on, which has the modules that they use."""
-        found: torch.nn.Module = self.__dict__["_view"]
-        return found
+        module: torch.nn.Module = self.__dict__["_view"]
+        return module
 
     def train(self, mode: bool = True) -> BlockStage:
         """Set the mode of the children, and of the model that the blocks run on."""

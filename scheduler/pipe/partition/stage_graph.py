@@ -107,7 +107,7 @@ def _check_gradient(value: Value, meshes: Sequence[Mesh]) -> None:
     """Refuse a value without samples whose gradient would have to be summed over replicas."""
     replicas = {stage: num_sample_shards(meshes[stage]) for stage in (value.writer, *value.readers)}
     if value.sample_dim is None and value.has_gradient and max(replicas.values()) > 1:
-        stage = max(replicas, key=lambda each: replicas[each])
+        stage = max(replicas, key=lambda number: replicas[number])
         raise ArgumentError(
             f"stage {value.writer} sends {value.name!r} of shape {list(value.shape)}, which has a gradient but no "
             f"dim of samples, and stage {stage} has {replicas[stage]} replicas; expand it to the samples before the "

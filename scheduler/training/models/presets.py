@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from reshard.errors import ArgumentError
+from reshard.formatting import did_you_mean
 
 #: Number of resolutions and of layers of a U-Transformer.
 LEVELS = 4
@@ -234,5 +235,7 @@ def find_preset(name: str) -> Preset:
         ArgumentError: there is no such preset.
     """
     if name not in PRESETS:
-        raise ArgumentError(f"there is no preset {name!r}; presets are {', '.join(PRESETS)}")
+        raise ArgumentError(
+            f"there is no preset {name!r}; presets are {', '.join(PRESETS)}{did_you_mean(name, PRESETS)}"
+        )
     return PRESETS[name]

@@ -96,9 +96,3 @@ def test_other_commands_do_not_import_torch():
     code = f"import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); {code}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
-
-
-def test_each_schedule_of_the_loop_can_be_named():
-    from reshard.scheduler.training import command, loop
-
-    assert tuple(loop.SCHEDULES) == command._SCHEDULES

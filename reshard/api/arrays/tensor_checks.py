@@ -128,10 +128,10 @@ def check_base(base: Any, source: torch.Tensor | None, what: str, rank: int) -> 
             "a destination rank passes the base as out"
         )
     check_movable(base, f"base of {what}", rank)
-    found, needed = ((dtype_name(item.dtype), list(item.shape), item.device.type) for item in (base, source))
-    if found != needed:
+    given, needed = ((dtype_name(item.dtype), list(item.shape), item.device.type) for item in (base, source))
+    if given != needed:
         raise ArgumentError(
-            f"{what}: rank {rank} passes a base of {found[0]} {found[1]} on {found[2]}, but the source shard is "
+            f"{what}: rank {rank} passes a base of {given[0]} {given[1]} on {given[2]}, but the source shard is "
             f"{needed[0]} {needed[1]} on {needed[2]}"
         )
 

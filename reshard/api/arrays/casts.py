@@ -209,11 +209,11 @@ def _bytes_of_storage(array: torch.Tensor) -> torch.Tensor:
 
 def _pieces(array: torch.Tensor) -> Iterator[torch.Tensor]:
     """Views of an array in row-major order, each of at most ``CAST_BYTES // 16`` elements."""
-    most = CAST_BYTES // 16
-    if array.numel() <= most or not array.ndim:
+    max_numel = CAST_BYTES // 16
+    if array.numel() <= max_numel or not array.ndim:
         yield array
-    elif array.numel() // len(array) > most:
+    elif array.numel() // len(array) > max_numel:
         for row in array:
             yield from _pieces(row)
     else:
-        yield from array.split(max(1, most * len(array) // array.numel()))
+        yield from array.split(max(1, max_numel * len(array) // array.numel()))

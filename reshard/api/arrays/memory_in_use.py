@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
-from reshard.api.tensor_checks import DEVICE_TYPES, Place
+from reshard.api.arrays.tensor_checks import DEVICE_TYPES, Place
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
@@ -54,10 +54,10 @@ def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst
 
 def note_wait(handle: Pending, src: Sequence[Any], dst: Sequence[Any]) -> None:
     """Note what ``wait`` of a handle reads and writes, until it has done so or the handle is gone."""
-    found = weakref.ref(handle)
+    weak_handle = weakref.ref(handle)
 
     def is_over() -> bool:
-        waited = found()
+        waited = weak_handle()
         return waited is None or not waited._has_work()
 
     read, written = _places(src), _places(dst)

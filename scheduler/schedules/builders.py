@@ -1,0 +1,16 @@
+"""The schedules that ``reshard train --schedule`` can name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ..graph import Pipeline
+from ..ir.schedule import Schedule
+from .auto import auto_schedule
+from .registry import KNOWN_SCHEDULES
+
+#: Functions from a pipeline with one stage on each pp rank and a number of microbatches to a schedule.
+BUILDERS: Mapping[str, Callable[[Pipeline, int], Schedule]] = {
+    "auto": auto_schedule,
+    **{known.option: known.build for known in KNOWN_SCHEDULES if known.build is not None},
+}

@@ -1,0 +1,1 @@
+"""Valid calls of public functions, by the kind of their arguments: ``{name: (function, valid arguments)}``."""
