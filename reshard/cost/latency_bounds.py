@@ -167,7 +167,11 @@ class _Problem:
         work = {key: nbytes + count * hold for key, (nbytes, count) in self.traffic.items()}
         egress = {host: rates.egress_bytes_per_second for host, rates in self.rates.items()}
         total = sum(size * len(destinations) for (_, destinations), size in work.items())
-        bounds = [_share(work, egress), total / sum(egress.values())]
+        held = {
+            key: nbytes + count * min(self.hold_bytes[host] for host in key[0])
+            for key, (nbytes, count) in self.traffic.items()
+        }
+        bounds = [_share(held, egress), total / sum(egress.values())]
         sources = {host for holders, _ in work for host in holders}
         if not sources.isdisjoint({host for _, destinations in work for host in destinations}):
             bounds.append(min_egress_seconds(work, egress))
@@ -248,7 +252,7 @@ class _Exchange:
         first = host[rank]
         parts = np.zeros(0)
         if exchange.groups.shape[1] == 1 and len(np.unique(host[exchange.holders[0]])) == 1:
-            _, _, receiver = plan.host_messages(rank)
+            receiver = plan.host_messages(rank).receiver
             number = np.unique(host[receiver], return_counts=True)[1]
             parts = number * (loads.out[first] / len(receiver))
         egress = np.where(loads.out > 0, 1 / loads.egress, 0.0)[np.concatenate([senders, receivers])]

@@ -22,7 +22,7 @@ MAX_IN_ORDER = 200_000
 _UNORDERED = 2.5
 
 #: The same of a plan in closed form with several lanes, over the sum of bytes and latencies.
-_IN_LANES = 1.3
+_IN_LANES = 1.5
 
 
 @dataclass(frozen=True)
@@ -69,17 +69,28 @@ def predict_timeline(plan: Plan, cutoff: float = math.inf) -> tuple[Makespan, Ti
 
 
 def _seconds_of_rotation(plan: RotationPlan) -> float:
-    """The time of the busiest host if each port passes one message at a time, or of the busiest rank inside a host.
+    """The time of the busiest port if each passes one message at a time, or of the busiest rank inside a host.
 
-    Hosts that receive in several lanes also wait for latencies of their senders.
+    The last region to arrive then passes along the ranks of its host. Hosts that receive in several lanes also wait for
+    latencies of their senders.
     """
     loads, topology = plan.loads, plan.topology
     inside = loads.inside * topology.inside_latency_seconds
-    if topology.inside_bytes_per_second is not None:
-        inside = inside + loads.inside_bytes / topology.inside_bytes_per_second
+    rate = topology.inside_bytes_per_second or math.inf
+    inside = inside + loads.inside_bytes / rate
     if topology.inside_total_bytes_per_second is not None:
         inside = np.maximum(inside, loads.inside_total / topology.inside_total_bytes_per_second)
-    leaving, arrival = loads.seconds_out().max(), topology.latency_seconds + loads.seconds_in().max()
+    leaving, arrival = loads.seconds_one_by_one(), topology.latency_seconds + loads.seconds_in().max()
     if plan.has_lanes:
-        arrival = _IN_LANES * (arrival + (loads.messages * loads.hold).max())
-    return topology.start_seconds + float(max(leaving, arrival, inside.max()))
+        waits = (loads.messages * loads.hold).max(), loads.entries * topology.latency_seconds / 2
+        arrival = _IN_LANES * (arrival + max(waits))
+    passing = 0.0
+    for spec, exchange in zip(plan.tensors, plan.exchanges, strict=True):
+        region = math.prod(spec.shape) * spec.itemsize / exchange.num_regions
+        hops = exchange.groups.shape[2] - 1
+        passing = max(passing, hops * (topology.inside_latency_seconds + region / rate))
+    num_slots = sum(int(exchange.order.num_receivers.max()) for exchange in plan.exchanges)
+    longest = max(leaving, arrival) + topology.turn_seconds * num_slots
+    if not all(exchange.order.is_complete for exchange in plan.exchanges):
+        longest *= _UNORDERED
+    return topology.start_seconds + float(max(longest, inside.max()) + passing)

@@ -8,8 +8,9 @@ from functools import cached_property
 
 import numpy as np
 
+from reshard.plan.port_order import PortOrder
 from reshard.sharding import Shards, TensorSpec
-from reshard.topology import Topology
+from reshard.topology import MAX_NICS, Topology
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +21,7 @@ class OwnMessages:
         key: unique numbers of the messages of a plan, which order them.
         source: key of the message that brings the data to the sender; -1 if the sender holds it.
         sender, receiver: ranks.
+        lane: the lane of a message between hosts, see :class:`PortOrder`; -1 inside a host.
         start, stop: ``(messages, ndim)`` the region.
     """
 
@@ -27,8 +29,23 @@ class OwnMessages:
     source: np.ndarray
     sender: np.ndarray
     receiver: np.ndarray
+    lane: np.ndarray
     start: np.ndarray
     stop: np.ndarray
+
+
+@dataclass(frozen=True)
+class KeyRange:
+    """The keys of the messages of a tensor, among those of a plan.
+
+    Attributes:
+        first: lower than all of them. stride: their distance. chain: at least the number of ranks of a host that need
+            one region.
+    """
+
+    first: int
+    stride: int
+    chain: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,15 +53,14 @@ class EvenExchange:
     """Where the regions of one tensor go if both grids are even, and no host both holds and needs data.
 
     Each region enters each host that needs it once, at ranks of the host in turn, and passes from there along its
-    ranks. The holders of a tile send in turn. In slot t, host a of the source sends to host a + t of the destination,
-    modulo their number. With more hosts in the source, each receives from several at once, which are its lanes.
+    ranks. The holders of a tile send in turn. The NICs of hosts send in rotation, see :class:`PortOrder`.
 
     Attributes:
         src, dst: the tiles of both layouts.
         holders: ``(source tiles, replicas)`` ranks, the first of each host before the second of any.
         groups: ``(destination tiles, hosts, ranks of a host)`` ranks that need a tile.
         src_number, dst_number: ``(hosts,)`` numbers of hosts among those of the source and of the destination.
-        host_of: ``(ranks,)`` hosts.
+        host_of: ``(ranks,)`` hosts. port_of: ``(ranks,)`` NICs, numbered over all hosts.
     """
 
     src: Shards
@@ -54,6 +70,7 @@ class EvenExchange:
     src_number: np.ndarray
     dst_number: np.ndarray
     host_of: np.ndarray
+    port_of: np.ndarray
 
     @classmethod
     def of(cls, spec: TensorSpec, topology: Topology) -> EvenExchange | None:
@@ -62,32 +79,36 @@ class EvenExchange:
         if not _are_even(src, dst) or topology.pods:
             return None
         host = topology.host_by_rank
+        port = host * MAX_NICS + np.array(topology.nic_of_rank, dtype=np.int64)
         holders, groups = _divide_by_host(src.ranks, host), _divide_by_host(dst.ranks, host)
         if holders is None or groups is None:
             return None
         numbers: list[np.ndarray] = []
         for ranks in (src.ranks, dst.ranks):
-            found, counts = np.unique(host[ranks], return_counts=True)
-            if (counts != counts[0]).any() or len({topology.host(h) for h in found.tolist()}) > 1:
+            found = np.unique(host[ranks])
+            if not _are_alike(topology, port[ranks], len(found)):
                 return None
             numbers.append(np.full(topology.num_hosts, -1))
             numbers[-1][found] = np.arange(len(found))
         if ((numbers[0] >= 0) & (numbers[1] >= 0)).any():
             return None
-        one = topology.host(int(host[src.ranks[0, 0]])), topology.host(int(host[dst.ranks[0, 0]]))
         turns = holders.transpose(0, 2, 1).reshape(len(holders), -1)
-        exchange = cls(src, dst, turns, groups, numbers[0], numbers[1], host)
+        exchange = cls(src, dst, turns, groups, numbers[0], numbers[1], host, port)
+        num_ports = [len(np.unique(port[ranks])) for ranks in (src.ranks, dst.ranks)]
         num_sends = exchange.num_overlaps[0] * groups.shape[1]
-        if num_sends % (turns.shape[1] if len(one[0].nics) > 1 else holders.shape[1]):
+        if num_sends % (turns.shape[1] if num_ports[0] > exchange.num_hosts[0] else holders.shape[1]):
             return None
-        return None if len(one[1].nics) > 1 and exchange.num_overlaps[1] % groups.shape[2] else exchange
+        if num_ports[1] > exchange.num_hosts[1] and exchange.num_overlaps[1] % groups.shape[2]:
+            return None
+        return exchange
 
     @cached_property
     def parts(self) -> tuple[np.ndarray, np.ndarray]:
         """``(ndim,)`` numbers of parts of each dim, of the source and of the destination."""
         assert self.src.cuts is not None
         assert self.dst.cuts is not None
-        return np.array([len(cut.lo) for cut in self.src.cuts]), np.array([len(cut.lo) for cut in self.dst.cuts])
+        p, q = ([len(cut.lo) for cut in cuts] or [1] for cuts in (self.src.cuts, self.dst.cuts))  # 1 without dims
+        return np.array(p), np.array(q)
 
     @cached_property
     def num_overlaps(self) -> tuple[int, int]:
@@ -115,9 +136,30 @@ class EvenExchange:
         return int(self.place.max()) + 1
 
     @cached_property
-    def lane_of(self) -> np.ndarray:
-        """``(hosts,)`` the lane in which each host of the source sends."""
-        return self.src_number // self.num_hosts[1]
+    def order(self) -> PortOrder:
+        """The order of the ports.
+
+        The tiles of both sides form blocks: each tile of the source overlaps all tiles of the destination in its block,
+        and no others. The holder whose turn it is sends to the ranks that the regions enter.
+        """
+        (src_block, src_place), (dst_block, dst_place) = self._blocks(0), self._blocks(1)
+        turns, (_, hosts, ranks) = self.holders.shape[1], self.groups.shape
+        sends = (src_block[:, None] * turns + np.arange(turns)) * ranks + src_place[:, None] % ranks
+        turn = (dst_place[:, None] * hosts + np.arange(hosts)) % turns
+        receives = ((dst_block[:, None] * turns + turn) * ranks)[..., None] + np.arange(ranks)
+        pairs = (self.holders, sends), (self.groups, receives)
+        first, second = ((self.port_of[on].ravel(), labels.ravel()) for on, labels in pairs)
+        return PortOrder.of(first, second, int(self.port_of.max()) + 1)
+
+    def _blocks(self, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """``(tiles,)`` the block of each tile of a side, and its number in the block."""
+        mine, other = self.parts[side], self.parts[1 - side]
+        inside = np.maximum(mine // other, 1)
+        place = np.stack(np.unravel_index(np.arange(math.prod(mine.tolist())), mine))
+        block, number = place // inside[:, None], place % inside[:, None]
+        return np.ravel_multi_index(tuple(block), tuple(mine // inside)), np.ravel_multi_index(
+            tuple(number), tuple(inside)
+        )
 
     @property
     def num_regions(self) -> int:
@@ -129,30 +171,23 @@ class EvenExchange:
         """The number of messages of all ranks: each rank receives each of its regions once."""
         return self.num_regions * self.groups.shape[1] * self.groups.shape[2]
 
-    @property
-    def num_keys(self) -> int:
-        """More than the largest number that :meth:`own_messages` adds to ``first_key`` times its ``stride``."""
-        return len(self.holders) * len(self.groups)
+    def num_keys(self, chain: int) -> int:
+        """More than the largest key of a range with stride 1 that starts at 0."""
+        slots = int(self.order.num_receivers.max())
+        return 2 * (slots + chain) * chain * self.num_places**2 * self.num_hosts[0]
 
-    def own_messages(self, rank: int, first: int, total: int, chain: int) -> OwnMessages:
-        """The messages of a rank.
-
-        Args:
-            rank: of either layout.
-            first, total: number of keys of the tensors before this one, and of all tensors.
-            chain: at least the number of ranks of a host that need one region.
-        """
-        keys = first, total, chain
-        parts = [self._sends(tile, turn, *keys) for tile, turn in np.argwhere(self.holders == rank).tolist()]
+    def own_messages(self, rank: int, keys: KeyRange) -> OwnMessages:
+        """The messages of a rank of either layout."""
+        parts = [self._sends(tile, turn, keys) for tile, turn in np.argwhere(self.holders == rank).tolist()]
         for tile, place, position in np.argwhere(self.groups == rank).tolist():
-            parts.append(self._receives(tile, place, position, *keys))
+            parts.append(self._receives(tile, place, position, keys))
         if not parts:
             none, boxes = np.zeros(0, dtype=np.int64), np.zeros((0, len(self.src.shape)), dtype=np.int64)
-            return OwnMessages(none, none, none, none, boxes, boxes)
+            return OwnMessages(none, none, none, none, none, boxes, boxes)
         names = OwnMessages.__dataclass_fields__
         return OwnMessages(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
-    def _sends(self, tile: int, turn: int, first: int, total: int, chain: int) -> OwnMessages:
+    def _sends(self, tile: int, turn: int, keys: KeyRange) -> OwnMessages:
         """What a holder of a source tile sends in its turns."""
         num_hosts = self.groups.shape[1]
         others, order = self._overlaps(tile, 0)
@@ -161,31 +196,40 @@ class EvenExchange:
         group = self.groups[others[which], place]
         receiver = group[np.arange(len(which)), order[which] % group.shape[1]]
         sender = np.full(len(which), self.holders[tile, turn])
-        key = self._keys(sender, receiver, tile * len(self.groups) + others[which], first, total) * chain
-        return self._messages(key, np.full(len(key), -1), sender, receiver, np.full(len(key), tile), others[which])
+        key = self._keys(sender, receiver, np.zeros(len(which), dtype=np.int64), keys)
+        lane = self.order.lane[self.port_of[sender]]
+        tiles = np.full(len(which), tile)
+        return self._messages(key, np.full(len(key), -1), sender, receiver, lane, tiles, others[which])
 
-    def _receives(self, tile: int, place: int, position: int, first: int, total: int, chain: int) -> OwnMessages:
+    def _receives(self, tile: int, place: int, position: int, keys: KeyRange) -> OwnMessages:
         """What a rank that needs a destination tile receives, and passes on to the next rank of its host."""
         group = self.groups[tile, place]
         others, order = self._overlaps(tile, 1)
-        step = (position - np.arange(len(others))) % len(group)
+        step = (np.arange(len(others)) - position) % len(group)
         number = order * self.groups.shape[1] + place
         holder = self.holders[others, number % self.holders.shape[1]]
         rank = np.full(len(others), group[position])
         entry = group[np.arange(len(others)) % len(group)]
-        key = self._keys(holder, entry, others * len(self.groups) + tile, first, total) * chain + step
-        tiles = np.full(len(others), tile)
+        enters, passes = step == 0, step < len(group) - 1
         arrives = self._messages(
-            key,
-            np.where(step == 0, -1, key - 1),
-            np.where(step == 0, holder, group[position - 1]),
+            self._keys(holder, entry, step, keys),
+            np.where(enters, -1, self._keys(holder, entry, step - 1, keys)),
+            np.where(enters, holder, group[(position + 1) % len(group)]),
             rank,
+            np.where(enters, self.order.lane[self.port_of[holder]], -1),
             others,
-            tiles,
+            np.full(len(others), tile),
         )
-        on = step < len(group) - 1
-        following = np.full(int(on.sum()), group[(position + 1) % len(group)])
-        passed = self._messages(key[on] + 1, key[on], rank[on], following, others[on], tiles[on])
+        holder, entry, step, others = holder[passes], entry[passes], step[passes], others[passes]
+        passed = self._messages(
+            self._keys(holder, entry, step + 1, keys),
+            self._keys(holder, entry, step, keys),
+            rank[passes],
+            np.full(len(others), group[position - 1]),
+            np.full(len(others), -1),
+            others,
+            np.full(len(others), tile),
+        )
         return OwnMessages(
             *(
                 np.concatenate([getattr(arrives, name), getattr(passed, name)])
@@ -207,16 +251,21 @@ class EvenExchange:
             np.ravel_multi_index(tuple(np.broadcast_to(position, found.shape)), tuple(back)),
         )
 
-    def _keys(self, holder: np.ndarray, receiver: np.ndarray, region: np.ndarray, first: int, total: int) -> np.ndarray:
-        """Numbers of regions on their way between two hosts, in order.
+    def _keys(self, holder: np.ndarray, entry: np.ndarray, step: np.ndarray, keys: KeyRange) -> np.ndarray:
+        """Numbers of messages with the region that ``holder`` sends to ``entry``, in order.
 
-        The order is by slot, place of the holder in its host, place of the receiver, host of the holder, and region. So
-        messages of several lanes to one rank alternate.
+        Args:
+            step: number of ranks of its host that the region has passed: 0 between hosts.
+
+        What enters hosts is ordered by slot, place of the holder in its host, place of the receiver, and host of the
+        holder, so messages of several lanes to one rank alternate. It passes inside its host after the messages of the
+        next slot in the order, that is, while they flow.
         """
-        a, b = self.src_number[self.host_of[holder]], self.dst_number[self.host_of[receiver]]
-        num_src, num_dst = self.num_hosts
-        places = ((b - a) % num_dst * self.num_places + self.place[holder]) * self.num_places + self.place[receiver]
-        return (places * num_src + a) * total + first + region
+        slot = self.order.slot(self.port_of[holder], self.port_of[entry])
+        phase = np.where(step > 0, 2 * (slot + step) + 1, 2 * slot)
+        places = (phase * keys.chain + step) * self.num_places + self.place[holder]
+        places = places * self.num_places + self.place[entry]
+        return (places * self.num_hosts[0] + self.src_number[self.host_of[holder]]) * keys.stride + keys.first
 
     def _messages(
         self,
@@ -224,12 +273,13 @@ class EvenExchange:
         source: np.ndarray,
         sender: np.ndarray,
         receiver: np.ndarray,
+        lane: np.ndarray,
         src_tile: np.ndarray,
         dst_tile: np.ndarray,
     ) -> OwnMessages:
         start = np.maximum(self.src.start[src_tile], self.dst.start[dst_tile])
         stop = np.minimum(self.src.stop[src_tile], self.dst.stop[dst_tile])
-        return OwnMessages(key, source, sender, receiver, start, stop)
+        return OwnMessages(key, source, sender, receiver, lane, start, stop)
 
 
 def _are_even(src: Shards, dst: Shards) -> bool:
@@ -243,6 +293,14 @@ def _are_even(src: Shards, dst: Shards) -> bool:
         if any((cut.hi - cut.lo != cut.hi[0] - cut.lo[0]).any() for cut in (a, b)):
             return False
     return True
+
+
+def _are_alike(topology: Topology, ports: np.ndarray, num_hosts: int) -> bool:
+    """Whether all hosts use equally many NICs of equal rates, and equally many ranks use each NIC."""
+    used, counts = np.unique(ports, return_counts=True)
+    per_host = np.unique(used // MAX_NICS, return_counts=True)[1]
+    nics = {topology.host(port // MAX_NICS).nics[port % MAX_NICS] for port in used.tolist()}
+    return bool((counts == counts[0]).all() and (per_host == per_host[0]).all()) and len(nics) == 1
 
 
 def _divide_by_host(ranks: np.ndarray, host_of: np.ndarray) -> np.ndarray | None:

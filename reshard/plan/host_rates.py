@@ -25,8 +25,14 @@ class Rates(NamedTuple):
 
 def used_nics(tensors: Sequence[TensorSpec], topology: Topology) -> dict[int, list[Port]]:
     """The NICs of each host that ranks of either layout use."""
+    numbers = used_nic_numbers(tensors, topology)
+    return {host: [topology.host(host).nics[number] for number in used] for host, used in numbers.items()}
+
+
+def used_nic_numbers(tensors: Sequence[TensorSpec], topology: Topology) -> dict[int, list[int]]:
+    """The numbers of the NICs of each host that ranks of either layout use, ascending."""
     used: dict[int, set[int]] = {}
     for spec in tensors:
         for rank in (*spec.src.ranks, *spec.dst.ranks):
             used.setdefault(topology.host_of_rank[rank], set()).add(topology.nic_of_rank[rank])
-    return {host: [topology.host(host).nics[number] for number in sorted(numbers)] for host, numbers in used.items()}
+    return {host: sorted(numbers) for host, numbers in used.items()}

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.plan.model import Plan
-from reshard.plan.rotation_plan import ROTATION_WINDOW, RotationPlan
+from reshard.plan.rotation_plan import INSIDE_WINDOW, RotationPlan
 from reshard.plan.transfers import Transfers
 from reshard.ragged import ranges
 
@@ -259,9 +259,9 @@ def _expand_rotation(plan: RotationPlan, rank: int) -> Iterator[Message]:
     own = plan.own_messages(rank)
     rows = []
     for tensor, part in enumerate(own):
-        columns = part.key, part.source, part.sender, part.receiver, part.start, part.stop
+        columns = part.key, part.source, part.sender, part.receiver, part.lane, part.start, part.stop
         rows += [(*row, tensor) for row in zip(*(column.tolist() for column in columns), strict=True)]
-    for key, source, sender, receiver, start, stop, tensor in sorted(rows):
+    for key, source, sender, receiver, lane, start, stop, tensor in sorted(rows):
         yield Message(
             id=key,
             transfer=key,
@@ -271,7 +271,7 @@ def _expand_rotation(plan: RotationPlan, rank: int) -> Iterator[Message]:
             boxes=((tensor, tuple(start), tuple(stop)),),
             source=None if source < 0 else source,
             after=(),
-            window=ROTATION_WINDOW,
+            window=plan.window if lane >= 0 else INSIDE_WINDOW,
         )
 
 

@@ -87,15 +87,14 @@ def _find_waits_of_host(plan: RotationPlan, rank: int) -> Waits:
     A host either sends to other hosts or receives from them. What it receives from one host after the other is in the
     order of the sender.
     """
-    key, sender, receiver = plan.host_messages(rank)
-    host, lane_of = plan.topology.host_by_rank, plan.exchanges[0].lane_of
-    is_sent = bool(len(key)) and host[sender[0]] == host[rank]
-    end = sender if is_sent else receiver
+    key, sender, receiver, line, is_sent = plan.host_messages(rank)
+    follows = line[1:] == line[:-1]
     if is_sent:
-        follows = (sender[1:] != sender[:-1]) | (receiver[1:] != receiver[:-1])
+        follows &= (sender[1:] != sender[:-1]) | (receiver[1:] != receiver[:-1])
     else:
-        follows = (host[sender[1:]] != host[sender[:-1]]) & (lane_of[host[sender[1:]]] == lane_of[host[sender[:-1]]])
-    kept = np.flatnonzero(follows)
+        host = plan.topology.host_by_rank
+        follows &= host[sender[1:]] != host[sender[:-1]]
+    kept, end = np.flatnonzero(follows), sender if is_sent else receiver
     return Waits(
         later=key[1:][kept],
         earlier=key[:-1][kept],

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 
 from reshard.formatting import format_bytes, format_rate
+from reshard.plan.host_rates import used_nic_numbers
 from reshard.topology import MAX_NICS, Topology
 
 if TYPE_CHECKING:
@@ -101,9 +102,16 @@ def _loads_inside(topology: Topology, nbytes: np.ndarray) -> list[Load]:
 
 
 def _loads_of_rotation(plan: RotationPlan) -> list[Load]:
-    """The loads of hosts, over all NICs of each, of a plan in closed form."""
+    """The loads of NICs of a plan in closed form: those of a host that ranks use have equal loads."""
     hosts, loads = plan.loads, []
-    for direction, nbytes, rates in (("out", hosts.out, hosts.egress), ("in", hosts.into, hosts.ingress)):
-        for host in np.flatnonzero(nbytes).tolist():
-            loads.append(Load(f"host {host} {direction}", round(float(nbytes[host])), float(rates[host])))
+    for host, nics in sorted(used_nic_numbers(plan.tensors, plan.topology).items()):
+        for nic in nics:
+            port = plan.topology.host(host).nics[nic]
+            name = f", NIC {nic}" if len(plan.topology.host(host).nics) > 1 else ""
+            for direction, nbytes, rate in (
+                ("out", hosts.out[host], port.egress_bytes_per_second),
+                ("in", hosts.into[host], port.ingress_bytes_per_second),
+            ):
+                if nbytes:
+                    loads.append(Load(f"host {host} {direction}{name}", round(float(nbytes) / len(nics)), rate))
     return loads + _loads_inside(plan.topology, hosts.inside_total)

@@ -26,6 +26,9 @@ class RotationLoads:
         inside_bytes: bytes of these. inside_total: bytes that all its ranks pass on inside it.
         egress, ingress: bytes per second of the NICs that its ranks use.
         hold: seconds that a message keeps its sender's NICs busy, as a share of all NICs of the host.
+        hold_bytes: the least bytes that a NIC of any host could send during one latency.
+        passes: bytes per second of the NICs of a host if each sends to one that receives.
+        entries: messages that a rank receives from other hosts.
     """
 
     out: np.ndarray
@@ -39,6 +42,9 @@ class RotationLoads:
     egress: np.ndarray
     ingress: np.ndarray
     hold: np.ndarray
+    hold_bytes: float
+    passes: np.ndarray
+    entries: float
 
     @classmethod
     def of(cls, tensors: Sequence[TensorSpec], topology: Topology, exchanges: Sequence[EvenExchange]) -> RotationLoads:
@@ -47,10 +53,19 @@ class RotationLoads:
         out, into, held, messages, held_messages = (np.zeros(count) for _ in range(5))
         inside, inside_bytes, inside_total = (np.zeros(count) for _ in range(3))
         egress, ingress, hold = np.ones(count), np.ones(count), np.zeros(count)
-        for host, nics in used_nics(tensors, topology).items():
+        used = used_nics(tensors, topology)
+        for host, nics in used.items():
             egress[host], ingress[host] = Rates.of(nics)
             slowest = min(nic.egress_bytes_per_second for nic in nics)
             hold[host] = topology.latency_seconds * slowest / egress[host]
+        ports = [port for nics in used.values() for port in nics]
+        receiving = int(np.flatnonzero(exchanges[0].dst_number >= 0)[0])
+        limit = min(port.ingress_bytes_per_second for port in used[receiving])
+        passes = np.ones(count)
+        for host, nics in used.items():
+            passes[host] = sum(min(port.egress_bytes_per_second, limit) for port in nics)
+        hold_bytes = topology.latency_seconds * min(port.egress_bytes_per_second for port in ports)
+        entries = 0.0
         for spec, exchange in zip(tensors, exchanges, strict=True):
             nbytes, (_, copies, ranks) = math.prod(spec.shape) * spec.itemsize, exchange.groups.shape
             num_src, num_dst = exchange.num_hosts
@@ -59,12 +74,28 @@ class RotationLoads:
             held[senders] += nbytes / num_src
             messages[senders] += exchange.num_regions * copies / num_src
             held_messages[senders] += exchange.num_regions / num_src
+            entries += math.ceil(exchange.num_overlaps[1] / ranks)
             into[receivers] += nbytes * copies / num_dst
             passed = exchange.num_overlaps[1] * (ranks - 1) / ranks
             inside[receivers] += passed
             inside_bytes[receivers] += nbytes / exchange.num_regions * passed
             inside_total[receivers] += nbytes * copies / num_dst * (ranks - 1)
-        return cls(out, into, held, messages, held_messages, inside, inside_bytes, inside_total, egress, ingress, hold)
+        return cls(
+            out,
+            into,
+            held,
+            messages,
+            held_messages,
+            inside,
+            inside_bytes,
+            inside_total,
+            egress,
+            ingress,
+            hold,
+            hold_bytes,
+            passes,
+            entries,
+        )
 
     def seconds_in(self) -> np.ndarray:
         """``(hosts,)`` time of the bytes that each host receives."""
@@ -74,12 +105,15 @@ class RotationLoads:
         """``(hosts,)`` time of the bytes that each host must send."""
         return self.held / self.egress
 
-    def seconds_out(self) -> np.ndarray:
-        """``(hosts,)`` time of the messages that each host sends, one after the other."""
-        return self.out / self.egress + self.messages * self.hold
+    def seconds_one_by_one(self) -> float:
+        """Time of the messages that the busiest host sends if each of its ports sends one at a time.
+
+        A message passes both its ports at the rate of the slower one.
+        """
+        return float((self.out / self.passes + self.messages * self.hold).max())
 
     def unmerged_seconds(self) -> float:
         """The least time of all messages between hosts, if each carries one region, and receivers may pass them on."""
         alone = self.seconds_held() + self.held_messages * self.hold
-        together = (self.out + self.messages * self.hold * self.egress).sum()
+        together = (self.out + self.messages * self.hold_bytes).sum()
         return float(max(alone.max(), together / self.egress[(self.out > 0) | (self.into > 0)].sum()))

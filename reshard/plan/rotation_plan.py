@@ -7,29 +7,44 @@ import json
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from reshard.errors import ArgumentError
-from reshard.plan.even_exchange import EvenExchange, OwnMessages
+from reshard.plan.even_exchange import EvenExchange, KeyRange, OwnMessages
 from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.transfers import Transfers
 from reshard.sharding import TensorSpec
-from reshard.topology import Topology, topology_to_json
+from reshard.topology import MAX_NICS, Topology, topology_to_json
 
 #: The strategy of these plans.
 ROTATION = "rotation"
-#: Limit on the unfinished messages of a sender, between hosts and inside its host.
-ROTATION_WINDOW = 2
+#: Limits on the unfinished messages of a sender: between hosts, the same if they receive from several at once, and
+#: inside its host.
+_WINDOW, _WINDOW_OF_LANES, INSIDE_WINDOW = 2, 4, 8
 #: The messages of a larger plan are not listed.
 MAX_LISTED = 2**20
 #: Keys of messages are below this, and fit int64.
 _MAX_KEY = 2**62
 #: A port may send this many times the bytes that the busiest port must pass.
 _MAX_UNEVEN = 1.005
+
+
+class HostMessages(NamedTuple):
+    """Messages between one host and others. All arrays have one entry per message.
+
+    Attributes:
+        key, sender, receiver: see :class:`OwnMessages`.
+        line: number of the port of the host, or of its lane; ``is_sent``: whether the host sends them.
+    """
+
+    key: np.ndarray
+    sender: np.ndarray
+    receiver: np.ndarray
+    line: np.ndarray
+    is_sent: bool
 
 
 class RotationPlan(Plan):
@@ -80,35 +95,49 @@ class RotationPlan(Plan):
                 if not np.array_equal(getattr(exchange, name), getattr(exchanges[0], name)):
                     return None
         plan = cls(tensors, topology, exchanges, staging_bytes)
-        num_pairs = math.prod(exchanges[0].num_hosts) * exchanges[0].num_places ** 2
-        return plan if num_pairs * plan._first_keys[-1] * plan._chain < _MAX_KEY else None
+        return plan if plan._key_ranges is not None else None
 
     @property
     def is_listed(self) -> bool:
         """False: each rank expands its own messages."""
         return False
 
-    @property
+    @cached_property
     def has_lanes(self) -> bool:
         """Whether hosts receive from several others at once, because there are more of those."""
-        num_src, num_dst = self.exchanges[0].num_hosts
-        return num_src > num_dst
+        return any((exchange.order.lane > 0).any() for exchange in self.exchanges)
 
     @cached_property
-    def _first_keys(self) -> list[int]:
-        """The number of keys of all tensors before each tensor, and of all tensors."""
-        return list(accumulate((exchange.num_keys for exchange in self.exchanges), initial=0))
+    def window(self) -> int:
+        """The limit on the unfinished messages of a sender to other hosts."""
+        return _WINDOW_OF_LANES if self.has_lanes else _WINDOW
 
     @cached_property
-    def _chain(self) -> int:
-        """The largest number of ranks of a host that need one region."""
-        return max(exchange.groups.shape[2] for exchange in self.exchanges)
+    def _key_ranges(self) -> list[KeyRange] | None:
+        """The keys of each tensor. Tensors with equal orders of ports take turns; other orders come after theirs.
+
+        None if the keys do not fit int64.
+        """
+        chain = max(exchange.groups.shape[2] for exchange in self.exchanges)
+        kinds: list[list[int]] = []
+        for number, exchange in enumerate(self.exchanges):
+            alike = [kind for kind in kinds if exchange.order.equals(self.exchanges[kind[0]].order)]
+            if alike:
+                alike[0].append(number)
+            else:
+                kinds.append([number])
+        ranges: dict[int, KeyRange] = {}
+        first = 0
+        for kind in kinds:
+            ranges |= {number: KeyRange(first + place, len(kind), chain) for place, number in enumerate(kind)}
+            first += len(kind) * max(self.exchanges[number].num_keys(chain) for number in kind)
+        return [ranges[number] for number in range(len(ranges))] if first < _MAX_KEY else None
 
     @cached_property
     def plan_hash(self) -> str:
         """SHA-256 of the content of the plan, 64 hex digits."""
         topology = {name: value for name, value in topology_to_json(self.topology).items() if value != 0}
-        header = ["rotation 1", [str(spec) for spec in self.tensors], topology, ROTATION_WINDOW, self.staging_bytes]
+        header = ["rotation 2", [str(spec) for spec in self.tensors], topology, self.staging_bytes]
         return hashlib.sha256(json.dumps(header).encode()).hexdigest()
 
     @cached_property
@@ -143,11 +172,9 @@ class RotationPlan(Plan):
 
     def own_messages(self, rank: int) -> list[OwnMessages]:
         """The messages of each tensor that one rank sends or receives."""
-        total = self._first_keys[-1]
-        return [
-            exchange.own_messages(rank, first, total, self._chain)
-            for exchange, first in zip(self.exchanges, self._first_keys, strict=False)
-        ]
+        assert self._key_ranges is not None
+        pairs = zip(self.exchanges, self._key_ranges, strict=True)
+        return [exchange.own_messages(rank, keys) for exchange, keys in pairs]
 
     @cached_property
     def transfers(self) -> Transfers:  # type: ignore[override]
@@ -162,20 +189,20 @@ class RotationPlan(Plan):
                 "are listed: choose one rank, as with reshard plan --rank"
             )
         ndim = max(spec.ndim for spec in self.tensors)
-        columns: list[list[np.ndarray]] = [[] for _ in range(7)]
+        columns: list[list[np.ndarray]] = [[] for _ in range(8)]
         for rank in self.ranks:
             for tensor, own in enumerate(self.own_messages(rank)):
                 sent = np.flatnonzero(own.sender == rank)
                 pad = ((0, 0), (0, ndim - own.start.shape[1]))
                 start, stop = np.pad(own.start[sent], pad), np.pad(own.stop[sent], pad, constant_values=1)
-                values = own.key, own.source, np.full(len(own.key), tensor), own.sender, own.receiver
+                values = own.key, own.source, np.full(len(own.key), tensor), own.sender, own.receiver, own.lane
                 for column, value in zip(columns, (*(value[sent] for value in values), start, stop), strict=True):
                     column.append(value)
-        key, source, tensor_of, sender, receiver, start, stop = map(np.concatenate, columns)
+        key, source, tensor_of, sender, receiver, lane, start, stop = map(np.concatenate, columns)
         order = np.argsort(key)
-        key, source, sender, receiver = key[order], source[order], sender[order], receiver[order]
+        key, source, sender, receiver, lane = (values[order] for values in (key, source, sender, receiver, lane))
         brings = np.where(source >= 0, np.searchsorted(key, source), -1)
-        later, earlier = self._find_orders(sender, receiver)
+        later, earlier = self._find_orders(sender, receiver, lane)
         later, earlier = (
             np.concatenate([np.flatnonzero(brings >= 0), later]),
             np.concatenate([brings[brings >= 0], earlier]),
@@ -190,42 +217,48 @@ class RotationPlan(Plan):
             sender=sender,
             receiver=receiver,
             splits=np.ones((len(key), ndim), dtype=np.int64),
-            window=np.full(len(key), ROTATION_WINDOW),
+            window=np.where(lane >= 0, self.window, INSIDE_WINDOW),
             after_at=np.concatenate([[0], np.cumsum(np.bincount(later, minlength=len(key)))]),
             after=earlier[by_later],
             source=brings,
         )
 
-    def _find_orders(self, sender: np.ndarray, receiver: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def _find_orders(self, sender: np.ndarray, receiver: np.ndarray, lane: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Pairs of messages between hosts, given in order. Each starts after the last one that leaves its sender's
-        host, and after the last one that enters its receiver's host in the same lane.
+        port, and after the last one that enters its receiver's port in the same lane, if that is from another host.
 
         Returns:
             ``(later, earlier)``: the positions of messages, without repetition.
         """
-        host = self.topology.host_by_rank
-        across = np.flatnonzero(host[sender] != host[receiver])
-        lane = self.exchanges[0].lane_of[host[sender[across]]]
+        port, across = self.exchanges[0].port_of, np.flatnonzero(lane >= 0)
+        leaves, enters, lane = port[sender[across]], port[receiver[across]], lane[across]
         pairs = []
-        for line in (host[sender[across]], host[receiver[across]] * (lane.max(initial=0) + 1) + lane):
+        for line in (leaves, enters * (lane.max(initial=0) + 1) + lane):
             order = np.argsort(line, kind="stable")
-            follows = np.flatnonzero(np.diff(line[order]) == 0)
-            pairs.append(np.stack([order[follows + 1], order[follows]], axis=1))
+            follows = np.diff(line[order]) == 0
+            if line is not leaves:
+                follows &= np.diff(leaves[order] // MAX_NICS) != 0
+            at = np.flatnonzero(follows)
+            pairs.append(np.stack([order[at + 1], order[at]], axis=1))
         later, earlier = across[np.unique(np.concatenate(pairs), axis=0)].T
         return later, earlier
 
-    def host_messages(self, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """``(key, sender, receiver)`` of the messages between the host of a rank and other hosts.
+    def host_messages(self, rank: int) -> HostMessages:
+        """The messages between the host of a rank and other hosts.
 
-        They are in order, or in the order of each lane, one lane after the other.
+        They are in the order of each of its ports, or in the order of each lane of it, one after the other.
         """
-        host = self.topology.host_by_rank
+        exchange = self.exchanges[0]
+        host, port = exchange.host_of, exchange.port_of
         own = [part for other in np.flatnonzero(host == host[rank]).tolist() for part in self.own_messages(other)]
-        columns = [np.concatenate([getattr(part, name) for part in own]) for name in ("key", "sender", "receiver")]
-        across = np.flatnonzero(host[columns[1]] != host[columns[2]])
-        key, sender, receiver = (column[across] for column in columns)
-        order = np.lexsort((key, self.exchanges[0].lane_of[host[sender]]))
-        return key[order], sender[order], receiver[order]
+        columns = [
+            np.concatenate([getattr(part, name) for part in own]) for name in ("key", "sender", "receiver", "lane")
+        ]
+        key, sender, receiver, lane = (column[columns[3] >= 0] for column in columns)
+        is_sent = exchange.src_number[host[rank]] >= 0
+        line = port[sender] if is_sent else port[receiver] * (lane.max(initial=0) + 1) + lane
+        order = np.lexsort((key, line))
+        return HostMessages(key[order], sender[order], receiver[order], line[order], bool(is_sent))
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("tensors", "topology", "strategy", "staging_bytes", "exchanges")}

@@ -54,10 +54,15 @@ PAIRS = [
 ]
 
 
+@pytest.mark.parametrize("nics", [1, 4])
 @pytest.mark.parametrize(("src", "dst", "hosts"), PAIRS)
-def test_plans_deliver_and_take_the_time_of_their_bound(src, dst, hosts):
+def test_plans_deliver_and_take_the_time_of_their_bound(src, dst, hosts, nics):
     src, dst, topology = pair(src, dst, hosts)
+    topology = replace(topology, hosts=(Host((Port.of(1e9),) * nics),), nic_of_rank=())
     plan = rotation(src, dst, (8192, 8192), topology)
+    if nics > 1 and dst.spec[:1] == (("0",),) and not src.spec:
+        assert plan is None  # one region for each host enters by one of its NICs
+        return
     check_plan(plan)
     listed = Plan(plan.tensors, topology, "listed", plan.transfers, plan.staging_bytes)
     assert find_bound(plan).seconds == pytest.approx(find_bound(listed).seconds)
@@ -71,8 +76,8 @@ def test_plans_deliver_and_take_the_time_of_their_bound(src, dst, hosts):
     if plan.has_lanes:
         assert seconds <= _seconds_of_rotation(plan)
     else:
-        assert seconds == pytest.approx(_seconds_of_rotation(plan), rel=0.03)
-        assert seconds <= 1.08 * found.unmerged_seconds
+        assert seconds == pytest.approx(_seconds_of_rotation(plan), rel=0.02)
+        assert seconds <= 1.05 * found.unmerged_seconds
 
 
 @pytest.mark.parametrize("nics", [1, 2])
@@ -111,6 +116,70 @@ def test_the_programs_of_all_ranks_move_a_tensor():
     }
     run_in_threads(plan, sources, outs, seconds=20)
     assert all(torch.equal(outs[rank][0], take_shard(dst, rank, whole)) for rank in dst.ranks)
+
+
+def random_exchange(seed):
+    """Tensors, several of which may have no dims, between hosts in any order, on a topology of equal NICs."""
+    chance = random.Random(seed)
+    sides, host_of_rank, hosts = ([], []), [], []
+    counts = [chance.choice((1, 2, 3, 4, 6, 8)) for _ in sides]
+    num_ranks = [chance.choice((1, 2, 3, 4)) for _ in sides]
+    kinds = [Host((Port(*chance.choices((1e9, 2e9), k=2)),) * chance.choice((1, 1, 2, 3))) for _ in sides]
+    order = [side for side in (0, 1) for _ in range(counts[side])]
+    if chance.random() < 0.4:
+        chance.shuffle(order)
+    for side in order:
+        sides[side].extend(range(len(host_of_rank), len(host_of_rank) + num_ranks[side]))
+        host_of_rank += [len(hosts)] * num_ranks[side]
+        hosts.append(kinds[side])
+    if chance.random() < 0.3:
+        chance.shuffle(sides[0])
+    topology = Topology(
+        tuple(host_of_rank),
+        tuple(hosts),
+        latency_seconds=chance.choice((1e-3, 1e-4, 1e-5, 0.0)),
+        inside_bytes_per_second=chance.choice((None, 8e9)),
+        inside_latency_seconds=chance.choice((0.0, 1e-5)),
+    )
+    tensors = []
+    for number in range(chance.choice((1, 1, 2, 3))):
+        ndim = chance.choice((0, 1, 2, 2, 3))
+        layouts = []
+        for side in sides:
+            rows = chance.choice([count for count in range(1, len(side) + 1) if len(side) % count == 0])
+            dims = [[] for _ in range(ndim)]
+            for axis in "ab":
+                if ndim and chance.random() < 0.7:
+                    chance.choice(dims).append(axis)
+            layouts.append(Layout(Mesh(side, {"a": rows, "b": len(side) // rows}), dims))
+        shape = tuple(chance.choice((24, 48, 144)) for _ in range(ndim))
+        tensors.append(TensorSpec(shape, chance.choice(("int32", "int8")), *layouts, name=f"t{number}"))
+    return tensors, topology
+
+
+@pytest.mark.parametrize("first", [0, *(pytest.param(first, marks=pytest.mark.integration) for first in (300, 600))])
+def test_random_exchanges(first):
+    """Plans deliver, their figures are those of their messages, and their estimate is at least the simulated time."""
+    num_plans = 0
+    for seed in range(first, first + 300):
+        tensors, topology = random_exchange(seed)
+        plan = RotationPlan.find(tensors, topology, 2**26, LIMIT)
+        if plan is None:
+            continue
+        num_plans += 1
+        check_plan(plan)
+        listed = Plan(plan.tensors, topology, "listed", plan.transfers, plan.staging_bytes)
+        assert find_loads(plan) == find_loads(listed), seed
+        assert (plan.num_messages, plan.bytes_moved()) == (listed.num_messages, listed.bytes_moved()), seed
+        assert find_bound(plan).seconds == pytest.approx(find_bound(listed).seconds), seed
+        seconds = simulate(plan).makespan_seconds
+        assert _seconds_of_rotation(plan) >= 0.9 * seconds, seed
+        if topology.latency_seconds:
+            found, expected = find_latency_bounds(plan), find_latency_bounds(listed)
+            assert found.any_plan_seconds <= expected.any_plan_seconds * (1 + 1e-9), seed
+            assert found.unmerged_seconds <= expected.unmerged_seconds * (1 + 1e-9), seed
+            assert seconds >= expected.unmerged_seconds * (1 - 1e-9), seed
+    assert num_plans > 30
 
 
 def test_problems_without_closed_form():
