@@ -24,13 +24,20 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
     """Stages from a text such as ``"3:1 recompute, 5:2 zero"``: layers, a colon, ranks and words.
 
     ``tp`` divides the layers over all ranks of a stage, ``2x2x1`` puts them on a grid, ``zero`` shards states,
-    ``recompute`` recomputes all layers, and ``half`` the first half of them.
+    ``recompute`` recomputes all layers, and ``half`` the first half of them. ``2@0`` are two layers on the ranks of
+    stage 0.
     """
     stages: list[StagePlan] = []
-    layer, rank = 0, 0
+    layer, following = 0, 0
     for part in text.split(","):
         sizes, *words = part.split()
-        count, ranks = map(int, sizes.split(":"))
+        rank = following
+        if "@" in sizes:
+            count, other = map(int, sizes.split("@"))
+            rank, ranks = stages[other].first_rank, stages[other].num_ranks
+        else:
+            count, ranks = map(int, sizes.split(":"))
+            following += ranks
         again = count if "recompute" in words else (count + 1) // 2 if "half" in words else 0
         plain = Choice(ranks if "tp" in words else 1, 3 if "zero" in words else 0)
         for word in words:
@@ -38,7 +45,7 @@ def parse_stages(text: str) -> tuple[StagePlan, ...]:
                 plain = Choice.on_grid(*map(int, word.split("x")), zero=plain.zero)
         choices = (replace(plain, recompute=True),) * again + (plain,) * (count - again)
         stages.append(StagePlan(layer, layer + count, rank, rank + ranks, choices))
-        layer, rank = layer + count, rank + ranks
+        layer += count
     return tuple(stages)
 
 

@@ -39,6 +39,9 @@ CASES = {
         ("8:4 2x1x2 zero", 4),
         ("8:4 1x2x2 zero recompute", 4),
         ("4:2 1x2x1 half, 4:2 2x1x1 recompute", 4),
+        ("2:1, 2:1, 2@0, 2@1", 4),
+        ("2:1, 2:1, 2@1, 2@0", 4),
+        ("2:2, 2:1 half, 2@0 half, 2@1", 4),
     ),
     "tied GPT": (("4:1, 4:1", 4), ("3:1, 5:2", 4), ("4:2 zero, 4:1", 4)),
     "U-Transformer": (("7:1, 7:1", 4), ("14:2", 4), ("7:1 recompute, 7:2", 4), ("9:2 zero half, 5:1", 4)),
@@ -60,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
         problem = make_job_problem(job, SearchOptions(2, None, "10GB"))
         for text, count in track(CASES[name], "training plans"):
             stages = parse_stages(text)
-            cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
+            cluster = Cluster(Topology.uniform((0,) * max(stage.end_rank for stage in stages)), 1e10)
             _, training_plan = make_by_hand(problem, cluster, stages, count)
             counted = run_processes(
                 count_peak_bytes, training_plan.num_ranks, replace(job, training_plan=training_plan)

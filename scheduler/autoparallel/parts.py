@@ -15,8 +15,8 @@ from .choosing import ChosenPlan, choose_fastest, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import Report, auto, evaluate_all, refine, why_nothing_fits
-from .methods.bounds import step_bound_of_any, work_bound
+from .methods.auto import Report, auto, evaluate_all, interleave, refine, why_nothing_fits
+from .methods.bounds import single_stage_bound, step_bound_of_any, work_bound
 from .methods.pure import pure
 from .plan_making import make_training_plan
 from .result.training_plan import TrainingPlan
@@ -107,6 +107,10 @@ def _search_parts(whole: _Part, report: Report) -> list[_Part]:
             heapq.heappush(queue, (step_bound_of_any(part.problem), number, True))
             continue
         searched.append(part)
+        if single_stage_bound(part.problem) > limit and problem.compression is None:
+            part.found = interleave(part.problem, (), limit)
+            limit = min(limit, part.seconds)
+            continue
         left = sum(bound < limit for bound, _, _ in queue)
         of_part = functools.partial(_report_part, report, part, len(searched) - 1, left)
         try:
@@ -145,7 +149,7 @@ def _model_seconds(problem: SearchProblem, profile: LayerProfile) -> float:
 def _on_ranks(plan: TrainingPlan, ranks: tuple[int, ...], whole: _Part) -> TrainingPlan:
     """The training plan of a part of a cluster, or of its hosts in another order, as a plan of the whole cluster."""
     cluster = whole.problem.cluster
-    on_all = whole.seconds if whole.found else whole.bound_seconds
+    on_all = whole.seconds if whole.found else single_stage_bound(whole.problem)
     names = list(dict.fromkeys(cluster.host_of(rank) for rank in ranks))
     return replace(
         plan,

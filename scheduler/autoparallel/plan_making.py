@@ -78,7 +78,7 @@ def make_training_plan(
         _stage_reports(best),
         edges,
         tuple(_alternative(item) for item in different[:NUM_ALTERNATIVES]),
-        step_seconds(wider_timeline, costs, exchanges),
+        step_seconds(wider_timeline, costs, exchanges, candidate.pp_ranks),
         problem.cluster.hosts,
         _grid_refusals(layers) if problem.rules.grids else (),
         _used_policy(problem, candidate.stages, edges),
@@ -88,9 +88,11 @@ def make_training_plan(
 
 
 def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
-    """Where the time and the memory of each stage go."""
-    busy = [best.timeline.busy_seconds(number) for number in range(len(best.costs))]
-    exposed = [best.timeline.exposed_seconds(number) for number in range(len(best.costs))]
+    """Where the time and the memory of each stage go. Stages on the same ranks have the same wait and memory."""
+    busy = [0.0] * len(best.costs)
+    for span in best.timeline.spans:
+        busy[span.action.stage] += span.end - span.start
+    exposed = [best.timeline.exposed_seconds(pp_rank) for pp_rank in range(len(best.ends))]
     return tuple(
         StageReport(
             cost.compute_seconds,
@@ -98,17 +100,17 @@ def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
             cost.gather_seconds,
             cost.sync_seconds,
             busy[number],
-            exposed[number],
-            depth,
-            states,
-            depth * cost.activation_bytes,
-            cost.working_bytes,
-            buffers,
-            cost.limit_bytes,
-            cost.ending_bytes if cost.tie_bytes else 0.0,
+            exposed[pp_rank],
+            best.in_flight[number],
+            peak.state_bytes,
+            peak.activation_bytes,
+            peak.working_bytes,
+            peak.buffer_bytes,
+            peak.limit_bytes,
+            peak.ending_bytes if cost.tie_bytes else 0.0,
         )
-        for number, (cost, depth) in enumerate(zip(best.costs, best.in_flight, strict=True))
-        for states, buffers in [cost.peak_parts(depth)]
+        for number, (cost, pp_rank) in enumerate(zip(best.costs, best.pp_ranks, strict=True))
+        for peak in [best.peaks[pp_rank]]
     )
 
 

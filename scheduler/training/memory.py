@@ -119,6 +119,7 @@ def predicted_bytes(training_plan: TrainingPlan) -> list[float]:
     """For each rank, the peak memory in bytes that the search predicts."""
     return [
         report.memory_bytes
-        for stage, report in zip(training_plan.stages, training_plan.reports, strict=True)
+        for number, (stage, report) in enumerate(zip(training_plan.stages, training_plan.reports, strict=True))
+        if training_plan.pp_ranks[number] not in training_plan.pp_ranks[:number]
         for _ in range(stage.num_ranks)
     ]

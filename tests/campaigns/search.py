@@ -2,8 +2,9 @@
 
 ``python -m tests.campaigns.search joint --number 500``: the recurrence by pace against all plans, in its own model; the
 tests run the first 24 of the same problems. ``parts --number 200``: the whole search against all plans on all parts of
-the cluster, simulated; the tests run the first 20. ``clusters --number 100``: the whole search against the same search
-on each host, on the first hosts in the order of their rates, and on one device. Each stops at the first that differs.
+the cluster, simulated; the tests run the first 20. ``interleaved --number 100``: the same with several stages on each
+mesh. ``clusters --number 100``: the whole search against the same search on each host, on the first hosts in the order
+of their rates, and on one device. Each stops at the first that differs.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from reshard.errors import ArgumentError
 from reshard.scheduler.autoparallel import Cluster, LayerProfile, search
 from reshard.topology import Host, Port, Topology
 from tests.scheduler.autoparallel.random_searches import make_graph
+from tests.scheduler.autoparallel.test_interleaving import check_interleaved
 from tests.scheduler.autoparallel.test_methods import check_joint
 from tests.scheduler.autoparallel.test_parts import check_parts
 
@@ -40,6 +42,13 @@ def compare_parts(number: int) -> None:
     print(f"{number} problems: no plan on a part of the cluster is faster than the choice, or below the bound")
     low, middle, high = min(shares), statistics.median(shares), max(shares)
     print(f"the bound is {low:.3f} to {high:.3f} of the choice, in the median {middle:.3f} ({len(shares)} problems)")
+
+
+def compare_interleaved(first: int, number: int) -> None:
+    gains = sorted(gain for seed in range(first, first + number) if (gain := check_interleaved(seed)) > 1 + 1e-9)
+    print(f"{number} problems: no interleaved plan on a part of the cluster is faster than the choice")
+    if gains:
+        print(f"{len(gains)} choices are interleaved, and {gains[0]:.3f} to {gains[-1]:.3f} times as fast as others")
 
 
 def sub_clusters(cluster: Cluster) -> Iterator[tuple[int, ...]]:
@@ -87,14 +96,18 @@ def compare_clusters(number: int, first: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=["joint", "parts", "clusters"])
+    parser.add_argument("what", choices=["joint", "parts", "interleaved", "clusters"])
     parser.add_argument("--number", type=int, default=100, help="number of random problems (default: 100)")
-    parser.add_argument("--first", type=int, default=0, help="seed of the first random cluster (default: 0)")
+    parser.add_argument(
+        "--first", type=int, default=0, help="seed of the first problem of clusters and interleaved (default: 0)"
+    )
     options = parser.parse_args()
     if options.what == "joint":
         compare_joint(options.number)
     elif options.what == "parts":
         compare_parts(options.number)
+    elif options.what == "interleaved":
+        compare_interleaved(options.first, options.number)
     else:
         compare_clusters(options.number, options.first)
 

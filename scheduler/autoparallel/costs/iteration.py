@@ -12,10 +12,12 @@ from reshard.errors import ScheduleError
 from ...graph import Pipeline
 from ...ir.communication import add_transfers, computations
 from ...ir.schedule import Schedule
-from ...schedules.auto import auto_schedule
+from ...schedules.auto import auto_schedule, in_flight
 from ...schedules.classic import eager_warmups
 from ...schedules.orders import Order, OrderModel, order_of_warmups
+from ...schedules.registry import known_orders
 from ...simulation.replay import PipelineTimeline, simulate_schedule
+from .device_peaks import DevicePeak, peak_of_stage, peak_of_stages
 from .layer_costs import StageCost
 from .problem import SCALED_LIMIT, Candidate, SearchProblem
 from .tie_prices import TieExchange
@@ -39,9 +41,9 @@ class Evaluation:
         pipeline: stages and edges of the candidate, with their costs.
         costs: ``(stages,)`` costs of each stage.
         exchanges: sums over stages of the gradients of parameters that they share.
-        ends: ``(stages,)`` seconds from the start of a step to the end of the last computation of each stage.
+        ends: ``(pp ranks,)`` seconds from the start of a step to the end of the last computation of each pp rank.
+        peaks: ``(pp ranks,)`` memory of the fullest device of each pp rank.
         seconds: time of a step, until the last stage has summed its gradients.
-        short_bytes: bytes that the device with the least room lacks at its peak; 0 if every stage fits.
     """
 
     candidate: Candidate
@@ -52,15 +54,25 @@ class Evaluation:
     costs: tuple[StageCost, ...]
     exchanges: tuple[TieExchange, ...]
     ends: tuple[float, ...]
+    peaks: tuple[DevicePeak, ...]
     seconds: float
-    short_bytes: float
+
+    @property
+    def pp_ranks(self) -> tuple[int, ...]:
+        """``(stages,)`` the pp rank of each stage."""
+        return self.candidate.pp_ranks
+
+    @property
+    def short_bytes(self) -> float:
+        """Bytes that the device with the least room lacks at its peak; 0 if every stage fits."""
+        return _short_bytes(self.peaks)
 
     @cached_property
     def schedule(self) -> Schedule:
         """The schedule, with transfers."""
-        model = OrderModel(self.pipeline, range(len(self.costs)), self.candidate.num_microbatches)
+        model = OrderModel(self.pipeline, self.pp_ranks, self.candidate.num_microbatches)
         rank_actions = model.actions(self.order)
-        return add_transfers(self.schedule_name, rank_actions, self.pipeline, range(len(self.costs)), model.num)
+        return add_transfers(self.schedule_name, rank_actions, self.pipeline, self.pp_ranks, model.num)
 
     @cached_property
     def timeline(self) -> PipelineTimeline:
@@ -70,7 +82,7 @@ class Evaluation:
     @property
     def rank_key(self) -> tuple[float, tuple[int, int, int], float, str]:
         """Sort key: seconds, then :attr:`Candidate.complexity`, then peak bytes of a device, then the text."""
-        peak = max(cost.peak_bytes(depth) for cost, depth in zip(self.costs, self.in_flight, strict=True))
+        peak = max(peak.memory_bytes for peak in self.peaks)
         return (float(f"{self.seconds:.9g}"), self.candidate.complexity, round(peak), self.candidate.text)
 
     def seconds_by_kind(self) -> tuple[float, float, float, float]:
@@ -79,10 +91,11 @@ class Evaluation:
 
         All in seconds. A stage that waits for others before a sum over stages is idle.
         """
-        done = _end_seconds(self.ends, self.costs, self.exchanges)
+        done = _end_seconds(self.ends, self.costs, self.exchanges, self.pp_ranks)
         pp_rank = max(range(len(done)), key=lambda r: (done[r], -r))
         busy, exposed = self.timeline.busy_seconds(pp_rank), self.timeline.exposed_seconds(pp_rank)
-        summed = self.costs[pp_rank].ending_seconds
+        own = (cost for cost, number in zip(self.costs, self.pp_ranks, strict=True) if number == pp_rank)
+        summed = sum(cost.ending_seconds for cost in own)
         idle = done[pp_rank] - busy - exposed - summed
         if idle < 1e-9 * done[pp_rank]:  # a rounding error
             idle = 0.0
@@ -115,23 +128,25 @@ def evaluate(
     pipeline = problem.pipeline(stages, count)
     costs, exchanges = problem.costs(stages, count)
     if below_seconds < math.inf:
-        bound = _bound(costs, count, pipeline, is_sequential=problem.graph.is_sequential)
+        bound = _bound(costs, candidate.pp_ranks, count, pipeline, is_sequential=problem.graph.is_sequential)
         if bound * (1 - BOUND_TOLERANCE) >= below_seconds:
             return None
     max_short = 0.0 if below_seconds < math.inf else math.inf
     best: Evaluation | None = None
     has_room = True
-    model = OrderModel(pipeline, range(len(stages)), count)
+    model = OrderModel(pipeline, candidate.pp_ranks, count)
     for trial in _trials(model, costs, problem.can_split(stages, count), thorough, only):
-        short = _short_bytes(costs, trial.in_flight)
+        short = _short_bytes(trial.peaks)
         if short > max_short:
             has_room = False
             continue
         order = trial.make_order()
         ends = tuple(model.end_seconds(order))
-        seconds = max(_end_seconds(ends, costs, exchanges))
+        if not ends:  # a deadlock
+            continue
+        seconds = max(_end_seconds(ends, costs, exchanges, candidate.pp_ranks))
         evaluation = Evaluation(
-            candidate, trial.name, order, trial.in_flight, pipeline, costs, exchanges, ends, seconds, short
+            candidate, trial.name, order, trial.in_flight, pipeline, costs, exchanges, ends, trial.peaks, seconds
         )
         if best is None or _preference(evaluation) < _preference(best):
             best, max_short = evaluation, short
@@ -141,32 +156,45 @@ def evaluate(
 
 
 def step_seconds(
-    timeline: PipelineTimeline, costs: Sequence[StageCost], exchanges: Sequence[TieExchange] = ()
+    timeline: PipelineTimeline,
+    costs: Sequence[StageCost],
+    exchanges: Sequence[TieExchange] = (),
+    pp_ranks: Sequence[int] | None = None,
 ) -> float:
-    """Seconds of a step whose computations are simulated, until the last stage has summed its gradients."""
-    ends = [0.0] * len(costs)
-    for span in timeline.spans:
-        ends[span.pp_rank] = max(ends[span.pp_rank], span.end)
-    return max(_end_seconds(ends, costs, exchanges))
-
-
-def _end_seconds(ends: Sequence[float], costs: Sequence[StageCost], exchanges: Sequence[TieExchange]) -> list[float]:
-    """When each stage is done with its sums: those over replicas, then those over stages, which wait for each other.
+    """Seconds of a step whose computations are simulated, until the last stage has summed its gradients.
 
     Args:
-        ends: end of the last computation of each stage.
+        pp_ranks: the pp rank of each stage; default: one stage on each.
     """
-    done = [end + cost.sync_seconds for end, cost in zip(ends, costs, strict=True)]
+    pp_ranks = range(len(costs)) if pp_ranks is None else pp_ranks
+    ends = [0.0] * (max(pp_ranks) + 1)
+    for span in timeline.spans:
+        ends[span.pp_rank] = max(ends[span.pp_rank], span.end)
+    return max(_end_seconds(ends, costs, exchanges, pp_ranks))
+
+
+def _end_seconds(
+    ends: Sequence[float], costs: Sequence[StageCost], exchanges: Sequence[TieExchange], pp_ranks: Sequence[int]
+) -> list[float]:
+    """When each pp rank is done with its sums: those over replicas, then those over stages, which wait for each other.
+
+    Args:
+        ends: end of the last computation of each pp rank. pp_ranks: of each stage.
+    """
+    done = list(ends)
+    for pp_rank, cost in zip(pp_ranks, costs, strict=True):
+        done[pp_rank] += cost.sync_seconds
     for exchange in exchanges:
-        end = max(done[stage] for stage in exchange.stages) + exchange.seconds
-        for stage in exchange.stages:
-            done[stage] = end
+        having = {pp_ranks[stage] for stage in exchange.stages}
+        end = max(done[pp_rank] for pp_rank in having) + exchange.seconds
+        for pp_rank in having:
+            done[pp_rank] = end
     return done
 
 
-def _short_bytes(costs: Sequence[StageCost], in_flight: Sequence[int]) -> float:
-    """Bytes that the stage with the least room lacks with some microbatches in flight; 0 if all fit."""
-    return max(0.0, *(cost.peak_bytes(depth) - cost.limit_bytes for cost, depth in zip(costs, in_flight, strict=True)))
+def _short_bytes(peaks: Sequence[DevicePeak]) -> float:
+    """Bytes that the device with the least room lacks at its peak; 0 if all fit."""
+    return max(0.0, *(peak.memory_bytes - peak.limit_bytes for peak in peaks))
 
 
 def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
@@ -175,24 +203,33 @@ def step_bound(problem: SearchProblem, candidate: Candidate) -> float:
     Each stage waits for one forward of every stage before it, computes all microbatches, and then sums its gradients.
     """
     costs, _ = problem.costs(candidate.stages, candidate.num_microbatches)
-    return _bound(costs, candidate.num_microbatches, None, is_sequential=problem.graph.is_sequential)
+    pp_ranks, count = candidate.pp_ranks, candidate.num_microbatches
+    return _bound(costs, pp_ranks, count, None, is_sequential=problem.graph.is_sequential)
 
 
-def _bound(costs: Sequence[StageCost], count: int, pipeline: Pipeline | None, *, is_sequential: bool) -> float:
+def _bound(
+    costs: Sequence[StageCost], pp_ranks: Sequence[int], count: int, pipeline: Pipeline | None, *, is_sequential: bool
+) -> float:
     """A lower bound, in seconds, on a step under any schedule; tighter with the edges of a pipeline.
 
-    Before a stage computes its microbatches, each stage before it computes a forward. After it has computed them, it
-    sums its gradients, and each stage before it computes a backward without its weight gradients. The same holds for
-    the transfers of an edge.
+    Before a pp rank computes its microbatches, each stage before its first one computes a forward. After it has
+    computed them, it sums its gradients, and each of these stages computes a backward without its weight gradients. The
+    same holds for the transfers of an edge.
     """
     there, back, best = 0.0, 0.0, 0.0
     for number, cost in enumerate(costs):
-        worked = count * cost.seconds
-        best = max(best, there + worked + cost.ending_seconds, there + back + worked - count * cost.weight_grad_seconds)
+        if pp_ranks[number] not in pp_ranks[:number]:
+            own = [item for item, pp_rank in zip(costs, pp_ranks, strict=True) if pp_rank == pp_ranks[number]]
+            worked, deferred = (
+                count * sum(v) for v in zip(*((c.seconds, c.weight_grad_seconds) for c in own), strict=True)
+            )
+            ending = sum(item.sync_seconds for item in own) + max(item.tie_seconds for item in own)
+            best = max(best, there + worked + ending, there + back + worked - deferred)
         if is_sequential:
             there += cost.forward_seconds
             back += cost.backward_seconds - cost.weight_grad_seconds
-        if is_sequential and pipeline is not None and number + 1 < len(costs):
+        is_edge = number + 1 < len(costs) and pp_ranks[number] != pp_ranks[number + 1]
+        if is_sequential and pipeline is not None and is_edge:
             edge = pipeline.edge_between[number, number + 1]
             best = max(best, there + back + count * max(edge.forward_seconds, edge.backward_seconds))
             there, back = there + edge.forward_seconds, back + edge.backward_seconds
@@ -206,20 +243,69 @@ def _preference(evaluation: Evaluation) -> tuple[float, float, int]:
 
 @dataclass(frozen=True)
 class _Trial:
-    """A schedule to try: its name, the microbatches in flight of each stage, and a function that makes its order."""
+    """A schedule to try.
+
+    Attributes:
+        name, in_flight: its name, and the microbatches in flight of each stage.
+        peaks: memory of the fullest device of each pp rank. make_order: makes its order.
+    """
 
     name: str
     in_flight: tuple[int, ...]
+    peaks: tuple[DevicePeak, ...]
     make_order: Callable[[], Order]
 
 
 def _trials(
     model: OrderModel, costs: Sequence[StageCost], can_split: bool, thorough: bool, only: str | None
 ) -> Iterator[_Trial]:
-    """Schedules to try: the classic ones, 1F1B with depths that hide the transfers, and ``auto_schedule``.
+    """Schedules to try: known ones, and ``auto_schedule`` if ``thorough``.
 
+    ``only``: make just the schedule of this name; make all if no schedule of the placement has this name.
+    """
+    num, count, pp_ranks = len(costs), model.num, model.pp_rank_of_stage
+    if len(set(pp_ranks)) < num:
+        yield from _shared_trials(model, costs, can_split, only)
+    else:
+        for name, depths, make_order in _single_trials(model, costs, can_split, only):
+            yield _Trial(name, depths, tuple(map(peak_of_stage, costs, depths)), make_order)
+    if num > 1 and thorough and 3 * count * num <= MAX_ACTIONS:
+        options = {"pp_rank_of_stage": pp_ranks, "can_split": can_split}
+        try:
+            found = auto_schedule(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT, **options)
+        except ScheduleError:
+            return
+        yield _trial_of(found.name, model.numbers(computations(found)), costs, pp_ranks)
+
+
+def _trial_of(name: str, order: Order, costs: Sequence[StageCost], pp_ranks: Sequence[int]) -> _Trial:
+    """A schedule whose order is known."""
+    depths = in_flight(order, len(costs))
+    peaks = []
+    for pp_rank, codes in enumerate(order):
+        own = [stage for stage, number in enumerate(pp_ranks) if number == pp_rank]
+        is_one = len(own) == 1
+        peaks.append(peak_of_stage(costs[own[0]], depths[own[0]]) if is_one else peak_of_stages(costs, own, codes))
+    return _Trial(name, depths, tuple(peaks), lambda: order)
+
+
+def _shared_trials(
+    model: OrderModel, costs: Sequence[StageCost], can_split: bool, only: str | None
+) -> Iterator[_Trial]:
+    """The known schedules of a placement with several stages on a pp rank."""
+    known = dict(known_orders(model.pp_rank_of_stage, model.num, can_split=can_split))
+    for name, rank_actions in known.items():
+        if only in (None, name) or only not in known:
+            yield _trial_of(name, model.numbers(rank_actions), costs, model.pp_rank_of_stage)
+
+
+def _single_trials(
+    model: OrderModel, costs: Sequence[StageCost], can_split: bool, only: str | None
+) -> Iterator[tuple[str, tuple[int, ...], Callable[[], Order]]]:
+    """The classic schedules of one stage on each pp rank, and 1F1B with depths that hide the transfers.
+
+    Each has its name, its microbatches in flight of each stage, and a function that makes its order.
     ``overlapping_1f1b`` has just these depths, and ``overlapping_1f1b_plus_1`` one microbatch more in each stage.
-    ``only``: make just the schedule of this name; make all if no schedule of several stages has this name.
     """
     num, count = len(costs), model.num
     known: dict[str, tuple[Sequence[int], Sequence[int] | None]] = {"1f1b": (range(num, 0, -1), None)}
@@ -233,10 +319,10 @@ def _trials(
     for name, (warmups, deferred) in known.items():
         if only is not None and name != only:
             continue
-        in_flight = tuple(min(sum(depths), count) for depths in zip(warmups, deferred or [0] * num, strict=True))
-        yield _Trial(name, in_flight, partial(order_of_warmups, warmups, count, deferred))
+        held = tuple(min(sum(depths), count) for depths in zip(warmups, deferred or [0] * num, strict=True))
+        yield name, held, partial(order_of_warmups, warmups, count, deferred)
         if deferred is None:
-            seen.add(in_flight)
+            seen.add(held)
     if num == 1:
         return
     for more, name in enumerate(OVERLAPPING):
@@ -245,13 +331,7 @@ def _trials(
         depths = _depths(model.pipeline, costs, count, more)
         if depths is not None and tuple(depths) not in seen:
             seen.add(tuple(depths))
-            yield _Trial(name, tuple(depths), partial(order_of_warmups, depths, count))
-    if thorough and 3 * count * num <= MAX_ACTIONS:
-        try:
-            schedule = auto_schedule(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT, can_split=can_split)
-        except ScheduleError:
-            return
-        yield _Trial(schedule.name, schedule.in_flight, partial(model.numbers, computations(schedule)))
+            yield name, tuple(depths), partial(order_of_warmups, depths, count)
 
 
 def _depths(pipeline: Pipeline, costs: Sequence[StageCost], count: int, more: int) -> list[int] | None:

@@ -159,11 +159,6 @@ class StageCost:
             return first
         return max(first, (self.state_bytes, buffers(in_flight + 1)), key=sum)
 
-    def peak_bytes(self, in_flight: int) -> float:
-        """Peak bytes of a device, whose gradients come with the first backward of a step."""
-        kept = in_flight * self.activation_bytes + self.working_bytes + sum(self.peak_parts(in_flight))
-        return max(kept, self.ending_bytes)
-
     @property
     def max_in_flight(self) -> int:
         """Microbatches that fit the memory, at least 0."""
@@ -171,6 +166,13 @@ class StageCost:
         if self.memory_bytes(0) > self.limit_bytes:
             return 0
         return int(min(1e9, free // self.activation_bytes if self.activation_bytes else 1e9))
+
+
+def fixed_bytes_of(costs: Sequence[StageCost]) -> float:
+    """Bytes of a device that has some stages, without activations: only the largest computation works at a time."""
+    if len(costs) == 1:
+        return costs[0].fixed_bytes
+    return sum(cost.state_bytes + cost.buffer_bytes for cost in costs) + max(cost.working_bytes for cost in costs)
 
 
 def slowest_of(costs: Sequence[LayerCost]) -> LayerCost:

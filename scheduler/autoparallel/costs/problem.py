@@ -18,7 +18,7 @@ from ..inputs.choices import Choice, ChoiceRules
 from ..inputs.cluster import Cluster, Place
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from ..inputs.layer_profile import LayerProfile
-from ..inputs.stages import StagePlan
+from ..inputs.stages import StagePlan, describe_stages, pp_ranks_of
 from .codec_costs import CodecCosts, check_policy
 from .edge_prices import EdgeCodecs, EdgePrices, End
 from .grid_costs import best_grids, grid_cost, why_no_grid
@@ -27,6 +27,7 @@ from .layer_costs import (
     StageCost,
     StateBytes,
     Workload,
+    fixed_bytes_of,
     late_bytes,
     layer_cost,
     slowest_of,
@@ -56,7 +57,12 @@ class Candidate:
     @property
     def text(self) -> str:
         """Unique text of this candidate."""
-        return f"{count_of(self.num_microbatches, 'microbatch')}: {', '.join(map(str, self.stages))}"
+        return f"{count_of(self.num_microbatches, 'microbatch')}: {describe_stages(self.stages)}"
+
+    @cached_property
+    def pp_ranks(self) -> tuple[int, ...]:
+        """The pp rank of each stage: stages on the same ranks share one."""
+        return pp_ranks_of(self.stages)
 
     @property
     def complexity(self) -> tuple[int, int, int]:
@@ -386,14 +392,15 @@ class SearchProblem:
         return edges
 
     def pipeline(self, stages: Stages, num_microbatches: int) -> Pipeline:
-        """The pipeline of a candidate. Activations are scaled so that one limit, of 2**40 bytes, fits all stages.
+        """The pipeline of a candidate. Activations are scaled so that one limit, of 2**40 bytes, fits all pp ranks.
 
-        Each stage has another amount of memory for activations; a schedule is built for one limit.
+        Each pp rank has another amount of memory for activations; a schedule is built for one limit.
         """
         made = []
-        for number, plan in enumerate(stages):
-            cost = self.stage_cost(plan, num_microbatches)
-            free = max(1.0, cost.limit_bytes - cost.fixed_bytes)
+        costs, pp_ranks = [self.stage_cost(plan, num_microbatches) for plan in stages], pp_ranks_of(stages)
+        for number, cost in enumerate(costs):
+            own = [other for other, pp_rank in zip(costs, pp_ranks, strict=True) if pp_rank == pp_ranks[number]]
+            free = max(1.0, cost.limit_bytes - fixed_bytes_of(own))
             split = cost.weight_grad_seconds
             made.append(
                 Stage(

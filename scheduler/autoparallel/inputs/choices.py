@@ -145,6 +145,7 @@ class ChoiceRules:
         only_grid: the grid of every stage of more than one rank; empty: any, or none.
         executable: only what ``Pipe`` runs: ZeRO 0 or 3, one tp and one ZeRO inside a stage, and ZeRO 3 wherever a
             stage has both replicas and tensor parallelism.
+        max_stages_per_rank: largest number of stages that share the same ranks, up to 4; 1: none share them.
     """
 
     zero: tuple[int, ...] = (0, 3)
@@ -154,6 +155,7 @@ class ChoiceRules:
     grids: bool = True
     only_grid: GridShape = ()
     executable: bool = True
+    max_stages_per_rank: int = 4
 
     def __post_init__(self) -> None:
         for name in ("zero", "recompute"):
@@ -171,6 +173,10 @@ class ChoiceRules:
         for name in ("grids", "executable"):
             if not isinstance(getattr(self, name), bool):
                 raise ArgumentError(f"{name} of ChoiceRules is {brief(getattr(self, name))}; it must be True or False")
+        if type(self.max_stages_per_rank) is not int or self.max_stages_per_rank < 1:
+            raise ArgumentError(
+                f"max_stages_per_rank of ChoiceRules is {brief(self.max_stages_per_rank)}; it must be at least 1"
+            )
         for zero in self.zero:
             if type(zero) is not int or not 0 <= zero <= 3:
                 raise ArgumentError(f"the ZeRO stage is {brief(zero)}; it must be from 0 to 3")

@@ -64,15 +64,44 @@ class StagePlan:
         return f"{layers} on {count_of(self.num_ranks, 'rank')} ({'; '.join(parts)})"
 
 
+def pp_ranks_of(stages: Sequence[StagePlan]) -> tuple[int, ...]:
+    """The pp rank of each stage: stages on the same ranks share one."""
+    numbers: dict[tuple[int, int], int] = {}
+    return tuple(numbers.setdefault((stage.first_rank, stage.end_rank), len(numbers)) for stage in stages)
+
+
+def describe_stages(stages: Sequence[StagePlan]) -> str:
+    """A text of stages, which also says which of them share ranks."""
+    pp_ranks = pp_ranks_of(stages)
+    shared = f"; stages on meshes {', '.join(map(str, pp_ranks))}" if len(set(pp_ranks)) < len(stages) else ""
+    return ", ".join(map(str, stages)) + shared
+
+
 def check_stages(stages: Sequence[StagePlan]) -> None:
-    """Raise ArgumentError unless stages follow each other in their layers and ranks, from layer 0 and rank 0 on."""
-    layer, rank = 0, 0
-    for number, stage in enumerate(stages):
-        if (stage.first_layer, stage.first_rank) != (layer, rank):
-            raise ArgumentError(
-                f"stage {number} begins with layer {stage.first_layer} and rank {stage.first_rank}; it must follow the "
-                f"one before it, with layer {layer} and rank {rank}"
-            )
-        layer, rank = stage.end_layer, stage.end_rank
+    """Raise ArgumentError unless stages follow each other in their layers and ranks, from 0 on.
+
+    A stage may instead have all the ranks of an earlier one, if both divide a layer over these ranks alike.
+    """
     if not stages:
         raise ArgumentError("a training plan needs at least one stage")
+    layer, rank = 0, 0
+    earlier: dict[tuple[int, int], int] = {}
+    for number, stage in enumerate(stages):
+        ranks = (stage.first_rank, stage.end_rank)
+        if stage.first_layer != layer or (stage.first_rank != rank and ranks not in earlier):
+            raise ArgumentError(
+                f"stage {number} begins with layer {stage.first_layer} and rank {stage.first_rank}; it must follow the "
+                f"one before it, with layer {layer} and rank {rank}, or have the ranks of an earlier stage"
+            )
+        other = stages[earlier.setdefault(ranks, number)]
+        if _axes(stage) != _axes(other):
+            raise ArgumentError(
+                f"stages {earlier[ranks]} and {number} share ranks {stage.first_rank} to {stage.end_rank - 1}, but "
+                f"have {other.choices[0]} and {stage.choices[0]}; they must divide layers alike"
+            )
+        layer, rank = stage.end_layer, max(rank, stage.end_rank)
+
+
+def _axes(stage: StagePlan) -> set[tuple[int, tuple[int, ...]]]:
+    """How the ranks of a stage divide its layers."""
+    return {(choice.tp, choice.grid) for choice in stage.choices}

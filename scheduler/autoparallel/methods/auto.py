@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,6 +17,7 @@ from ..inputs.choices import GridShape
 from ..inputs.stages import check_stages
 from .alpa import alpa, num_sums
 from .bmw import bmw, galvatron_released
+from .interleaving import interleaved
 from .joint import joint
 from .moves import neighbours
 from .pure import pure
@@ -42,6 +44,11 @@ MAX_SUMS = 250_000_000
 NUM_IMPROVED, MOVE_BUDGET = 2, 40_000
 #: Number of the best training plans for which ``auto_schedule`` is tried at the end.
 NUM_THOROUGH = 2
+#: Number of the best training plans whose meshes interleaved candidates use, and of these candidates that are
+#: simulated.
+NUM_INTERLEAVED, MAX_INTERLEAVED = 8, 24
+#: An interleaved candidate is improved by moves if it takes at most this many times as long as the best plan.
+NEAR_INTERLEAVED = 1.1
 #: Standard error of the median of five measurements over their interquartile range.
 ERROR_OF_SPREAD = 0.4
 #: Limit on the moves to a simpler training plan that is as fast.
@@ -102,7 +109,7 @@ def evaluate_all(
 
 
 def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Evaluation]:
-    """Improve the best evaluated candidates by local moves, and try ``auto_schedule`` on the last ones."""
+    """Improve the best evaluated candidates by moves, try ``auto_schedule`` on the last ones, and interleave stages."""
     evaluations = list(evaluations)
     for start in [item for item in evaluations if not item.short_bytes][:NUM_IMPROVED]:
         better = improve(problem, start)
@@ -110,10 +117,40 @@ def refine(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> list[Ev
             evaluations.append(better)
     evaluations.sort(key=order)
     for item in evaluations[:NUM_THOROUGH]:
-        thorough = evaluate(problem, item.candidate, thorough=True)
-        if thorough is not None and order(thorough) < order(item):
-            evaluations[evaluations.index(item)] = thorough
+        evaluations[evaluations.index(item)] = _thorough(problem, item)
+    evaluations.sort(key=order)
+    if evaluations and not evaluations[0].short_bytes:
+        shared = interleave(problem, evaluations, evaluations[0].seconds)
+        evaluations += [_thorough(problem, item) for item in shared]
     return sorted(evaluations, key=order)
+
+
+def _thorough(problem: SearchProblem, evaluation: Evaluation) -> Evaluation:
+    """The evaluation with the schedule of ``auto_schedule`` if that is better."""
+    found = evaluate(problem, evaluation.candidate, thorough=True)
+    return evaluation if found is None or order(found) >= order(evaluation) else found
+
+
+def interleave(problem: SearchProblem, evaluations: Sequence[Evaluation], limit_seconds: float) -> list[Evaluation]:
+    """The fastest interleaved candidate, improved by moves; empty if none is faster than a limit.
+
+    Args:
+        evaluations: candidates with one stage on each mesh, the fastest first.
+    """
+    if problem.rules.max_stages_per_rank < 2 or limit_seconds == math.inf:
+        return []
+    found: list[Evaluation] = []
+    plain = [item.candidate for item in evaluations if not item.short_bytes and len(item.candidate.stages) > 1]
+    left = MOVE_BUDGET
+    for candidate in itertools.islice(interleaved(problem, plain[:NUM_INTERLEAVED], limit_seconds), MAX_INTERLEAVED):
+        left -= 3 * candidate.num_microbatches * len(candidate.stages)
+        if left < 0:
+            break
+        evaluation = evaluate(problem, candidate, below_seconds=limit_seconds * NEAR_INTERLEAVED)
+        if evaluation is not None:
+            found.append(evaluation)
+    improved = [improve(problem, item) for item in sorted(found, key=order)[:NUM_IMPROVED]]
+    return sorted((item for item in improved if item.seconds < limit_seconds * (1 - MIN_GAIN)), key=order)[:1]
 
 
 def simplify(problem: SearchProblem, evaluations: Sequence[Evaluation]) -> Evaluation:
@@ -149,7 +186,8 @@ def _check_candidate(problem: SearchProblem, candidate: Candidate) -> None:
         raise ArgumentError(f"a method must return Candidates, not {candidate!r:.100}")
     stages, count = candidate.stages, candidate.num_microbatches
     check_stages(stages)
-    ends, needed = (stages[-1].end_layer, stages[-1].end_rank), (len(problem.graph.layers), problem.cluster.num_ranks)
+    ends = (stages[-1].end_layer, max(stage.end_rank for stage in stages))
+    needed = (len(problem.graph.layers), problem.cluster.num_ranks)
     if ends[0] != needed[0] or ends[1] > needed[1]:
         raise ArgumentError(
             f"the stages of candidate {candidate.text} have {ends[0]} layers on {ends[1]} ranks; the model has "

@@ -1,6 +1,6 @@
 """Lower bounds on the step time of any training plan of a problem that uses all of its devices.
 
-A step of m microbatches takes at least, for each stage i and each share s from 0 to 1::
+With one stage on each mesh, a step of m microbatches takes at least, for each stage i and each share s from 0 to 1::
 
     sum over stages j before i of (f_j + s a_j + x_j + s y_j)  +  m (f_i + b_i - s w_i)  +  (1 - s) sync_i
 
@@ -13,6 +13,8 @@ the layer before it, nothing is counted for the stages before i.
 
 A recurrence over the stages, from the last one, finds the least value of all divisions of layers and devices. There,
 each stage has the least time of its choices, and the memory of one microbatch with all layers recomputed.
+
+With several stages on a mesh, the work and the gradient sums of all layers take at least their mean over all devices.
 """
 
 from __future__ import annotations
@@ -48,6 +50,11 @@ def work_bound(problem: SearchProblem) -> float:
 
 def step_bound_of_any(problem: SearchProblem) -> float:
     """Seconds that no plan beats, as the module describes; infinite if no plan fits the memory."""
+    return min(single_stage_bound(problem), _interleaved_bound(problem))
+
+
+def single_stage_bound(problem: SearchProblem) -> float:
+    """Seconds that no plan with one stage on each mesh beats."""
     if problem.cluster.num_ranks > MAX_RANKS:
         return work_bound(problem)
     if "step bound" not in problem.memo:
@@ -55,6 +62,21 @@ def step_bound_of_any(problem: SearchProblem) -> float:
         bounds = [_recurrence(problem, positions, count) for count in problem.microbatch_counts]
         problem.memo["step bound"] = max(work_bound(problem), min(bounds) * (1 - MARGIN))
     return float(problem.memo["step bound"])
+
+
+def _interleaved_bound(problem: SearchProblem) -> float:
+    """Seconds that no plan with several stages on each of at least two meshes beats; infinite if there is none.
+
+    The mean over all devices of the seconds in which each computes and sums its gradients.
+    """
+    total = problem.cluster.num_ranks
+    if total < 2 or len(problem.graph.layers) < 4 or problem.rules.max_stages_per_rank < 2:
+        return math.inf
+    if "interleaved bound" not in problem.memo:
+        places = dict.fromkeys(place for _, number, place in _positions(problem) if number < total)
+        bounds = [_work(problem, tuple(places), count, with_sums=True) for count in problem.microbatch_counts]
+        problem.memo["interleaved bound"] = min(bounds) * (1 - MARGIN) / total
+    return float(problem.memo["interleaved bound"])
 
 
 def _positions(problem: SearchProblem) -> Iterator[tuple[int, int, Place]]:
@@ -93,14 +115,17 @@ def _costs(problem: SearchProblem, place: Place, count: int) -> list[list[tuple[
     return list(costs_of.values())
 
 
-def _work(problem: SearchProblem, places: tuple[Place, ...], count: int) -> float:
-    """The least device-seconds of a step."""
+def _work(problem: SearchProblem, places: tuple[Place, ...], count: int, *, with_sums: bool = False) -> float:
+    """The least device-seconds of a step; ``with_sums``: with the sums of gradients."""
     min_seconds = np.full(len(problem.graph.layers), np.inf)
     for place in places:
         for costs in _costs(problem, place, count):
-            seconds = [cost.forward_seconds + cost.backward_seconds for cost, _ in costs]
+            seconds = [
+                count * (cost.forward_seconds + cost.backward_seconds) + (cost.sync_seconds if with_sums else 0.0)
+                for cost, _ in costs
+            ]
             min_seconds = np.minimum(min_seconds, place.num_ranks * np.array(seconds))
-    return count * float(min_seconds.sum())
+    return float(min_seconds.sum())
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..costs.problem import Candidate, SearchProblem, Stages
 from ..inputs.choices import Choice
-from ..inputs.stages import StagePlan
+from ..inputs.stages import StagePlan, pp_ranks_of
 
 
 def neighbours(problem: SearchProblem, candidate: Candidate) -> Iterator[Candidate]:
@@ -47,10 +47,15 @@ def _moved_cuts(stages: Stages) -> Iterator[Stages]:
 
 
 def _other_choices(problem: SearchProblem, stages: Stages, count: int) -> Iterator[Stages]:
+    pp_ranks = pp_ranks_of(stages)
     for index, stage in enumerate(stages):
         for choice in problem.choices(stage.num_ranks, problem.num_samples // count):
-            if stage.choices != (choice,) * stage.num_layers:
-                yield _with(stages, index, replace(stage, choices=(choice,) * stage.num_layers))
+            if pp_ranks[index] not in pp_ranks[:index] and stage.choices != (choice,) * stage.num_layers:
+                own = [item for item, pp_rank in enumerate(pp_ranks) if pp_rank == pp_ranks[index]]
+                yield tuple(
+                    replace(item, choices=(choice,) * item.num_layers) if number in own else item
+                    for number, item in enumerate(stages)
+                )
         if len(problem.rules.recompute) == 2:
             number = sum(choice.recompute for choice in stage.choices)
             for other in (number - 1, number + 1):
@@ -80,7 +85,8 @@ def _replicas(stage: StagePlan, choice: Choice) -> int:
 
 
 def _merged(problem: SearchProblem, stages: Stages) -> Iterator[Stages]:
-    for index in range(1, len(stages)):
+    is_shared = len(set(pp_ranks_of(stages))) < len(stages)
+    for index in range(1, 1 if is_shared else len(stages)):
         left, right = stages[index - 1], stages[index]
         if not problem.cluster.is_mesh(left.first_rank, right.end_rank):
             continue

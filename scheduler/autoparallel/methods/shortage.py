@@ -29,7 +29,7 @@ def least_shortages(problem: SearchProblem) -> list[Shortage]:
     """For each number of microbatches, the training plan that lacks the least memory; the smallest shortage first.
 
     The list is empty if no stage can have the samples, whatever the memory. A plan that lacks a few bytes here may fit,
-    because all gradients and buffers count here; see :meth:`StageCost.peak_bytes`.
+    because all gradients and buffers count here; see :func:`~..costs.device_peaks.peak_of_stage`.
     """
     shortages = []
     for count in problem.microbatch_counts:

@@ -15,9 +15,13 @@ def explain_training_plan(training_plan: TrainingPlanRecord) -> str:
     """The text of :meth:`reshard.scheduler.autoparallel.TrainingPlan.explain`."""
     lines = _summary_lines(training_plan)
     for number, (stage, report) in enumerate(zip(training_plan.stages, training_plan.reports, strict=True)):
-        over_stages = sum(tied.seconds for tied in training_plan.ties if number in tied.stages)
         lines += _layer_lines(number, stage, training_plan.layer_names[number])
-        lines += _time_and_memory_lines(report, step_seconds=training_plan.seconds, tie_seconds=over_stages)
+        lines.append(_microbatch_line(report))
+        own = [n for n, pp_rank in enumerate(training_plan.pp_ranks) if pp_rank == training_plan.pp_ranks[number]]
+        if number == own[-1]:
+            lines += _step_lines(training_plan, own)
+        else:
+            lines.append(f"  step and memory: with stage {own[-1]}, on the same ranks")
     lines += map(_edge_line, training_plan.edges)
     lines += map(_tie_line, training_plan.ties)
     if training_plan.compression_text:
@@ -51,7 +55,7 @@ def _summary_lines(training_plan: TrainingPlanRecord) -> list[str]:
         f"{training_plan.bound_seconds / (training_plan.seconds or 1.0):.0%} of this one's time"
     )
     time, memory = training_plan.balance
-    equal_balance = 1 - 1 / len(training_plan.stages)
+    equal_balance = 1 - 1 / len(set(training_plan.pp_ranks))
     lines.append(f"balance of time {time:.3f} and of memory {memory:.3f}; equal stages would have {equal_balance:.3f}")
     return lines
 
@@ -61,8 +65,8 @@ def _device_lines(training_plan: TrainingPlanRecord) -> list[str]:
     if not training_plan.ranks:
         return []
     idle, count, seconds = training_plan.idle_ranks, training_plan.num_cluster_ranks, training_plan.on_all_seconds
-    takes = "at least " if training_plan.is_on_all_bound else ""
-    on_all = f"on all {count} ranks in their order, a step takes {takes}{seconds:.4g} s"
+    takes = "with one stage on each rank takes at least" if training_plan.is_on_all_bound else "takes"
+    on_all = f"on all {count} ranks in their order, a step {takes} {seconds:.4g} s"
     hosts = ", ".join(f"{end - first} of host {host}" for host, first, end in training_plan.hosts)
     what = f"{describe_ranks(idle)} of the cluster {'stay' if len(idle) > 1 else 'stays'} idle"
     return [
@@ -79,26 +83,37 @@ def _layer_lines(number: int, stage: StagePlan, names: Sequence[str]) -> list[st
     return [f"stage {number}, {ranks}: {stage}", f"  modules: {_list_of(names)}"]
 
 
-def _time_and_memory_lines(report: StageReport, step_seconds: float, tie_seconds: float) -> list[str]:
-    """Seconds and memory of a stage; ``tie_seconds``: its sums of gradients over stages that share parameters."""
-    sums = report.gradient_sync_seconds
-    idle = step_seconds - report.busy_seconds - sums - tie_seconds - report.exposed_seconds
-    if idle < 1e-9 * step_seconds:  # a rounding error
-        idle = 0.0
-    lines = [
+def _microbatch_line(report: StageReport) -> str:
+    return (
         f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.sum_seconds:.3g} s tensor-parallel "
-        f"sums, {report.gather_seconds:.3g} s ZeRO gathers",
-        f"  step: {report.busy_seconds:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
+        f"sums, {report.gather_seconds:.3g} s ZeRO gathers"
+    )
+
+
+def _step_lines(training_plan: TrainingPlanRecord, stages: Sequence[int]) -> list[str]:
+    """Seconds and memory of a device that has some stages."""
+    reports = [training_plan.reports[stage] for stage in stages]
+    report = reports[-1]
+    busy, sums = sum(item.busy_seconds for item in reports), sum(item.gradient_sync_seconds for item in reports)
+    ties = sum(tie.seconds for tie in training_plan.ties if set(stages) & set(tie.stages))
+    idle = training_plan.seconds - busy - sums - ties - report.exposed_seconds
+    if idle < 1e-9 * training_plan.seconds:  # a rounding error
+        idle = 0.0
+    shared = f" of stages {_list_of(list(map(str, stages)))}" if len(stages) > 1 else ""
+    in_flight = " and ".join(count_of(item.in_flight, "microbatch") for item in reports)
+    lines = [
+        f"  step{shared}: {busy:.3g} s busy, {report.exposed_seconds:.3g} s waiting for transfers, "
         f"{idle:.3g} s otherwise idle, {sums:.3g} s gradient "
-        f"sums{f' over replicas and {tie_seconds:.3g} s over stages' if tie_seconds else ''}",
+        f"sums{f' over replicas and {ties:.3g} s over stages' if ties else ''}",
         f"  memory: {format_bytes(round(report.memory_bytes))} of {format_bytes(round(report.limit_bytes))}: "
-        f"states {format_bytes(round(report.state_bytes))}, {count_of(report.in_flight, 'microbatch')} in "
+        f"states {format_bytes(round(report.state_bytes))}, {in_flight} in "
         f"flight {format_bytes(round(report.activation_bytes))}, "
         f"working {format_bytes(round(report.working_bytes))}, buffers {format_bytes(round(report.buffer_bytes))}",
     ]
-    if report.ending_bytes:
-        ending = format_bytes(round(report.ending_bytes))
-        lines.append(f"  end of a step: {ending}, while it adds the gradients of parameters that stages share")
+    ending = max(item.ending_bytes for item in reports)
+    if ending:
+        text = format_bytes(round(ending))
+        lines.append(f"  end of a step: {text}, while it adds the gradients of parameters that stages share")
     return lines
 
 

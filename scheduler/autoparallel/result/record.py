@@ -17,7 +17,7 @@ from ...ir.schedule import Schedule
 from ...ir.text import parse_schedule
 from ..inputs.choices import Choice
 from ..inputs.files import explain_refusal, read_object
-from ..inputs.stages import StagePlan, check_stages
+from ..inputs.stages import StagePlan, check_stages, describe_stages, pp_ranks_of
 from .reports import Alternative, EdgeReport, StageReport, TieReport, balance_degrees, check_values
 
 if TYPE_CHECKING:
@@ -81,10 +81,15 @@ class TrainingPlanRecord:
         """Names of the layers that begin the second and each further stage."""
         return tuple(names[0] for names in self.layer_names[1:])
 
+    @cached_property
+    def pp_ranks(self) -> tuple[int, ...]:
+        """The pp rank of each stage: stages on the same ranks share one."""
+        return pp_ranks_of(self.stages)
+
     @property
     def num_ranks(self) -> int:
         """Ranks of all stages."""
-        return self.stages[-1].end_rank
+        return max(stage.end_rank for stage in self.stages)
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
@@ -98,13 +103,15 @@ class TrainingPlanRecord:
 
     @property
     def balance(self) -> tuple[float, float]:
-        """Balance degrees of time and of memory over the stages, as :func:`balance_degrees` defines them."""
-        return balance_degrees(
-            [report.busy_seconds for report in self.reports], [report.memory_bytes for report in self.reports]
-        )
+        """Balance degrees of time and of memory over the pp ranks, as :func:`balance_degrees` defines them."""
+        busy, memory = [0.0] * len(set(self.pp_ranks)), [0.0] * len(set(self.pp_ranks))
+        for pp_rank, report in zip(self.pp_ranks, self.reports, strict=True):
+            busy[pp_rank] += report.busy_seconds
+            memory[pp_rank] = report.memory_bytes
+        return balance_degrees(busy, memory)
 
     def __str__(self) -> str:
-        stages = ", ".join(map(str, self.stages))
+        stages = describe_stages(self.stages)
         name = self.schedule_text.partition(":")[0]
         guess = " (a guess)" if self.is_guess else ""
         num_microbatches = count_of(self.num_microbatches, "microbatch")

@@ -38,7 +38,8 @@ class TrainingPlan(TrainingPlanRecord):
             training on these, or pass ``Pipe`` their process group.
         num_cluster_ranks: ranks of the cluster, if ``ranks`` is not empty.
         on_all_seconds: predicted seconds of the best plan on all ranks in their order; 0: none fits.
-        is_on_all_bound: whether ``on_all_seconds`` is a lower bound, because no plan was searched on all ranks.
+        is_on_all_bound: whether ``on_all_seconds`` is a lower bound of plans with one stage on each rank, because none
+            was searched on all ranks.
         compression_text: the codecs, as :func:`reshard.compression.parse_policy` reads them.
     """
 

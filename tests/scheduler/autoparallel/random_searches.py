@@ -14,6 +14,7 @@ from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGra
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound
 from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
 from reshard.scheduler.autoparallel.costs.problem import Candidate, SearchProblem
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.scheduler.autoparallel.methods.pace import make_tables
 from reshard.topology import Host, Port, Topology
 
@@ -196,3 +197,47 @@ def least_seconds(problem):
 
 def _stages(tables, plan):
     return [_stage(tables, *item) for item in plan]
+
+
+def interleaved_candidates(problem):
+    """All candidates on all ranks of a problem that put several stages on each mesh, with one choice for all of them."""
+    num_layers, total = len(problem.graph.layers), problem.cluster.num_ranks
+
+    def fill(first):
+        if first == total:
+            yield ()
+        for end in range(first + 1, total + 1):
+            if end - first in problem.meshes(end):
+                yield from (((first, end), *rest) for rest in fill(end))
+
+    for count, meshes in itertools.product(problem.microbatch_counts, fill(0)):
+        num, options = (
+            len(meshes),
+            [problem.choices(end - first, problem.num_samples // count) for first, end in meshes],
+        )
+        placements = [tuple(range(num)) * times for times in range(2, min(4, num_layers // num) + 1)]
+        placements += [(*range(num), *reversed(range(num)))] if num_layers >= 2 * num else []
+        for placement, choices in itertools.product(placements if num > 1 else (), itertools.product(*options)):
+            for inner in itertools.combinations(range(1, num_layers), len(placement) - 1):
+                cuts = (0, *inner, num_layers)
+                stages = tuple(
+                    StagePlan(first, end, *meshes[r], (choices[r],) * (end - first))
+                    for first, end, r in zip(cuts, cuts[1:], placement, strict=False)
+                )
+                if all(problem.can_have(s.choices[0], s.first_layer, s.end_layer) for s in stages):
+                    yield Candidate("all", stages, count)
+
+
+def least_interleaved_seconds(problem, below_seconds):
+    """The least simulated seconds of all interleaved plans on all parts of the cluster that are faster than a limit."""
+    best, known = below_seconds, set()
+    for ranks in all_parts(problem.cluster):
+        part = problem.changed(cluster=problem.cluster.select(ranks))
+        if part.cluster.hash in known:
+            continue
+        known.add(part.cluster.hash)
+        for candidate in interleaved_candidates(part):
+            if step_bound(part, candidate) < best:
+                found = evaluate(part, candidate, below_seconds=best)
+                best = best if found is None or found.short_bytes else found.seconds
+    return best

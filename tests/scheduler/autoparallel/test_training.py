@@ -101,6 +101,27 @@ def test_a_first_stage_on_a_grid_that_a_search_has_chosen_trains_as_one_process(
     check_trains(training_plan)
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("pp_ranks", "schedule"),
+    [((0, 1, 0, 1), "interleaved-zero-bubble"), ((0, 1, 1, 0), "dualpipe-v")],
+    ids=["looped", "V"],
+)
+def test_interleaved_stages_train_as_one_process(pp_ranks, schedule):
+    def by_hand(problem):
+        ranks, cuts = ((0, 2), (2, 3)), (0, 1, 3, 4, 6)
+        stages = (
+            StagePlan(first, end, *ranks[r], (Choice(),) * (end - first))
+            for first, end, r in zip(cuts, cuts[1:], pp_ranks, strict=False)
+        )
+        return [Candidate("interleaved", tuple(stages), 4)]
+
+    training_plan = find_training_plan((0, 0, 1), {"num_microbatches": 4}, method=by_hand)
+    assert training_plan.schedule.name == schedule
+    assert training_plan.pp_ranks == training_plan.schedule.pp_rank_of_stage == pp_ranks
+    check_trains(training_plan)
+
+
 @pytest.mark.slow
 def test_a_training_plan_trains_with_its_codecs():
     topology = replace(Topology.uniform((0, 1, 2), 1e6), codec_rates=(CodecRate("int8x128", 1e10, 1e10),))

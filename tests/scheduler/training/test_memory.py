@@ -34,6 +34,7 @@ def problem():
         ("4:4 2x1x2, 4:1", 4),
         ("4:2 half, 4:2", 2),
         ("8:4 1x2x2 zero", 4),
+        ("2:2, 2:1 half, 2@0 half, 2@1", 4),
     ],
     ids=[
         "tensor parallel and recompute",
@@ -42,11 +43,12 @@ def problem():
         "2.5-D grid",
         "all microbatches in flight",
         "zero 3 on a grid",
+        "interleaved",
     ],
 )
 def test_predicted_memory_is_within_5_percent(problem, text, num_microbatches):
     stages = parse_stages(text)
-    cluster = Cluster(Topology.uniform((0,) * stages[-1].end_rank), 1e10)
+    cluster = Cluster(Topology.uniform((0,) * max(stage.end_rank for stage in stages)), 1e10)
     _, training_plan = make_by_hand(problem, cluster, stages, num_microbatches)
     counted = run_processes(
         count_peak_bytes, training_plan.num_ranks, replace(JOB, training_plan=training_plan), timeout_seconds=300

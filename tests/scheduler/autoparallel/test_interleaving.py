@@ -1,0 +1,93 @@
+"""Several stages on the ranks of a mesh: the search against all such plans, and their memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from reshard.errors import ArgumentError
+from reshard.scheduler.autoparallel import Choice, ChoiceRules, TrainingPlan, search
+from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stages
+from reshard.scheduler.autoparallel.costs.layer_costs import StageCost
+from reshard.scheduler.autoparallel.inputs.stages import StagePlan, check_stages
+from reshard.scheduler.autoparallel.parts import choose_part
+from tests.scheduler.autoparallel.random_searches import least_interleaved_seconds, make_problem
+
+
+def check_interleaved(seed):
+    """The choice is as fast as any interleaved plan and any other choice. Returns its gain over the latter."""
+    problem = make_problem(seed, max_layers=6)
+    found = {}
+    for limit in (1, 4):
+        changed = problem.changed(rules=replace(problem.rules, max_stages_per_rank=limit))
+        try:
+            found[limit] = choose_part(changed)
+        except ArgumentError:
+            found[limit] = None
+    seconds = {limit: math.inf if plan is None else plan.seconds for limit, plan in found.items()}
+    assert seconds[4] <= seconds[1] * (1 + 1e-9)
+    least = least_interleaved_seconds(problem, math.inf)
+    assert seconds[4] <= least * (1 + 1e-9)
+    assert found[4] is None or found[4].bound_seconds <= least
+    return seconds[1] / seconds[4] if found[4] is not None else 1.0
+
+
+@pytest.mark.parametrize(("seed", "gain"), [(0, 1.2), (5, 1.01), (9, 1.05), (16, 1.0)])
+def test_no_interleaved_plan_is_faster_than_the_choice_or_below_the_bound(seed, gain):
+    assert check_interleaved(seed) >= gain
+
+
+def test_an_interleaved_plan_says_which_stages_share_ranks_and_is_read_back():
+    problem = make_problem(0, max_layers=6)
+    found = search(problem.graph, problem.cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4})
+    assert found.pp_ranks == (0, 1, 1, 0) and found.num_ranks == 3
+    assert TrainingPlan.from_json(found.to_json()) == found
+    text = found.explain()
+    assert "step and memory: with stage 3, on the same ranks" in text
+    assert "step of stages 1 and 2: " in text and "step of stages 0 and 3: " in text
+    assert str(found).endswith("; stages on meshes 0, 1, 1, 0")
+    assert all(report.memory_bytes <= report.limit_bytes for report in found.reports)
+    assert found.balance[0] <= 0.5
+    busy = sum(found.reports[stage].busy_seconds for stage in (0, 3))
+    assert busy < found.seconds and found.placements()[0].ranks == found.placements()[3].ranks == (0, 1)
+
+
+def test_rules_can_allow_one_stage_on_each_mesh_alone():
+    problem = make_problem(0, max_layers=6)
+    rules, keep = ChoiceRules(max_stages_per_rank=1), {"num_microbatches": 4}
+    found = search(problem.graph, problem.cluster, problem.profile, num_samples=8, keep=keep, rules=rules)
+    assert len(set(found.pp_ranks)) == len(found.stages)
+    with pytest.raises(ArgumentError, match="max_stages_per_rank of ChoiceRules is 0; it must be at least 1"):
+        ChoiceRules(max_stages_per_rank=0)
+
+
+def test_the_memory_of_a_device_adds_its_stages_over_time():
+    """Two stages of one device: F0 F1 B1 B0, then a second microbatch."""
+    small = StageCost(*[0.0] * 7, 100.0, 10.0, 5.0, 1.0, 1e3, late_bytes=40.0, num_microbatches=2)
+    large = replace(small, activation_bytes=30.0, working_bytes=7.0, tie_bytes=3.0)
+    codes = [8 * nth + code for nth in (0, 1) for code in (0, 4, 5, 1)]
+    peak = peak_of_stages((small, large), (0, 1), codes)
+    assert peak.state_bytes + peak.activation_bytes == 200 + 40  # with the second microbatch, all gradients exist
+    assert (peak.working_bytes, peak.buffer_bytes, peak.ending_bytes) == (7, 2, 203)
+    first = peak_of_stages((small, large), (0, 1), codes[:4])
+    assert (first.state_bytes, first.activation_bytes) == (200, 0)  # after B0
+    early = peak_of_stages((small, large), (0, 1), codes[:3])
+    assert (early.state_bytes, early.activation_bytes) == (160, 10)  # after B1
+    split = peak_of_stages((small, large), (0, 1), [0, 4, 6, 7, 2, 3])  # F0 F1 I1 W1 I0 W0
+    assert (split.state_bytes, split.activation_bytes) == (200, 10)  # after I0, its activations are still kept
+
+
+@pytest.mark.parametrize(
+    ("second", "text"),
+    [
+        (StagePlan(1, 2, 0, 1, (Choice(),)), "begins with layer 1 and rank 0; .* or have the ranks of an earlier"),
+        (StagePlan(1, 2, 0, 2, (Choice(2),)), "stages 0 and 1 share ranks 0 to 1, but have tp=1 and tp=2"),
+    ],
+)
+def test_stages_that_share_ranks_have_the_same_ranks_and_divide_layers_alike(second, text):
+    first = StagePlan(0, 1, 0, 2, (Choice(),))
+    check_stages([first, replace(second, end_rank=2, choices=(Choice(),))])
+    with pytest.raises(ArgumentError, match=text):
+        check_stages([first, second])
