@@ -213,6 +213,7 @@ class QueuedTransfers:
         watch, monitor = self._posted, Monitor.of(self._group)
         monitor.watch(watch)
         try:
+            self._channel.check_usable(self._generation)
             for transfer in batch:
                 if transfer.ended_at is None:
                     watch.tally = Tally()
