@@ -14,6 +14,7 @@ from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import RemoteError
 from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
 from reshard.runtime.transport.connections import GlooTransport
+from reshard.runtime.transport.shared_memory import SharedMemory
 from reshard.testing.processes import run_processes
 
 SHAPE = (1024, 4096)  # 16 MiB; the elements are 4.1 MiB, in messages of 1 MiB from host to host
@@ -26,7 +27,8 @@ def _move(rank):
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in ((BlockCodec, "encode"), (BlockCodec, "decode"), (DecodedTarget, "finish")):
             _record(patch, owner, name, events)
-        _record(patch, GlooTransport, "send", events)
+        for owner in (GlooTransport, SharedMemory):
+            _record(patch, owner, "send", events)
         whole = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0))
         options = {"shape": SHAPE, "dtype": "float32", "topology": HOSTS, "compression": "int8x128"}
         out = reshard.reshard(whole if rank == 0 else None, SRC, DST, **options)
@@ -42,7 +44,7 @@ def _record(patch, owner, name, events):
     run = getattr(owner, name)
 
     def recorded(self, *arguments, **options):
-        if name != "send" or arguments[0].numel() > 1000:
+        if owner is not GlooTransport or arguments[0].numel() > 1000:
             events.append(name)
         return run(self, *arguments, **options)
 
