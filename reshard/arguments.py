@@ -72,7 +72,8 @@ def check_fields(instance: Any, **bounds: Bounds) -> None:
     """Check the fields of a dataclass against their annotations; for its ``__post_init__``.
 
     Args:
-        instance: the object. bounds: as for :func:`check_arguments`.
+        instance: the object.
+        bounds: as for :func:`check_arguments`.
 
     Raises:
         ArgumentError: a field has another type, or is out of bounds.

@@ -304,3 +304,30 @@ def test_private_names_of_torch_stay_in_modules_for_them():
     found = {name: _private_torch_names(path) for name, path in _modules().items() if name.startswith("reshard")}
     assert {name: used for name, used in found.items() if used and name not in PRIVATE_TORCH} == {}
     assert found["reshard.scheduler.runtime.torch_compat"]
+
+
+def _documented(node):
+    """The parameters of a function, or the fields of a class and the parameters of its constructor."""
+    if isinstance(node, ast.ClassDef):
+        fields = {item.target.id for item in node.body if isinstance(item, ast.AnnAssign)}
+        return fields.union(*(_documented(item) for item in node.body if getattr(item, "name", None) == "__init__"))
+    arguments = node.args
+    return {each.arg for each in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)}
+
+
+def test_each_parameter_has_a_line_of_its_docstring():
+    """The reference shows a line as one parameter, whatever further ones it describes."""
+    hidden = []
+    for name in modules_of_package():
+        path, lines = _modules()[name], _modules()[name].read_text().splitlines()
+        for node in _nodes(path):
+            if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) or not ast.get_docstring(
+                node
+            ):
+                continue
+            names, docstring = _documented(node), node.body[0]
+            for number in range(docstring.lineno, docstring.end_lineno):
+                second = re.search(r"^ +(?:[\w*]+, )*[\w*]+: .*[.;)`] (\w+): ", lines[number])
+                if second is not None and second[1] in names:
+                    hidden.append(f"{path.relative_to(ROOT)}:{number + 1} {second[1]}")
+    assert not hidden, "\n".join(hidden)

@@ -31,7 +31,8 @@ def ray_cluster(num_hosts: int, rate: str = "1 Gbit/s", num_cpus: int = 1) -> It
     """Run a Ray cluster of emulated hosts in a ``with`` block.
 
     Args:
-        rate: rate of each host's NIC. num_cpus: CPUs that each node offers to actors.
+        rate: rate of each host's NIC.
+        num_cpus: CPUs that each node offers to actors.
 
     Raises:
         ClusterError: this machine cannot emulate hosts. LaunchError: a node did not start.

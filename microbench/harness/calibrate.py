@@ -62,7 +62,8 @@ class PortTest:
     """Concurrent flows that saturate some ports.
 
     Attributes:
-        fills: the saturated ports. flows: ``(sender, receiver, bytes per second)``.
+        fills: the saturated ports.
+        flows: ``(sender, receiver, bytes per second)``.
         uses: the ports that no other test of the round may use.
     """
 
@@ -292,7 +293,8 @@ class InsideTransfer:
     dim, so that its regions are packed.
 
     Args:
-        rank: this rank. ranks: of the host, two or more. Others call too, and do nothing.
+        rank: this rank.
+        ranks: of the host, two or more. Others call too, and do nothing.
     """
 
     def __init__(self, rank: int, ranks: Sequence[int], topology: Topology) -> None:

@@ -82,7 +82,8 @@ class TimeBudget:
     """Divides the spare time of a run among its rows, which run one after the other.
 
     Args:
-        limit_seconds: time limit of the run. expected_seconds: duration of all turns if none is repeated.
+        limit_seconds: time limit of the run.
+        expected_seconds: duration of all turns if none is repeated.
     """
 
     def __init__(self, limit_seconds: float, expected_seconds: float) -> None:

@@ -52,8 +52,11 @@ class Planned:
     """A row with its plans on the nominal topology.
 
     Attributes:
-        key: id of the row in reports. same_as: contender -> contender with an equal plan, which runs in its place.
-        turns: the contenders to run. bound_seconds: lower bound. expected_seconds: predicted duration of all turns.
+        key: id of the row in reports.
+        same_as: contender -> contender with an equal plan, which runs in its place.
+        turns: the contenders to run.
+        bound_seconds: lower bound.
+        expected_seconds: predicted duration of all turns.
     """
 
     row: Row
@@ -137,8 +140,11 @@ def run_cluster(
     """Run all rows of one cluster, measure its links before and after them, and write the records.
 
     Args:
-        name: the cluster. planned: its rows. write: called with each record.
-        advance: called with the expected seconds of completed work and a status text. budget: time of the whole run.
+        name: the cluster.
+        planned: its rows.
+        write: called with each record.
+        advance: called with the expected seconds of completed work and a status text.
+        budget: time of the whole run.
     """
     shaped = read_cluster(name)
     expected = nominal(shaped)
@@ -214,8 +220,10 @@ def make_records(
     """One record per contender of a row, with lower bound and prediction at the measured link rates.
 
     Args:
-        measured: result of each contender, by name. crossed: bytes per NIC of each row key and contender.
-        links: the measured topology. is_shared: all ranks share this machine's CPUs, so start-up time grows with ranks.
+        measured: result of each contender, by name.
+        crossed: bytes per NIC of each row key and contender.
+        links: the measured topology.
+        is_shared: all ranks share this machine's CPUs, so start-up time grows with ranks.
     """
     bound = find_bound(plan_tensors(one.row.tensors, topology=links)).seconds
     records = []

@@ -39,8 +39,8 @@ def time_in_turns(
 
     Args:
         repeats: turns that count; the one before them warms up.
-        prepare: called with the name before each turn. check: called with the name after the turn that warms up,
-            and after the last one.
+        prepare: called with the name before each turn.
+        check: called with the name after the turn that warms up, and after the last one.
         show: whether this rank shows a progress bar.
 
     Returns:

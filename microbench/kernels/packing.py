@@ -44,7 +44,8 @@ def measure(row_bytes: int, repeats: int) -> tuple[float, float, float, float]:
     """Rates of a contiguous copy, of packing and of unpacking in one launch, and of one ``copy_`` per box.
 
     Args:
-        row_bytes: length of a row of one box. repeats: timed calls of each.
+        row_bytes: length of a row of one box.
+        repeats: timed calls of each.
 
     Returns:
         Bytes per second. Each byte counts once, although it is read and written.

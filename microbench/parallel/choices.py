@@ -42,8 +42,10 @@ class Case:
     """Hosts and a model.
 
     Attributes:
-        hosts, per_host: numbers of hosts and of ranks on each. mbits: rate of each NIC.
-        rows, sequence: of a batch. hidden: width of the model.
+        hosts, per_host: numbers of hosts and of ranks on each.
+        mbits: rate of each NIC.
+        rows, sequence: of a batch.
+        hidden: width of the model.
     """
 
     hosts: int

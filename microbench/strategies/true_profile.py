@@ -55,7 +55,8 @@ def make_problem(topology: Topology, ratio: float, scale: float) -> SearchProble
     Each layer is a separate class, so that a profile of a step may give each stage other times.
 
     Args:
-        ratio: rate of the emulated links over that of the modelled ones. scale: of the seconds of the model.
+        ratio: rate of the emulated links over that of the modelled ones.
+        scale: of the seconds of the model.
     """
     seconds = [scale * layer_second for layer_second in layer_seconds()]
     numel = round(scale * ratio * WIDTH * TOKENS * 2 / 4)

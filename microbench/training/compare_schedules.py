@@ -232,8 +232,10 @@ class _Calibration:
     """Link rate of a setting, and measured costs in seconds.
 
     Attributes:
-        rate: bytes per second of each link, or as text. nominal_costs: sleep times of timed stages.
-        costs: measured durations of the stages. message: cost of a message that overlaps with computation.
+        rate: bytes per second of each link, or as text.
+        nominal_costs: sleep times of timed stages.
+        costs: measured durations of the stages.
+        message: cost of a message that overlaps with computation.
         blocked: cost of a message that both ends wait for. It differs from ``message`` because the receiver does no
             other work when the message arrives.
     """

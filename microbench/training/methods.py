@@ -21,7 +21,8 @@ class MethodSpec:
     """A method to compare: its plan strategy and its schedule builder.
 
     Attributes:
-        strategy: None for the default strategy. is_blocking: whether both ends of a transfer wait for it.
+        strategy: None for the default strategy.
+        is_blocking: whether both ends of a transfer wait for it.
     """
 
     name: str

@@ -23,8 +23,10 @@ class TimedStage(torch.nn.Module):
     sharded data parallelism.
 
     Args:
-        pipeline: the pipeline, with tensors on its edges. stage: index of this stage.
-        rank: the rank whose shards the stage returns. group: process group of the stage's ranks.
+        pipeline: the pipeline, with tensors on its edges.
+        stage: index of this stage.
+        rank: the rank whose shards the stage returns.
+        group: process group of the stage's ranks.
     """
 
     def __init__(self, pipeline: Pipeline, stage: int, rank: int, group: Any) -> None:

@@ -47,7 +47,8 @@ class Training:
     """The task of all ranks.
 
     Attributes:
-        pipeline: stages and edges with tensors, meshes and costs. topology: what transfers are planned for.
+        pipeline: stages and edges with tensors, meshes and costs.
+        topology: what transfers are planned for.
         workload: the model and its batches; None for stages that sleep for the pipeline's costs.
         repeats: iterations of each method.
     """

@@ -23,8 +23,10 @@ class Workload:
 
     Attributes:
         config: sizes of the model.
-        batch: number of samples of a batch. num_microbatches: must divide ``batch``.
-        stages: dp x tp of each stage, as text. layers: number of layers of each stage.
+        batch: number of samples of a batch.
+        num_microbatches: must divide ``batch``.
+        stages: dp x tp of each stage, as text.
+        layers: number of layers of each stage.
     """
 
     config: GPTConfig | UTransformerConfig

@@ -262,7 +262,8 @@ class ConfirmedHandle(Handle):
     """A transfer that the ranks confirm together. Every rank must call :meth:`wait`.
 
     Args:
-        inner: handle of this rank's part. finish: returns the result, once the ranks have confirmed the transfer.
+        inner: handle of this rank's part.
+        finish: returns the result, once the ranks have confirmed the transfer.
     """
 
     def __init__(self, inner: Handle, finish: Callable[[], Any]) -> None:

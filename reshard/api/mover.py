@@ -295,7 +295,8 @@ def start_checked(mover: Mover, tensors: Mapping[str, torch.Tensor] | None = Non
     They must wait for every transfer.
 
     Args:
-        mover: moves named tensors. tensors: source shards that no unfinished transfer writes; None outside the source.
+        mover: moves named tensors.
+        tensors: source shards that no unfinished transfer writes; None outside the source.
     """
     shards, transfers = mover._plain_shards, mover._transfers
     sources = None if shards is None else shards.read(tensors)

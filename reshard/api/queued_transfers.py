@@ -43,7 +43,8 @@ class QueuedTransfers:
     Args:
         agreed: the plan and this rank's part of it.
         is_two_way: the connections carry both directions at the same time.
-        timeout_seconds: limit of each transfer. verify: compare digests after each transfer.
+        timeout_seconds: limit of each transfer.
+        verify: compare digests after each transfer.
         is_one_call: there is one transfer. Take the channel's idle buffers if they are of the same plan, and return
             them at the end.
     """

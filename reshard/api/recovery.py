@@ -187,7 +187,8 @@ class FaultTolerantHandle(ConfirmedHandle):
     """A fault-tolerant transfer. Every rank must call :meth:`wait`, which exchanges outcomes and recovers.
 
     Args:
-        inner: handle of the original transfer. recovery: its state.
+        inner: handle of the original transfer.
+        recovery: its state.
         finish: returns the result of the transfer; called once all data has arrived.
     """
 

@@ -19,7 +19,9 @@ def encode_bitmap(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: i
     """Encode what changed since the base, or copy the plain bytes if they are fewer.
 
     Args:
-        words, base: flat uint8 of equal size. out: flat uint8, with :data:`HEADER_BYTES` more. width: bytes of a word.
+        words, base: flat uint8 of equal size.
+        out: flat uint8, with :data:`HEADER_BYTES` more.
+        width: bytes of a word.
 
     Returns:
         The number of bytes written.

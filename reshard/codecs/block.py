@@ -52,7 +52,8 @@ class BlockCodec(ElementCodec):
     """A lossy codec that turns each ``values`` consecutive values of a row into one element of fixed size.
 
     Args:
-        kind: ``"int8"``, ``"int6"``, ``"int4"``, ``"fp8"`` or ``"int4-bf16"``. values: 32, 64 or 128.
+        kind: ``"int8"``, ``"int6"``, ``"int4"``, ``"fp8"`` or ``"int4-bf16"``.
+        values: 32, 64 or 128.
     """
 
     kind: str

@@ -42,7 +42,8 @@ class Sample:
     """What a sample of a tensor says about its changes.
 
     Attributes:
-        changed: share of the words that changed. fits: share of those whose difference fits a signed byte.
+        changed: share of the words that changed.
+        fits: share of those whose difference fits a signed byte.
         distance: mean magnitude of the lowest byte of the differences, as a signed integer.
     """
 
@@ -56,7 +57,8 @@ class Rates:
     """The rates of a transfer, in plain bytes of all tensors per second.
 
     Attributes:
-        link: at which the tensors travel raw. formats: at which one rank encodes and decodes.
+        link: at which the tensors travel raw.
+        formats: at which one rank encodes and decodes.
         encoders, decoders: by how many times faster than one rank all ranks together do.
     """
 

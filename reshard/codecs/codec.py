@@ -48,8 +48,8 @@ class Codec(Protocol):
         """Decode n elements.
 
         Args:
-            data: uint8 of shape (n, bytes), read-only because relays still forward it. out: float32 of shape
-                (n, values), to be filled. It is rounded to the dtype of the result.
+            data: uint8 of shape (n, bytes), read-only because relays still forward it.
+            out: float32 of shape (n, values), to be filled. It is rounded to the dtype of the result.
         """
 
 

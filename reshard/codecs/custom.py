@@ -28,7 +28,8 @@ class CustomCodec(ElementCodec):
     """A codec of the caller's: its name and sizes, which plans compare, and the object that encodes and decodes.
 
     Args:
-        label: name of the codec. values, element_bytes: of an element.
+        label: name of the codec.
+        values, element_bytes: of an element.
         implementation: a :class:`~reshard.Codec`; None in a plan that was read from text.
     """
 

@@ -42,7 +42,9 @@ def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, wi
     """Encode what changed since the base, or the plain bytes if there is no base or they are fewer.
 
     Args:
-        words, base: flat uint8 of equal size. out: flat uint8, with :data:`HEADER_BYTES` more. width: bytes of a word.
+        words, base: flat uint8 of equal size.
+        out: flat uint8, with :data:`HEADER_BYTES` more.
+        width: bytes of a word.
 
     Returns:
         The number of bytes written.
@@ -59,7 +61,8 @@ def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
     """Turn the base into the array that was encoded, in place.
 
     Args:
-        data: what :func:`encode_delta` wrote. words: flat uint8, the base.
+        data: what :func:`encode_delta` wrote.
+        words: flat uint8, the base.
 
     Raises:
         ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.

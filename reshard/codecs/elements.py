@@ -83,7 +83,8 @@ class ElementCodec(ABC):
         """Decode into ``target``, of the shape of the source and any of the three dtypes.
 
         Args:
-            data: what :meth:`encode` wrote. accumulate: add to ``target`` instead.
+            data: what :meth:`encode` wrote.
+            accumulate: add to ``target`` instead.
 
         Raises:
             ArgumentError: as :meth:`encode`.

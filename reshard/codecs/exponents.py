@@ -23,7 +23,8 @@ def encode_exponents(words: np.ndarray, out: np.ndarray) -> int:
     """Encode bf16 values, or copy the plain bytes if they are fewer.
 
     Args:
-        words: flat uint8. out: flat uint8, with :data:`HEADER_BYTES` more.
+        words: flat uint8.
+        out: flat uint8, with :data:`HEADER_BYTES` more.
 
     Returns:
         The number of bytes written.

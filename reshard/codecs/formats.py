@@ -38,7 +38,8 @@ class Format:
     Attributes:
         encode: writes words, given a base, to a buffer with :data:`HEADER_BYTES` more bytes; returns the bytes written.
             Arguments are flat uint8, and the last one is the number of bytes of a word.
-        has_base: whether the receiver needs the base. dtype: the only dtype that the format codes; "" for any.
+        has_base: whether the receiver needs the base.
+        dtype: the only dtype that the format codes; "" for any.
     """
 
     encode: Callable[[np.ndarray, np.ndarray, np.ndarray, int], int]
@@ -69,7 +70,8 @@ def decode_piece(data: np.ndarray, words: np.ndarray, width: int) -> None:
     """Turn the base into the array that a format encoded, in place.
 
     Args:
-        data: flat uint8, what an encoder wrote. words: flat uint8, the base if the format has one.
+        data: flat uint8, what an encoder wrote.
+        words: flat uint8, the base if the format has one.
         width: bytes of a word.
 
     Raises:

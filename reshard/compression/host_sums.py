@@ -87,7 +87,8 @@ def sum_over_hosts(
 
     Args:
         flat: flat fp32 of a size that :func:`padded_size` returns.
-        inside: the ranks of this host. across: those at the same place of each host.
+        inside: the ranks of this host.
+        across: those at the same place of each host.
         errors: receives the errors of this rank's codings; like ``flat``.
         received: scratch memory like ``flat``.
         piece_values: cut ``flat`` into pieces of at least this many values. While one piece travels between hosts, the

@@ -37,7 +37,8 @@ class CodecReport:
     """What a codec does to all tensors of a kind.
 
     Attributes:
-        error: L2 norm of the error over that of the values. ratio: plain bytes over encoded ones.
+        error: L2 norm of the error over that of the values.
+        ratio: plain bytes over encoded ones.
         bias: sum of the errors over the standard deviation that independent errors of mean 0 would give it. A codec
             with an absolute bias above about 3 is biased.
     """
@@ -53,7 +54,8 @@ class KindReport:
     """All tensors of a kind, of all steps and ranks.
 
     Attributes:
-        num_values: of the tensors that count. exponent_bits: entropy of their exponents as bf16, of 8 bits.
+        num_values: of the tensors that count.
+        exponent_bits: entropy of their exponents as bf16, of 8 bits.
         codecs: a report per block codec.
     """
 

@@ -130,7 +130,8 @@ class Channel:
         """As :meth:`transport`, between devices.
 
         Args:
-            number: which communicator to use. rounds: the ranks that exchange messages in them are connected.
+            number: which communicator to use.
+            rounds: the ranks that exchange messages in them are connected.
         """
         if len(self.members) == 1:
             return None

@@ -27,7 +27,8 @@ def resolve(requests: Sequence[Request], layouts: Mapping[str, tuple[AnyLayout, 
     """The decision that follows from the requests of all members; the same whichever rank computes it.
 
     Args:
-        requests: one per rank, ascending. layouts: ``{tensor: (src, dst)}``, equal on all ranks.
+        requests: one per rank, ascending.
+        layouts: ``{tensor: (src, dst)}``, equal on all ranks.
     """
     try:
         _raise_local_errors(requests)
@@ -69,7 +70,9 @@ def gather_reports(requests: Sequence[Request], members: Sequence[int], dead: Co
     too.
 
     Args:
-        requests: one per rank that came. members: all ranks. dead: ranks whose process is known to have ended.
+        requests: one per rank that came.
+        members: all ranks.
+        dead: ranks whose process is known to have ended.
     """
     reports = {request.rank: request.payload for request in requests}
     lost = [rank for rank in members if rank not in reports]

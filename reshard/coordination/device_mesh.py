@@ -26,7 +26,9 @@ def new_group(
     of other groups.
 
     Args:
-        ranks: of the group. timeout: of its collectives. backend: as in ``torch.distributed.new_group``.
+        ranks: of the group.
+        timeout: of its collectives.
+        backend: as in ``torch.distributed.new_group``.
         shares_thread: whether a Gloo group uses the network thread of the default process group. Many groups then use
             little CPU time while they are idle, but no more than one core for network traffic.
     """
@@ -67,7 +69,8 @@ def make_device_mesh(ranks: torch.Tensor, axes: Sequence[str], device_type: str,
 
     Args:
         ranks: global ranks, one dim for each axis.
-        axes: names of the axes. device_type: such as "cpu".
+        axes: names of the axes.
+        device_type: such as "cpu".
         timeout_seconds: of the process groups.
     """
     import torch.distributed as dist

@@ -103,7 +103,8 @@ class _Rows:
         """When each run is encoded if a rank encodes one after another.
 
         Args:
-            order: ``(runs,)`` numbers by which a rank sorts its runs. ready: when each run can be encoded; default: 0.
+            order: ``(runs,)`` numbers by which a rank sorts its runs.
+            ready: when each run can be encoded; default: 0.
         """
         done = np.empty(len(self.rank))
         sequence = np.lexsort((order, self.rank))

@@ -38,7 +38,8 @@ class Network:
     once.
 
     Attributes:
-        queue, stream, receiver, window, ahead: ``(messages,)``. nbytes, hold_work: ``(messages,)`` float64.
+        queue, stream, receiver, window, ahead: ``(messages,)``.
+        nbytes, hold_work: ``(messages,)`` float64.
         after_at, after: message i starts after messages ``after[after_at[i]:after_at[i + 1]]``, all smaller than i.
         port_at, port: stream s passes ports ``port[port_at[s]:port_at[s + 1]]``, one or more.
         hold_port, buffer: ``(streams,)``; buffer is float64, in bytes.
@@ -85,7 +86,8 @@ def flow_until(
     It stops at the cutoff, and before it as soon as some port can no longer pass the rest of its bytes in time.
 
     Args:
-        network: the messages and ports. cutoff: in seconds.
+        network: the messages and ports.
+        cutoff: in seconds.
         most_operations: limit on the work. An operation takes a few nanoseconds. The count is the same everywhere.
 
     Raises:

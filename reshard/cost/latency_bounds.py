@@ -43,7 +43,8 @@ def find_latency_bounds(plan: Plan, bound: Bound | None = None) -> LatencyBounds
     """The two bounds of a plan's tensors on its topology, in the model of :func:`reshard.simulate`.
 
     Args:
-        plan: the plan. bound: its bound by bytes, if known.
+        plan: the plan.
+        bound: its bound by bytes, if known.
 
     Returns:
         None if messages between hosts have no latency, or if links pass bursts, which no rate limits.
@@ -83,7 +84,8 @@ class _Problem:
     """The traffic between hosts, and the rates of the hosts that take part.
 
     Attributes:
-        traffic: bytes and unit tasks by holders and destinations. pods: the same of pods; None without pods.
+        traffic: bytes and unit tasks by holders and destinations.
+        pods: the same of pods; None without pods.
         rates: the total rates of each host, by the NICs that its ranks use.
         num_nics: the number of these NICs.
         hold_bytes: bytes that the slowest of these NICs could send during one latency.

@@ -48,7 +48,8 @@ def find_bound(problem: Plan | Sequence[TensorSpec], topology: Topology | None =
     """The time that no plan without relays can beat, and the links that set it.
 
     Args:
-        problem: a plan, or its tensors. topology: omitted, the plan's own.
+        problem: a plan, or its tensors.
+        topology: omitted, the plan's own.
 
     The model counts links between hosts. Traffic inside a host is free, except for regions that are held and needed on
     one host only (see :func:`~reshard.cost.inside_lower_bound.bound_inside`). A host sends at most the total rate of

@@ -61,7 +61,8 @@ def simulate(plan: Plan, topology: Topology | None = None) -> Timeline:
     * Start: nothing flows before ``start_seconds``.
 
     Args:
-        plan: the plan to simulate. topology: hosts, rates and latencies; omitted, those of the plan.
+        plan: the plan to simulate.
+        topology: hosts, rates and latencies; omitted, those of the plan.
 
     Returns:
         A timeline; its makespan is the time of the plan on this topology.

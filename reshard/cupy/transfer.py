@@ -61,9 +61,9 @@ class Mover:
     Every rank of the communicator must create one, even if the plan does not name it.
 
     Args:
-        plan: its ranks are ranks of the communicator. comm: a ``cupy.cuda.nccl.NcclCommunicator``. The Mover works on
-            its device, whichever is current. All ranks must order its other uses the same way relative to the Mover's
-            transfers.
+        plan: its ranks are ranks of the communicator.
+        comm: a ``cupy.cuda.nccl.NcclCommunicator``. The Mover works on its device, whichever is current. All ranks must
+            order its other uses the same way relative to the Mover's transfers.
 
     Raises:
         ArgumentError: the plan names ranks that the communicator lacks. DisagreementError: ranks have different plans.

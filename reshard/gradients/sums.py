@@ -291,7 +291,8 @@ def mark_replaced(parameters: Iterable[torch.Tensor], by: str) -> None:
     """Make optimizers that still hold parameters of a model raise ArgumentError, where they would change nothing.
 
     Args:
-        parameters: no longer in the model. by: the function that replaced them, for errors.
+        parameters: no longer in the model.
+        by: the function that replaced them, for errors.
     """
     for parameter in parameters:
         setattr(parameter, _REPLACED, by)

@@ -48,7 +48,8 @@ class WeightGradStore(TorchFunctionMode):
     """Defers the weight gradients of linear layers and convolutions whose forward runs inside it.
 
     Attributes:
-        tasks: one deferred weight gradient each. held: tensors that the tasks will read; they must not change before.
+        tasks: one deferred weight gradient each.
+        held: tensors that the tasks will read; they must not change before.
     """
 
     def __init__(self, tasks: Tasks) -> None:

@@ -57,7 +57,8 @@ class Conversion:
     """The state of one call of :func:`parallelize`. Every converter gets it.
 
     Attributes:
-        grid: the grid. panel: see :class:`~reshard.parallel.Linear`.
+        grid: the grid.
+        panel: see :class:`~reshard.parallel.Linear`.
         features: global size of the last dim of the latest layer's output. Dropouts and losses need it.
     """
 

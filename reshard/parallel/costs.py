@@ -102,7 +102,8 @@ def find_product_seconds(
     """Seconds of communication of the three products of a layer, without overlap.
 
     Args:
-        products: the products. flows: their dataflows.
+        products: the products.
+        flows: their dataflows.
         traffic: by axis, with "row" and "col".
         itemsize: bytes of an element on the wire.
     """

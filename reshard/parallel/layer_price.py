@@ -28,10 +28,12 @@ class LayerSizes:
     """The properties of a layer that determine its price on a grid.
 
     Args:
-        hidden: features of its output. sequence: tokens of one row.
+        hidden: features of its output.
+        sequence: tokens of one row.
         products: ``(in, out)`` of each matrix product. Projections that share an input count as one product.
         num_heads, head_size: of its attention; ``num_heads`` is 0 if it has none.
-        num_norms: normalizations over all features. num_entries: entries of an embedding of ``hidden`` features.
+        num_norms: normalizations over all features.
+        num_entries: entries of an embedding of ``hidden`` features.
 
     Raises:
         ArgumentError: a size is not a positive integer, or a count is negative.
@@ -79,11 +81,11 @@ class GridLoad:
         rows, cols, depth: the shape.
         tokens: number of tokens of each row of the grid, in the depth layer with the most tokens.
         traffic: by axis name.
-        itemsize: bytes of an element of activations and weights on the wire. gradient_bytes: of an element of a
-            gradient.
+        itemsize: bytes of an element of activations and weights on the wire.
+        gradient_bytes: of an element of a gradient.
         panel, keep_inputs: see :class:`~reshard.parallel.Linear`.
-        encoded_ratio: bytes on the wire per byte of a message of a matrix product. coding_seconds: seconds to encode
-            and decode one element that a rank receives. Computation does not hide them.
+        encoded_ratio: bytes on the wire per byte of a message of a matrix product.
+        coding_seconds: seconds to encode and decode one element that a rank receives. Computation does not hide them.
     """
 
     rows: int
@@ -146,7 +148,8 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
     than this price says.
 
     Args:
-        layer: the layer. load: the grid and its part of the batch.
+        layer: the layer.
+        load: the grid and its part of the batch.
         flops_per_second: rate of one rank; a multiplication and its addition count as two.
     """
     attention = attention_flops(layer, load.tokens[0], load.cols) / flops_per_second

@@ -44,7 +44,8 @@ class FusedLinear(nn.Module):
 
     Args:
         linear: the plain layer with the whole weight, ``[parts * out, in]``.
-        parts: number of layers, each with ``out`` output features. grid, panel: as for :class:`Linear`.
+        parts: number of layers, each with ``out`` output features.
+        grid, panel: as for :class:`Linear`.
         is_transposed: whether the weight of the plain model is ``[in, parts * out]``.
     """
 

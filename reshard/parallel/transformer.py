@@ -16,9 +16,12 @@ class TransformerSizes:
     """A stack of equal transformer layers between an embedding and an output layer.
 
     Args:
-        hidden: width of the hidden states. num_layers: number of layers.
-        num_heads, num_kv_heads: query heads and key/value heads. head_size: features of one head.
-        mlp_hidden: width inside the MLP. num_mlp_inputs: 2 if a gate shares the input of the MLP, else 1.
+        hidden: width of the hidden states.
+        num_layers: number of layers.
+        num_heads, num_kv_heads: query heads and key/value heads.
+        head_size: features of one head.
+        mlp_hidden: width inside the MLP.
+        num_mlp_inputs: 2 if a gate shares the input of the MLP, else 1.
         vocabulary: entries of the embedding.
         sequence: tokens of one row.
 

@@ -116,7 +116,8 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Rotary position embedding (Su et al., 2021), which pairs element ``i`` with ``i + head_size / 2``.
 
     Args:
-        x: ``[batch, heads, sequence, head_size]``. cos, sin: ``[batch, sequence, head_size]``.
+        x: ``[batch, heads, sequence, head_size]``.
+        cos, sin: ``[batch, sequence, head_size]``.
     """
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     first, second = x.chunk(2, dim=-1)

@@ -24,7 +24,8 @@ class Box:
 
     Attributes:
         label: such as ``host 3``, ``hosts 8-15`` or ``pod 2``.
-        hosts: numbers of the hosts. pod: their pod, None if there are no pods or several.
+        hosts: numbers of the hosts.
+        pod: their pod, None if there are no pods or several.
         cells: one entry per device of the host, or per host of the group: "src" if it holds a part of the source
             layouts, "dst" if it needs a part of the destination layouts, or "both".
     """
@@ -46,7 +47,8 @@ class Traffic:
 
     Attributes:
         sender, receiver: ``(arrows,)`` indices of boxes, equal for traffic between hosts of one group.
-        nbytes: ``(arrows,)``. is_marked: ``(arrows,)`` whether some of the bytes pass a marked port.
+        nbytes: ``(arrows,)``.
+        is_marked: ``(arrows,)`` whether some of the bytes pass a marked port.
         inside: ``(boxes,)`` bytes between devices of one host.
     """
 
@@ -62,7 +64,8 @@ class Boxes:
     """The boxes of a plan.
 
     Attributes:
-        src: boxes with source ranks. dst: other boxes, empty if some host has source and destination ranks.
+        src: boxes with source ranks.
+        dst: other boxes, empty if some host has source and destination ranks.
     """
 
     plan: Plan

@@ -23,7 +23,8 @@ class MessageBoxes:
     Attributes:
         tensor, numel: ``(pieces,)`` tensor and number of elements of each piece.
         start, stop: ``(pieces, dims)`` bounds of each piece; 0 and 1 in dims that its tensor lacks.
-        piece, message: for each row, its piece and its row in ``messages``. sender, receiver: the ranks of each row.
+        piece, message: for each row, its piece and its row in ``messages``.
+        sender, receiver: the ranks of each row.
         source: for each row, the row that delivers the data to the sender; -1 if the sender holds the data as a source.
     """
 

@@ -39,8 +39,9 @@ class KeyRange:
     """The keys of the messages of a tensor, among those of a plan.
 
     Attributes:
-        first: lower than all of them. stride: their distance. chain: at least the number of ranks of a host that need
-            one region.
+        first: lower than all of them.
+        stride: their distance.
+        chain: at least the number of ranks of a host that need one region.
     """
 
     first: int
@@ -60,7 +61,8 @@ class EvenExchange:
         holders: ``(source tiles, replicas)`` ranks, the first of each host before the second of any.
         groups: ``(destination tiles, hosts, ranks of a host)`` ranks that need a tile.
         src_number, dst_number: ``(hosts,)`` numbers of hosts among those of the source and of the destination.
-        host_of: ``(ranks,)`` hosts. port_of: ``(ranks,)`` NICs, numbered over all hosts.
+        host_of: ``(ranks,)`` hosts.
+        port_of: ``(ranks,)`` NICs, numbered over all hosts.
     """
 
     src: Shards

@@ -16,7 +16,8 @@ def build_hop_graph(transfers: Transfers, message_bytes: np.ndarray, host: np.nd
     """The hops of transfers and their dependencies; see :meth:`Plan.to_networkx`.
 
     Args:
-        message_bytes: bytes of each transfer. host: of each rank.
+        message_bytes: bytes of each transfer.
+        host: of each rank.
     """
     import networkx as nx
 

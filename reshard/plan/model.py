@@ -56,7 +56,8 @@ class Plan(Drawn):
     transfer, then chunk 1. Plans are equal if their :attr:`plan_hash` is.
 
     Attributes:
-        tensors: the tensors to move. topology: the hosts of the ranks, and links.
+        tensors: the tensors to move.
+        topology: the hosts of the ranks, and links.
         strategy: name of the strategy that chose the transfers.
         transfers: regions and the trees that they travel along.
         staging_bytes: limit on the bytes that a rank holds beyond its shards.

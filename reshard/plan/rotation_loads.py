@@ -23,7 +23,8 @@ class RotationLoads:
         held: bytes that it must send if each region leaves its holders once.
         messages, held_messages: messages that it sends to other hosts, and those of ``held``.
         inside: messages that its busiest rank passes on inside it.
-        inside_bytes: bytes of these. inside_total: bytes that all its ranks pass on inside it.
+        inside_bytes: bytes of these.
+        inside_total: bytes that all its ranks pass on inside it.
         egress, ingress: bytes per second of the NICs that its ranks use.
         hold: seconds that a message keeps its sender's NICs busy, as a share of all NICs of the host.
         hold_bytes: the least bytes that a NIC of any host could send during one latency.

@@ -22,9 +22,11 @@ class Transfers:
     wait for other transfers of one message each: they bring its data to its sender, or the plan orders them before it.
 
     Attributes:
-        box_at: ``(regions + 1,)``. box_tensor: ``(boxes,)`` the tensor of each box.
+        box_at: ``(regions + 1,)``.
+        box_tensor: ``(boxes,)`` the tensor of each box.
         box_start, box_stop: ``(boxes, ndim)`` bounds; ``0:1`` in dims past those of the tensor.
-        edge_at: ``(transfers + 1,)``. sender, receiver: ``(edges,)`` ranks.
+        edge_at: ``(transfers + 1,)``.
+        sender, receiver: ``(edges,)`` ranks.
         splits: ``(transfers, ndim)`` the number of parts that each dim is cut into.
         window: ``(transfers,)`` limit on the unfinished messages of a sender when it starts one of these, included.
         after_at, after: transfer i starts after transfers ``after[after_at[i]:after_at[i + 1]]`` have finished.

@@ -32,7 +32,8 @@ class Prediction:
     """The predicted time of a plan.
 
     Attributes:
-        seconds: predicted seconds of the transfer with its coding. bound_seconds: lower bound of the transfer alone.
+        seconds: predicted seconds of the transfer with its coding.
+        bound_seconds: lower bound of the transfer alone.
     """
 
     codec: str | None
@@ -79,7 +80,8 @@ def compress_tensors(
             or none. Tensors with another layout or dtype than the rest, such as tensors inside one host, may get
             another codec, or none, if the prediction says so.
         max_error: with ``"auto"``: largest usual error of a codec to choose. None allows no lossy codec.
-        topology: with ``"auto"``: has the rates of the codecs to choose from. plan: plans tensors on this topology.
+        topology: with ``"auto"``: has the rates of the codecs to choose from.
+        plan: plans tensors on this topology.
         wire_dtypes: dtypes of tensors that travel raw; default: those of the sources.
         encodes_first: whether ranks encode all tensors before they move any.
 

@@ -36,7 +36,8 @@ class ActorMesh:
     Args:
         shape: ``"2x4"``, ``(2, 4)`` or ``8``; each host gets a block of consecutive ranks.
         num_hosts: number of different nodes (a placement group with STRICT_SPREAD and one bundle per host).
-        axes: names of the mesh axes; ``0, 1, ...`` if omitted. name: the name of the mesh in errors.
+        axes: names of the mesh axes; ``0, 1, ...`` if omitted.
+        name: the name of the mesh in errors.
         num_cpus, num_gpus: resources that Ray reserves for each actor.
         timeout_seconds: limit for all actors to start.
 
@@ -121,7 +122,8 @@ class ActorMesh:
         """Shard an array of the driver over the mesh. Equal shards are sent once per host.
 
         Args:
-            array: a NumPy array or a torch CPU tensor. spec: how the mesh shards it; replicated if omitted.
+            array: a NumPy array or a torch CPU tensor.
+            spec: how the mesh shards it; replicated if omitted.
             timeout_seconds: limit for all actors to store their shards.
 
         Raises:
@@ -158,7 +160,8 @@ class ActorMesh:
         """Create an array whose shards the actors compute: ``function(index)`` returns ``whole[index]``.
 
         Args:
-            shape, dtype: of the whole array. spec: how the mesh shards it.
+            shape, dtype: of the whole array.
+            spec: how the mesh shards it.
             function: picklable; takes a tuple of slices and returns a NumPy array or torch tensor.
         """
         made = ShardedArray(self, Layout(self.mesh, spec), check_shape(shape), dtype_name(dtype))
@@ -210,7 +213,8 @@ class ShardedArray:
     """An array whose shards the actors of a mesh hold. The actors free them when this object is collected.
 
     Attributes:
-        layout: how the ranks of ``mesh`` shard the array. shape, dtype: of the whole array.
+        layout: how the ranks of ``mesh`` shard the array.
+        shape, dtype: of the whole array.
         lost: ranks whose shards are missing because their actors died (only with ``on_loss="recover"``).
     """
 

@@ -41,8 +41,9 @@ class PendingCalls:
     """Calls of actors that are under way.
 
     Args:
-        calls: what to call. meshes: those of the actors. group: the key of the group in which the actors transfer data;
-            None if they do not.
+        calls: what to call.
+        meshes: those of the actors.
+        group: the key of the group in which the actors transfer data; None if they do not.
         fault_tolerant: ignore actors that die or are already dead.
 
     Raises:

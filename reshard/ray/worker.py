@@ -174,8 +174,9 @@ class Device:
         """Take part in a transfer.
 
         Args:
-            group: its key. keys: by tensor name, the keys of the source shard and of the new shard; None if this actor
-                has none. specs: by tensor name, source layout, destination layout, shape, dtype and result dtype.
+            group: its key.
+            keys: by tensor name, the keys of the source shard and of the new shard; None if this actor has none.
+            specs: by tensor name, source layout, destination layout, shape, dtype and result dtype.
             options: of :func:`reshard.reshard`.
             version_keys: by tensor name, the keys of the shards of an earlier version, of the source and of the
                 destination.

@@ -52,7 +52,8 @@ def copy_runs(src: Any, dst: Any, src_at: np.ndarray, dst_at: np.ndarray, length
     """Copy ``length[i]`` bytes from ``src[src_at[i]]`` to ``dst[dst_at[i]]``, for every i.
 
     Args:
-        src, dst: flat uint8 arrays. src_at, dst_at, length: ``(runs,)`` int64.
+        src, dst: flat uint8 arrays.
+        src_at, dst_at, length: ``(runs,)`` int64.
 
     Raises:
         ValueError: the index arrays differ in size. IndexError: a run is outside its array; nothing was copied.

@@ -54,7 +54,8 @@ class Part:
     """Consecutive boxes of a message that travel in one buffer: a large box, or small boxes together.
 
     Attributes:
-        boxes: the range of boxes. bytes: their range of bytes in the message.
+        boxes: the range of boxes.
+        bytes: their range of bytes in the message.
     """
 
     boxes: slice

@@ -115,7 +115,8 @@ def run_backward(roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
     """As ``torch.autograd.backward``. For plain roots it compares no shapes, which takes longer than a small backward.
 
     Args:
-        roots: where the backward starts. gradients: of the roots, each of the shape of its root.
+        roots: where the backward starts.
+        gradients: of the roots, each of the shape of its root.
     """
     if torch._C._are_functorch_transforms_active() or any(type(root) is not torch.Tensor for root in roots):
         torch.autograd.backward(roots, gradients)

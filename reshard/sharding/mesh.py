@@ -26,7 +26,9 @@ def check_integer(value: Any, what: str, low: int, high: int, error: type[Reshar
     """The value as an ``int``. Integers of NumPy are accepted, arrays and bools are not.
 
     Args:
-        what: name of the value in the error. low, high: its bounds, both included. error: the class to raise.
+        what: name of the value in the error.
+        low, high: its bounds, both included.
+        error: the class to raise.
     """
     if isinstance(value, (int, np.integer)) and not isinstance(value, bool) and low <= value <= high:
         return int(value)

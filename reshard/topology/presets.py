@@ -17,7 +17,8 @@ class Machine:
     """A type of host.
 
     Attributes:
-        devices, nics: number of devices, number of NICs. nic_gbit: rate of each NIC in Gbit/s.
+        devices, nics: number of devices, number of NICs.
+        nic_gbit: rate of each NIC in Gbit/s.
         inside_bytes_per_second: rate of each device to the other devices of its host.
         inside_total_bytes_per_second: rate of all devices of a host together; None where links of devices are separate.
         latency_seconds: latency of a message between hosts, including software.

@@ -35,7 +35,8 @@ class Installer(Protocol):
         """Put a version into the engine.
 
         Args:
-            arrays: its local shards. values: its numbers and strings.
+            arrays: its local shards.
+            values: its numbers and strings.
             is_right: whether arrays with these names hold the version, by their digests.
 
         Raises:

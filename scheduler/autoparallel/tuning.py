@@ -62,7 +62,8 @@ class Tuned:
 
     Attributes:
         rounds: what was measured, in order; the first training plan is that of the profile alone.
-        training_plan: the one with the fewest measured seconds. profile: with the times of all rounds.
+        training_plan: the one with the fewest measured seconds.
+        profile: with the times of all rounds.
         is_settled: whether the last search chose a training plan that had been measured.
     """
 
@@ -96,7 +97,9 @@ def tune(
     """Search, measure the choice, correct the profile, and search again, until the choice stays; at most two rounds.
 
     Args:
-        problem: the search, with its first profile. choose: a search. measure: runs some steps of a training plan.
+        problem: the search, with its first profile.
+        choose: a search.
+        measure: runs some steps of a training plan.
 
     Returns:
         The training plan with the fewest measured seconds, so the loop never ends with a slower one than the first
@@ -133,8 +136,8 @@ def correct_profile(
     times.
 
     Args:
-        problem: the search that chose the training plan. timelines: of steps of the training plan, whose transfers do
-            not block.
+        problem: the search that chose the training plan.
+        timelines: of steps of the training plan, whose transfers do not block.
     """
     profile = problem.profile
     if len(problem.profiles) > 1:

@@ -24,7 +24,8 @@ class CodecChoice:
     """The codecs of a pipeline's edges, and why.
 
     Attributes:
-        codecs: of the encoded channels. schedule: built for the pipeline with these codecs.
+        codecs: of the encoded channels.
+        schedule: built for the pipeline with these codecs.
         raw_seconds, seconds: simulated iteration without and with the codecs.
         gains: for each channel that was tried, the seconds that coding it saves in the end.
     """

@@ -39,13 +39,16 @@ class CompileOptions:
     """Options of an engine, which :meth:`Pipe.compile` sets.
 
     Attributes:
-        num_microbatches: number of microbatches of a step. schedule: a schedule, or a function that builds one.
+        num_microbatches: number of microbatches of a step.
+        schedule: a schedule, or a function that builds one.
         input_names: names for the values of a batch that is a tuple, in order.
         example: outline of the batch given to ``compile``.
         ties: ``{stage: name}`` of each parameter that several stages share.
-        device: device of the parameters. scales_loss: whether to scale the loss, as float16 needs.
+        device: device of the parameters.
+        scales_loss: whether to scale the loss, as float16 needs.
         memory_limit_bytes: given to ``schedule`` if it is a function.
-        process_group: process group of the ranks; None: the world. policy: codecs of each parallel dimension.
+        process_group: process group of the ranks; None: the world.
+        policy: codecs of each parallel dimension.
         shards, sequence_parts: how stages are sharded; see :class:`DryRun`.
     """
 
@@ -275,7 +278,8 @@ class PipelineEngine:
         feedback only if the stages are the same too.
 
         Args:
-            step: load the checkpoint of this step. missing_ok: return 0 if there is none. Others: see :meth:`save`.
+            step: load the checkpoint of this step.
+            missing_ok: return 0 if there is none. Others: see :meth:`save`.
             trust_pickle: also load a checkpoint in the pickled format of ``torch.distributed.checkpoint``, which can
                 run any code. Earlier versions wrote it. A folder ``step-XXXXXXXX`` with the keys "model" and
                 "optimizer" may also be of another program; its step counts as 0.

@@ -34,8 +34,10 @@ class Totals:
     """The sums of a step over all ranks, the same on every rank.
 
     Attributes:
-        loss: sum over stages of the weighted mean of their losses. metrics: ``{name: sum of weighted means}``.
-        finite: whether the loss and all gradients are finite. gradients_finite: whether all gradients are.
+        loss: sum over stages of the weighted mean of their losses.
+        metrics: ``{name: sum of weighted means}``.
+        finite: whether the loss and all gradients are finite.
+        gradients_finite: whether all gradients are.
         gradient_factor: factor that turns the gradients of the step into gradients of ``loss``.
     """
 

@@ -27,7 +27,8 @@ class ReplicatedGradients:
     gradient. Without a style that sums the parts, the copies of the parameter would drift apart.
 
     Args:
-        engine: lets ranks exchange what they find. planner: knows the meshes.
+        engine: lets ranks exchange what they find.
+        planner: knows the meshes.
         modules: ``{stage: module}`` of this rank.
     """
 

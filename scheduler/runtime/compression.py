@@ -38,13 +38,15 @@ class CompressedSums:
 
     Args:
         codec: name of a block codec.
-        hosts: host of each replica. position: index of this replica.
+        hosts: host of each replica.
+        position: index of this replica.
         sizes: ``{name: number of values}`` of the parameters.
-        feedback: whether to add the coding errors of a step to the gradients of the next step. raw_steps: number of
-            first steps whose sums are not encoded.
+        feedback: whether to add the coding errors of a step to the gradients of the next step.
+        raw_steps: number of first steps whose sums are not encoded.
 
     Attributes:
-        errors: coding errors of this replica; None without feedback. steps: number of steps taken.
+        errors: coding errors of this replica; None without feedback.
+        steps: number of steps taken.
     """
 
     def __init__(
@@ -172,7 +174,8 @@ def compress_sums(
     Args:
         policy: the codec is ``policy.dp``.
         topology: hosts of the ranks.
-        replicas: ranks of the replicas. rank: this rank.
+        replicas: ranks of the replicas.
+        rank: this rank.
         module: module of the stage, under DDP.
     """
     if policy.dp is None:

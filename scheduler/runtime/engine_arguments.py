@@ -100,9 +100,11 @@ class LocalPart:
     """The part of this rank in the checked arguments of an engine.
 
     Attributes:
-        pp_rank: pp rank of this rank in the schedule. stages: the stages of this rank.
+        pp_rank: pp rank of this rank in the schedule.
+        stages: the stages of this rank.
         last_weight: weight of the last microbatch relative to the others.
-        device: type of the device of the modules. timeout_seconds: of the engine.
+        device: type of the device of the modules.
+        timeout_seconds: of the engine.
     """
 
     pp_rank: int

@@ -40,7 +40,9 @@ class StageTotals:
     """Sums over the microbatches of one stage on this rank, each times the weight of the microbatch.
 
     Attributes:
-        loss: None if the stage has no loss. metrics: ``{name: sum}``. weight: the sum of the weights.
+        loss: None if the stage has no loss.
+        metrics: ``{name: sum}``.
+        weight: the sum of the weights.
     """
 
     loss: float | None = None
@@ -62,7 +64,8 @@ class Step:
 
     Attributes:
         losses: loss of each microbatch; empty if no stage of this rank returns a loss.
-        loss: weighted sum of ``losses``, None if they are empty. metrics: ``{name: weighted sum over microbatches}``.
+        loss: weighted sum of ``losses``, None if they are empty.
+        metrics: ``{name: weighted sum over microbatches}``.
         totals: the same sums for each stage of this rank.
         seconds: from the first action to the last gradient sum.
         waited_seconds: time that this rank waited for transfers, including the time that senders computed the data.
@@ -82,9 +85,11 @@ class Program:
 
     Attributes:
         schedule: the schedule.
-        pipelines: pipelines that differ in tensor shapes only. transfers: the Movers of each pipeline.
+        pipelines: pipelines that differ in tensor shapes only.
+        transfers: the Movers of each pipeline.
         used: for each microbatch, the index of its pipeline in ``pipelines``.
-        actions: of this rank. forwards: those of a step without training.
+        actions: of this rank.
+        forwards: those of a step without training.
     """
 
     schedule: Schedule
@@ -122,7 +127,8 @@ class EngineState:
 
     Attributes:
         rank, pp_rank: this rank, and its pp rank in each schedule.
-        stages: ``{stage: its module}`` of this rank. replicas: one for each of these stages under DDP.
+        stages: ``{stage: its module}`` of this rank.
+        replicas: one for each of these stages under DDP.
         ties: parameters that several stages share.
         num_loss_shards: number of replicas that see different data, for all stages or ``{stage: number}``.
         device: type of the device of the stages.

@@ -88,7 +88,8 @@ def starts_backward(loss: torch.Tensor, weight: float, others: Sequence[torch.Te
     The loss may be NaN, as a mean over no values is. Autograd then multiplies the weight 0 by NaN or inf.
 
     Args:
-        loss: with its autograd graph. weight: of the loss in the backward.
+        loss: with its autograd graph.
+        weight: of the loss in the backward.
         others: tensors at which the backward starts anyway. Without them, it runs on zeros, since modules may
             communicate in it.
     """

@@ -64,7 +64,8 @@ def name_action(error: BaseException, doing: Action | None, schedule: str, rank:
     """Add a note to an error that names the action in which it came. Returns the error to report to other ranks.
 
     Args:
-        doing: the action of this rank; None: unchanged. schedule: name of the schedule.
+        doing: the action of this rank; None: unchanged.
+        schedule: name of the schedule.
     """
     if doing is None:
         return error
@@ -142,10 +143,12 @@ class StepRecord:
     """Measurements of one step on one rank.
 
     Args:
-        pp_rank: the pp rank of the rank. device: type of the device that computes.
+        pp_rank: the pp rank of the rank.
+        device: type of the device that computes.
 
     Attributes:
-        actions: complete after :meth:`finish`. transfers: ends of transfers.
+        actions: complete after :meth:`finish`.
+        transfers: ends of transfers.
         waited_seconds: seconds that computations waited for their inputs, plus the durations of blocking transfers.
     """
 

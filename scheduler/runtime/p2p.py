@@ -120,7 +120,9 @@ class PendingTransfer:
         """Let :meth:`wait` call :meth:`check` once, after the transfer.
 
         Args:
-            channel: of the transfer. tensors: the tensors that it sends. versions: see the attribute.
+            channel: of the transfer.
+            tensors: the tensors that it sends.
+            versions: see the attribute.
         """
         self._channel, self._checked, self.versions = channel, tensors, versions
 

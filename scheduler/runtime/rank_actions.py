@@ -17,7 +17,8 @@ class Port:
     """One end of a channel for one microbatch.
 
     Attributes:
-        other: the stage at the other end. channel: the channel.
+        other: the stage at the other end.
+        channel: the channel.
         slot: number of the channel and the microbatch in this schedule.
         is_local: whether the other stage is on the same pp rank.
     """
@@ -33,7 +34,9 @@ class Transfer:
     """An action that starts one end of a transfer.
 
     Attributes:
-        action: the action. is_send: whether this end sends. channel, slot: see :class:`Port`.
+        action: the action.
+        is_send: whether this end sends.
+        channel, slot: see :class:`Port`.
         transfers: the Movers for the microbatch.
     """
 
@@ -49,7 +52,8 @@ class Computation:
     """An action that computes.
 
     Attributes:
-        action: the action. run: its stage.
+        action: the action.
+        run: its stage.
         inputs, outputs: where the tensors come from that it needs, and go to that it computes.
         sent: of a forward, the local shards that its edges expect.
         transfers: the Movers for the microbatch.
@@ -83,7 +87,8 @@ def compile_actions(
 
     Args:
         pipelines, transfers, used: see :class:`reshard.scheduler.runtime.executor.Program`.
-        rank, pp_rank: this rank, and its pp rank. stages: its stages.
+        rank, pp_rank: this rank, and its pp rank.
+        stages: its stages.
     """
     actions = schedule.rank_actions[pp_rank]
     split = {(action.stage, action.microbatch) for action in actions if action.kind is Kind.W}

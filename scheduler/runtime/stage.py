@@ -89,7 +89,9 @@ class _Microbatch:
     Attributes:
         leaves: inputs from other stages, as leaves of the autograd graph.
         sent: outputs for each later stage, with their autograd graph.
-        loss: with its autograd graph. metrics: numbers. weight: of the loss and the metrics, if the module returns one.
+        loss: with its autograd graph.
+        metrics: numbers.
+        weight: of the loss and the metrics, if the module returns one.
         weight_grads: the deferred weight-gradient pass; None unless the backward has two passes.
     """
 

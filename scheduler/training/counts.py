@@ -23,7 +23,9 @@ class EdgeCount:
     """What a sample of a batch costs on one edge in a forward.
 
     Attributes:
-        src, dst: stages. nbytes: sent by the edge. flops: floating-point operations of the larger of both stages.
+        src, dst: stages.
+        nbytes: sent by the edge.
+        flops: floating-point operations of the larger of both stages.
     """
 
     src: int

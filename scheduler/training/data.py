@@ -20,7 +20,8 @@ class Loader:
     """Yields the batches of steps 0, 1, ... without end. The state dict holds the next step.
 
     Args:
-        num_samples: number of samples of a batch. seed: of the random numbers.
+        num_samples: number of samples of a batch.
+        seed: of the random numbers.
 
     Raises:
         ArgumentError: ``num_samples`` is less than 1.
@@ -68,8 +69,9 @@ class TokenLoader(Loader):
 
     Args:
         tokens: one-dimensional array of integers; may be memory-mapped.
-        num_samples, sequence: shape of a batch. vocabulary: tokens are from 0 to ``vocabulary - 1``. seed: of the
-            order.
+        num_samples, sequence: shape of a batch.
+        vocabulary: tokens are from 0 to ``vocabulary - 1``.
+        seed: of the order.
 
     Raises:
         ArgumentError: there are too few tokens for one window; from ``batch``: a token is not in the vocabulary.

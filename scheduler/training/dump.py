@@ -24,8 +24,10 @@ class TensorDump:
     """Saves gradients, activations between stages and their gradients, weights, and the state of the optimizer.
 
     Args:
-        folder: each rank writes ``step-XXXXXXXX/rank-N.pt`` in it. rank: this rank.
-        engine: the engine that trains. optimizer: its optimizer.
+        folder: each rank writes ``step-XXXXXXXX/rank-N.pt`` in it.
+        rank: this rank.
+        engine: the engine that trains.
+        optimizer: its optimizer.
     """
 
     def __init__(self, folder: str, rank: int, engine: PipelineEngine, optimizer: torch.optim.Optimizer) -> None:

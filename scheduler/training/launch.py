@@ -41,7 +41,8 @@ def launch(
     """Train on all ranks of a job. Under torchrun, this process is one of them.
 
     Args:
-        job: its device is replaced. device: "cpu", "cuda", or "auto" for CUDA if every rank can have a GPU.
+        job: its device is replaced.
+        device: "cpu", "cuda", or "auto" for CUDA if every rank can have a GPU.
         on_ray: start the ranks as actors of the Ray cluster to which this process is or can be connected.
         options: search for the training plan of the job first, on one rank, or on all if its steps are measured too.
         shares_gpus: let ranks share GPUs, see :func:`reshard.testing.share_gpus`.

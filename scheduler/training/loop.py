@@ -42,15 +42,24 @@ class Job:
     """A training run, the same on all ranks.
 
     Attributes:
-        name: of the run, for messages. preset: the model and how it is trained.
-        steps: the number of the last step. stages: dp x tp of each stage. layers: of each stage; empty: of the preset.
-        schedule: name of a schedule. compression: text of a policy; None: nothing is encoded.
+        name: of the run, for messages.
+        preset: the model and how it is trained.
+        steps: the number of the last step.
+        stages: dp x tp of each stage.
+        layers: of each stage; empty: of the preset.
+        schedule: name of a schedule.
+        compression: text of a policy; None: nothing is encoded.
         data: file of tokens; None: the text that Python ships.
-        warmup: steps in which the learning rate grows. seed: of the parameters and of the order of the data.
-        device: "cpu" or "cuda". log_every: steps between messages and measured times.
-        eval_every: steps between evaluations; 0: at the end only. eval_batches: batches of an evaluation.
-        checkpoint: folder to save to; None: do not save. save_every: steps between saves; 0: at the end only.
-        resume: continue from the newest checkpoint there, if there is one. trust_pickle: even if it is pickled.
+        warmup: steps in which the learning rate grows.
+        seed: of the parameters and of the order of the data.
+        device: "cpu" or "cuda".
+        log_every: steps between messages and measured times.
+        eval_every: steps between evaluations; 0: at the end only.
+        eval_batches: batches of an evaluation.
+        checkpoint: folder to save to; None: do not save.
+        save_every: steps between saves; 0: at the end only.
+        resume: continue from the newest checkpoint there, if there is one.
+        trust_pickle: even if it is pickled.
         training_plan: cuts, placements, microbatches and schedule, in place of ``stages``, ``layers`` and ``schedule``.
         dump: folder for tensors of some steps; None: save none.
         report: folder for the losses, a trace and pictures; None: write none.
@@ -90,7 +99,9 @@ class TrainResult:
     """What training returns, the same on every rank.
 
     Attributes:
-        start: first step of this run. losses: of each of its steps. held_out: loss on held-out data at the end.
+        start: first step of this run.
+        losses: of each of its steps.
+        held_out: loss on held-out data at the end.
         skipped: steps that were not finite and changed no parameter.
     """
 

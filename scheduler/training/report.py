@@ -34,7 +34,8 @@ class Losses:
     """Losses of a run.
 
     Attributes:
-        training: number of each step, from 1, and its loss. held_out: the same of each evaluation.
+        training: number of each step, from 1, and its loss.
+        held_out: the same of each evaluation.
     """
 
     training: tuple[tuple[int, float], ...]
@@ -121,7 +122,9 @@ class Report:
         """Write ``trace.json`` of the measured step, and the pictures ``losses.png`` and ``schedule.png``.
 
         Args:
-            name: of the run. schedule: of a step. measured: its last measured step; None if there was none.
+            name: of the run.
+            schedule: of a step.
+            measured: its last measured step; None if there was none.
             predicted: the simulated step.
 
         Returns:

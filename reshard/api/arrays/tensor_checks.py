@@ -145,7 +145,8 @@ def check_no_aliasing(
     """Raise ArgumentError if a destination overlaps a source, another destination or itself, or is a lazy view.
 
     Args:
-        names: names of the tensors; None or "" for a single unnamed tensor. role: what ``src`` is, for the error.
+        names: names of the tensors; None or "" for a single unnamed tensor.
+        role: what ``src`` is, for the error.
     """
     filled = [array for array in src if array is not None and array.numel()]
     src_storages = {array.untyped_storage().data_ptr() for array in filled}

@@ -34,7 +34,8 @@ class EncodedBucket:
     """A bucket as it travels.
 
     Attributes:
-        buffer: flat uint8: the bucket, then zero padding. nbytes: of the bucket.
+        buffer: flat uint8: the bucket, then zero padding.
+        nbytes: of the bucket.
         digest, base_digest: of the plain bytes of all regions, and of those of the base; None if not requested.
     """
 
@@ -83,8 +84,9 @@ def encode_bucket(
     """Encode the regions of a bucket.
 
     Args:
-        tensors: the source shards by name. base: the source shards of the version to which differences refer; None
-            sends the plain bytes. codec: the format of all regions.
+        tensors: the source shards by name.
+        base: the source shards of the version to which differences refer; None sends the plain bytes.
+        codec: the format of all regions.
     """
     plain = [bytes_of(view) for view in bucket.views(tensors, "src")]
     num_pieces = sum(-(-len(words) // PIECE_BYTES) for words in plain)
@@ -135,7 +137,8 @@ def decode_bucket(
     """Write the regions of a bucket to shards that hold the base of its differences.
 
     Args:
-        data: what :func:`encode_bucket` made; more bytes may follow. side: of the layout that the shards belong to.
+        data: what :func:`encode_bucket` made; more bytes may follow.
+        side: of the layout that the shards belong to.
 
     Returns:
         The digest of the plain bytes, if asked for.

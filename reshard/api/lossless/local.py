@@ -27,8 +27,9 @@ class LocalArrays(NamedTuple):
     """The shards of all ranks as contiguous CPU tensors, by rank.
 
     Attributes:
-        shards, base: source shards of the new and of an earlier version; ``base`` may be empty. out: destination shards
-            that hold the earlier version; may be empty. targets: destination shards to write, copies of ``out`` or new.
+        shards, base: source shards of the new and of an earlier version; ``base`` may be empty.
+        out: destination shards that hold the earlier version; may be empty.
+        targets: destination shards to write, copies of ``out`` or new.
     """
 
     shards: Arrays
@@ -48,7 +49,8 @@ def move_lossless(spec: TensorSpec, codec: str, arrays: LocalArrays, move: Move)
     """Encode the shards of all source ranks, move the buckets, and decode them into the destination shards.
 
     Args:
-        spec: the tensor. move: moves the buckets.
+        spec: the tensor.
+        move: moves the buckets.
 
     Raises:
         DisagreementError: replicas of the source differ. Nothing was written.

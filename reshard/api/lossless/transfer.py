@@ -44,8 +44,8 @@ class LosslessReport:
     """How a call sent its tensors; the same on all ranks.
 
     Attributes:
-        base: digest of the version to which the differences refer; None if the tensors were sent in full. because: why
-            ``"delta"`` sent them in full; "" otherwise.
+        base: digest of the version to which the differences refer; None if the tensors were sent in full.
+        because: why ``"delta"`` sent them in full; "" otherwise.
         encoded_bytes, plain_bytes: size of all buckets, and of the regions that they encode, each counted once.
     """
 
@@ -59,7 +59,9 @@ class CallArrays(NamedTuple):
     """The arrays of one rank by name, None where the rank has none.
 
     Attributes:
-        tensors: source shards. bases: those of the last version. outs: destination shards.
+        tensors: source shards.
+        bases: those of the last version.
+        outs: destination shards.
     """
 
     tensors: Arrays
@@ -71,13 +73,16 @@ class LosslessTransfer:
     """One rank's part of a call whose tensors travel as buckets.
 
     Args:
-        codec: ``"delta"`` or ``"bf16-lossless"``. specs: the tensors before encoding. arrays: of this rank.
+        codec: ``"delta"`` or ``"bf16-lossless"``.
+        specs: the tensors before encoding.
+        arrays: of this rank.
         purpose: names the caller in errors of the rounds.
         verify: also compare digests of the destination shards with digests of the source.
         lost: in a fault-tolerant call, the ranks lost before it; otherwise None.
 
     Attributes:
-        members: the ranks that take part and are not lost. lost: ranks that were lost.
+        members: the ranks that take part and are not lost.
+        lost: ranks that were lost.
         last_round: channel, number and generation of the last round of surviving ranks; None before it.
     """
 
@@ -173,7 +178,8 @@ class LosslessTransfer:
         """Write the destination shards once all ranks have received their buckets.
 
         Args:
-            error: what ended this rank's part of the transfer, or None. received: from :meth:`arrays`.
+            error: what ended this rank's part of the transfer, or None.
+            received: from :meth:`arrays`.
 
         Raises:
             ReshardError: a rank failed. The error says what the destination shards hold.
@@ -346,7 +352,8 @@ def exchange_reports(
     """The reports of all ranks.
 
     Args:
-        report: with ``"failed"``: class and text of this rank's error, or None. kept: what holds in spite of an error.
+        report: with ``"failed"``: class and text of this rank's error, or None.
+        kept: what holds in spite of an error.
 
     Raises:
         ReshardError: the error of the first rank that failed, the same on all ranks; or a rank did not report.

@@ -71,7 +71,8 @@ class Request:
 
     Attributes:
         arguments: ``(name, value)`` pairs that must be equal on all ranks.
-        error: class and text of a local error. attempt: number of rounds that the rank has started.
+        error: class and text of a local error.
+        attempt: number of rounds that the rank has started.
         left: for each member, the number of calls with that member that the rank may have left (see
             :mod:`reshard.coordination.liveness.call_sequence`).
         why_left: class and text of the error that ended the last of these calls.
@@ -79,7 +80,8 @@ class Request:
         skipped: ``{hash of ranks: [count, ranks]}`` of calls that the rank made and of which it is not a member.
         other_calls: ``{hash of ranks: count}`` of the rank's calls with sets of ranks that lack a member of this call.
         purpose: purpose of the round; "" for an ordinary call that is not fault tolerant.
-        caller: the calling thread. payload: data for all other ranks.
+        caller: the calling thread.
+        payload: data for all other ranks.
     """
 
     rank: int
@@ -120,7 +122,8 @@ class Decision:
     """The common result of a round: an error, or what the ranks agreed on.
 
     Attributes:
-        lost: members that a fault-tolerant call has lost. payloads: ``Request.payload`` of each rank.
+        lost: members that a fault-tolerant call has lost.
+        payloads: ``Request.payload`` of each rank.
         lagging: ranks on which the call fails; empty: all. The other ranks wait for the next call of these ranks.
         skipped: ``{hash of ranks: [count, ranks]}`` of calls by a rank that is not their member. The receiver of the
             decision is a member, and counts them as handled.

@@ -251,7 +251,8 @@ class Group:
         """Note a wait that has just ended. If it ended late, this process was stopped.
 
         Args:
-            asked_seconds: its limit. begun_at: value of ``time.monotonic()``.
+            asked_seconds: its limit.
+            begun_at: value of ``time.monotonic()``.
         """
         now = time.monotonic()
         if now - begun_at - asked_seconds > PAUSE_SECONDS:

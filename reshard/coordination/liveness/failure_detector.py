@@ -33,7 +33,9 @@ def check_rank_status(
     That holds if it waits for this rank in a call with other members, calls without this rank, or has left this call.
 
     Args:
-        members: ranks of the call that this rank waits in. rank: the awaited rank. status: its published status.
+        members: ranks of the call that this rank waits in.
+        rank: the awaited rank.
+        status: its published status.
 
     Raises:
         DisagreementError, RoundEndedError.

@@ -95,7 +95,9 @@ def report_dead(store: dist.Store | Store, rank: int, text: str) -> None:
     """Write to the status of a dead rank that it is dead. Ranks that wait for it then raise an error.
 
     Args:
-        store: store of the group. rank: the dead rank. text: text of the error.
+        store: store of the group.
+        rank: the dead rank.
+        text: text of the error.
     """
     key = f"status/{rank}"
     status = RankStatus.from_json(store.get(key)) if store.check([key]) else RankStatus()

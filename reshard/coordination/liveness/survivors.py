@@ -25,7 +25,8 @@ def read_exclusions(group: Group, attempt: int = 0, seconds: float = STORE_SECON
     """Adopt the exclusions that this rank does not know yet.
 
     Args:
-        attempt: number of the round in which this rank waits. seconds: timeout of each store call.
+        attempt: number of the round in which this rank waits.
+        seconds: timeout of each store call.
 
     Returns:
         The decision of that round, if one of these exclusions carries it.
@@ -43,7 +44,8 @@ def propose_exclusion(group: Group, lost: Collection[int], decision: Decision | 
     """Propose to exclude ranks, and adopt the exclusion, which may be another rank's.
 
     Args:
-        lost: the ranks to exclude. decision: of the round that this rank decides, if it does.
+        lost: the ranks to exclude.
+        decision: of the round that this rank decides, if it does.
         attempt: number of that round on this rank.
 
     Returns:

@@ -189,7 +189,8 @@ class Axis:
         """As :meth:`gather`, but the rows of rank ``i`` go to the tensors ``targets[i]``, one after the other.
 
         Args:
-            part: contiguous. targets: rows of ``result``.
+            part: contiguous.
+            targets: rows of ``result``.
         """
         memory = self._memory_for(part)
         if memory is not None:

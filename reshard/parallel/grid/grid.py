@@ -103,7 +103,8 @@ class Grid:
         """A grid of ``rows`` x ``cols`` x ``depth`` ranks: all ranks of the default process group, in order.
 
         Args:
-            rows, cols, depth: shape of the grid. device_type: such as "cpu".
+            rows, cols, depth: shape of the grid.
+            device_type: such as "cpu".
             timeout_seconds: of each collective of the grid.
 
         Raises:

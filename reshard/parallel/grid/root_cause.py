@@ -74,7 +74,9 @@ class RootCauseFinder:
         backward, and that waits outside of a backward, has skipped it.
 
         Args:
-            error: the failure. awaited: ranks that this rank waits for. is_backward: whether it waits in a backward.
+            error: the failure.
+            awaited: ranks that this rank waits for.
+            is_backward: whether it waits in a backward.
         """
         deadline = time.monotonic() + ROOT_CAUSE_SECONDS
         heartbeats = HeartbeatReader(self._group.store)

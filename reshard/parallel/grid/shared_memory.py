@@ -84,7 +84,8 @@ class SharedMemory:
     """Messages among the ranks of an axis, all on one host. Ranks are positions on the axis.
 
     Args:
-        axis: the ranks. processes: their process ids.
+        axis: the ranks.
+        processes: their process ids.
         descriptors: of their memory, in this process; they end with this object.
         control: the beginning of the memory of each, mapped.
     """
@@ -134,7 +135,8 @@ class SharedMemory:
         """Copy what each rank ``i`` has for this one to the tensors ``targets[i]``, which are rows of ``result``.
 
         Args:
-            kind: ``GATHER`` or ``EXCHANGE``. parts: for each rank, or one for all of them.
+            kind: ``GATHER`` or ``EXCHANGE``.
+            parts: for each rank, or one for all of them.
         """
         _copy(parts[self._index if len(parts) > 1 else 0], targets[self._index])
 
@@ -296,7 +298,9 @@ class Message:
     """A collective of this rank that is under way.
 
     Attributes:
-        kind: its name. nbytes: that each rank has for this one. dtype: of what they have.
+        kind: its name.
+        nbytes: that each rank has for this one.
+        dtype: of what they have.
         make: makes the result of :meth:`SharedMemory.read`.
     """
 

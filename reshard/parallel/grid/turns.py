@@ -72,7 +72,9 @@ class Turns:
         """Compare what the ranks do, and with which gradients.
 
         Args:
-            turn: what this rank does. digest: of the gradients, below 2**63. value: any int64.
+            turn: what this rank does.
+            digest: of the gradients, below 2**63.
+            value: any int64.
 
         Returns:
             The largest value of any rank.

@@ -26,7 +26,8 @@ class Heads:
 
     Args:
         grid: the grid.
-        num_heads: query heads. num_kv_heads: heads of keys and values; query heads share them in groups.
+        num_heads: query heads.
+        num_kv_heads: heads of keys and values; query heads share them in groups.
         head_size: features of one head.
 
     Raises:

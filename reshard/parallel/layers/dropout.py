@@ -69,7 +69,8 @@ def dropout_mask(grid: Grid, x: torch.Tensor, p: float, *, dim: int, span: Span,
 
     Args:
         x: ``[batch, ...]``; the batch is cut over (depth, row), and dim ``dim`` over columns.
-        span: the interval of ``dim`` that this rank holds. size: the global size of ``dim``.
+        span: the interval of ``dim`` that this rank holds.
+        size: the global size of ``dim``.
     """
     key = torch.randint(2**62, ()).to(x.device)
     index = torch.arange(x.shape[0], device=x.device) + grid.first_row(x.shape[0], x.device)

@@ -24,7 +24,8 @@ class CrossEntropy(nn.Module):
     grid.
 
     Args:
-        grid: the grid. num_classes: global size of the last dim of the logits.
+        grid: the grid.
+        num_classes: global size of the last dim of the logits.
         ignore_index: targets with this value do not count.
     """
 
@@ -41,7 +42,8 @@ class CrossEntropy(nn.Module):
         """The mean loss; NaN if all targets are ``ignore_index``, as in torch.
 
         Args:
-            logits: ``[batch, ..., classes_j]``. targets: ``[batch, ...]``, of this rank's rows.
+            logits: ``[batch, ..., classes_j]``.
+            targets: ``[batch, ...]``, of this rank's rows.
             count: divisor of the summed losses; default: the number of targets other than ``ignore_index``.
 
         Raises:

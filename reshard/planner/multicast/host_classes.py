@@ -430,7 +430,8 @@ def _aligned_counts(count: int, num_classes: int, nbytes: float, largest: float,
     """Numbers of chunks from half to twice ``count`` with which chunks end where equally large classes end.
 
     Args:
-        count: the number of chunks. num_classes, nbytes: classes and bytes of a host class.
+        count: the number of chunks.
+        num_classes, nbytes: classes and bytes of a host class.
         largest, largest_piece: see :func:`count_chunks`.
     """
     several_classes = [number for number in range(1, num_classes + 1) if num_classes % number == 0]

@@ -27,7 +27,9 @@ def rotate_hosts(problem: PlanProblem, host_classes: HostClasses, ports: Ports) 
     faster.
 
     Args:
-        problem: the problem. host_classes: its classes. ports: one for each NIC.
+        problem: the problem.
+        host_classes: its classes.
+        ports: one for each NIC.
 
     Returns:
         None if the problem is small, if links differ, if a class is held on several hosts, or if the slots would take

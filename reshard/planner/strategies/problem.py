@@ -297,7 +297,8 @@ def cut_transfers(problem: PlanProblem, routes: Routes, staging_bytes: int, *, i
     """Cut large routes into chunks, bundle small ones that share a tree, and put local copies first.
 
     Args:
-        problem, routes: the problem, and routes for it. staging_bytes: staging memory of each rank in bytes.
+        problem, routes: the problem, and routes for it.
+        staging_bytes: staging memory of each rank in bytes.
         is_trusted: True if the routes come from this package, so that their arrays need no check and no copy.
 
     Raises:

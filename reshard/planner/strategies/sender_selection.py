@@ -54,7 +54,8 @@ def pick_senders(problem: PlanProblem, task: np.ndarray, receiver: np.ndarray) -
     """The senders that :func:`pick_sender` picks for the messages in turn, as an array ``(messages,)``.
 
     Args:
-        problem: tasks and their holders. task, receiver: ``(messages,)`` the task and the receiver of each message.
+        problem: tasks and their holders.
+        task, receiver: ``(messages,)`` the task and the receiver of each message.
     """
     is_real = problem.holders != NO_RANK
     holder_at = np.concatenate([[0], np.cumsum(is_real.sum(axis=1))])

@@ -23,7 +23,9 @@ class EncodedSource:
     """A source shard and the array of its elements, which is filled slab by slab.
 
     Args:
-        plain: the shard, contiguous. codec: its codec. num_row_dims: number of leading dims that count rows.
+        plain: the shard, contiguous.
+        codec: its codec.
+        num_row_dims: number of leading dims that count rows.
 
     Attributes:
         encoded: uint8, ``(rows..., elements, bytes of an element)``.
@@ -53,7 +55,8 @@ class DecodedTarget:
     """A destination shard and the array that receives its elements. Complete slabs are decoded as they arrive.
 
     Args:
-        plain: the shard; any dtype and strides. codec, num_row_dims: as for :class:`EncodedSource`.
+        plain: the shard; any dtype and strides.
+        codec, num_row_dims: as for :class:`EncodedSource`.
         decodes_early: whether the codec can decode into the shard itself.
 
     Attributes:

@@ -64,7 +64,8 @@ class RunOptions:
         deadline: value of ``time.monotonic()`` at which waits time out.
         tag: tells concurrent programs on a transport apart; the same on all ranks.
         check: called while waiting; an error that it raises stops the run.
-        digests: receives the digest of every message. tally: updated with this rank's progress.
+        digests: receives the digest of every message.
+        tally: updated with this rank's progress.
     """
 
     deadline: float
@@ -419,7 +420,8 @@ def run_program(
 
     Args:
         src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`); None if
-            the rank has none. staging: buffers of this program.
+            the rank has none.
+        staging: buffers of this program.
 
     Raises:
         TransferTimeoutError: the deadline passed. ConnectionError: the transport failed.

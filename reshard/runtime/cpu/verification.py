@@ -29,7 +29,8 @@ class Digests:
     """The digests of one rank in one transfer.
 
     Attributes:
-        sent, received: by message id. replicas: of source tiles that other ranks also hold, from :class:`Replicas`.
+        sent, received: by message id.
+        replicas: of source tiles that other ranks also hold, from :class:`Replicas`.
     """
 
     def __init__(self) -> None:
@@ -161,7 +162,8 @@ class Hops:
 
     Attributes:
         ident, sender, receiver: ``(messages,)``.
-        forwards: row of each message that forwards data. brought_by: row of the message that brought that data.
+        forwards: row of each message that forwards data.
+        brought_by: row of the message that brought that data.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -217,8 +219,11 @@ def compare_digests(
     """Compare the digests of all ranks after a transfer. Every rank of the plan must call this.
 
     Args:
-        hops: of the plan. rank: this rank. digests: of this rank.
-        transport: sends and receives. tag: no other messages use it.
+        hops: of the plan.
+        rank: this rank.
+        digests: of this rank.
+        transport: sends and receives.
+        tag: no other messages use it.
         wait: ``wait(work, rank)`` waits for a send to a rank, or for a receive from it.
 
     Raises:

@@ -47,7 +47,8 @@ class DeviceDecodedTarget:
         plain: the shard; any dtype and strides.
 
     Attributes:
-        plain: the shard. encoded: uint8, ``(rows..., elements, bytes of an element)``, on the device of the shard.
+        plain: the shard.
+        encoded: uint8, ``(rows..., elements, bytes of an element)``, on the device of the shard.
     """
 
     def __init__(self, plain: torch.Tensor, codec: ElementCodec, num_row_dims: int) -> None:

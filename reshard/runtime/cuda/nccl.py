@@ -57,7 +57,8 @@ class Communicator:
     Groups of different threads run one after another. Any thread may call :meth:`abort` at any time.
 
     Args:
-        library: NCCL. unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
+        library: NCCL.
+        unique_id: from :meth:`Library.make_unique_id`, the same on all ranks.
         rank, size: this rank within the communicator, and the number of its ranks.
         timeout_seconds: limit for creating the communicator, and for launching a group.
         poll: called every 0.2 s during a wait; raises an error to end the wait.
@@ -176,8 +177,10 @@ class Communicator:
         """Reduce an array over all ranks, in place.
 
         Args:
-            address, count: device address and number of elements. dtype: a name in :data:`DATA_TYPES`.
-            reduction: a name in :data:`REDUCTIONS`. stream: as for :meth:`exchange`.
+            address, count: device address and number of elements.
+            dtype: a name in :data:`DATA_TYPES`.
+            reduction: a name in :data:`REDUCTIONS`.
+            stream: as for :meth:`exchange`.
         """
         with self._group():
             self._check(

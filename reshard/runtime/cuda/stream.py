@@ -54,7 +54,8 @@ class TransferStream(Protocol):
         """Enqueue work that starts after all work that the caller's stream already holds.
 
         Args:
-            work: function that enqueues operations on the current stream. arrays: tensors that these operations use.
+            work: function that enqueues operations on the current stream.
+            arrays: tensors that these operations use.
 
         Returns:
             Mark at the end of the work; None during graph capture.

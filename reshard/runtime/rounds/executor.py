@@ -161,7 +161,8 @@ class RoundRunner:
 
         Args:
             src, dst: one local array per tensor, as carriers (see :func:`~reshard.runtime.cpu.staging.carrier`).
-            exchange: posts one round. streams: where to pack and unpack.
+            exchange: posts one round.
+            streams: where to pack and unpack.
         """
         arrays, buffer = [*src, *dst], self.buffer()
         steps = self._find_steps(tuple(map(self._kind_of, arrays)))
@@ -350,7 +351,8 @@ class RoundRunner:
         """The bytes of messages that are posted as one, in an array if they are adjacent there, else in a buffer.
 
         Args:
-            rank: the rank at the other end, or the root. copies: messages to pack, and to unpack.
+            rank: the rank at the other end, or the root.
+            copies: messages to pack, and to unpack.
         """
         parts = [self._direct(op, kinds, "src" if is_send else "dst", rank) for op in ops]
         known = [part for part in parts if part is not None]

@@ -57,7 +57,8 @@ def join_messages(plan: Plan, messages: MessageTable, direct: np.ndarray, at: np
     """Number direct messages between two ranks so that those in one round that are adjacent have one number.
 
     Args:
-        direct: ``(n,)`` rows of the direct messages. at: ``(n,)`` their rounds.
+        direct: ``(n,)`` rows of the direct messages.
+        at: ``(n,)`` their rounds.
     """
     transfers = plan.transfers
     box = transfers.first_box[messages.transfer[direct]]
@@ -88,8 +89,11 @@ class _Regions:
     """The regions that a plan moves; arrays of length ``regions``, unless noted.
 
     Attributes:
-        rows: ``(moved messages,)`` rows of the messages to other ranks. of_row: the region of each.
-        tensor: number of the tensor. starts, stops: ``(regions, ndim)``, of the first box. nbytes: of one message.
+        rows: ``(moved messages,)`` rows of the messages to other ranks.
+        of_row: the region of each.
+        tensor: number of the tensor.
+        starts, stops: ``(regions, ndim)``, of the first box.
+        nbytes: of one message.
         root: the rank that all others receive it from.
         is_direct: whether it consists of whole rows.
     """

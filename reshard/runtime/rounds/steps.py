@@ -20,8 +20,9 @@ class ArrayKind(NamedTuple):
     """The properties of an array that determine its tables.
 
     Attributes:
-        itemsize: bytes per element. alignment: a power of two that divides the address; 0 if the array is not
-            contiguous or is cast while it is packed.
+        itemsize: bytes per element.
+        alignment: a power of two that divides the address; 0 if the array is not contiguous or is cast while it is
+            packed.
     """
 
     shape: tuple[int, ...]
@@ -64,7 +65,8 @@ class Step:
     """One round. Tables are copied in one launch each, views box by box.
 
     Attributes:
-        recvs, sends: the messages to post. broadcasts: posted beside them.
+        recvs, sends: the messages to post.
+        broadcasts: posted beside them.
         pack_tables, pack_views: copied into the buffer before the exchange.
         unpack_tables, unpack_views: copied out of the buffer after the exchange.
         after_unpack: the last step whose unpacked data the sends of this one read; -1 if none.

@@ -24,7 +24,8 @@ def check_descriptors(rank: int, needed: int, purpose: str) -> None:
     """Raise an error unless :func:`has_descriptors`.
 
     Args:
-        rank, purpose: for the error text; ``purpose`` is a noun phrase. needed: number of descriptors.
+        rank, purpose: for the error text; ``purpose`` is a noun phrase.
+        needed: number of descriptors.
 
     Raises:
         ResourceError: the limit is too low.

@@ -68,9 +68,10 @@ def wait_for(work: Work, deadline: float, check: Callable[[], None], rank: int, 
     """Wait for an operation.
 
     Args:
-        deadline: a value of ``time.monotonic()``. check: called before the wait and when it fails; raises an error that
-            another rank reported.
-        rank, peer: this rank and the other end. what: names the operation in errors.
+        deadline: a value of ``time.monotonic()``.
+        check: called before the wait and when it fails; raises an error that another rank reported.
+        rank, peer: this rank and the other end.
+        what: names the operation in errors.
 
     Raises:
         TransferTimeoutError: the deadline passed. BrokenConnectionError: the transport failed. Or as ``check``.

@@ -38,7 +38,8 @@ class SharedMemory:
     """The connections of a rank to other ranks of its host through shared memory.
 
     Args:
-        rings: the native rings. numbers: ``{rank: number}`` of the ranks that they reach.
+        rings: the native rings.
+        numbers: ``{rank: number}`` of the ranks that they reach.
     """
 
     def __init__(self, rings: Any, numbers: dict[int, int]) -> None:
@@ -53,7 +54,8 @@ class SharedMemory:
         """Start sending boxes, which must not change until the work is finished.
 
         Args:
-            boxes: see :mod:`reshard.runtime.cpu.box_tables`. arrays: what holds them.
+            boxes: see :mod:`reshard.runtime.cpu.box_tables`.
+            arrays: what holds them.
         """
         return self._post(self._rings.send, boxes, arrays, rank, tag)
 
@@ -96,7 +98,10 @@ def share_memory(group: Any, own: int, ranks: Sequence[int], limit: timedelta) -
     as one user.
 
     Args:
-        group: Gloo's process group. own: number of this rank in it. ranks: all ranks. limit: of each round.
+        group: Gloo's process group.
+        own: number of this rank in it.
+        ranks: all ranks.
+        limit: of each round.
 
     Returns:
         The connections; None if there are none.

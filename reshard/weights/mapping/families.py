@@ -195,7 +195,8 @@ def find_rules(
 
     Args:
         given: by the user; None: those of the families that fit.
-        shapes: of the source, by name. wanted: of the destination.
+        shapes: of the source, by name.
+        wanted: of the destination.
 
     Raises:
         ArgumentError: a rule of the user does not fit the tensors.

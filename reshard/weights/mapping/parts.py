@@ -48,7 +48,8 @@ class Part:
     """A region of a source tensor, and where it lies in a tensor that rules have made.
 
     Attributes:
-        source: name of the source tensor. region: of it.
+        source: name of the source tensor.
+        region: of it.
         place: the region of the made tensor.
         dims: the dim of the made tensor along which each dim of the source runs; -1 for a dim of which the region has
             one slice. Other dims of the made tensor have one slice too.

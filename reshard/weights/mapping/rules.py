@@ -264,7 +264,8 @@ class GroupHeads:
     for 8 heads of keys. With as many groups as heads, each head has its query, key and value together.
 
     Attributes:
-        sources, target: names. groups: number of groups along the first dim of each source.
+        sources, target: names.
+        groups: number of groups along the first dim of each source.
     """
 
     sources: tuple[str, ...]
@@ -381,7 +382,8 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
 
     Args:
         rules: in the order in which they apply.
-        shapes: of the source, by name. wanted: of the destination.
+        shapes: of the source, by name.
+        wanted: of the destination.
 
     Raises:
         ArgumentError: a rule does not fit the tensors.

@@ -38,7 +38,8 @@ class Postman:
         """Append a message.
 
         Args:
-            address: the mailbox. message: JSON.
+            address: the mailbox.
+            message: JSON.
             seconds: how long to wait for the store.
 
         Raises:

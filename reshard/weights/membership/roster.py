@@ -29,7 +29,8 @@ class Member:
     """A trainer or an engine.
 
     Attributes:
-        kind: ``"trainer"`` or ``"engine"``. id: of the team.
+        kind: ``"trainer"`` or ``"engine"``.
+        id: of the team.
         manifest: its model.
     """
 

@@ -23,7 +23,8 @@ def on_ranks(manifest: Manifest, ranks: Sequence[int], what: str) -> Manifest:
     """The manifest of a model of which only some ranks are left, numbered anew.
 
     Args:
-        ranks: the ranks that are left, ascending. what: the model, in errors.
+        ranks: the ranks that are left, ascending.
+        what: the model, in errors.
 
     Raises:
         RemoteError: the others held regions that none of these has; the text names the first ones.

@@ -194,7 +194,8 @@ class Team:
         """Some of the ranks, for calls of the team's thread.
 
         Args:
-            ranks: ascending, with this one. key: names a group that is made for them; no other has it.
+            ranks: ascending, with this one.
+            key: names a group that is made for them; no other has it.
         """
         if len(ranks) == self.size:
             return self.inner_group()

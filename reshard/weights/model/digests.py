@@ -28,7 +28,8 @@ def add_digests(digests: np.ndarray, where: np.ndarray, count: int) -> np.ndarra
     """The digests of unions of disjoint regions, 64-bit as those of the regions.
 
     Args:
-        digests: of the regions. where: the number of the union that each region belongs to.
+        digests: of the regions.
+        where: the number of the union that each region belongs to.
         count: number of unions.
     """
     half, width = np.uint64(_HALF - 1), np.uint64(32)

@@ -36,7 +36,8 @@ class Side:
     """A region of one tensor, as the source or the destination of a piece.
 
     Attributes:
-        name: of the tensor. region: of it.
+        name: of the tensor.
+        region: of it.
         dims: the dim of the tensor along which each dim of the piece runs. Along other dims the region has one slice.
     """
 
@@ -52,7 +53,8 @@ class Side:
         """What a local array holds of the piece.
 
         Args:
-            array: the local array. boxes: the regions of the tensor that are joined in it.
+            array: the local array.
+            boxes: the regions of the tensor that are joined in it.
         """
         join, at = join_dim(boxes), 0
         slices = [slice(0, 0)] * array.ndim
@@ -96,7 +98,8 @@ class Piece:
 
     Attributes:
         source, target: the region in both models. For tied tensors, under the first name.
-        shape: of the piece. dtype: that of the source.
+        shape: of the piece.
+        dtype: that of the source.
     """
 
     source: Side
@@ -108,7 +111,8 @@ class Piece:
         """The destination of a region of the source.
 
         Args:
-            region: of the source, inside the piece. along: the dims of the source along which a piece runs.
+            region: of the source, inside the piece.
+            along: the dims of the source along which a piece runs.
         """
         of_dim = dict(zip(self.source.dims, self.target.dims, strict=True))
         inside = list(self.target.region)

@@ -248,7 +248,8 @@ def _bands(
     """Matrices of a few rows of blocks each, with the indices of their first element in the whole tensor.
 
     Args:
-        boxes: the regions that are joined in the array. rows: of a block.
+        boxes: the regions that are joined in the array.
+        rows: of a block.
     """
     dim, at = join_dim(boxes), 0
     for box in boxes:

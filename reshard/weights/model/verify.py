@@ -31,7 +31,8 @@ class _Region:
 
     Attributes:
         part: number of the region of the destination that it belongs to.
-        start: where it begins in the piece. slices: where it lies in what the rank holds of the piece.
+        start: where it begins in the piece.
+        slices: where it lies in what the rank holds of the piece.
     """
 
     part: int
@@ -232,7 +233,8 @@ def view_of(side: Side, model: Manifest, arrays: Mapping[str, torch.Tensor], ran
     """What a rank holds of one side of a piece; None if it holds nothing of it.
 
     Args:
-        model: the source or the destination. arrays: the local shards of the rank by name.
+        model: the source or the destination.
+        arrays: the local shards of the rank by name.
     """
     entry = model.entries[side.name]
     if rank not in dict(side.held(entry)):

@@ -90,7 +90,8 @@ class CodecCosts:
     """The codec of each kind of traffic inside stages, with its costs; None: raw.
 
     Attributes:
-        sums: of gradients over replicas under DDP. gathers, scatters: of parameters and gradients under ZeRO 3.
+        sums: of gradients over replicas under DDP.
+        gathers, scatters: of parameters and gradients under ZeRO 3.
         panels: of matrix products on grids.
         is_optional: whether each layer may leave its traffic raw where that is faster. This holds while the search
             looks for stages. It does not hold for the chosen training plan, because an engine has one policy for all
@@ -110,7 +111,8 @@ class CodecCosts:
         """The codecs of a policy, with their costs.
 
         Args:
-            dtype: of activations. weight, gradient: bytes of a parameter and of its gradient.
+            dtype: of activations.
+            weight, gradient: bytes of a parameter and of its gradient.
         """
         if policy is None:
             return RAW

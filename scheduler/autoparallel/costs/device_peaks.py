@@ -45,7 +45,9 @@ def peak_of_stages(costs: Sequence[StageCost], stages: Sequence[int], codes: Seq
     works at the peak.
 
     Args:
-        costs: of all stages. stages: those of the pp rank. codes: its computations by number, in order.
+        costs: of all stages.
+        stages: those of the pp rank.
+        codes: its computations by number, in order.
     """
     own = [costs[stage] for stage in stages]
     late = {stage: costs[stage].late_bytes for stage in stages}

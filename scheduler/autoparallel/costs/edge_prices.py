@@ -86,7 +86,8 @@ class EdgePrices:
         """The price of an edge for microbatches of ``num_samples`` samples.
 
         Args:
-            tensors: what crosses. src, dst: the ends.
+            tensors: what crosses.
+            src, dst: the ends.
         """
         if src == dst:  # stages on the same ranks, which divide tensors alike
             return EdgePrice(0.0, 0.0, (), (), None, None)

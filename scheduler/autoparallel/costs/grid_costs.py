@@ -97,7 +97,8 @@ class _SharedStates(NamedTuple):
     """States of a layer on one rank, and what moves over the depth of a grid.
 
     Attributes:
-        gather_seconds: of parameters, in each forward and in each backward. sync_seconds: of gradients, once in a step.
+        gather_seconds: of parameters, in each forward and in each backward.
+        sync_seconds: of gradients, once in a step.
         is_encoded: whether gathers are encoded, so that computation does not hide them.
     """
 
@@ -218,7 +219,8 @@ def best_grids(
 
     Args:
         layers: of each class, one layer, and how many the model has.
-        shapes: of the grids. rules, plain: of the search, and its choices without grids.
+        shapes: of the grids.
+        rules, plain: of the search, and its choices without grids.
         work: samples and microbatches.
         cost: the cost of a layer of a class, by its index in ``layers``, under a choice.
     """

@@ -179,7 +179,8 @@ def _end_seconds(
     """When each pp rank is done with its sums: those over replicas, then those over stages, which wait for each other.
 
     Args:
-        ends: end of the last computation of each pp rank. pp_ranks: of each stage.
+        ends: end of the last computation of each pp rank.
+        pp_ranks: of each stage.
     """
     done = list(ends)
     for pp_rank, cost in zip(pp_ranks, costs, strict=True):
@@ -247,7 +248,8 @@ class _Trial:
 
     Attributes:
         name, in_flight: its name, and the microbatches in flight of each stage.
-        peaks: memory of the fullest device of each pp rank. make_order: makes its order.
+        peaks: memory of the fullest device of each pp rank.
+        make_order: makes its order.
     """
 
     name: str

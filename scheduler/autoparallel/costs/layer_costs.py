@@ -45,7 +45,8 @@ class Workload:
     """What the costs of layers depend on, in addition to the layer, its choice and its place.
 
     Attributes:
-        profile: times of the layers. states: bytes of states of a parameter.
+        profile: times of the layers.
+        states: bytes of states of a parameter.
         num_samples, num_microbatches: samples of a microbatch, and how many of these a step has.
         codec_costs: which traffic inside stages is encoded.
     """
@@ -66,8 +67,9 @@ class LayerCost:
         weight_grad_seconds: the part of the backward that a split defers; 0 if it cannot be split.
         compute_seconds, sum_seconds, gather_seconds: parts of the forward and backward together: computation,
             tensor-parallel sums, and what gathers of parameters add.
-        state_bytes: parameters, gradients and optimizer. gradient_bytes: the part of them that the first backward of a
-            step allocates. activation_bytes: kept for each microbatch in flight.
+        state_bytes: parameters, gradients and optimizer.
+        gradient_bytes: the part of them that the first backward of a step allocates.
+        activation_bytes: kept for each microbatch in flight.
         recompute_bytes: activations that the layer keeps in addition while the backward recomputes its forward.
         gathered_bytes: whole parameters, while ZeRO 3 has gathered them.
         sync_seconds: the sum of the gradients, once per step.
@@ -256,7 +258,8 @@ class _SharedStates(NamedTuple):
     """States of a layer on one rank, and the seconds of moving them between replicas.
 
     Attributes:
-        state_bytes: weights, gradients and optimizer. gradient_bytes: gradients alone.
+        state_bytes: weights, gradients and optimizer.
+        gradient_bytes: gradients alone.
         gathered_bytes: weights while they are gathered.
         gather_seconds, scatter_seconds: in each forward and backward, and in each backward.
         sync_seconds: once per step.

@@ -53,9 +53,11 @@ class TieExchange:
     """One sum over stages.
 
     Attributes:
-        layers: that share the parameters. stages: that have some of these layers.
+        layers: that share the parameters.
+        stages: that have some of these layers.
         nbytes: of the gradients that each stage sends to each other one, in all.
-        seconds: from the time when all of its stages are ready. codec: of the gradients on the wire; None: raw.
+        seconds: from the time when all of its stages are ready.
+        codec: of the gradients on the wire; None: raw.
         stage_bytes: for each of the stages, bytes of a device for what it receives and adds.
     """
 
@@ -111,8 +113,10 @@ class TiePrices:
 
     Args:
         graph, cluster: the model and its devices.
-        gradient_bytes: of a parameter. message_seconds: fixed time of a message.
-        codec: of gradients. is_optional: whether it is used only where it is faster.
+        gradient_bytes: of a parameter.
+        message_seconds: fixed time of a message.
+        codec: of gradients.
+        is_optional: whether it is used only where it is faster.
         min_ratio: bytes on the wire of each byte of gradients, at least.
     """
 

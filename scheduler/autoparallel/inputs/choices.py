@@ -108,7 +108,9 @@ class Sharding:
     """The share of a layer on one rank of a tensor-parallel group.
 
     Attributes:
-        compute: share of the computation. params: parameters. saved_bytes: bytes saved for the backward of one sample.
+        compute: share of the computation.
+        params: parameters.
+        saved_bytes: bytes saved for the backward of one sample.
         sums: ``((bytes for one sample, passes of the data, ranks), ...)`` of the collectives in a forward; a backward
             has the same. An all-reduce passes the data twice, a gather or a scatter once.
     """
@@ -139,7 +141,8 @@ class ChoiceRules:
     """Which choices a search may use.
 
     Attributes:
-        zero: stages of ZeRO. recompute: whether layers are recomputed.
+        zero: stages of ZeRO.
+        recompute: whether layers are recomputed.
         max_tp, min_tp: largest and smallest tensor-parallel degree.
         grids: whether stages may be on grids of :mod:`reshard.parallel`, where it can cut all their layers.
         only_grid: the grid of every stage of more than one rank; empty: any, or none.

@@ -280,7 +280,8 @@ class Place:
     """The hosts and links of the ranks of a stage, as costs of layers need them.
 
     Attributes:
-        num_ranks: ranks of the stage. num_hosts: hosts that they are on.
+        num_ranks: ranks of the stage.
+        num_hosts: hosts that they are on.
         nic_bytes_per_second: slowest host of these; unused on one host.
         inside_bytes_per_second, inside_latency_seconds, latency_seconds: inside a host and between hosts.
         device_types: types of the devices, sorted; empty if all devices of the cluster are alike.
@@ -366,7 +367,8 @@ def ring_seconds(
     """Seconds of a ring collective, in which the data pass around the ring once or twice.
 
     Args:
-        nbytes: bytes of the whole buffer of a rank. size: number of ranks.
+        nbytes: bytes of the whole buffer of a rank.
+        size: number of ranks.
         bytes_per_second, latency_seconds: rate and latency of one step between neighbours.
         passes: 2 for an all-reduce, 1 for an all-gather or a reduce-scatter.
 

@@ -98,7 +98,8 @@ class Tensor:
     Args:
         name, dtype: of the tensor.
         shape: for one sample, with the dim of the samples first: ``(1, 1024, 768)`` has 1024 x 768 elements a sample.
-        writer: index of the layer that writes it. readers: indices of the layers that read it, ascending.
+        writer: index of the layer that writes it.
+        readers: indices of the layers that read it, ascending.
         has_gradient: whether a backward returns a gradient of the same size.
 
     Raises:
@@ -211,8 +212,8 @@ class LayerGraph:
         """Layers that each pass one tensor to the next.
 
         Args:
-            layers: the layers. shapes: shape of one sample of the tensor after each layer but the last, the samples
-                first.
+            layers: the layers.
+            shapes: shape of one sample of the tensor after each layer but the last, the samples first.
             options: further arguments of :class:`LayerGraph`.
         """
         if not all(isinstance(shape, Sequence) for shape in shapes):

@@ -207,7 +207,8 @@ class LayerProfile:
         guess.
 
         Args:
-            graph: the model. flops_per_second: peak rate of a device for the dtype of the graph.
+            graph: the model.
+            flops_per_second: peak rate of a device for the dtype of the graph.
             efficiency: part of the peak that layers reach. A backward has twice the work of a forward.
         """
         if not _is_number(flops_per_second, 1e-9, 1e30) or not _is_number(efficiency, 1e-9, 1.0):

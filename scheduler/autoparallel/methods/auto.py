@@ -83,7 +83,8 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
     """Evaluate candidates in the simulator. Candidates that fit come first, then the fastest.
 
     Args:
-        problem: the search. candidates: what to evaluate.
+        problem: the search.
+        candidates: what to evaluate.
         moves: improve the best ones by local moves, and try ``auto_schedule`` on the last ones.
 
     Raises:

@@ -41,7 +41,10 @@ def pack_stage(
     that no layer alone accounts for (working memory of the largest layer, buffers) is reserved.
 
     Args:
-        problem: the search. first, end: the layers. ranks: first rank and end. count: microbatches of a step.
+        problem: the search.
+        first, end: the layers.
+        ranks: first rank and end.
+        count: microbatches of a step.
         in_flight: microbatches whose activations the stage keeps.
 
     Source: Wang et al., "Improving Automatic Parallel Training via Balanced Memory Workload Optimization" (2023).

@@ -19,7 +19,8 @@ def make_placements(stages: Sequence[StagePlan], layer_names: Sequence[Sequence[
     """A placement for each stage of a training plan.
 
     Args:
-        stages: the stages. layer_names: for each stage, the module paths of its layers.
+        stages: the stages.
+        layer_names: for each stage, the module paths of its layers.
 
     Raises:
         ArgumentError: a stage mixes tp degrees or ZeRO stages, or uses something that ``Pipe`` does not run.

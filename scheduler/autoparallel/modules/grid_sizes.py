@@ -72,7 +72,8 @@ def find_grid_refusal(module: Any, values: Sequence[Value]) -> str | None:
     """Why a layer cannot be on a grid; None if it can.
 
     Args:
-        module: of the layer. values: the tensors that it reads from other layers and writes.
+        module: of the layer.
+        values: the tensors that it reads from other layers and writes.
     """
     for value in values:
         if value.has_gradient and (value.sample_dim != 0 or len(value.shape) < 2):

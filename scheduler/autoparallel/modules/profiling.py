@@ -48,7 +48,8 @@ def profile_layers(
     Args:
         traced: the model, from :func:`trace_module`.
         device: what to measure on.
-        sample_counts: numbers of samples of one forward. repeats: number of measurements; the median counts.
+        sample_counts: numbers of samples of one forward.
+        repeats: number of measurements; the median counts.
         message_seconds, slowdown: see :class:`LayerProfile`. One process cannot measure them.
 
     Raises:

@@ -47,7 +47,9 @@ class TracedModel:
 
     Attributes:
         graph: the layers and the tensors between them.
-        pipe: the model cut before every layer. outline: of a batch. stage_graph: what the layers exchange.
+        pipe: the model cut before every layer.
+        outline: of a batch.
+        stage_graph: what the layers exchange.
         autocast: dtype of ``torch.autocast``; None for that of the parameters.
     """
 

@@ -20,7 +20,8 @@ class TrainingPlan(TrainingPlanRecord):
     ``Pipe(model, training_plan=found)`` trains it. It is the same on every rank and from run to run.
 
     Attributes:
-        method: the method that found it. stages: the stages, in order.
+        method: the method that found it.
+        stages: the stages, in order.
         layer_names: for each stage, the names of its layers.
         num_microbatches, num_samples: of a step. schedule_text: the schedule, as
             :func:`reshard.scheduler.parse_schedule` reads.

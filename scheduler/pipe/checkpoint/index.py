@@ -66,7 +66,8 @@ class Index:
     """What a checkpoint holds.
 
     Attributes:
-        tensors: by key. values: ``{key: name of the JSON file}``.
+        tensors: by key.
+        values: ``{key: name of the JSON file}``.
     """
 
     tensors: Mapping[str, Entry]

@@ -27,8 +27,8 @@ class PlainParameter:
     """A parameter of the whole model.
 
     Attributes:
-        name: its name in the whole model. parameters: the parameters of this rank that it is made of, by concatenation
-            along dim 0.
+        name: its name in the whole model.
+        parameters: the parameters of this rank that it is made of, by concatenation along dim 0.
         is_transposed: whether it is the transpose of the concatenation.
     """
 

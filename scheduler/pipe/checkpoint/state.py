@@ -26,7 +26,9 @@ class TrainingState:
     """The state that one rank saves to a checkpoint, or loads from it.
 
     Attributes:
-        rank: this rank. is_first: whether it decides for all ranks. modules: ``{stage: module}`` of this rank.
+        rank: this rank.
+        is_first: whether it decides for all ranks.
+        modules: ``{stage: module}`` of this rank.
         ties: for each parameter that several stages share, its name in each: ``{stage: name}``.
         optimizer, lr_scheduler, loader: each is None if it is neither saved nor loaded.
         counters: values of the engine: ``"step"``, ``"loss_scale"`` and ``"world_size"``.

@@ -42,7 +42,9 @@ class StoredCheckpoint:
     """A checkpoint whose index has been read.
 
     Attributes:
-        folder: of the checkpoint. tensors: ``{key: entry}``. values: keys of the other entries.
+        folder: of the checkpoint.
+        tensors: ``{key: entry}``.
+        values: keys of the other entries.
 
     Raises:
         ArgumentError: the index is damaged, or the file of digests lists other files than the index.

@@ -74,7 +74,9 @@ class WritePlan:
     """What each rank writes.
 
     Attributes:
-        tensors: ``{key: entry}`` without shards. pieces: ``{rank: [(key, box), ...]}``. values: ``{rank: [key, ...]}``.
+        tensors: ``{key: entry}`` without shards.
+        pieces: ``{rank: [(key, box), ...]}``.
+        values: ``{rank: [key, ...]}``.
     """
 
     tensors: Mapping[str, Entry]

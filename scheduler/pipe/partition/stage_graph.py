@@ -41,7 +41,8 @@ class Value:
         shape: shape for a batch of one sample.
         sample_dim: dim whose size is proportional to the samples of the batch; None: all replicas have the whole
             tensor.
-        writer: stage that writes the tensor. readers: stages that read the tensor, ascending.
+        writer: stage that writes the tensor.
+        readers: stages that read the tensor, ascending.
         has_gradient: whether the readers return a gradient.
     """
 
@@ -199,7 +200,10 @@ class FakeModel:
         """The error, as text, that a stage raises on a few samples of a batch; None if it raises none.
 
         Args:
-            outline: of the batch. num_samples: how many. graph: for this outline. stage: index of the stage.
+            outline: of the batch.
+            num_samples: how many.
+            graph: for this outline.
+            stage: index of the stage.
             shard: shards a copy of the stage in place, as on this rank; None: the stage is not sharded.
         """
         with self._without_computing():

@@ -55,7 +55,8 @@ def layout_of_tensor(mesh: Mesh, num_dims: int, sample_dim: int | None, *, has_f
     """The layout of a tensor between stages.
 
     Args:
-        mesh: of the stage. num_dims: number of dims.
+        mesh: of the stage.
+        num_dims: number of dims.
         sample_dim: the dim that grows with the samples of a batch; None: there is none.
         has_features: whether the last dim is one of features, which a grid divides over its columns.
 

@@ -39,7 +39,8 @@ class GPTConfig:
     """Sizes of a GPT: ``hidden = num_heads * head_size``.
 
     Attributes:
-        sequence: tokens of a sample. vocabulary: number of different tokens.
+        sequence: tokens of a sample.
+        vocabulary: number of different tokens.
         is_tied: whether the head shares the weight of the token embedding.
     """
 
@@ -91,7 +92,8 @@ class UTransformerConfig:
     """Sizes of a U-Transformer for images of ``side`` x ``side`` pixels.
 
     Attributes:
-        channels: at the first resolution. groups: of the group normalizations.
+        channels: at the first resolution.
+        groups: of the group normalizations.
     """
 
     channels: int
@@ -150,9 +152,13 @@ class Preset:
     """A model and how it is trained.
 
     Attributes:
-        config: sizes. num_samples: of a global batch. learning_rate: at the end of the warm-up.
+        config: sizes.
+        num_samples: of a global batch.
+        learning_rate: at the end of the warm-up.
         autocast: dtype of the computations; empty: float32, the dtype of the parameters.
-        num_microbatches: of a step. stages: dp x tp of each stage. layers: of each stage; empty: equal shares.
+        num_microbatches: of a step.
+        stages: dp x tp of each stage.
+        layers: of each stage; empty: equal shares.
     """
 
     config: GPTConfig | UTransformerConfig
