@@ -1,4 +1,4 @@
-.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-nightly test-cluster test-vllm test-faults test-fuzz gpu-check compatibility check bench clean
+.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-nightly test-cluster test-vllm test-sglang test-faults test-fuzz gpu-check compatibility check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -55,6 +55,10 @@ test-nightly: install
 
 test-cluster: install
 	$(BIN)/python -m pytest -m 'cluster and not nightly and not slow' $(call FILES,cluster)
+
+# In an environment with SGLang and reshard: make test-sglang SGLANG=environment
+test-sglang: install
+	$(or $(SGLANG),$(VENV))/bin/python -m pytest -m sglang tests/serving
 
 # In an environment with vLLM and reshard: make test-vllm VLLM=environment
 test-vllm: install

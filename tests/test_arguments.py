@@ -108,7 +108,7 @@ def _checked_functions():
         try:
             module = import_module(name)
         except ModuleNotFoundError as error:
-            assert error.name in ("vllm", "ray", "cupy"), error
+            assert error.name in ("vllm", "sglang", "ray", "cupy"), error
             continue
         classes = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
         for holder in (module, *classes):

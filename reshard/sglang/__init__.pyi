@@ -1,0 +1,2 @@
+from .trainer import Trainer as Trainer
+from .worker import load_weights as load_weights
