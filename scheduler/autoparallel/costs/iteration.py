@@ -272,9 +272,9 @@ def _trials(
         for name, depths, make_order in _single_trials(model, costs, can_split, only):
             yield _Trial(name, depths, tuple(map(peak_of_stage, costs, depths)), make_order)
     if num > 1 and thorough and 3 * count * num <= MAX_ACTIONS:
-        options = {"pp_rank_of_stage": pp_ranks, "can_split": can_split}
+        auto = partial(auto_schedule, pp_rank_of_stage=pp_ranks, can_split=can_split)
         try:
-            found = auto_schedule(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT, **options)
+            found = auto(model.pipeline, count, memory_limit_bytes=SCALED_LIMIT)
         except ScheduleError:
             return
         yield _trial_of(found.name, model.numbers(computations(found)), costs, pp_ranks)
