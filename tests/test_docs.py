@@ -123,6 +123,7 @@ PUBLIC = (
     "reshard.ray",
     "reshard.scheduler",
     "reshard.scheduler.autoparallel",
+    "reshard.sglang",
     "reshard.testing",
     "reshard.weights",
 )
