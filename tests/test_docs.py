@@ -96,6 +96,7 @@ PUBLIC = (
     "reshard.ray",
     "reshard.scheduler",
     "reshard.scheduler.autoparallel",
+    "reshard.sglang",
     "reshard.testing",
     "reshard.weights",
 )

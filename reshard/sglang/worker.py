@@ -8,7 +8,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from sglang.srt.distributed.parallel_state import get_world_group
 
 from reshard.coordination import find_group
 from reshard.errors import RemoteError, ReshardError
@@ -40,6 +39,8 @@ class _Worker:
     """One worker of an engine. All workers of the engine hold one version, and keep it if an update fails."""
 
     def __init__(self, model: torch.nn.Module) -> None:
+        from sglang.srt.distributed.parallel_state import get_world_group  # only workers of SGLang need it
+
         self._model = model
         self._group = get_world_group().cpu_group
         self._trainer = ""
