@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
 import math
@@ -15,7 +16,7 @@ from .choosing import ChosenPlan, choose_fastest, simplest
 from .costs.iteration import Evaluation, evaluate
 from .costs.problem import SearchProblem
 from .inputs.layer_profile import LayerProfile
-from .methods.auto import Report, auto, evaluate_all, interleave, refine, why_nothing_fits
+from .methods.auto import Report, auto, evaluate_all, interleave, order, refine, why_nothing_fits
 from .methods.bounds import single_stage_bound, step_bound_of_any, work_bound
 from .methods.pure import pure
 from .plan_making import make_training_plan
@@ -107,17 +108,16 @@ def _search_parts(whole: _Part, report: Report) -> list[_Part]:
             heapq.heappush(queue, (step_bound_of_any(part.problem), number, True))
             continue
         searched.append(part)
-        if single_stage_bound(part.problem) > limit and problem.compression is None:
-            part.found = interleave(part.problem, (), limit)
-            limit = min(limit, part.seconds)
-            continue
         left = sum(bound < limit for bound, _, _ in queue)
         of_part = functools.partial(_report_part, report, part, len(searched) - 1, left)
-        try:
-            part.found = evaluate_all(part.problem, auto(part.problem, of_part), NEAR * limit or math.inf)
-        except ArgumentError:  # nothing fits there
-            continue
-        limit = min(limit, part.seconds) if problem.compression is None else limit
+        is_raw = problem.compression is None
+        if not is_raw or single_stage_bound(part.problem) <= limit:
+            with contextlib.suppress(ArgumentError):  # nothing fits there
+                part.found = evaluate_all(part.problem, auto(part.problem, of_part), NEAR * limit or math.inf)
+        if is_raw:
+            shared = interleave(part.problem, part.found, min(limit, part.seconds))
+            part.found = sorted([*part.found, *shared], key=order)
+            limit = min(limit, part.seconds)
     whole.bound_seconds = step_bound_of_any(problem)
     return searched
 

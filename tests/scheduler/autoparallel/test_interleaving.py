@@ -91,3 +91,10 @@ def test_stages_that_share_ranks_have_the_same_ranks_and_divide_layers_alike(sec
     check_stages([first, replace(second, end_rank=2, choices=(Choice(),))])
     with pytest.raises(ArgumentError, match=text):
         check_stages([first, second])
+
+
+@pytest.mark.integration
+def test_stages_are_interleaved_on_parts_whose_other_plans_are_much_slower():
+    from tests.campaigns.search import compare_clusters  # imports this module
+
+    compare_clusters(1, 610)  # hosts in another order: 1.46 times as fast as without interleaved stages

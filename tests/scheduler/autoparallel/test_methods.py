@@ -12,6 +12,7 @@ import pytest
 
 from reshard.scheduler import simulate_schedule
 from reshard.scheduler.autoparallel import Choice
+from reshard.scheduler.autoparallel.costs.device_peaks import peak_of_stage
 from reshard.scheduler.autoparallel.costs.iteration import evaluate, step_bound, step_seconds
 from reshard.scheduler.autoparallel.costs.layer_costs import LayerCost, late_bytes, slowest_of, working_bytes
 from reshard.scheduler.autoparallel.costs.problem import Candidate
@@ -194,8 +195,8 @@ def test_gradients_count_from_the_first_backward():
     costs = [replace(plain, gradient_bytes=g, activation_bytes=a) for g, a in ((4.0, 3.0), (6.0, 5.0))]
     assert late_bytes(costs) == 4.0  # of the last layer only, as 4 + 6 - 5 is less than 6
     stage = problem.stage_cost(StagePlan(0, 1, 0, 1, (Choice(),)), 4)
-    assert stage.peak_bytes(3) == stage.memory_bytes(3)
-    assert stage.peak_bytes(4) == stage.memory_bytes(4) - late_bytes([plain])
+    assert peak_of_stage(stage, 3).memory_bytes == stage.memory_bytes(3)
+    assert peak_of_stage(stage, 4).memory_bytes == stage.memory_bytes(4) - late_bytes([plain])
 
 
 def test_buffers_hold_only_microbatches_that_are_left_in_the_step():
@@ -205,7 +206,7 @@ def test_buffers_hold_only_microbatches_that_are_left_in_the_step():
     assert [sum(stage.peak_parts(held)) for held in (1, 2, 3, 4)] == [16.0, 15.0, 13.0, 11.0]
     assert stage.peak_parts(1) == (10.0, 6.0)  # with all gradients
     assert stage.peak_parts(3) == (9.0, 4.0)  # in the first backward: later, no tensor is left to receive
-    assert all(stage.peak_bytes(held) <= stage.memory_bytes(held) for held in range(1, 5))
+    assert all(peak_of_stage(stage, held).memory_bytes <= stage.memory_bytes(held) for held in range(1, 5))
     alone = replace(stage, num_microbatches=1, late_bytes=3.0)
     assert alone.peak_parts(1) == (7.0, 2.0)
 
@@ -244,7 +245,7 @@ def test_an_evaluation_is_the_simulation_of_its_schedule_and_no_known_one_is_fas
         for build in (one_f_one_b, eager_1f1b):
             schedule = build(pipeline, count)
             held = zip(costs, schedule.in_flight, strict=True)
-            if all(cost.peak_bytes(depth) <= cost.limit_bytes for cost, depth in held):
+            if all(peak_of_stage(cost, depth).memory_bytes <= cost.limit_bytes for cost, depth in held):
                 assert best.seconds <= step_seconds(simulate_schedule(schedule, pipeline), costs) * (1 + 1e-9)
         assert evaluate(problem, candidate, below_seconds=best.seconds * 1.001) == best
         assert evaluate(problem, candidate, below_seconds=best.seconds) is None

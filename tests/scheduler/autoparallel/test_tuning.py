@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from reshard.scheduler import one_f_one_b, simulate_schedule, zb_h1
-from reshard.scheduler.autoparallel import Cluster, Layer, LayerGraph, LayerProfile, tune
+from reshard.scheduler.autoparallel import ChoiceRules, Cluster, Layer, LayerGraph, LayerProfile, tune
 from reshard.scheduler.autoparallel.costs.iteration import step_seconds
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
@@ -34,7 +34,8 @@ def make_profile(graph, seconds, message_seconds=0.0):
 def make_problem(seconds, message_seconds=0.0, hosts=(0, 1)):
     graph = make_graph()
     cluster = Cluster(Topology.uniform(hosts, 1e9), 1e9)
-    return SearchProblem(graph, cluster, make_profile(graph, seconds, message_seconds), 16, microbatch_counts=(4,))
+    profile, rules = make_profile(graph, seconds, message_seconds), ChoiceRules(max_stages_per_rank=1)
+    return SearchProblem(graph, cluster, profile, 16, rules=rules, microbatch_counts=(4,))
 
 
 def run_on(problem):
