@@ -96,7 +96,7 @@ class EvenExchange:
             return None
         turns = holders.transpose(0, 2, 1).reshape(len(holders), -1)
         exchange = cls(src, dst, turns, groups, numbers[0], numbers[1], host, port)
-        num_ports = [len(np.unique(port[ranks])) for ranks in (src.ranks, dst.ranks)]
+        num_ports = [len(ports) for ports in exchange.used_ports]
         num_sends = exchange.num_overlaps[0] * groups.shape[1]
         if num_sends % (turns.shape[1] if num_ports[0] > exchange.num_hosts[0] else holders.shape[1]):
             return None
@@ -117,6 +117,11 @@ class EvenExchange:
         """How many destination tiles a source tile overlaps, and how many source tiles a destination tile overlaps."""
         p, q = self.parts
         return math.prod(np.maximum(q // p, 1).tolist()), math.prod(np.maximum(p // q, 1).tolist())
+
+    @cached_property
+    def used_ports(self) -> tuple[np.ndarray, np.ndarray]:
+        """The NICs that ranks of the source and of the destination use."""
+        return np.unique(self.port_of[self.holders]), np.unique(self.port_of[self.groups])
 
     @property
     def num_hosts(self) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from reshard.errors import LayoutError, PlanError, ReshardError
 from reshard.formatting import brief
 from reshard.plan.messages import expand_messages
 from reshard.plan.model import Plan
+from reshard.plan.rotation_plan import MAX_LISTED
 from reshard.plan.text_parser import parse_plan, read_plan_topology
 from reshard.plan.text_writer import format_transfer
 from reshard.sharding import (
@@ -32,6 +33,8 @@ from reshard.topology import topology_to_json
 def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
     """The plan as plain values with all messages expanded; with ``rank``, only the messages of that rank.
 
+    A plan in closed form with more than 1,048,576 messages is written without them, unless ``rank`` is given.
+
     Raises:
         PlanError: the argument is not a plan. ArgumentError: ``rank`` is not the number of a rank.
     """
@@ -39,16 +42,21 @@ def plan_to_json(plan: Plan, rank: int | None = None) -> dict[str, Any]:
         raise PlanError(f"plan_to_json needs a Plan, not {type(plan).__name__}")
     if rank is not None:
         rank = check_integer(rank, "rank", 0, MAX_RANK)
-    return {
+    data: dict[str, Any] = {
         "tensors": [_tensor_to_json(spec) for spec in plan.tensors],
         "host_of_rank": list(plan.topology.host_of_rank),
         "topology": topology_to_json(plan.topology),
         "strategy": plan.strategy,
         "staging_bytes": plan.staging_bytes,
         "plan_hash": plan.plan_hash,
-        "transfers": [format_transfer(plan, i) for i in range(len(plan.transfers))] if plan.is_listed else [],
-        "messages": list(_list_messages(plan, rank)),
     }
+    if plan.is_listed:
+        data["transfers"] = [format_transfer(plan, i) for i in range(len(plan.transfers))]
+    else:
+        data["closed_form"] = f"closed form of {plan.num_messages} messages"
+    if rank is not None or plan.is_listed or plan.num_messages <= MAX_LISTED:
+        data["messages"] = list(_list_messages(plan, rank))
+    return data
 
 
 def _list_messages(plan: Plan, rank: int | None = None) -> Iterator[dict[str, Any]]:
@@ -169,7 +177,7 @@ def plan_from_json(data: Any) -> Plan:
             dtype, coding = str(entry.get("dtype")), _read_coding(entry.get("coding"))
             tensors.append(TensorSpec(tuple(entry["shape"]), dtype, src, dst, name, coding))
         topology = read_plan_topology(data.get("topology"))
-        lines = data.get("transfers")
+        lines = [data["closed_form"]] if "closed_form" in data else data.get("transfers")
         if not isinstance(lines, list) or not all(isinstance(line, str) and "\n" not in line for line in lines):
             raise PlanError("transfers must be a list of lines")
         strategy, staging_bytes = str(data.get("strategy")), _integer(data, "staging_bytes")

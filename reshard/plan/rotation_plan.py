@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from reshard.errors import ArgumentError
+from reshard.errors import ArgumentError, PlanError
 from reshard.plan.even_exchange import EvenExchange, KeyRange, OwnMessages
-from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan
+from reshard.plan.model import DEFAULT_STAGING_BYTES, Plan, mark_sound, ranks_of
 from reshard.plan.rotation_loads import RotationLoads
 from reshard.plan.transfers import Transfers
-from reshard.sharding import TensorSpec
+from reshard.sharding import TensorSpec, check_integer, check_tensors
 from reshard.topology import MAX_NICS, Topology, topology_to_json
 
 #: The strategy of these plans.
@@ -57,15 +57,28 @@ class RotationPlan(Plan):
     exchanges: tuple[EvenExchange, ...]
 
     def __init__(
-        self,
-        tensors: Sequence[TensorSpec],
-        topology: Topology,
-        exchanges: Sequence[EvenExchange],
-        staging_bytes: int = DEFAULT_STAGING_BYTES,
+        self, tensors: Sequence[TensorSpec], topology: Topology, staging_bytes: int = DEFAULT_STAGING_BYTES
     ) -> None:
+        """The plan of tensors.
+
+        Raises:
+            ArgumentError, TopologyError, PlanError: some argument is invalid, the topology lacks a rank, or there is no
+                closed form.
+        """
+        check_tensors(tensors)
+        if not isinstance(topology, Topology):
+            raise ArgumentError(f"topology must be a Topology, not {type(topology).__name__}")
+        staging_bytes = check_integer(staging_bytes, "staging_bytes", 0, 2**62)
+        topology.check_covers(ranks_of(tensors))
+        exchanges = _find_exchanges(tensors, topology)
         fields = {"tensors": tuple(tensors), "topology": topology, "strategy": ROTATION, "staging_bytes": staging_bytes}
-        for name, value in {**fields, "exchanges": tuple(exchanges)}.items():
+        for name, value in {**fields, "exchanges": exchanges or ()}.items():
             object.__setattr__(self, name, value)
+        if exchanges is None or self._key_ranges is None:
+            raise PlanError(
+                "these tensors have no plan in closed form on this topology: some grid, host or NIC is unlike others, "
+                "or a host both holds and needs data"
+            )
 
     @classmethod
     def find(
@@ -77,25 +90,12 @@ class RotationPlan(Plan):
             tensors, topology, staging_bytes: see :class:`Plan`.
             largest: limit on the bytes of a message.
         """
-        by_layout: dict[tuple[Any, ...], EvenExchange | None] = {}
-        exchanges = []
-        for spec in tensors:
-            key = (spec.src, spec.dst, spec.shape)
-            if key not in by_layout:
-                by_layout[key] = EvenExchange.of(spec, topology)
-            exchange = by_layout[key]
-            if (
-                exchange is None
-                or _nbytes(spec) // exchange.num_regions > largest
-                or not _is_balanced(exchange, topology)
-            ):
-                return None
-            exchanges.append(exchange)
-            for name in ("src_number", "dst_number"):
-                if not np.array_equal(getattr(exchange, name), getattr(exchanges[0], name)):
-                    return None
-        plan = cls(tensors, topology, exchanges, staging_bytes)
-        return plan if plan._key_ranges is not None else None
+        try:
+            plan = cls(tensors, topology, staging_bytes)
+        except PlanError:
+            return None
+        pairs = zip(plan.tensors, plan.exchanges, strict=True)
+        return plan if all(_nbytes(spec) // exchange.num_regions <= largest for spec, exchange in pairs) else None
 
     @property
     def is_listed(self) -> bool:
@@ -261,7 +261,30 @@ class RotationPlan(Plan):
         return HostMessages(key[order], sender[order], receiver[order], line[order], bool(is_sent))
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in ("tensors", "topology", "strategy", "staging_bytes", "exchanges")}
+        return {name: getattr(self, name) for name in ("tensors", "topology", "staging_bytes")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Make the plan again, so that none with other exchanges has the same hash."""
+        RotationPlan.__init__(self, **state)
+        mark_sound(self)
+
+
+def _find_exchanges(tensors: Sequence[TensorSpec], topology: Topology) -> tuple[EvenExchange, ...] | None:
+    """The exchange of each tensor; None if some is uneven, or uses other NICs than the first."""
+    by_layout: dict[tuple[Any, ...], EvenExchange | None] = {}
+    exchanges: list[EvenExchange] = []
+    for spec in tensors:
+        key = (spec.src, spec.dst, spec.shape)
+        if key not in by_layout:
+            by_layout[key] = EvenExchange.of(spec, topology)
+        exchange = by_layout[key]
+        if exchange is None or not _is_balanced(exchange, topology):
+            return None
+        exchanges.append(exchange)
+        for side in (0, 1):
+            if not np.array_equal(exchange.used_ports[side], exchanges[0].used_ports[side]):
+                return None
+    return tuple(exchanges)
 
 
 def _nbytes(spec: TensorSpec) -> int:
@@ -270,10 +293,11 @@ def _nbytes(spec: TensorSpec) -> int:
 
 def _is_balanced(exchange: EvenExchange, topology: Topology) -> bool:
     """Whether no port of a sender is busier than the busiest port must be."""
-    num_src, num_dst = exchange.num_hosts
-    sender = topology.host(int(np.flatnonzero(exchange.src_number >= 0)[0]))
-    receiver = topology.host(int(np.flatnonzero(exchange.dst_number >= 0)[0]))
     copies = exchange.groups.shape[1]
-    out = copies / num_src / sender.egress_bytes_per_second
-    must = max(copies / num_dst / receiver.ingress_bytes_per_second, 1 / num_src / sender.egress_bytes_per_second)
-    return out <= _MAX_UNEVEN * must
+    senders, receivers = exchange.used_ports
+    first, last = (
+        topology.host(int(ports[0]) // MAX_NICS).nics[int(ports[0]) % MAX_NICS] for ports in (senders, receivers)
+    )
+    held = 1 / len(senders) / first.egress_bytes_per_second
+    must = max(copies / len(receivers) / last.ingress_bytes_per_second, held)
+    return copies * held <= _MAX_UNEVEN * must

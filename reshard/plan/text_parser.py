@@ -13,6 +13,7 @@ import numpy as np
 
 from reshard.errors import PlanError, ReshardError
 from reshard.plan.model import Plan
+from reshard.plan.rotation_plan import ROTATION, RotationPlan
 from reshard.plan.text_writer import LATENCIES
 from reshard.plan.transfers import Transfers
 from reshard.sharding import (
@@ -43,6 +44,7 @@ _TENSOR = re.compile(
 _TRANSFER = re.compile(
     rf"({_INT}): (t.*?\]) ([0-9 ,>-]+) splits ([0-9x]+) window ({_INT})(?: from ({_INT}))?(?: after ([0-9,]+))?"
 )
+_CLOSED = re.compile(rf"closed form of ({_INT}) messages")
 _BOX = re.compile(rf"t({_INT}) \[([0-9:, ]*)\]")
 
 
@@ -84,6 +86,8 @@ def parse_plan(text: str) -> Plan:
             at += 1
         if not tensors:
             raise PlanError("a plan needs at least one tensor")
+        if at == len(numbered) - 1 and (closed := _CLOSED.fullmatch(numbered[at][1])):
+            return _make_rotation(tensors, topology, head, int(closed[1]))
         rows = []
         for index in range(at, len(numbered)):
             at = index
@@ -100,6 +104,18 @@ def parse_plan(text: str) -> Plan:
     except (ReshardError, ValueError, OverflowError, RecursionError) as error:
         line = numbered[min(at, len(numbered) - 1)][0] if numbered else 0
         raise PlanError(f"line {line}: {error}") from None
+
+
+def _make_rotation(
+    tensors: list[TensorSpec], topology: Topology, head: re.Match[str], num_messages: int
+) -> RotationPlan:
+    """The plan in closed form of a text, checked against its strategy and its number of messages."""
+    if head[1] != ROTATION:
+        raise PlanError(f"a plan in closed form has the strategy {ROTATION}, not {head[1]}")
+    plan = RotationPlan(tensors, topology, int(head[2]))
+    if plan.num_messages != num_messages:
+        raise PlanError(f"the closed form has {plan.num_messages} messages, not {num_messages}")
+    return plan
 
 
 def _check_moves(plan: Plan) -> None:

@@ -19,6 +19,7 @@ The line of a transfer holds the id of its first message, its boxes, its tree, a
 - ``after 7,9`` (optional): other messages that must finish before the transfer starts
 
 The tree lists its edges in order. Consecutive edges that form a path are written as a chain: ``0 -> 2 -> 3, 2 -> 4``.
+A plan in closed form has the line ``closed form of 64 messages`` in their place: its tensors and its topology say all.
 Lines that begin with # are comments.
 """
 
@@ -58,7 +59,7 @@ def format_plan(plan: Plan, max_transfers: int | None = None) -> str:
     if plan.is_listed:
         lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers))[:max_transfers])
     else:
-        lines.append(f"# {plan.num_messages} messages in closed form: each rank expands its own")
+        lines.append(f"closed form of {plan.num_messages} messages")
     return "\n".join(lines) + "\n"
 
 

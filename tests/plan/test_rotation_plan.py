@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import random
 from dataclasses import replace
@@ -11,13 +12,26 @@ import pytest
 import torch
 
 import reshard
-from reshard import CostReport, Layout, Mesh, Plan, Topology, check_plan, find_bound, make_plan, simulate
+from reshard import (
+    CostReport,
+    Layout,
+    Mesh,
+    Plan,
+    Topology,
+    check_plan,
+    find_bound,
+    make_plan,
+    parse_plan,
+    plan_from_json,
+    plan_to_json,
+    simulate,
+)
 from reshard.api import plan_per_host
 from reshard.cli.demo import count_unlike, shard_of_positions
 from reshard.cost import find_latency_bounds
 from reshard.cost.prediction import _seconds_of_rotation
-from reshard.errors import ArgumentError
-from reshard.plan import RotationPlan, expand_messages, find_loads, find_waits
+from reshard.errors import ArgumentError, PlanError, TopologyError
+from reshard.plan import RotationPlan, expand_messages, find_loads, find_waits, is_sound
 from reshard.planner import planning
 from reshard.runtime.program import build_program
 from reshard.sharding import TensorSpec
@@ -202,9 +216,12 @@ def test_plans_for_16384_ranks(dst):
     src, dst, topology = pair("S01 R", dst, (hosts, hosts), 8)
     plan = make_plan(src, dst, (65536, 65536), "bfloat16", topology=topology)
     assert plan.strategy == "rotation"
-    assert "\n0:" not in str(plan)
-    assert "closed form" in str(plan)
-    assert plan == pickle.loads(pickle.dumps(plan))
+    assert str(plan).splitlines()[-1] == f"closed form of {plan.num_messages} messages"
+    assert plan == parse_plan(str(plan)) == plan_from_json(json.loads(json.dumps(plan_to_json(plan))))
+    data = pickle.dumps(plan)
+    assert len(data) < 2**22  # without the ranks of each tile
+    assert plan == pickle.loads(data)
+    assert is_sound(pickle.loads(data))
     with pytest.raises(ArgumentError, match="choose one rank"):
         check_plan(plan)
     chance = random.Random(0)
@@ -217,6 +234,43 @@ def test_plans_for_16384_ranks(dst):
     report = CostReport(plan)
     assert report.makespan.is_estimate
     assert report.lower_bound_seconds < report.latency_bounds.unmerged_seconds <= report.predicted_seconds
+
+
+def test_small_plans_as_text_and_json():
+    src, dst, topology = pair("S01 R", "R S0", (4, 2), 2)
+    spec = TensorSpec((16, 16), "int32", src, dst, '<script>"x"</script>')
+    plan = RotationPlan([spec], topology)
+    assert plan == parse_plan(str(plan))
+    data = plan_to_json(plan)
+    assert len(data["messages"]) == plan.num_messages
+    assert plan == plan_from_json(json.loads(json.dumps(data)))
+    assert "<script>" not in plan._repr_html_()
+    text = str(plan)
+    for wrong, rule in (
+        (text.replace("closed form of 32", "closed form of 31"), "32 messages, not 31"),
+        (text.replace("plan rotation", "plan send_recv"), "has the strategy rotation"),
+        (text.replace("[16, 16]", "[16, 15]"), "no plan in closed form"),
+    ):
+        with pytest.raises(PlanError, match=rule):
+            parse_plan(wrong)
+    data["messages"].pop()
+    with pytest.raises(PlanError, match="messages"):
+        plan_from_json(data)
+
+
+def test_nonsense_makes_no_plan():
+    src, dst, topology = pair("S01 R", "R S0", (4, 2), 2)
+    tensors = [TensorSpec((16, 16), "int32", src, dst)]
+    for arguments, error in (
+        (([], topology), PlanError),
+        ((3, topology), ArgumentError),
+        ((tensors, None), ArgumentError),
+        ((tensors, topology, -1), ArgumentError),
+        ((tensors, topology, "x"), ArgumentError),
+        ((tensors, Topology((0,))), TopologyError),
+    ):
+        with pytest.raises(error):
+            RotationPlan(*arguments)
 
 
 def move(rank, num_ranks):
