@@ -57,6 +57,24 @@ class Quantize:
             raise ArgumentError("Quantize: suffix is empty; scales need a name of their own")
 
 
+class _Scratch:
+    """Memory in float32 that one band after the other uses, so that they take no new one.
+
+    Args:
+        device: where it is.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.empty(0, device=device)
+
+    def take(self, shape: Sequence[int]) -> torch.Tensor:
+        """The memory as a tensor of a shape, whose values are those of the last use."""
+        count = math.prod(shape)
+        if self._memory.numel() < count:
+            self._memory = torch.empty(count, device=self._memory.device)
+        return self._memory[:count].view(*shape)
+
+
 class Quantizer:
     """Quantizes the local shards of a model.
 
@@ -150,14 +168,15 @@ class Quantizer:
             magnitudes = torch.maximum(magnitudes, shared.to(device))
             is_zero = magnitudes == 0
             factors = torch.where(is_zero, 1.0, _LARGEST / torch.where(is_zero, 1.0, magnitudes))
+            scratch, of_elements = _Scratch(device), _Scratch(device)
             for (part, lead, top, left), (out, *_) in zip(
                 _bands(holding.array, holding.boxes, rows), _bands(quantized, holding.boxes, rows), strict=True
             ):
                 of_block = factors[tuple(at - lo for at, (lo, _) in zip(lead, outer, strict=False))]
                 of_row = (torch.arange(top, top + part.shape[0], device=device)) // rows - outer[-2][0]
                 of_column = (torch.arange(left, left + part.shape[1], device=device)) // columns - outer[-1][0]
-                scaled = part.float() * of_block[of_row][:, of_column]
-                out.copy_(scaled.clamp_(-_LARGEST, _LARGEST).to(_FLOAT8))
+                of_element = torch.index_select(of_block[of_row], 1, of_column, out=of_elements.take(part.shape))
+                out.copy_(scratch.take(part.shape).copy_(part).mul_(of_element).clamp_(-_LARGEST, _LARGEST))
             inverse, boxes = 1.0 / factors, _scale_boxes(holding.boxes, (rows, columns), name)
             parts = [inverse[_slices(box, outer)] for box in boxes]
             scales = torch.cat(parts, join_dim(boxes)) if parts else inverse
@@ -170,10 +189,12 @@ class Quantizer:
         outer = tuple((min(lo for lo, _ in pairs), max(hi for _, hi in pairs)) for pairs in zip(*boxes, strict=True))
         outer = outer or ((0, 0),) * holding.array.ndim
         block_max = torch.zeros([hi - lo for lo, hi in outer], device=holding.array.device)
+        scratch = _Scratch(holding.array.device)
         for part, lead, top, left in _bands(holding.array, holding.boxes, rows):
             height, width = part.shape
             padding = left % columns, -(left + width) % columns, top % rows, -(top + height) % rows
-            padded = torch.nn.functional.pad(part.float().abs(), padding)
+            padded = scratch.take(part.shape).copy_(part).abs_()
+            padded = torch.nn.functional.pad(padded, padding) if any(padding) else padded
             largest = padded.unflatten(1, (-1, columns)).unflatten(0, (-1, rows)).amax((1, 3))
             of_block = block_max[tuple(at - lo for at, (lo, _) in zip(lead, outer, strict=False))]
             down, right = top // rows - outer[-2][0], left // columns - outer[-1][0]
