@@ -246,7 +246,8 @@ class Rings {
             check_open();
             if (peer.segment.header().closed.load())
                 gone = "it closed its connections";
-            bool moved = progress(peer, *op);
+            // No more data will come from a rank that is gone. So wait for a thread that is moving what it left.
+            bool moved = progress(peer, *op, gone != nullptr);
             for (auto &other : peers_)
                 if (other && other.get() != &peer && !op->done.load())
                     moved |= progress_once(*other);
@@ -266,8 +267,7 @@ class Rings {
             if (poll(&ended, 1, 0) > 0)
                 gone = "its process has ended";
         }
-        if (header.sleepers.load()) // another thread may have left work to this one
-            own_.ring();
+        own_.ring(); // another thread may have left work to this one, also if it does not sleep yet
         return true;
     }
     // Ends all waits, here and on the other ranks. Afterwards nothing reads or writes the arrays of operations.
@@ -318,19 +318,23 @@ class Rings {
     }
 
     // Moves data to and from a rank until an operation is done or nothing can move.
-    bool progress(Peer &peer, const Operation &op) {
+    // waits: for other threads that are moving data of the same ranks. Otherwise leaves the work to them.
+    bool progress(Peer &peer, const Operation &op, bool waits) {
         bool moved = false;
-        while (!op.done.load() && progress_once(peer))
+        while (!op.done.load() && progress_once(peer, waits))
             moved = true;
         return moved;
     }
-    bool progress_once(Peer &peer) {
+    bool progress_once(Peer &peer, bool waits = false) {
         bool moved = false;
-        if (std::unique_lock lock(peer.sending, std::try_to_lock); lock && !closed_.load() && !peer.sends.empty())
+        if (const auto lock = hold(peer.sending, waits); lock && !closed_.load() && !peer.sends.empty())
             moved |= push(peer);
-        if (std::unique_lock lock(peer.receiving, std::try_to_lock); lock && !closed_.load() && !peer.recvs.empty())
+        if (const auto lock = hold(peer.receiving, waits); lock && !closed_.load() && !peer.recvs.empty())
             moved |= pull(peer);
         return moved;
+    }
+    static std::unique_lock<std::mutex> hold(std::mutex &mutex, bool waits) {
+        return waits ? std::unique_lock(mutex) : std::unique_lock(mutex, std::try_to_lock);
     }
 
     // Asks the peer for messages.
@@ -364,7 +368,7 @@ class Rings {
             peer.asked[item.tag].push_back(item.nbytes);
         }
         channel.taken.store(taken);
-        if (unread == NUM_GRANTS) // the peer may wait for room
+        if (channel.granted.load() - (taken - unread) >= NUM_GRANTS) // the peer, which writes more, may wait for room
             peer.segment.ring();
         const uint32_t produced = channel.produced.load();
         const uint32_t full = produced - channel.consumed.load();
@@ -429,8 +433,7 @@ class Rings {
     void finish(Posted &posted, const std::shared_ptr<Operation> &op) {
         posted.erase(std::find(posted.begin(), posted.end(), op));
         op->done.store(true);
-        if (own_.header().sleepers.load()) // another thread of this rank may wait for it
-            own_.ring();
+        own_.ring(); // another thread of this rank may wait for it, or be about to
     }
 
     const pid_t process_;

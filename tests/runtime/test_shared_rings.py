@@ -51,6 +51,11 @@ def wait(work, seconds=20.0):
     work.wait(timedelta(seconds=seconds))
 
 
+def wait_in_vain(work):
+    with pytest.raises(RuntimeError, match="it closed its connections"):
+        wait(work)
+
+
 def move(pair, sent, received):
     """Wait for a send and a receive, each in its thread."""
     thread = threading.Thread(target=wait, args=(sent,))
@@ -140,6 +145,23 @@ def test_close_ends_waits_on_both_ranks_and_the_arrays_stay_as_they_are():
     assert torch.equal(out, kept)
     with pytest.raises(RuntimeError, match="the connection was closed"):
         pair.recv(tabulate_buffers([out]), out)
+
+
+def test_what_a_rank_sent_before_it_closed_arrives_although_another_thread_is_copying_it():
+    size = 4 * SLOT_BYTES  # all of it fits the slots, so the sender is done at once
+    sent, out = torch.ones(size, dtype=torch.uint8), torch.zeros(2 * size, dtype=torch.uint8)
+    for _ in range(20):
+        pair = Pair()
+        slow = np.array([[out.data_ptr(), 1, size, 2]])  # single bytes
+        received, other = pair.recv(slow, out, 7), pair.recv(tabulate_buffers([sent]), sent, 8)
+        wait(pair.send(tabulate_buffers([sent]), sent, 7))
+        pair.ranks[0].close()
+        thread = threading.Thread(target=wait_in_vain, args=(other,))
+        thread.start()
+        wait(received)
+        thread.join()
+        assert torch.equal(out[::2], sent)
+        out.zero_()
 
 
 def test_wait_without_the_other_rank_ends_in_time():
