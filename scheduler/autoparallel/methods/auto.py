@@ -97,7 +97,7 @@ def decide(problem: SearchProblem, candidates: Sequence[Candidate], *, moves: bo
 def evaluate_all(
     problem: SearchProblem, candidates: Sequence[Candidate], below_seconds: float = math.inf
 ) -> list[Evaluation]:
-    """Simulate candidates. Those that fit come first, then the fastest. Errors: see :func:`decide`.
+    """Simulate candidates. The candidates that fit come first, then the fastest. Errors: see :func:`decide`.
 
     With ``below_seconds``, only candidates that fit the memory and are faster than this count.
     """
