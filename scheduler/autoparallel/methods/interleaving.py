@@ -104,7 +104,9 @@ def _sequences(problem: SearchProblem, plain: Sequence[Candidate]) -> Iterator[t
     known: dict[object, tuple[_Mesh, ...]] = {}
     for candidate in plain:
         if 1 < len(candidate.stages) == len(set(candidate.pp_ranks)):
-            choices = [Counter(stage.choices).most_common(1)[0][0] for stage in candidate.stages]
+            choices = [choice for stage in candidate.stages if (choice := _common_choice(problem, stage))]
+            if len(choices) < len(candidate.stages):
+                continue
             ranks = [(stage.first_rank, stage.end_rank) for stage in candidate.stages]
             key = (candidate.num_microbatches, *zip(ranks, choices, strict=True))
             if key not in known:
@@ -120,6 +122,12 @@ def _sequences(problem: SearchProblem, plain: Sequence[Candidate]) -> Iterator[t
                 if key not in known and key not in seen:
                     seen.add(key)
                     yield count, meshes
+
+
+def _common_choice(problem: SearchProblem, stage: StagePlan) -> Choice | None:
+    """The most common choice of a stage among those that every layer of the model can have."""
+    counts = Counter(stage.choices).most_common()
+    return next((choice for choice, _ in counts if problem.can_have(choice, 0, len(problem.graph.layers))), None)
 
 
 def _rank_sequences(problem: SearchProblem) -> Iterator[tuple[tuple[int, int], ...]]:

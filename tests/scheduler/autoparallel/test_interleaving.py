@@ -39,6 +39,14 @@ def test_no_interleaved_plan_is_faster_than_the_choice_or_below_the_bound(seed, 
     assert check_interleaved(seed) >= gain
 
 
+@pytest.mark.parametrize("seed", [1, 3, 4, 12])
+def test_stages_are_interleaved_where_some_layers_cannot_be_on_the_grid_of_the_best_plan(seed):
+    problem = make_problem(seed, max_layers=6, grids=True)
+    plain = choose_part(problem.changed(rules=replace(problem.rules, max_stages_per_rank=1)))
+    found = choose_part(problem)
+    assert found.seconds <= plain.seconds * (1 + 1e-9)
+
+
 def test_an_interleaved_plan_says_which_stages_share_ranks_and_is_read_back():
     problem = make_problem(0, max_layers=6)
     found = search(problem.graph, problem.cluster, problem.profile, num_samples=8, keep={"num_microbatches": 4})
