@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+import tempfile
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -51,7 +52,10 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def standin(tmp_path_factory):
     """The path of a library with the C interface of NCCL, on host memory."""
-    return build_standin(tmp_path_factory.mktemp("nccl"))
+    # The names of its sockets must be short, so they are not in a folder of pytest.
+    with tempfile.TemporaryDirectory(prefix="nccl-") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("NCCL_STANDIN_FOLDER", folder)
+        yield build_standin(tmp_path_factory.mktemp("nccl"))
 
 
 @pytest.fixture

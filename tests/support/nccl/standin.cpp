@@ -82,7 +82,8 @@ const char* ncclGetLastError(ncclComm_t) {
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId* id) {
   std::memset(id, 0, sizeof *id);
-  std::strcpy(id->internal, "/tmp/nccl-standin-XXXXXX");
+  const char* parent = getenv("NCCL_STANDIN_FOLDER");
+  std::snprintf(id->internal, sizeof id->internal, "%s/XXXXXX", parent ? parent : "/tmp");
   return mkdtemp(id->internal) ? ncclSuccess : ncclSystemError;
 }
 
