@@ -38,7 +38,10 @@ class Publication:
     ) -> None:
         store = dist.distributed_c10d._get_default_store()
         self.publisher = weights.Publisher(model, store, group=group, **options) if is_trainer else None
-        self.subscriber = None if is_trainer else weights.Subscriber(model, store, group=group, **options)
+        first_rank = dist.get_rank() - dist.get_rank(group)
+        self.subscriber = (
+            None if is_trainer else weights.Subscriber(model, store, group=group, first_rank=first_rank, **options)
+        )
         self._num_engines = num_engines
         self.version = 0
 

@@ -112,7 +112,7 @@ class Publisher:
         quantize: which tensors are published in float8 instead, with the scales of their blocks.
         join_seconds: how long an engine may take to connect. Later ones fetch the version from other engines.
         timeout_seconds: limit of each transfer.
-        topology: hosts and links of the ranks, for the trainer and then each engine. Default: by host names.
+        topology: hosts and links of all ranks; the trainer's come first. Default: by host names.
 
     Raises:
         ArgumentError: an argument does not fit, or another trainer publishes this name; on all ranks alike.
@@ -144,7 +144,7 @@ class Publisher:
         self._last: int | None = None
 
         def describe() -> dict[str, Any]:
-            self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
+            self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology, self._team.rank)
             self._compression = check_compression(compression)
             state = state_of_rank(reader.read(), _find_dtype(dtype))
             return {"state": state if self._compression is None else {**state, "devices": ["cpu"]}}

@@ -52,6 +52,7 @@ class RouteOptions:
         timeout_seconds: limit of one transfer.
         memory_bytes: memory for data in transit, at least 192 KiB.
         topology: hosts and links of the ranks; None: by host names.
+        topology_rank: number of this rank in the topology; None: its number among the ranks of a route.
         is_shared: whether the memory also serves encoded transfers.
 
     Raises:
@@ -62,6 +63,7 @@ class RouteOptions:
     timeout_seconds: float
     memory_bytes: int
     topology: Topology | None
+    topology_rank: int | None = None
     is_shared: bool = False
 
     def __post_init__(self) -> None:
@@ -99,11 +101,12 @@ class ReceiveBuffers:
 
 
 def _agree(group: Group, options: RouteOptions) -> tuple[int, Topology]:
-    """The least staging memory of any rank, and the topology that ranks state; by host names if none does."""
+    """The least staging memory of any rank, and the topology of the group: as stated, or by host names."""
 
     def describe() -> dict[str, Any]:
         stated = None if options.topology is None else topology_to_json(options.topology)
-        return {"staging_bytes": options.staging_bytes, "topology": stated}
+        number = group.rank if options.topology_rank is None else options.topology_rank
+        return {"staging_bytes": options.staging_bytes, "topology": stated, "number": number}
 
     reports = run_collectively(group, describe, "agrees on memory and links", options.join_seconds)
     stated = {rank: report["topology"] for rank, report in reports.items() if report["topology"] is not None}
@@ -113,8 +116,22 @@ def _agree(group: Group, options: RouteOptions) -> tuple[int, Topology]:
             raise ArgumentError(f"rank {first} and rank {rank} of trainer and engines pass different topologies")
     staging_bytes = min(report["staging_bytes"] for report in reports.values())
     if stated:
-        return staging_bytes, options.topology or topology_from_json(stated[first])
+        topology = options.topology or topology_from_json(stated[first])
+        return staging_bytes, topology.select(_check_numbers([reports[rank]["number"] for rank in sorted(reports)]))
     return staging_bytes, find_topology(group, timeout_seconds=options.join_seconds)
+
+
+def _check_numbers(numbers: Sequence[int]) -> Sequence[int]:
+    """Raise an ArgumentError if two ranks of a route have the same number in the topology."""
+    rank_of: dict[int, int] = {}
+    for rank, number in enumerate(numbers):
+        other = rank_of.setdefault(number, rank)
+        if other != rank:
+            raise ArgumentError(
+                f"rank {other} and rank {rank} of trainer and engines are both rank {number} of the topology; pass "
+                "each engine its own first_rank"
+            )
+    return numbers
 
 
 class Route:

@@ -10,6 +10,7 @@ from typing import Any
 
 from reshard.coordination import describe_error, mark_published, publish_exceptions, rebuild_error
 from reshard.errors import ArgumentError, ReshardError, TransferTimeoutError
+from reshard.sharding import MAX_RANK, check_integer
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 from reshard.topology import Topology
 from reshard.weights.install import CopyAsRecorded, CopyIntoModel, Installer, LoadThroughEngine, ReceiveInPlace
@@ -52,7 +53,9 @@ class Subscriber:
             it loads again if loading fails on some rank.
         join_seconds: how long others may take to connect.
         timeout_seconds: limit of each transfer.
-        topology: as for :class:`reshard.weights.Publisher`.
+        topology: as for :class:`reshard.weights.Publisher`; it suffices that one side states it.
+        first_rank: number of this engine's first rank in the topology. Default: ranks of engines follow those of the
+            trainer in the order in which the engines came.
 
     Raises:
         ArgumentError: an argument does not fit; on all ranks alike.
@@ -73,6 +76,7 @@ class Subscriber:
         join_seconds: float = 30.0,
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         topology: Topology | None = None,
+        first_rank: int | None = None,
     ) -> None:
         self._team = Team(store, name, "engine", group, AGREE_SECONDS)
         self._attempts = Attempts(self._team)
@@ -80,7 +84,10 @@ class Subscriber:
         recordings: list[Recording] = []
 
         def describe() -> dict[str, Any]:
-            self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology)
+            number = (
+                None if first_rank is None else check_integer(first_rank, "first_rank", 0, MAX_RANK) + self._team.rank
+            )
+            self._options = RouteOptions(join_seconds, timeout_seconds, memory_bytes, topology, number)
             if not isinstance(rules, RecordedLoader):
                 check_rules(rules)
             if (model is None) == (load_weights is None):

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from reshard.errors import ArgumentError, RemoteError, ReshardError, TransferTimeoutError
 from reshard.testing.processes import LaunchError, run_processes
-from reshard.topology import Topology
+from reshard.topology import Host, Port, Topology
 from reshard.weights import Publisher, Subscriber, publisher as publisher_module
 from reshard.weights.model import verify
 from reshard.weights.route import Route
@@ -466,6 +466,38 @@ def _unequal_options(rank, _, store):
 def test_trainer_and_engine_may_give_different_memory_and_one_states_the_network():
     with PausableStore(2) as store:
         bound, seconds = run_processes(_unequal_options, 2, store, init_group=False)
+    assert bound == pytest.approx(seconds, rel=0.01)
+
+
+def _place_in_topology(rank, _, store):
+    """An engine says that it is rank 2 of the topology, behind the slowest link; then that it is the trainer's rank."""
+    raw = _connect(store, (), rank, 1)
+    model = _model(1 + rank)
+    if rank == 0:
+        hosts = [Host((Port(rate, rate),)) for rate in (1e7, 1e7, 1e5)]
+        topology = Topology((0, 1, 2), tuple(hosts))
+        with Publisher(model, raw, topology=topology, join_seconds=3) as publisher:
+            _wait_for(raw, "ready")
+            report = publisher.publish(1).wait(60)
+            assert set(report.engines.values()) == {""}, report
+            _wait_for(raw, "again")
+            with pytest.raises(ArgumentError, match="are both rank 0 of the topology; pass each engine its own first"):
+                publisher.publish(2).wait(60)
+            raw.set("end", "")
+            return report.bound_seconds
+    with Subscriber(model, raw, first_rank=2) as subscriber:
+        raw.set("ready", "")
+        assert subscriber.update(60) == 1
+    with Subscriber(model, raw, first_rank=0):
+        raw.set("again", "")
+        _wait_for(raw, "end")
+    nbytes = sum(value.numel() * value.itemsize for value in model.parameters())
+    return nbytes / 1e5
+
+
+def test_an_engine_states_its_place_in_the_topology():
+    with PausableStore(2) as store:
+        bound, seconds = run_processes(_place_in_topology, 2, store, init_group=False)
     assert bound == pytest.approx(seconds, rel=0.01)
 
 
