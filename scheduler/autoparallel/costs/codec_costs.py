@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 
-from ..inputs.cluster import Cluster, Place, ring_seconds
+from ..inputs.cluster import Cluster
 from ..inputs.layer_graph import LayerGraph, is_shared
 from ..inputs.stages import StagePlan
+from .collective_costs import Place, ring_seconds
 from .edge_prices import encoded_ratio
 
 if TYPE_CHECKING:

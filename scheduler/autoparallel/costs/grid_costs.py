@@ -17,9 +17,9 @@ from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price
 from reshard.topology import Host, Port, Topology
 
 from ..inputs.choices import Choice, ChoiceRules, GridShape
-from ..inputs.cluster import Place
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
+from .collective_costs import Place
 from .layer_costs import LayerCost, Workload, device_seconds_of_zero_3, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.

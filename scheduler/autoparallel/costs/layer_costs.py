@@ -15,10 +15,10 @@ from reshard.formatting import brief
 
 from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, shard_1d
-from ..inputs.cluster import Place, ring_seconds
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import ClassTimes, LayerProfile
 from .codec_costs import CodecCosts
+from .collective_costs import Place, ring_seconds
 
 
 @dataclass(frozen=True)

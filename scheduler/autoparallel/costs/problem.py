@@ -15,11 +15,12 @@ from reshard.formatting import brief, count_of, format_names
 from ...graph import Edge, Pipeline, Stage
 from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, ChoiceRules
-from ..inputs.cluster import Cluster, Place
+from ..inputs.cluster import Cluster
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from ..inputs.layer_profile import LayerProfile
 from ..inputs.stages import StagePlan, describe_stages, pp_ranks_of
 from .codec_costs import CodecCosts, check_policy
+from .collective_costs import Place
 from .edge_prices import EdgeCodecs, EdgePrices, End
 from .grid_costs import best_grids, grid_cost, why_no_grid
 from .layer_costs import (

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..costs.collective_costs import Place
 from ..costs.layer_costs import LayerCost
 from ..costs.problem import SearchProblem
 from ..costs.tie_prices import tied_share
 from ..inputs.choices import Choice
-from ..inputs.cluster import Place
 
 
 def num_recomputed(part: float, count: int) -> int:

@@ -30,9 +30,9 @@ from reshard.scheduler.autoparallel import (
     TrainingPlan,
     search,
 )
+from reshard.scheduler.autoparallel.costs.collective_costs import Place
 from reshard.scheduler.autoparallel.costs.grid_costs import _traffic
 from reshard.scheduler.autoparallel.costs.problem import Candidate
-from reshard.scheduler.autoparallel.inputs.cluster import Place
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.topology import CodecRate, Host, Port, Topology
