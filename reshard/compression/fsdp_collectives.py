@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from reshard.arguments import check_arguments
 from reshard.codecs import CODED_DTYPES, BlockCodec, parse_codec
-from reshard.compression.collectives import decode_rows, encode_rows, gather, reduce_scatter
+from reshard.compression.collectives import all_gather, decode_rows, encode_rows, reduce_scatter
 from reshard.compression.feedback import check_state
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
@@ -71,7 +71,7 @@ class CompressedAllGather(_Encoded, AllGather):
         """Gather the inputs of all ranks into the output."""
         self._check(input_tensor, output_tensor, input_tensor, group)
         encoded = encode_rows(input_tensor.reshape(1, -1), self.codec)
-        decode_rows(gather(encoded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
+        decode_rows(all_gather(encoded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
 
 
 class CompressedReduceScatter(_Encoded, ReduceScatter):

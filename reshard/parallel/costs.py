@@ -20,9 +20,9 @@ from .products.dataflow import Dataflows, LayerProducts, busiest_elements
 class AxisTraffic:
     """Seconds per byte, and latency, of one collective along an axis on which every rank holds one part.
 
-    A gather and a sum move the same bytes: each rank receives one part from every other rank of its axis. The parts
-    pass NICs and uplinks of pods, or stay inside a host. Where all hosts have the same number of ranks of an axis, both
-    collectives run in two levels (:class:`~reshard.parallel.grid.two_levels.TwoLevelAxis`).
+    An all-gather and a reduce-scatter move the same bytes: each rank receives one part from every other rank of its
+    axis. The parts pass NICs and uplinks of pods, or stay inside a host. Where all hosts have the same number of ranks
+    of an axis, both collectives run in two levels (:class:`~reshard.parallel.grid.two_levels.TwoLevelAxis`).
 
     Attributes:
         nic_seconds: seconds of the busiest NIC, or uplink of a pod, for parts of one byte.

@@ -144,8 +144,8 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
     """The price of one layer on a grid.
 
     Products use the dataflows that move least. The local multiplication of a product hides its communication, except
-    for one panel. Both products of a backward share a gather, so a schedule that runs them apart moves a little more
-    than this price says.
+    for one panel. Both products of a backward share an all-gather, so a schedule that runs them apart moves a little
+    more than this price says.
 
     Args:
         layer: the layer.
@@ -203,12 +203,12 @@ def attention_flops(layer: LayerSizes, tokens: int, cols: int) -> float:
 
 
 def _depth_seconds(elements: int, load: GridLoad) -> float:
-    """Seconds of an all-reduce over the depth: a reduce-scatter and a gather."""
+    """Seconds of an all-reduce over the depth: a reduce-scatter and an all-gather."""
     return 2 * load.traffic["depth"].seconds(elements * load.gradient_bytes / load.depth)
 
 
 def _lookup_seconds(layer: LayerSizes, load: GridLoad) -> float:
-    """Seconds of an embedding: a gather of tokens along a grid column, then an exchange of entries in a depth layer."""
+    """Seconds of an embedding: all-gather tokens along a grid column, then exchange entries in a depth layer."""
     size = load.rows * load.cols
     elements = load.tokens[0] * math.ceil(layer.hidden / load.cols) * (size - 1) / size
     tokens = load.traffic["row"].seconds(load.tokens[0] * _NORM_BYTES)

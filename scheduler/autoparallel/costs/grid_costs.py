@@ -67,11 +67,11 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
     shared = _share_states(params, choice, place, work)
     sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
-    if shared.gather_seconds:
+    if shared.all_gather_seconds:
         forward, backward = (
-            seconds + shared.gather_seconds
+            seconds + shared.all_gather_seconds
             if shared.is_encoded
-            else overlapped_seconds(seconds, shared.gather_seconds, work.profile.slowdown)
+            else overlapped_seconds(seconds, shared.all_gather_seconds, work.profile.slowdown)
             for seconds in (forward, backward)
         )
     gather, scatter = device_seconds_of_zero_3(times, choice, params / max(1, layer.num_params))
@@ -97,15 +97,15 @@ class _SharedStates(NamedTuple):
     """States of a layer on one rank, and what moves over the depth of a grid.
 
     Attributes:
-        gather_seconds: of parameters, in each forward and in each backward.
+        all_gather_seconds: of parameters, in each forward and in each backward.
         sync_seconds: of gradients, once in a step.
-        is_encoded: whether gathers are encoded, so that computation does not hide them.
+        is_encoded: whether all-gathers are encoded, so that computation does not hide them.
     """
 
     state_bytes: float
     gradient_bytes: float
     gathered_bytes: float = 0.0
-    gather_seconds: float = 0.0
+    all_gather_seconds: float = 0.0
     sync_seconds: float = 0.0
     is_encoded: bool = False
 
@@ -122,13 +122,13 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
         kept = gradients if choice.zero == 1 or num_microbatches > 1 else gradients / depth
         return _SharedStates(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
     is_encoded = False
-    if codec_costs.gathers is not None:
-        coding = codec_costs.gathers
+    if codec_costs.all_gather is not None:
+        coding = codec_costs.all_gather
         encoded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
         is_encoded = not codec_costs.is_optional or encoded < gather
         gather = encoded if is_encoded else gather
-    if codec_costs.scatters is not None:
-        coding = codec_costs.scatters
+    if codec_costs.reduce_scatter is not None:
+        coding = codec_costs.reduce_scatter
         encoded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
         scatter = codec_costs.faster(scatter, encoded)
     held = gradients / depth if num_microbatches == 1 else gradients
@@ -167,7 +167,7 @@ def _best_price(
     price, coding = price_layer(sizes, load, rate), work.codec_costs.panels
     if coding is None:
         return price
-    seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in a gather, a rank also decodes its own part
+    seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in an all-gather, a rank also decodes its own part
     encoded = price_layer(sizes, replace(load, encoded_ratio=coding.ratio, coding_seconds=seconds), rate)
     return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
 

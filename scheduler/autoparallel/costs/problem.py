@@ -132,7 +132,7 @@ class SearchProblem:
             codecs = compression.pair("pp")
         message_seconds = max(type_profile.message_seconds for type_profile in self.profiles.values())
         self.prices = EdgePrices(graph, cluster, message_seconds, codecs)
-        sums = self.codec_costs.sums
+        sums = self.codec_costs.all_reduce
         self.ties = TiePrices(
             graph,
             cluster,
@@ -321,8 +321,8 @@ class SearchProblem:
             sum(cost.backward_seconds for cost in costs) + moved,
             sum(cost.weight_grad_seconds for cost in costs),
             sum(cost.compute_seconds for cost in costs),
-            sum(cost.sum_seconds for cost in costs) + 2 * moved,
-            sum(cost.gather_seconds for cost in costs),
+            sum(cost.tp_collective_seconds for cost in costs) + 2 * moved,
+            sum(cost.all_gather_seconds for cost in costs),
             sum(cost.sync_seconds for cost in costs),
             sum(cost.state_bytes for cost in costs) - repeated_states,
             sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, num_microbatches),
@@ -347,7 +347,7 @@ class SearchProblem:
     def relayout_between(self, layer: int, before: Choice, after: Choice, place: Place, num_microbatches: int) -> float:
         """Seconds for the inputs of ``layer`` to change from the layout of one choice to that of another.
 
-        Fewer replicas need a gather of samples; more replicas keep a part of what they have.
+        Fewer replicas need an all-gather of samples; more replicas keep a part of what they have.
         """
         if before.tp >= after.tp:
             return 0.0
