@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.coordination.communicator import find_channel
+from reshard.coordination.channel import find_channel
 from reshard.coordination.decide import resolve
 from reshard.coordination.groups.messages import Request
 from reshard.coordination.groups.process_group import find_group

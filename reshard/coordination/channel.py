@@ -1,4 +1,4 @@
-"""State shared by the ranks of one call: agreement rounds, error reports, and transports.
+"""Channels: what the ranks of one call share, which is agreement rounds, error reports, and transports.
 
 Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
 error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
