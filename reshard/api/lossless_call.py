@@ -17,7 +17,7 @@ from reshard.api.prepare import agree_on_plan
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.start import failed_handle, start_part
 from reshard.api.transfer_arrays import find_target, wrap_results
-from reshard.codecs import is_lossless
+from reshard.codecs import has_variable_size
 from reshard.coordination.liveness.lost_ranks import ranks_missed
 from reshard.errors import ReshardError
 
@@ -43,7 +43,7 @@ class PreparedBuckets:
 
 def sends_buckets(agreement: Agreement) -> bool:
     """Whether the tensors of a call travel as buckets."""
-    is_encoded = is_lossless(agreement.inputs.options["compression"])
+    is_encoded = has_variable_size(agreement.inputs.options["compression"])
     return is_encoded and any(math.prod(spec.shape) for spec in agreement.tensors)
 
 
