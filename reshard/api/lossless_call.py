@@ -18,7 +18,7 @@ from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.start import failed_handle, start_part
 from reshard.api.transfer_arrays import find_target, wrap_results
 from reshard.codecs import has_variable_size
-from reshard.coordination.liveness.lost_ranks import ranks_missed
+from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ReshardError
 
 
@@ -106,7 +106,7 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
         watch.succeed()
         inner = Handle(watch, _no_result)
     elif prepared.lost:
-        inner = failed_handle(channel, generation, ranks_missed(prepared.lost), _no_result)
+        inner = failed_handle(channel, generation, ranks_missed_error(prepared.lost), _no_result)
     else:  # the buckets have digests of their own
         inner = start_part(agreed, sent, received, _no_result, inputs.options, verify=False)
     if agreed is None or not is_fault_tolerant(inputs.options):

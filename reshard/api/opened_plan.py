@@ -25,7 +25,7 @@ from reshard.coordination import (
     resolve_partial,
     warn_of_hosts,
 )
-from reshard.coordination.liveness.lost_ranks import ranks_missed
+from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan, ensure_checked
 from reshard.runtime.cuda.host_copies import is_copied
@@ -132,7 +132,7 @@ def open_plan(
         decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)
         call, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
         if decision.lost:
-            raise ranks_missed(decision.lost, "join")
+            raise ranks_missed_error(decision.lost, "join")
         assert program is not None
         warn_of_hosts(plan, decision.hostnames)
         agreed = AgreedPlan(plan, program, runner, channel, call, replace(decision, device_type=used))
