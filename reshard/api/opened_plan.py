@@ -33,7 +33,7 @@ from reshard.runtime.cuda.stream import is_capturing, make_runner
 from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
-Transfers: TypeAlias = QueuedTransfers | StreamedTransfers
+OpenTransfers: TypeAlias = QueuedTransfers | StreamedTransfers
 
 
 def open_transfers(
@@ -44,7 +44,7 @@ def open_transfers(
     is_one_call: bool = False,
     communicator_index: int = 0,
     both_ways: bool = False,
-) -> Transfers:
+) -> OpenTransfers:
     """Connect the ranks that have agreed on a plan. All of them call it.
 
     Args:
@@ -73,7 +73,7 @@ class OpenedPlan:
     """
 
     agreed: AgreedPlan
-    transfers: Transfers
+    transfers: OpenTransfers
     is_copied: bool
 
 
