@@ -36,7 +36,7 @@ from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import brief
 from reshard.planner import find_strategy
 from reshard.runtime.array_bytes import digest_array
-from reshard.runtime.cuda.coding import check_device_codec
+from reshard.runtime.cuda.encoded_shards import check_device_codec
 from reshard.runtime.cuda.host_copies import is_copied
 from reshard.sharding import TensorSpec, check_shape
 from reshard.topology import Topology, topology_to_json

@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
-from reshard.runtime.cuda.coding import check_device_codec
+from reshard.runtime.cuda.encoded_shards import check_device_codec
 
 #: What a call does when ranks are lost: raise an error, raise one that offers a recovery plan, or recover.
 ON_LOSS = ("raise", "offer", "recover")
@@ -54,7 +54,7 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
 
 
 def check_coding(plan: Plan, device: str) -> None:
-    """Raise ArgumentError if a plan has encoded tensors that this process or device type cannot code."""
+    """Raise ArgumentError if a plan has encoded tensors that this process or device type cannot encode."""
     for spec in plan.tensors:
         if spec.coding is not None and isinstance(spec.codec, CustomCodec):
             spec.codec.check_implemented()

@@ -57,7 +57,7 @@ class CompressedAllGather(_Encoded, AllGather):
     """An all-gather for ``FSDPModule.set_custom_all_gather`` that sends the elements of a block codec.
 
     Raises:
-        ArgumentError: there is no such codec; when called: tensors that it does not code.
+        ArgumentError: there is no such codec; when called: tensors that it does not encode.
     """
 
     @check_arguments()
@@ -84,7 +84,7 @@ class CompressedReduceScatter(_Encoded, ReduceScatter):
             own then, since the errors belong to its parameters.
 
     Raises:
-        ArgumentError: there is no such codec; when called: tensors that it does not code, not a sum or an average, or
+        ArgumentError: there is no such codec; when called: tensors that it does not encode, not a sum or an average, or
             gradients of another size than before with ``feedback``.
     """
 

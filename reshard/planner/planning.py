@@ -57,7 +57,7 @@ def make_plan(
         staging_bytes: staging memory of each rank in bytes, beyond its shards; 64 MiB by default.
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
             :class:`~reshard.Codec` that you implement. The plan then moves its elements, and a Mover encodes and
-            decodes them. Tensors that the codec cannot code, or would not make smaller, travel as they are;
+            decodes them. Tensors that the codec cannot encode, or would not make smaller, travel as they are;
             ``print(plan)`` says why. ``"auto"`` chooses among the codecs of ``topology.codec_rates`` the one with the
             lowest predicted time, or none; tensors with other layouts or dtypes than the rest may get another choice. A
             :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.

@@ -278,7 +278,7 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
     """Replace the collectives of FSDP modules and grids of this rank by encoded ones, as the policy asks.
 
     Returns:
-        An error if FSDP shards parameters that the codec cannot code; otherwise None.
+        An error if FSDP shards parameters that the codec cannot encode; otherwise None.
     """
     if policy.tp is not None:
         for grid in (each.reshard_grid for module in modules.values() for each in module.modules() if _is_cut(each)):

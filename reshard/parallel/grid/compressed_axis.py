@@ -1,6 +1,6 @@
 """The collectives of matrix products, with messages encoded by a block codec.
 
-A message is encoded only if the code is shorter. Both ends compute its size from the number of values. In an
+A message is encoded only if that makes it shorter. Both ends compute its size from the number of values. In an
 all-gather, a rank encodes and decodes its own part too, so that all ranks hold the same bits. Sums and exchanges do not
 compress a rank's own part. If several ranks of an axis share a host, sums inside the host are not encoded.
 """
@@ -24,7 +24,7 @@ class CompressedAxis:
 
     Args:
         axis: the ranks.
-        codec: codes messages of fp32, bf16 and fp16 values; other dtypes are sent raw.
+        codec: encodes messages of fp32, bf16 and fp16 values; other dtypes are sent raw.
     """
 
     def __init__(self, axis: Axis, codec: BlockCodec) -> None:

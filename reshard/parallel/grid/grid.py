@@ -216,7 +216,7 @@ class Grid:
             ArgumentError: there is no such codec, or the grid is not on the CPU.
         """
         if self.device_mesh.device_type != "cpu":
-            raise ArgumentError(f"codec {name} codes CPU tensors only; the grid is on {self.device_mesh.device_type}")
+            raise ArgumentError(f"codec {name} encodes CPU tensors only; the grid is on {self.device_mesh.device_type}")
         self.codec = parse_codec(name)
 
     @check_arguments(rows=(0, 2**56))

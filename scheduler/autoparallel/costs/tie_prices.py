@@ -24,7 +24,7 @@ from ..inputs.stages import StagePlan
 from .collective_costs import Place
 from .layer_costs import LayerCost
 
-#: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec codes.
+#: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec encodes.
 _DTYPES = {2.0: "bfloat16", 4.0: "float32", 8.0: "float64"}
 
 
