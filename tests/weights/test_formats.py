@@ -52,7 +52,11 @@ def test_codes_of_regions_are_exact_whatever_the_strides(monkeypatch, shape, nam
 def test_samples_are_those_of_the_region_whatever_the_strides():
     new, base = _pair((700, 333), torch.bfloat16)
     sample = encoded_regions.sample_region(new, base)
-    assert sample == encoded_regions.sample_region(_strided(new), base) == encoded_regions.sample_region(_strided(new), _strided(base))
+    assert (
+        sample
+        == encoded_regions.sample_region(_strided(new), base)
+        == encoded_regions.sample_region(_strided(new), _strided(base))
+    )
     assert sample.changed == pytest.approx(0.3, abs=0.02)
 
 
