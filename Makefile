@@ -58,11 +58,11 @@ test-cluster: install
 
 # In an environment with SGLang and reshard: make test-sglang SGLANG=environment
 test-sglang: install
-	$(or $(SGLANG),$(VENV))/bin/python -m pytest -m sglang tests/serving
+	$(or $(SGLANG),$(VENV))/bin/python -m pytest -m sglang tests/sglang
 
 # In an environment with vLLM and reshard: make test-vllm VLLM=environment
 test-vllm: install
-	$(or $(VLLM),$(VENV))/bin/python -m pytest -m vllm tests/serving
+	$(or $(VLLM),$(VENV))/bin/python -m pytest -m vllm tests/vllm
 
 test-faults: install
 	$(BIN)/python -m tests.campaigns.faults --runs 24 --timeout 5 --slack 10

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import importlib
 import importlib.util
@@ -80,6 +82,18 @@ _LONG = {"elastic"}
 def test_code_on_the_pages_runs(page):
     for block in code_blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_scripts_on_the_pages_import_what_they_use(page):
+    """Scripts that need several jobs or another system, and so do not run here."""
+    for block in code_blocks(page, "py"):
+        nodes = list(ast.walk(ast.parse(block)))
+        known = {alias.asname or alias.name.split(".")[0] for node in nodes for alias in getattr(node, "names", ())}
+        known |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        used = {node.id for node in nodes if isinstance(node, ast.Name)}
+        assert used - known - {*dir(builtins), "__name__"} == set()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

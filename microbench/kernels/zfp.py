@@ -1,6 +1,6 @@
 """ZFP at a fixed rate (the zfpy package) in the elements of a block codec, to compare with our codecs.
 
-ZFP codes 4 neighboring values at a time. At 8 bits a value, 128 values fill 128 of the 132 bytes of an ``int8x128``
+ZFP encodes 4 neighboring values at a time. At 8 bits a value, 128 values fill 128 of the 132 bytes of an ``int8x128``
 element, so ZFP can travel in its place: blocks, plans and messages stay the same, and only the values differ.
 """
 
@@ -36,7 +36,7 @@ def decompress(data: bytes, num_values: int) -> np.ndarray:
 
 @contextlib.contextmanager
 def zfp_as_int8() -> Iterator[None]:
-    """Code with ZFP wherever this process would code with int8x128."""
+    """Encode with ZFP wherever this process would encode with int8x128."""
     encode, decode, measured = BlockCodec.encode, BlockCodec.decode, BlockCodec.encode_measured
     code_bytes = 128 * RATE // 8
 

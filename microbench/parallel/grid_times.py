@@ -32,7 +32,7 @@ from microbench.parallel.links import measure_grid_links
 from reshard.cli.progress import print_line, track
 from reshard.coordination.device_mesh import make_device_mesh
 from reshard.parallel import Grid
-from reshard.parallel.costs import find_product_seconds, find_traffic
+from reshard.parallel.costs import find_axis_cost, find_product_seconds
 from reshard.parallel.grid import AXES
 from reshard.parallel.grid.cuts import chunk_spans, size_of
 from reshard.parallel.products.dataflow import PANEL_WIDTH
@@ -68,18 +68,18 @@ class Setting:
 def bound_seconds(setting: Setting, topology: Topology, tokens: int, hidden: int, keep_inputs: bool) -> float:
     """The least time in which the NICs, and the ranks inside hosts, pass what a step moves. Nothing overlaps sums."""
     shape = setting.shape
-    traffic = {axis: find_traffic(topology, setting.ranks(), number) for number, axis in enumerate(AXES)}
+    axis_costs = {axis: find_axis_cost(topology, setting.ranks(), number) for number, axis in enumerate(AXES)}
     layer_rows = size_of(chunk_spans(tokens, shape.depth)[0])
     per_row = tuple(map(size_of, chunk_spans(layer_rows, shape.rows)))
     nic = inside = 0.0
     for size in transformer_linears(hidden):
         products = layer_products(shape, size, per_row, keep_inputs)
-        for moved in find_product_seconds(products, products.dataflows, traffic, 4):
+        for moved in find_product_seconds(products, products.dataflows, axis_costs, 4):
             nic, inside = nic + moved.nic, inside + moved.inside
         product = products.shape
         part = 4 * size_of(product.p_rows[0]) * product.q[0] / shape.depth
-        nic += 2 * traffic["depth"].nic_seconds * part
-        inside += 2 * traffic["depth"].inside_seconds * part
+        nic += 2 * axis_costs["depth"].nic_seconds * part
+        inside += 2 * axis_costs["depth"].inside_seconds * part
     return max(nic, inside)
 
 

@@ -54,7 +54,7 @@ def _time_reads(pair: list[int], index: int | None) -> float | None:
         if axis is None or not axis.shares_memory:
             dist.barrier()
             continue
-        pending = axis.gather_into(result[: sizes[axis.index]], targets, result)
+        pending = axis.all_gather_into(result[: sizes[axis.index]], targets, result)
         dist.barrier()  # the first rank of the pair has written
         begun = time.perf_counter()
         pending.wait()

@@ -14,9 +14,9 @@ codecs is longer than on links of 10 Gbit/s.
 
 A 2024 study (arXiv 2409.02423) found that ZFP everywhere trains faster and to a worse loss, and that milder codecs
 where errors hurt keep the loss. "ZFP everywhere" is its naive choice: ZFP at 8 bits a value (the zfpy package) in the
-messages of int8x128. "ZFP hybrid" codes only sums of gradients with it. The study codes the other messages without loss
-(MPC), which changes no value. Here they are raw, so only the loss compares. zfpy compresses 0.2 GB/s on a CPU, and the
-study's ZFP ran on GPUs, so the speeds of both lines are not those of the study.
+messages of int8x128. "ZFP hybrid" encodes only sums of gradients with it. The study encodes the other messages without
+loss (MPC), which changes no value. Here they are raw, so only the loss compares. zfpy compresses 0.2 GB/s on a CPU, and
+the study's ZFP ran on GPUs, so the speeds of both lines are not those of the study.
 """
 
 from __future__ import annotations

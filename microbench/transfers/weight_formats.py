@@ -35,8 +35,8 @@ from reshard.scheduler.training.data import TokenLoader, read_tokens
 from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
-from reshard.weights.coding import decode_region, encode_region, largest_size
 from reshard.weights.encoded import MAX_KEPT
+from reshard.weights.encoded_regions import decode_region, encode_region, largest_size
 from reshard.weights.formats import FormatChoice
 
 CONFIG = GPTConfig(num_layers=3, num_heads=8, head_size=48, sequence=32, vocabulary=256)

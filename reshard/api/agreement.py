@@ -20,7 +20,7 @@ from reshard.api.inputs import Inputs, Item
 from reshard.api.option_checks import check_compression, check_on_loss, check_verify, needs_cpu
 from reshard.api.options import TransferOptions, is_fault_tolerant
 from reshard.api.transfer_arrays import copy_to_host
-from reshard.codecs import codec_name, find_codec, is_lossless
+from reshard.codecs import codec_name, find_codec, has_variable_size
 from reshard.coordination import (
     Channel,
     Decision,
@@ -36,7 +36,7 @@ from reshard.errors import ArgumentError, ReshardError
 from reshard.formatting import brief
 from reshard.planner import find_strategy
 from reshard.runtime.array_bytes import digest_array
-from reshard.runtime.cuda.coding import check_device_codec
+from reshard.runtime.cuda.encoded_shards import check_device_codec
 from reshard.runtime.cuda.host_copies import is_copied
 from reshard.sharding import TensorSpec, check_shape
 from reshard.topology import Topology, topology_to_json
@@ -211,7 +211,7 @@ def _check_item(item: Item, rank: int, options: TransferOptions) -> tuple[Tensor
         if dst_dtype is not None:
             check_cast(local[1], dst_dtype, what)
             warn_of_float8(local[1], dst_dtype, what)
-        if is_lossless(compression) and dst_dtype not in (None, local[1]):
+        if has_variable_size(compression) and dst_dtype not in (None, local[1]):
             raise ArgumentError(
                 f"{what}: {compression} sends {local[1]} bit for bit, and cannot make {dst_dtype} of it; omit dst_dtype"
             )

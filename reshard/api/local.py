@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from reshard.api.options import PlanOptions, TransferOptions, read_options, shows_options
-from reshard.codecs import ErrorSums, is_lossless
+from reshard.codecs import ErrorSums, has_variable_size
 from reshard.codecs.raw_bytes import decoded_dtype
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError, DisagreementError
@@ -240,7 +240,7 @@ def _reshard_one(
     _check_shards(tensor.src_shards, dtype, shards, name)
     if isinstance(src, Mesh) and src_spec is None:
         _check_replicas({rank: shards[rank] for rank in src.ranks})
-    if is_lossless(compression):
+    if has_variable_size(compression):
         from reshard.api.lossless.local import check_lossless  # imports torch
         from reshard.api.option_checks import check_compression
 

@@ -17,8 +17,8 @@ from reshard.api.prepare import agree_on_plan
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.start import failed_handle, start_part
 from reshard.api.transfer_arrays import find_target, wrap_results
-from reshard.codecs import is_lossless
-from reshard.coordination.liveness.lost_ranks import ranks_missed
+from reshard.codecs import has_variable_size
+from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ReshardError
 
 
@@ -43,7 +43,7 @@ class PreparedBuckets:
 
 def sends_buckets(agreement: Agreement) -> bool:
     """Whether the tensors of a call travel as buckets."""
-    is_encoded = is_lossless(agreement.inputs.options["compression"])
+    is_encoded = has_variable_size(agreement.inputs.options["compression"])
     return is_encoded and any(math.prod(spec.shape) for spec in agreement.tensors)
 
 
@@ -106,7 +106,7 @@ def start_lossless(prepared: PreparedBuckets) -> Handle:
         watch.succeed()
         inner = Handle(watch, _no_result)
     elif prepared.lost:
-        inner = failed_handle(channel, generation, ranks_missed(prepared.lost), _no_result)
+        inner = failed_handle(channel, generation, ranks_missed_error(prepared.lost), _no_result)
     else:  # the buckets have digests of their own
         inner = start_part(agreed, sent, received, _no_result, inputs.options, verify=False)
     if agreed is None or not is_fault_tolerant(inputs.options):

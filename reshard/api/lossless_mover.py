@@ -13,7 +13,7 @@ from reshard.api.arrays.tensor_checks import check_base, check_no_aliasing, deta
 from reshard.api.handle import Handle, LosslessHandle, Watch
 from reshard.api.lossless.encoding import find_capacities
 from reshard.api.lossless.transfer import CallArrays, LosslessTransfer
-from reshard.api.opened_plan import Transfers, open_plan
+from reshard.api.opened_plan import OpenTransfers, open_plan
 from reshard.api.transfer_arrays import MoverArrays
 from reshard.errors import ArgumentError, ReshardError
 from reshard.planner import plan_tensors
@@ -33,7 +33,7 @@ class LosslessTransfers:
     def __init__(self, agreed: AgreedPlan, codec: str, timeout_seconds: float, verify: bool, both_ways: bool) -> None:
         self._channel, self._plan, self._codec = agreed.channel, agreed.plan, codec
         self._timeout_seconds, self._verify, self._both_ways = timeout_seconds, verify, both_ways
-        self._inner: Transfers | None = None
+        self._inner: OpenTransfers | None = None
         self._capacities: Mapping[str, int] = {}
 
     def start(self, given: MoverArrays | Exception, finish: Callable[[], Any]) -> LosslessHandle:
@@ -115,7 +115,7 @@ class LosslessTransfers:
         sent, received = transfer.arrays(self._capacities)
         return inner.start(sent, received, lambda: None), received
 
-    def _find_inner(self, transfer: LosslessTransfer) -> Transfers:
+    def _find_inner(self, transfer: LosslessTransfer) -> OpenTransfers:
         """Transfers whose buffers hold the buckets. They are kept while they are not much larger than needed."""
         capacities = find_capacities(transfer.sizes, self._capacities)
         if self._inner is None or capacities != self._capacities:

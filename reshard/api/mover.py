@@ -101,8 +101,9 @@ class Mover:
         both_ways: another Mover transfers in the opposite direction between the same ranks at the same time, so each
             direction gets its own connections. The same on all ranks.
         fault_tolerant: ranks that do not join in time are excluded from the group permanently.
-        communicator: on a GPU, Movers with the same number share a communicator and must start their transfers in the
-            same order on every rank; Movers with different numbers use separate communicators. The same on all ranks.
+        communicator_index: on a GPU, Movers with the same index share an NCCL communicator and must start their
+            transfers in the same order on every rank; Movers with different indices use separate communicators. The
+            same on all ranks.
         compression: ``"delta"`` or ``"bf16-lossless"``, for a plan without codecs; see :func:`reshard.reshard`. Each
             :meth:`start` then agrees on the sizes of the buckets, and plans again if they no longer fit. Every rank
             must call ``wait`` of each handle, in the same order. Codecs of blocks are part of a plan.
@@ -125,7 +126,7 @@ class Mover:
         verify: bool = False,
         both_ways: bool = False,
         fault_tolerant: bool = False,
-        communicator: int = 0,
+        communicator_index: int = 0,
         compression: str | None = None,
     ) -> None:
         opened = open_plan(
@@ -136,7 +137,7 @@ class Mover:
             verify=verify,
             both_ways=both_ways,
             fault_tolerant=fault_tolerant,
-            communicator=communicator,
+            communicator_index=communicator_index,
             compression=compression,
         )
         agreed = opened.agreed

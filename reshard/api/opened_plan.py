@@ -25,7 +25,7 @@ from reshard.coordination import (
     resolve_partial,
     warn_of_hosts,
 )
-from reshard.coordination.liveness.lost_ranks import ranks_missed
+from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ArgumentError, ReshardError
 from reshard.plan import Plan, ensure_checked
 from reshard.runtime.cuda.host_copies import is_copied
@@ -33,7 +33,7 @@ from reshard.runtime.cuda.stream import is_capturing, make_runner
 from reshard.runtime.program import build_program
 from reshard.timeouts import DEFAULT_TIMEOUT_SECONDS, check_timeout
 
-Transfers: TypeAlias = QueuedTransfers | StreamedTransfers
+OpenTransfers: TypeAlias = QueuedTransfers | StreamedTransfers
 
 
 def open_transfers(
@@ -42,9 +42,9 @@ def open_transfers(
     verify: bool,
     *,
     is_one_call: bool = False,
-    communicator: int = 0,
+    communicator_index: int = 0,
     both_ways: bool = False,
-) -> Transfers:
+) -> OpenTransfers:
     """Connect the ranks that have agreed on a plan. All of them call it.
 
     Args:
@@ -52,13 +52,13 @@ def open_transfers(
         timeout_seconds: limit of each transfer.
         verify: compare digests after each transfer.
         is_one_call: reuse the buffers that the channel keeps from earlier calls.
-        communicator: see :class:`reshard.Mover`.
+        communicator_index: see :class:`reshard.Mover`.
         both_ways: see :class:`reshard.Mover`.
     """
     if agreed.runner is None:
         return QueuedTransfers(agreed, both_ways or agreed.plan.is_two_way, timeout_seconds, verify, is_one_call)
     first = agreed.plan.tensors[0]
-    number = 2 * communicator + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
+    number = 2 * communicator_index + (both_ways and first.src.ranks[0] > first.dst.ranks[0])
     return StreamedTransfers(agreed, number, timeout_seconds, is_one_call)
 
 
@@ -73,7 +73,7 @@ class OpenedPlan:
     """
 
     agreed: AgreedPlan
-    transfers: Transfers
+    transfers: OpenTransfers
     is_copied: bool
 
 
@@ -86,7 +86,7 @@ def open_plan(
     verify: bool = False,
     both_ways: bool = False,
     fault_tolerant: bool = False,
-    communicator: int = 0,
+    communicator_index: int = 0,
     compression: str | None = None,
 ) -> OpenedPlan:
     """Agree on a plan with its other ranks, and connect them. Arguments and errors are those of :class:`reshard.Mover`.
@@ -104,7 +104,7 @@ def open_plan(
     program = runner = failure = None
     needs_cpu, used = False, device  # type of the device that the transfers run on
     options = {"both_ways": both_ways, "device": device, "verify": verify}
-    options |= {"communicator": communicator, "compression": compression}
+    options |= {"communicator_index": communicator_index, "compression": compression}
     arguments: list[tuple[str, str]] = []
     try:
         timeout_seconds = check_timeout(timeout_seconds)
@@ -132,9 +132,11 @@ def open_plan(
         decide = functools.partial(resolve_partial, layouts={}, members=plan.ranks)
         call, decision = channel.agree(request, decide, timeout_seconds, fault_tolerant)
         if decision.lost:
-            raise ranks_missed(decision.lost, "join")
+            raise ranks_missed_error(decision.lost, "join")
         assert program is not None
         warn_of_hosts(plan, decision.hostnames)
         agreed = AgreedPlan(plan, program, runner, channel, call, replace(decision, device_type=used))
-        transfers = open_transfers(agreed, timeout_seconds, verify, communicator=communicator, both_ways=both_ways)
+        transfers = open_transfers(
+            agreed, timeout_seconds, verify, communicator_index=communicator_index, both_ways=both_ways
+        )
     return OpenedPlan(agreed, transfers, is_copied(device, needs_cpu))

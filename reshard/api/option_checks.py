@@ -10,12 +10,12 @@ import torch
 
 from reshard.api.arrays.tensor_checks import DEVICE_TYPES
 from reshard.api.options import TransferOptions
-from reshard.codecs import CustomCodec, find_codec, is_lossless
+from reshard.codecs import CustomCodec, find_codec, has_variable_size
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
 from reshard.plan import Plan
 from reshard.planner import AUTO_CODEC
-from reshard.runtime.cuda.coding import check_device_codec
+from reshard.runtime.cuda.encoded_shards import check_device_codec
 
 #: What a call does when ranks are lost: raise an error, raise one that offers a recovery plan, or recover.
 ON_LOSS = ("raise", "offer", "recover")
@@ -35,7 +35,7 @@ def check_device_type(device: Any) -> None:
 def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
     """Raise ArgumentError unless the codec exists, ``on_error`` is valid, and ``max_error`` limits a lossy codec."""
     is_auto = isinstance(compression, str) and compression == AUTO_CODEC
-    if compression is not None and not is_auto and not is_lossless(compression):
+    if compression is not None and not is_auto and not has_variable_size(compression):
         find_codec(compression)
     if max_error is not None:
         if (
@@ -46,7 +46,7 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
             raise ArgumentError(
                 f"max_error is {brief(max_error)}; it must be a positive number (L2 error over L2 norm)"
             )
-        if compression is None or is_lossless(compression):
+        if compression is None or has_variable_size(compression):
             reason = f"{compression} is lossless" if compression else "without compression= nothing is changed"
             raise ArgumentError(f"max_error is {brief(max_error)}, but {reason}")
     if not isinstance(on_error, str) or on_error not in ON_ERROR:
@@ -54,7 +54,7 @@ def check_compression(compression: Any, max_error: Any, on_error: Any) -> None:
 
 
 def check_coding(plan: Plan, device: str) -> None:
-    """Raise ArgumentError if a plan has encoded tensors that this process or device type cannot code."""
+    """Raise ArgumentError if a plan has encoded tensors that this process or device type cannot encode."""
     for spec in plan.tensors:
         if spec.coding is not None and isinstance(spec.codec, CustomCodec):
             spec.codec.check_implemented()
@@ -100,6 +100,6 @@ def encodes_on_cpu(codec: Any) -> bool:
     """Whether only the CPU encodes tensors of this codec: a custom one, a lossless one, or ``"auto"``."""
     if codec is None:
         return False
-    if codec == AUTO_CODEC or is_lossless(codec):
+    if codec == AUTO_CODEC or has_variable_size(codec):
         return True
     return isinstance(find_codec(codec), CustomCodec)

@@ -41,9 +41,9 @@ class TransferOptions(PlanOptions, total=False):
         topology: hosts and links of the ranks. Default: one host per host name.
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
             :class:`~reshard.Codec` that you implement: its elements travel in place of the values, and are decoded into
-            the result's dtype. Tensors that the codec cannot code, or would not make smaller, travel as they are. Each
-            end allocates the encoded shard in addition. ``"auto"`` chooses among the codecs of
-            ``topology.codec_rates``, or none. ``"bf16-lossless"`` codes bf16 without loss; ``"delta"`` sends the
+            the result's dtype. Tensors that the codec cannot encode, or would not make smaller, travel as they are.
+            Each end allocates the encoded shard in addition. ``"auto"`` chooses among the codecs of
+            ``topology.codec_rates``, or none. ``"bf16-lossless"`` encodes bf16 without loss; ``"delta"`` sends the
             changes since ``base``. A :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
         max_error: limit on the error of each tensor, as the L2 norm of the error over the L2 norm of the values of all
             source shards. The ranks measure it while they encode, and agree on it before any data moves. Blocks that

@@ -17,7 +17,7 @@ from reshard.api.codec_errors import encode_measured
 from reshard.api.option_checks import check_listed
 from reshard.api.options import is_fault_tolerant
 from reshard.api.plan_per_host import plan_per_host
-from reshard.codecs import is_lossless
+from reshard.codecs import has_variable_size
 from reshard.coordination import MAX_CACHED, Request, plan_arguments, resolve_partial, topology_of_names
 from reshard.errors import ReshardError
 from reshard.plan import Plan, ensure_checked
@@ -160,7 +160,7 @@ def _tensors_on_wire(
         return buckets, plan
     tensors = agreement.tensors
     on_wire = [wire_dtype(spec.dtype, item.dst_dtype) for spec, item in zip(tensors, inputs.items, strict=True)]
-    codec = None if is_lossless(options["compression"]) else options["compression"]
+    codec = None if has_variable_size(options["compression"]) else options["compression"]
     encoded = compress_tensors(tensors, codec, options["max_error"], topology, plan, on_wire, encodes_first=True)
     for index, item in enumerate(inputs.items):
         if item.name in raw:

@@ -39,7 +39,7 @@ from reshard.formatting import format_ranks
 from reshard.plan import Plan
 from reshard.planner.recovery import RankProgress, find_missing, plan_remainder, view_pieces, whole_tensors
 from reshard.public_api import not_compiled
-from reshard.runtime.cpu.coding import encoded_array
+from reshard.runtime.cpu.encoded_shards import encoded_array
 from reshard.runtime.cpu.progress import Tally
 
 #: How long ranks wait for each other's outcome after the time limit of the transfer.

@@ -16,7 +16,7 @@ from reshard.api.prepare import Prepared
 from reshard.api.recovery import FaultTolerantHandle, Recovery
 from reshard.api.transfer_arrays import call_arrays, finish_call
 from reshard.coordination import Channel
-from reshard.coordination.liveness.lost_ranks import ranks_missed
+from reshard.coordination.liveness.lost_ranks import ranks_missed_error
 from reshard.errors import ReshardError
 
 
@@ -46,7 +46,7 @@ def start_recovery(prepared: Prepared) -> Handle:
     inputs, decision, channel = agreement.inputs, agreement.decision, agreement.channel
     src, dst, targets = call_arrays(inputs.items, plan, decision, inputs.group.rank, {})
     finish = functools.partial(finish_call, inputs.items, decision, dst, targets)
-    failed = failed_handle(channel, decision.generation, ranks_missed(lost), finish)
+    failed = failed_handle(channel, decision.generation, ranks_missed_error(lost), finish)
     handle = FaultTolerantHandle(failed, Recovery(channel, plan, src, dst, lost, inputs.options), finish)
     note_wait(handle, src, targets)
     return handle

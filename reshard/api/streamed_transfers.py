@@ -13,7 +13,7 @@ from reshard.api.arrays.memory_in_use import note_use
 from reshard.api.handle import StreamHandle, StreamWatch
 from reshard.coordination import NCCL_ROOT_CAUSE_SECONDS, Monitor
 from reshard.runtime.cpu.staging import carrier
-from reshard.runtime.cuda.coding import DeviceDecodedTarget
+from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget
 from reshard.runtime.cuda.nccl_library import NcclError
 from reshard.runtime.cuda.stream import STREAMS, StreamRunner, is_capturing
 
@@ -23,12 +23,12 @@ class StreamedTransfers:
 
     Args:
         agreed: the plan and this rank's part of it, with a runner.
-        communicator: number of the communicator between the ranks of the channel.
+        communicator_index: which of the NCCL communicators between the ranks of the channel to use.
         timeout_seconds: limit for connecting the ranks, and of each transfer.
         keeps_runner: leave the buffers and tables with the channel, for the next call.
     """
 
-    def __init__(self, agreed: AgreedPlan, communicator: int, timeout_seconds: float, keeps_runner: bool) -> None:
+    def __init__(self, agreed: AgreedPlan, communicator_index: int, timeout_seconds: float, keeps_runner: bool) -> None:
         runner, self._channel, self._generation = agreed.runner, agreed.channel, agreed.decision.generation
         assert runner is not None
         self.timeout_seconds = timeout_seconds
@@ -37,7 +37,7 @@ class StreamedTransfers:
                 self._channel.idle_runner.release()
             self._channel.idle_runner = runner
         device = runner.memory.device
-        exchange = self._channel.exchange(self._generation, device, communicator, runner.rounds, timeout_seconds)
+        exchange = self._channel.exchange(self._generation, device, communicator_index, runner.rounds, timeout_seconds)
         streams = STREAMS[device.type](device) if exchange is None else exchange.streams
         self.on_stream: StreamRunner | None = StreamRunner(runner, exchange or _no_exchange, streams)
         self._channel.group.resources.add_user(self)

@@ -17,7 +17,7 @@ from reshard.codecs.codec import (
     TransferPolicy,
     codec_name,
     find_codec,
-    is_lossless,
+    has_variable_size,
     parse_codec,
 )
 from reshard.codecs.custom import CustomCodec, find_custom_codec
@@ -39,8 +39,8 @@ __all__ = [
     "find_block_codec",
     "find_codec",
     "find_custom_codec",
+    "has_variable_size",
     "is_block_dtype",
-    "is_lossless",
     "measure_rates",
     "parse_codec",
 ]

@@ -11,7 +11,7 @@ import numpy as np
 from reshard import _native
 from reshard.codecs.delta import HEADER_BYTES, write_plain
 
-#: The first byte of a code.
+#: The first byte of an encoded array.
 BITMAP = 3
 
 
@@ -33,10 +33,6 @@ def encode_bitmap(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: i
     return write_plain(words, out)
 
 
-def apply_bitmap(data: np.ndarray, words: np.ndarray, width: int) -> bool:
-    """Turn the base into the array that was encoded, in place.
-
-    Returns:
-        Whether ``data``, without its header, encodes an array of this size. If not, some words may have changed.
-    """
+def decode_bitmap(data: np.ndarray, words: np.ndarray, width: int) -> bool:
+    """Turn the base into the array that was encoded, in place; see :func:`~reshard.codecs.delta.decode_delta`."""
     return bool(_native.apply_bitmap(width, data, words))

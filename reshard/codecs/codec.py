@@ -85,7 +85,7 @@ def parse_codec(name: Any) -> BlockCodec:
     """
     if isinstance(name, str) and (codec := find_block_codec(name)) is not None:
         return codec
-    if is_lossless(name):
+    if has_variable_size(name):
         raise ArgumentError(
             f"{name} makes output whose size depends on the values, which only reshard, reshard_async, reshard_local, "
             "a Mover and reshard.ray.reshard send; here a codec with blocks of fixed size is needed: "
@@ -97,7 +97,7 @@ def parse_codec(name: Any) -> BlockCodec:
     )
 
 
-def is_lossless(name: Any) -> bool:
+def has_variable_size(name: Any) -> bool:
     """Whether this names a codec whose output size depends on the values."""
     return isinstance(name, str) and name in LOSSLESS_CODECS
 

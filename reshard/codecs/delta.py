@@ -11,7 +11,6 @@ from __future__ import annotations
 import numpy as np
 
 from reshard import _native
-from reshard.errors import ArgumentError
 
 HEADER_BYTES = 1
 #: The first byte of an array that travels as it is, and of differences.
@@ -31,10 +30,10 @@ def write_plain(words: np.ndarray, out: np.ndarray) -> int:
 
 
 def read_plain(data: np.ndarray, words: np.ndarray) -> bool:
-    """Copy what :func:`write_plain` wrote. Returns False if ``data`` is no such array of this size."""
-    if len(data) != len(words) + HEADER_BYTES or data[0] != PLAIN:
+    """Copy what :func:`write_plain` wrote after the header. Returns False if it is of another size."""
+    if len(data) != len(words):
         return False
-    words[:] = data[HEADER_BYTES:]
+    words[:] = data
     return True
 
 
@@ -57,18 +56,15 @@ def encode_delta(words: np.ndarray, base: np.ndarray | None, out: np.ndarray, wi
     return write_plain(words, out)
 
 
-def apply_delta(data: np.ndarray, words: np.ndarray, width: int) -> None:
+def decode_delta(data: np.ndarray, words: np.ndarray, width: int) -> bool:
     """Turn the base into the array that was encoded, in place.
 
     Args:
-        data: what :func:`encode_delta` wrote.
+        data: what :func:`encode_delta` wrote after the header :data:`DIFFERENCES`.
         words: flat uint8, the base.
+        width: bytes of a word.
 
-    Raises:
-        ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
+    Returns:
+        Whether ``data`` encodes an array of this size. If not, some words may have changed.
     """
-    if len(data) >= HEADER_BYTES and data[0] == DIFFERENCES and _native.apply_delta(width, data[HEADER_BYTES:], words):
-        return
-    if read_plain(data, words):
-        return
-    raise ArgumentError(f"{len(data)} bytes are not a delta to an array of {len(words)} bytes")
+    return bool(_native.apply_delta(width, data, words))

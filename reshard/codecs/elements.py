@@ -75,7 +75,7 @@ class ElementCodec(ABC):
             The number of bytes written.
 
         Raises:
-            ArgumentError: a dtype that the codec does not code, arrays with strides, or ``out`` has another size.
+            ArgumentError: a dtype that the codec does not encode, arrays with strides, or ``out`` has another size.
         """
 
     @abstractmethod
@@ -104,6 +104,6 @@ class ElementCodec(ABC):
         given, needed = math.prod(encoded.shape), self.nbytes(plain.shape, num_row_dims)
         if given != needed or encoded.dtype.itemsize != 1:
             raise ArgumentError(
-                f"codec {self.name} codes shape {list(plain.shape)} in {needed} bytes, but the encoded array has "
+                f"codec {self.name} encodes shape {list(plain.shape)} in {needed} bytes, but the encoded array has "
                 f"{given} elements of {encoded.dtype}"
             )

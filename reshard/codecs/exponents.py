@@ -1,8 +1,8 @@
 """The lossless codec ``bf16-lossless``: 3 bits per exponent, as the distance to the largest one of 128 values.
 
-``native/codecs/exponents.h`` describes the code. Weights, gradients and optimizer states become about 1.4 times
+``native/codecs/exponents.h`` describes the encoding. Weights, gradients and optimizer states become about 1.4 times
 smaller: sign and mantissa, 8 of 16 bits, are noise and stay as they are. An encoded array begins with a byte that tells
-whether a code or the plain bytes follow, as in :mod:`reshard.codecs.delta`.
+whether encoded or plain bytes follow, as in :mod:`reshard.codecs.delta`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ from __future__ import annotations
 import numpy as np
 
 from reshard import _native
-from reshard.codecs.delta import HEADER_BYTES, read_plain, write_plain
-from reshard.errors import ArgumentError
+from reshard.codecs.delta import HEADER_BYTES, write_plain
 
-#: The first byte of a code.
+#: The first byte of an encoded array.
 EXPONENTS = 2
-#: The dtype that the codec codes.
+#: The dtype that the codec encodes.
 DTYPE = "bfloat16"
 
 
@@ -36,14 +35,10 @@ def encode_exponents(words: np.ndarray, out: np.ndarray) -> int:
     return write_plain(words, out)
 
 
-def decode_exponents(data: np.ndarray, words: np.ndarray) -> None:
-    """The inverse of :func:`encode_exponents`.
+def decode_exponents(data: np.ndarray, words: np.ndarray) -> bool:
+    """The inverse of :func:`encode_exponents`, without its header.
 
-    Raises:
-        ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
+    Returns:
+        Whether ``data`` encodes an array of this size. If not, some words may have changed.
     """
-    if len(data) >= HEADER_BYTES and data[0] == EXPONENTS and _native.decode_exponents(data[HEADER_BYTES:], words):
-        return
-    if read_plain(data, words):
-        return
-    raise ArgumentError(f"{len(data)} bytes are not the code of an array of {len(words)} bytes of bf16")
+    return bool(_native.decode_exponents(data, words))

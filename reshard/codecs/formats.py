@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard import _native
-from reshard.codecs.bitmap import BITMAP, apply_bitmap, encode_bitmap
-from reshard.codecs.delta import HEADER_BYTES, apply_delta, encode_delta, write_plain
+from reshard.codecs.bitmap import BITMAP, decode_bitmap, encode_bitmap
+from reshard.codecs.delta import DIFFERENCES, HEADER_BYTES, PLAIN, decode_delta, encode_delta, read_plain, write_plain
 from reshard.codecs.exponents import DTYPE, EXPONENTS, decode_exponents, encode_exponents
-from reshard.codecs.xor_planes import XOR_PLANES, apply_planes, encode_planes, zstd_version
+from reshard.codecs.xor_planes import XOR_PLANES, decode_planes, encode_planes, zstd_version
 from reshard.errors import ArgumentError
 
 #: ``{bytes of a word: share of changed words}`` from which ``bitmap`` is smaller than ``delta``, or faster (1 byte).
@@ -38,22 +38,39 @@ class Format:
     Attributes:
         encode: writes words, given a base, to a buffer with :data:`HEADER_BYTES` more bytes; returns the bytes written.
             Arguments are flat uint8, and the last one is the number of bytes of a word.
+        decode: turns the base into the words that were encoded, in place; returns False if the bytes do not encode so
+            many words. Arguments are the bytes after the header, the base, and the number of bytes of a word.
+        header: the first byte of what ``decode`` reads. ``encode`` may write another format where that is smaller.
         has_base: whether the receiver needs the base.
-        dtype: the only dtype that the format codes; "" for any.
+        dtype: the only dtype of the format; "" for any.
     """
 
     encode: Callable[[np.ndarray, np.ndarray, np.ndarray, int], int]
+    decode: Callable[[np.ndarray, np.ndarray, int], bool]
+    header: int
     has_base: bool = True
     dtype: str = ""
 
 
 FORMATS = {
-    "raw": Format(lambda words, base, out, width: write_plain(words, out), has_base=False),
-    "bf16-lossless": Format(lambda words, base, out, width: encode_exponents(words, out), has_base=False, dtype=DTYPE),
-    "delta": Format(encode_changes),
-    "bitmap": Format(encode_bitmap),
-    "xor-zstd": Format(encode_planes),
+    "raw": Format(
+        lambda words, base, out, width: write_plain(words, out),
+        lambda data, words, width: read_plain(data, words),
+        PLAIN,
+        has_base=False,
+    ),
+    "bf16-lossless": Format(
+        lambda words, base, out, width: encode_exponents(words, out),
+        lambda data, words, width: decode_exponents(data, words),
+        EXPONENTS,
+        has_base=False,
+        dtype=DTYPE,
+    ),
+    "delta": Format(encode_changes, decode_delta, DIFFERENCES),
+    "bitmap": Format(encode_bitmap, decode_bitmap, BITMAP),
+    "xor-zstd": Format(encode_planes, decode_planes, XOR_PLANES),
 }
+_NAME_OF_HEADER = {known.header: name for name, known in FORMATS.items()}
 
 
 def known_formats() -> dict[str, str]:
@@ -78,12 +95,8 @@ def decode_piece(data: np.ndarray, words: np.ndarray, width: int) -> None:
         ArgumentError: ``data`` does not encode an array of this size. Some words may have changed.
     """
     header = int(data[0]) if len(data) else -1
-    if header == EXPONENTS:
-        decode_exponents(data, words)
-    elif header in (BITMAP, XOR_PLANES):
-        apply = apply_bitmap if header == BITMAP else apply_planes
-        if not apply(data[HEADER_BYTES:], words, width):
-            what = "bitmap" if header == BITMAP else "xor-zstd"
-            raise ArgumentError(f"{len(data)} bytes are no {what} code of an array of {len(words)} bytes")
-    else:
-        apply_delta(data, words, width)
+    name = _NAME_OF_HEADER.get(header)
+    if name is None:
+        raise ArgumentError(f"{len(data)} bytes do not begin as a format of an array of {len(words)} bytes")
+    if not FORMATS[name].decode(data[HEADER_BYTES:], words, width):
+        raise ArgumentError(f"{len(data)} bytes are no {name} encoding of an array of {len(words)} bytes")

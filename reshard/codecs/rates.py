@@ -18,7 +18,7 @@ from reshard.codecs.formats import FORMATS, decode_piece, known_formats
 NUM_VALUES = 2**20
 #: How long each of encoding and decoding is timed.
 WINDOW_SECONDS = 0.03
-#: Words of a piece of bf16 weights, and pieces that each lossless format codes; the fastest one counts.
+#: Words of a piece of bf16 weights, and pieces that each lossless format encodes; the fastest one counts.
 NUM_WORDS, NUM_PIECES = 2**19, 3
 
 

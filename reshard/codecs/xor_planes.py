@@ -19,7 +19,7 @@ except ImportError:
     except ImportError:
         zstd = None
 
-#: The first byte of a code.
+#: The first byte of an encoded array.
 XOR_PLANES = 4
 LEVEL = 1
 
@@ -52,12 +52,8 @@ def encode_planes(words: np.ndarray, base: np.ndarray, out: np.ndarray, width: i
     return len(data) + HEADER_BYTES
 
 
-def apply_planes(data: np.ndarray, words: np.ndarray, width: int) -> bool:
-    """Turn the base into the array that was encoded, in place.
-
-    Returns:
-        Whether ``data``, without its header, encodes an array of this size. If not, no word has changed.
-    """
+def decode_planes(data: np.ndarray, words: np.ndarray, width: int) -> bool:
+    """Turn the base into the array that was encoded, in place; see :func:`~reshard.codecs.delta.decode_delta`."""
     if zstd is None:
         return False
     decompressor = zstd.ZstdDecompressor()

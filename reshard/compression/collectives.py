@@ -46,7 +46,7 @@ def exchange(rows: torch.Tensor, group: dist.ProcessGroup, out: torch.Tensor | N
     return _wait_for(dist.all_to_all_single(received, rows, group=group, async_op=True), received)
 
 
-def gather(row: torch.Tensor, group: dist.ProcessGroup) -> Wait:
+def all_gather(row: torch.Tensor, group: dist.ProcessGroup) -> Wait:
     """Start to gather the rows of all members, in their order."""
     received = row.new_empty(dist.get_world_size(group), row.numel())
     return _wait_for(all_gather_single(received, row.reshape(1, -1), group=group, async_op=True), received)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 from reshard.arguments import check_arguments
 from reshard.codecs import CODED_DTYPES, BlockCodec, parse_codec
-from reshard.compression.collectives import decode_rows, encode_rows, gather, reduce_scatter
+from reshard.compression.collectives import all_gather, decode_rows, encode_rows, reduce_scatter
 from reshard.compression.feedback import check_state
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
@@ -57,7 +57,7 @@ class CompressedAllGather(_Encoded, AllGather):
     """An all-gather for ``FSDPModule.set_custom_all_gather`` that sends the elements of a block codec.
 
     Raises:
-        ArgumentError: there is no such codec; when called: tensors that it does not code.
+        ArgumentError: there is no such codec; when called: tensors that it does not encode.
     """
 
     @check_arguments()
@@ -71,7 +71,7 @@ class CompressedAllGather(_Encoded, AllGather):
         """Gather the inputs of all ranks into the output."""
         self._check(input_tensor, output_tensor, input_tensor, group)
         encoded = encode_rows(input_tensor.reshape(1, -1), self.codec)
-        decode_rows(gather(encoded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
+        decode_rows(all_gather(encoded, group)(), output_tensor.view(dist.get_world_size(group), -1), self.codec)
 
 
 class CompressedReduceScatter(_Encoded, ReduceScatter):
@@ -84,7 +84,7 @@ class CompressedReduceScatter(_Encoded, ReduceScatter):
             own then, since the errors belong to its parameters.
 
     Raises:
-        ArgumentError: there is no such codec; when called: tensors that it does not code, not a sum or an average, or
+        ArgumentError: there is no such codec; when called: tensors that it does not encode, not a sum or an average, or
             gradients of another size than before with ``feedback``.
     """
 

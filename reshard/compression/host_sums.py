@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.codecs import BlockCodec
-from reshard.compression.collectives import Wait, decode_rows, encode_rows, exchange, gather
+from reshard.compression.collectives import Wait, all_gather, decode_rows, encode_rows, exchange
 
 #: A piece of a sum is reduced inside the host, then between hosts, then gathered.
 NUM_PHASES = 3
@@ -30,7 +30,7 @@ class Level(Protocol):
     def exchange(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> Wait:
         """Start to send row i to rank i. The result has a row from each rank; it is written to ``out`` if given."""
 
-    def gather(self, rows: torch.Tensor) -> Wait:
+    def all_gather(self, rows: torch.Tensor) -> Wait:
         """Start to gather the rows of all ranks as one row each, in their order."""
 
 
@@ -44,9 +44,9 @@ class GroupLevel:
         """See :class:`Level`."""
         return exchange(rows, self._group, out)
 
-    def gather(self, rows: torch.Tensor) -> Wait:
+    def all_gather(self, rows: torch.Tensor) -> Wait:
         """See :class:`Level`."""
-        return gather(rows, self._group)
+        return all_gather(rows, self._group)
 
 
 def split_by_host(hosts: Sequence[Hashable], position: int) -> tuple[list[int], list[int]] | None:
@@ -136,7 +136,7 @@ def _sum_piece(
         else:
             decode_rows(row[None], total[None], codec, accumulate=True)
     encoded = encode_rows(total[None], codec)
-    wait = across.gather(encoded)
+    wait = across.all_gather(encoded)
     if errors is not None:
         own = errors.view(len(slices), len(parts), -1)[inside.index]
         own.copy_(parts)
@@ -148,5 +148,5 @@ def _sum_piece(
     yield
     every = wait()
     if inside.size > 1:
-        every = inside.gather(every)()  # (ranks of a host, hosts * bytes of a part)
+        every = inside.all_gather(every)()  # (ranks of a host, hosts * bytes of a part)
     decode_rows(every.view(-1, encoded.shape[1]), flat.view(inside.size * across.size, -1), codec)

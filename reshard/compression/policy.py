@@ -149,7 +149,7 @@ class Policy:
 def parse_policy(text: str) -> Policy:
     """A policy from text, such as ``"dp=int4x128-bf16,pp=int8x128/raw"``; the inverse of ``str(policy)``.
 
-    A slash joins the two codecs of ``pp`` or ``zero``; ``raw`` means no codec. ``force-pp`` codes all edges.
+    A slash joins the two codecs of ``pp`` or ``zero``; ``raw`` means no codec. ``force-pp`` encodes all edges.
     ``feedback`` is short for ``feedback=dp``; with ``feedback=dp/zero``, both dimensions add coding errors to the next
     gradients. ``raw-steps=100`` leaves the ``dp`` sums of the first 100 steps raw.
 

@@ -43,7 +43,12 @@ from reshard.coordination.liveness.call_sequence import (
 )  # fmt: skip
 from reshard.coordination.liveness.failure_detector import check_rank_status, explain_loss, explain_lost_store
 from reshard.coordination.liveness.heartbeat import Monitor
-from reshard.coordination.liveness.lost_ranks import hub_lost, rank_gone, rank_stopped, ranks_late
+from reshard.coordination.liveness.lost_ranks import (
+    hub_lost_error,
+    rank_gone_error,
+    rank_stopped_error,
+    ranks_late_error,
+)
 from reshard.coordination.liveness.membership import (
     ExcludedError,
     MembersLostError,
@@ -358,7 +363,7 @@ class Rendezvous:
         except EOFError as error:
             if fault_tolerant:
                 return self._continue_without(hub, args)
-            text = str(hub_lost(hub, self.group.rank, error, is_gone=self.links.find_lost() == hub))
+            text = str(hub_lost_error(hub, self.group.rank, error, is_gone=self.links.find_lost() == hub))
             return explain_loss(lambda: self._check_absent(hub, fault_tolerant=False), text, self.links.find_reason())
         except DeadlineError:
             if fault_tolerant:
@@ -383,7 +388,7 @@ class Rendezvous:
         return decision
 
     def _decide_missing(self, missing: list[int], timeout_seconds: float) -> Decision:
-        error = ranks_late(missing, self.members, timeout_seconds)
+        error = ranks_late_error(missing, self.members, timeout_seconds)
         return Decision(error=describe_error(error), out_of_sync=str(error))
 
     def _wait(
@@ -450,7 +455,7 @@ class Rendezvous:
         if self.links.hub is not None and self.links.hub.gone and not args.fault_tolerant:
             rank, why = next(iter(self.links.hub.gone.items()))
             self._check_absent(rank, fault_tolerant=False)  # the rank may have published why it left
-            raise rank_gone(rank, why)
+            raise rank_gone_error(rank, why)
 
     def _check_absent(self, rank: int, fault_tolerant: bool) -> None:
         """Raise if ``rank`` waits for this rank in another call or has left this one; record it if it is dead."""
@@ -463,7 +468,7 @@ class Rendezvous:
         if not is_silent and not self._has_ended(rank, seconds) and not (status and is_reported_dead(status)):
             return
         if not fault_tolerant:
-            error = rank_stopped(rank, is_silent=is_silent)
+            error = rank_stopped_error(rank, is_silent=is_silent)
             raise RoundEndedError(Decision(error=describe_error(error), out_of_sync=str(error) if is_silent else ""))
         self._dead.add(rank)
         if rank == self.members[0]:

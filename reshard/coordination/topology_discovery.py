@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from reshard.codecs import measure_rates, parse_codec
-from reshard.coordination.communicator import find_channel
+from reshard.coordination.channel import find_channel
 from reshard.coordination.decide import resolve
 from reshard.coordination.groups.messages import Decision, Request, describe_error
 from reshard.coordination.groups.process_group import find_group

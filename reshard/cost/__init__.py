@@ -3,7 +3,7 @@
 Imports :mod:`reshard.plan` and the layers below it.
 """
 
-from reshard.cost.coding import encoded_makespan
+from reshard.cost.encoded_plans import encoded_makespan
 from reshard.cost.fluid import flow
 from reshard.cost.latency_bounds import LatencyBounds, find_latency_bounds
 from reshard.cost.lower_bound import Bound, find_bound

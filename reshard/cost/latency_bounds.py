@@ -12,9 +12,9 @@ import numpy as np
 from reshard.cost.lower_bound import (
     Bound,
     Classes,
-    Traffic,
+    Demand,
     find_bound,
-    find_traffic,
+    find_demand,
     min_egress_seconds,
     min_largest_share,
 )
@@ -54,10 +54,10 @@ def find_latency_bounds(plan: Plan, bound: Bound | None = None) -> LatencyBounds
         return None
     if isinstance(plan, RotationPlan):
         return _bounds_of_rotation(plan)
-    traffic = find_traffic(plan.tensors, topology.host_of_rank.__getitem__)
-    if not traffic:
+    demand = find_demand(plan.tensors, topology.host_of_rank.__getitem__)
+    if not demand:
         return LatencyBounds(0.0, 0.0)
-    problem = _Problem.of(plan, traffic)
+    problem = _Problem.of(plan, demand)
     any_plan = max(
         problem.seconds_of_bytes(),
         problem.seconds_of_rounds(),
@@ -81,10 +81,10 @@ def _bounds_of_rotation(plan: RotationPlan) -> LatencyBounds:
 
 @dataclass(frozen=True, eq=False)
 class _Problem:
-    """The traffic between hosts, and the rates of the hosts that take part.
+    """The bytes that hosts need of others, and the rates of the hosts that take part.
 
     Attributes:
-        traffic: bytes and unit tasks by holders and destinations.
+        demand: bytes and unit tasks by holders and destinations.
         pods: the same of pods; None without pods.
         rates: the total rates of each host, by the NICs that its ranks use.
         num_nics: the number of these NICs.
@@ -93,8 +93,8 @@ class _Problem:
         pod_ports: the uplinks of pods.
     """
 
-    traffic: Traffic
-    pods: Traffic | None
+    demand: Demand
+    pods: Demand | None
     rates: Mapping[int, Rates]
     num_nics: Mapping[int, int]
     hold_bytes: Mapping[int, float]
@@ -102,12 +102,12 @@ class _Problem:
     pod_ports: Sequence[Port]
 
     @classmethod
-    def of(cls, plan: Plan, traffic: Traffic) -> _Problem:
+    def of(cls, plan: Plan, demand: Demand) -> _Problem:
         topology = plan.topology
         nics = used_nics(plan.tensors, topology)
         return cls(
-            traffic,
-            find_traffic(plan.tensors, _pod_of(topology)) if topology.pods else None,
+            demand,
+            find_demand(plan.tensors, _pod_of(topology)) if topology.pods else None,
             {host: Rates.of(host_nics) for host, host_nics in nics.items()},
             {host: len(host_nics) for host, host_nics in nics.items()},
             {
@@ -125,18 +125,18 @@ class _Problem:
 
     def seconds_of_bytes(self) -> float:
         """Each port that must pass bytes passes them after the latency of its first message."""
-        seconds = _arrival_or_share(_bytes_of(self.traffic), self.rates)
+        seconds = _arrival_or_share(_bytes_of(self.demand), self.rates)
         if self.pods is not None:
             seconds = max(seconds, _arrival_or_share(_bytes_of(self.pods), dict(enumerate(self.pod_ports))))
-        total = sum(nbytes * len(destinations) for (_, destinations), (nbytes, _) in self.traffic.items())
-        receivers = len({host for _, destinations in self.traffic for host in destinations})
+        total = sum(nbytes * len(destinations) for (_, destinations), (nbytes, _) in self.demand.items())
+        receivers = len({host for _, destinations in self.demand for host in destinations})
         work = total + receivers * min(self.hold_bytes.values())
         return max(self.latency + seconds, work / sum(rates.egress_bytes_per_second for rates in self.rates.values()))
 
     def seconds_of_rounds(self) -> float:
         """In the time of a latency, each NIC of each host that has some of the bytes informs one more host."""
         informed: dict[tuple[int, ...], set[int]] = {}
-        for holders, destinations in self.traffic:
+        for holders, destinations in self.demand:
             informed.setdefault(holders, set()).update(destinations)
         sources = {host for holders in informed for host in holders}
         everyone = set().union(*informed.values()) - sources
@@ -147,7 +147,7 @@ class _Problem:
     def seconds_of_broadcasts(self) -> float:
         """The last byte to leave a sole holder with one NIC then takes the rounds of its broadcast."""
         by_rounds: dict[int, Counter[int]] = {}
-        for (holders, destinations), (nbytes, _) in self.traffic.items():
+        for (holders, destinations), (nbytes, _) in self.demand.items():
             if len(holders) == 1 and self.num_nics[holders[0]] == 1:
                 by_rounds.setdefault(holders[0], Counter())[self._num_rounds(holders, len(destinations))] += nbytes
         seconds = 0.0
@@ -166,12 +166,12 @@ class _Problem:
     def seconds_of_unit_tasks(self) -> float:
         """As the bound of bytes, where each unit task that passes a port also takes one latency there."""
         hold = min(self.hold_bytes.values())
-        work = {key: nbytes + count * hold for key, (nbytes, count) in self.traffic.items()}
+        work = {key: nbytes + count * hold for key, (nbytes, count) in self.demand.items()}
         egress = {host: rates.egress_bytes_per_second for host, rates in self.rates.items()}
         total = sum(size * len(destinations) for (_, destinations), size in work.items())
         held = {
             key: nbytes + count * min(self.hold_bytes[host] for host in key[0])
-            for key, (nbytes, count) in self.traffic.items()
+            for key, (nbytes, count) in self.demand.items()
         }
         bounds = [_share(held, egress), total / sum(egress.values())]
         sources = {host for holders, _ in work for host in holders}
@@ -215,21 +215,21 @@ class _Exchange:
 
     @classmethod
     def of(cls, problem: _Problem) -> _Exchange:
-        rates, traffic = problem.rates, problem.traffic
-        senders = {host for holders, _ in traffic for host in holders}
-        receivers = {host for _, destinations in traffic for host in destinations}
+        rates, demand = problem.rates, problem.demand
+        senders = {host for holders, _ in demand for host in holders}
+        receivers = {host for _, destinations in demand for host in destinations}
         out = sum(
             nbytes / max(rates[host].egress_bytes_per_second for host in holders)
-            for (holders, _), (nbytes, _) in traffic.items()
+            for (holders, _), (nbytes, _) in demand.items()
         )
         into = sum(
             nbytes / rates[host].ingress_bytes_per_second
-            for (_, destinations), (nbytes, _) in traffic.items()
+            for (_, destinations), (nbytes, _) in demand.items()
             for host in destinations
         )
         parts = Counter(
             (nbytes, problem.hold_bytes[holders[0]] / rates[holders[0]].egress_bytes_per_second)
-            for (holders, destinations), (nbytes, _) in traffic.items()
+            for (holders, destinations), (nbytes, _) in demand.items()
             if len(holders) == 1 and len(destinations) == 1
         )
         return cls(
@@ -307,8 +307,8 @@ def _share(classes: Mapping[tuple[tuple[int, ...], tuple[int, ...]], float], egr
     return min_largest_share(held, egress)
 
 
-def _bytes_of(traffic: Traffic) -> Classes:
-    return {key: nbytes for key, (nbytes, _) in traffic.items()}
+def _bytes_of(demand: Demand) -> Classes:
+    return {key: nbytes for key, (nbytes, _) in demand.items()}
 
 
 def _pod_of(topology: Topology) -> Callable[[int], int]:

@@ -22,7 +22,7 @@ HostSet = tuple[int, ...]
 #: A place is a host or a pod.
 Classes = dict[tuple[HostSet, HostSet], int]
 #: The same, and the number of regions beside the bytes.
-Traffic = dict[tuple[HostSet, HostSet], tuple[int, int]]
+Demand = dict[tuple[HostSet, HostSet], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -141,12 +141,12 @@ def _format_busy_links(
 
 def _classes(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Classes:
     """Bytes by holders and destinations, of the regions that some place needs and does not hold."""
-    return {key: nbytes for key, (nbytes, _) in find_traffic(tensors, place_of).items()}
+    return {key: nbytes for key, (nbytes, _) in find_demand(tensors, place_of).items()}
 
 
-def find_traffic(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Traffic:
+def find_demand(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) -> Demand:
     """Bytes and number of regions by holders and destinations, of the regions that some place needs and lacks."""
-    traffic: Traffic = {}
+    demand: Demand = {}
     for spec in tensors:
         tasks = spec.tasks
         src_sets, src_of = _place_sets(spec.src_shards.ranks, place_of)
@@ -159,9 +159,9 @@ def find_traffic(tensors: Sequence[TensorSpec], place_of: Callable[[int], int]) 
             holders = src_sets[number // len(dst_sets)]
             destinations = tuple(place for place in dst_sets[number % len(dst_sets)] if place not in holders)
             if destinations and total:
-                before = traffic.get((holders, destinations), (0, 0))
-                traffic[holders, destinations] = (before[0] + total, before[1] + count)
-    return traffic
+                before = demand.get((holders, destinations), (0, 0))
+                demand[holders, destinations] = (before[0] + total, before[1] + count)
+    return demand
 
 
 def _place_sets(ranks: np.ndarray, place_of: Callable[[int], int]) -> tuple[list[HostSet], np.ndarray]:

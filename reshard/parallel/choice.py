@@ -15,7 +15,7 @@ from reshard.errors import ArgumentError
 from reshard.formatting import brief, format_bytes
 from reshard.topology import Topology
 
-from .costs import find_traffic
+from .costs import find_axis_cost
 from .grid.cuts import AXES, chunk_spans, size_of
 from .layer_price import GridLoad, price_layer
 from .products.dataflow import PANEL_WIDTH
@@ -238,11 +238,11 @@ class _Workload:
         """Estimate a grid of shape ``(depth, rows, cols)`` with the axes in this order over the ranks."""
         sizes, (depth, rows, cols) = self.sizes, shape
         arranged = _arrange(self.ranks, shape, order)
-        traffic = {axis: find_traffic(self.topology, arranged, number) for number, axis in enumerate(AXES)}
+        costs = {axis: find_axis_cost(self.topology, arranged, number) for number, axis in enumerate(AXES)}
         layer_rows = size_of(chunk_spans(self.rows, depth)[0])
         tokens = tuple(size_of(span) * sizes.sequence for span in chunk_spans(layer_rows, rows))
         load = GridLoad(
-            rows, cols, depth, tokens, traffic, self.itemsize, self.itemsize, self.panel, keep_inputs=self.keep_inputs
+            rows, cols, depth, tokens, costs, self.itemsize, self.itemsize, self.panel, keep_inputs=self.keep_inputs
         )
         compute = exposed = sums = norms = 0.0
         parameters = stationary = kept = 0

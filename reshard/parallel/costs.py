@@ -17,12 +17,12 @@ from .products.dataflow import Dataflows, LayerProducts, busiest_elements
 
 
 @dataclass(frozen=True)
-class AxisTraffic:
+class AxisCost:
     """Seconds per byte, and latency, of one collective along an axis on which every rank holds one part.
 
-    A gather and a sum move the same bytes: each rank receives one part from every other rank of its axis. The parts
-    pass NICs and uplinks of pods, or stay inside a host. Where all hosts have the same number of ranks of an axis, both
-    collectives run in two levels (:class:`~reshard.parallel.grid.two_levels.TwoLevelAxis`).
+    An all-gather and a reduce-scatter move the same bytes: each rank receives one part from every other rank of its
+    axis. The parts pass NICs and uplinks of pods, or stay inside a host. Where all hosts have the same number of ranks
+    of an axis, both collectives run in two levels (:class:`~reshard.parallel.grid.two_levels.TwoLevelAxis`).
 
     Attributes:
         nic_seconds: seconds of the busiest NIC, or uplink of a pod, for parts of one byte.
@@ -43,8 +43,8 @@ class AxisTraffic:
         return self.latency_seconds + part_bytes * (self.nic_seconds + self.inside_seconds)
 
 
-def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffic:
-    """The traffic along one axis of a grid.
+def find_axis_cost(topology: Topology, ranks: np.ndarray, axis: int) -> AxisCost:
+    """The cost of collectives along one axis of a grid.
 
     Args:
         topology: hosts and links of the ranks.
@@ -54,7 +54,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
     groups = np.moveaxis(ranks, axis, -1).reshape(-1, ranks.shape[axis])
     size = groups.shape[1]
     if size == 1:
-        return AxisTraffic(0.0, 0.0, 0.0, 0)
+        return AxisCost(0.0, 0.0, 0.0, 0)
     received: dict[tuple[int, int], float] = {}
     pod_received = [0.0] * len(topology.pods)
     max_inside, has_levels, crosses = 0.0, False, False
@@ -81,7 +81,7 @@ def find_traffic(topology: Topology, ranks: np.ndarray, axis: int) -> AxisTraffi
         nic_seconds = max(nic_seconds, parts / _slower_rate(uplink))
     inside_rate = topology.inside_bytes_per_second or math.inf
     latency = (topology.latency_seconds if crosses else 0.0) + (topology.inside_latency_seconds if max_inside else 0.0)
-    return AxisTraffic(nic_seconds, max_inside / inside_rate, latency, size - 1)
+    return AxisCost(nic_seconds, max_inside / inside_rate, latency, size - 1)
 
 
 def _slower_rate(port: Port) -> float:
@@ -97,20 +97,20 @@ class ProductSeconds(NamedTuple):
 
 
 def find_product_seconds(
-    products: LayerProducts, flows: Dataflows, traffic: Mapping[str, AxisTraffic], itemsize: float
+    products: LayerProducts, flows: Dataflows, axis_costs: Mapping[str, AxisCost], itemsize: float
 ) -> list[ProductSeconds]:
     """Seconds of communication of the three products of a layer, without overlap.
 
     Args:
         products: the products.
         flows: their dataflows.
-        traffic: by axis, with "row" and "col".
+        axis_costs: by axis, with "row" and "col".
         itemsize: bytes of an element on the wire.
     """
-    row, col = traffic["row"], traffic["col"]
+    row, col = axis_costs["row"], axis_costs["col"]
     shape, tokens = products.shape, products.tokens
     m, q = max(tokens), max(shape.q)
-    nic, inside = _seconds_per_byte(traffic)
+    nic, inside = _seconds_per_byte(axis_costs)
     result = []
     for number, (kind, keeps_weight) in enumerate(zip(products.kinds, flows, strict=True)):
         has_x, has_z = products.gathers_first(flows) if number == len(flows) - 1 else (False, False)
@@ -133,16 +133,17 @@ def find_product_seconds(
     return result
 
 
-def find_exchange_seconds(nbytes: float, traffic: Mapping[str, AxisTraffic]) -> float:
+def find_exchange_seconds(nbytes: float, axis_costs: Mapping[str, AxisCost]) -> float:
     """Seconds of an exchange between all ranks of a layer, of which the busiest receives ``nbytes``."""
     if not nbytes:
         return 0.0
-    return nbytes * sum(_seconds_per_byte(traffic)) + max(traffic[axis].latency_seconds for axis in ("row", "col"))
+    latency = max(axis_costs[axis].latency_seconds for axis in ("row", "col"))
+    return nbytes * sum(_seconds_per_byte(axis_costs)) + latency
 
 
-def _seconds_per_byte(traffic: Mapping[str, AxisTraffic]) -> tuple[float, float]:
+def _seconds_per_byte(axis_costs: Mapping[str, AxisCost]) -> tuple[float, float]:
     """Seconds per received byte on NICs and inside hosts, each along the slower of the axes "row" and "col"."""
-    parts = [traffic[axis] for axis in ("row", "col")]
+    parts = [axis_costs[axis] for axis in ("row", "col")]
     return (
         max(part.nic_seconds / max(1, part.parts) for part in parts),
         max(part.inside_seconds / max(1, part.parts) for part in parts),

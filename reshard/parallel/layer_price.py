@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from reshard.errors import ArgumentError
 
-from .costs import AxisTraffic, find_exchange_seconds, find_product_seconds
+from .costs import AxisCost, find_exchange_seconds, find_product_seconds
 from .grid.cuts import chunk_spans, size_of
 from .products.dataflow import PANEL_WIDTH, LayerProducts, ProductShape
 
@@ -75,12 +75,12 @@ class LayerSizes:
 
 @dataclass(frozen=True)
 class GridLoad:
-    """A grid, and the traffic and the tokens of one batch on it.
+    """A grid, the costs of collectives on it, and the tokens of one batch.
 
     Attributes:
         rows, cols, depth: the shape.
         tokens: number of tokens of each row of the grid, in the depth layer with the most tokens.
-        traffic: by axis name.
+        axis_costs: by axis name.
         itemsize: bytes of an element of activations and weights on the wire.
         gradient_bytes: of an element of a gradient.
         panel, keep_inputs: see :class:`~reshard.parallel.Linear`.
@@ -92,7 +92,7 @@ class GridLoad:
     cols: int
     depth: int
     tokens: tuple[int, ...]
-    traffic: Mapping[str, AxisTraffic]
+    axis_costs: Mapping[str, AxisCost]
     itemsize: int
     gradient_bytes: float
     panel: int = PANEL_WIDTH
@@ -144,8 +144,8 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
     """The price of one layer on a grid.
 
     Products use the dataflows that move least. The local multiplication of a product hides its communication, except
-    for one panel. Both products of a backward share a gather, so a schedule that runs them apart moves a little more
-    than this price says.
+    for one panel. Both products of a backward share an all-gather, so a schedule that runs them apart moves a little
+    more than this price says.
 
     Args:
         layer: the layer.
@@ -161,7 +161,7 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
         products = LayerProducts(product, load.tokens, k < n, load.keep_inputs)
         flows, itemsize = products.dataflows, load.itemsize * load.encoded_ratio
         kept += products.kept(flows)
-        moved = find_product_seconds(products, flows, load.traffic, itemsize)
+        moved = find_product_seconds(products, flows, load.axis_costs, itemsize)
         for number, (seconds, keeps) in enumerate(zip(map(sum, moved), flows, strict=True)):
             steps = 1 if keeps else product.panels.num_panels
             stationary += keeps
@@ -181,7 +181,7 @@ def price_layer(layer: LayerSizes, load: GridLoad, flops_per_second: float) -> L
         table = math.ceil(layer.num_entries / load.rows) * math.ceil(layer.hidden / load.cols)
         parameters += table
         sums += _depth_seconds(table, load)
-    norm = layer.num_norms * load.traffic["col"].seconds(load.tokens[0] * _NORM_BYTES)
+    norm = layer.num_norms * load.axis_costs["col"].seconds(load.tokens[0] * _NORM_BYTES)
     forward, input_grad, weight_grad = map(PassSeconds, compute, exposed)
     return LayerPrice(
         forward,
@@ -203,13 +203,13 @@ def attention_flops(layer: LayerSizes, tokens: int, cols: int) -> float:
 
 
 def _depth_seconds(elements: int, load: GridLoad) -> float:
-    """Seconds of an all-reduce over the depth: a reduce-scatter and a gather."""
-    return 2 * load.traffic["depth"].seconds(elements * load.gradient_bytes / load.depth)
+    """Seconds of an all-reduce over the depth: a reduce-scatter and an all-gather."""
+    return 2 * load.axis_costs["depth"].seconds(elements * load.gradient_bytes / load.depth)
 
 
 def _lookup_seconds(layer: LayerSizes, load: GridLoad) -> float:
-    """Seconds of an embedding: a gather of tokens along a grid column, then an exchange of entries in a depth layer."""
+    """Seconds of an embedding: all-gather tokens along a grid column, then exchange entries in a depth layer."""
     size = load.rows * load.cols
     elements = load.tokens[0] * math.ceil(layer.hidden / load.cols) * (size - 1) / size
-    tokens = load.traffic["row"].seconds(load.tokens[0] * _NORM_BYTES)
-    return tokens + find_exchange_seconds(elements * load.itemsize, load.traffic)
+    tokens = load.axis_costs["row"].seconds(load.tokens[0] * _NORM_BYTES)
+    return tokens + find_exchange_seconds(elements * load.itemsize, load.axis_costs)

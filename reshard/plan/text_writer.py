@@ -55,7 +55,7 @@ def format_plan(plan: Plan, max_transfers: int | None = None) -> str:
             lines.append(f"# tensor {number} is encoded: {spec.encoded_because}")
         if spec.coding is not None:
             most = _code_bytes(spec)
-            lines.append(f"# tensor {number}: codes take up to {most} bytes of a rank beyond staging_bytes")
+            lines.append(f"# tensor {number}: encoded shards take up to {most} bytes of a rank beyond staging_bytes")
     if plan.is_listed:
         lines.extend(format_transfer(plan, i) for i in range(len(plan.transfers))[:max_transfers])
     else:
@@ -64,7 +64,7 @@ def format_plan(plan: Plan, max_transfers: int | None = None) -> str:
 
 
 def _code_bytes(spec: TensorSpec) -> int:
-    """The most bytes that a rank allocates for the codes of its source and destination shards."""
+    """The most bytes that a rank allocates for the encoding of its source and destination shards."""
     sides = (spec.src_shards, spec.dst_shards)
     ranks = {rank for side in sides for rank in side.layout.ranks}
     held = ([math.prod(side.local_shape(rank)) for side in sides if rank in side.layout.ranks] for rank in ranks)

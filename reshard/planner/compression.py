@@ -125,14 +125,14 @@ def compress_tensors(
         elif any(item.codec is not None for item in encoded):
             result.append(replace(spec, raw_because=reason))
         else:
-            result.append(replace(spec, raw_because=encoded[0].raw_because))  # no codec can code it
+            result.append(replace(spec, raw_because=encoded[0].raw_because))  # no codec can encode it
     return result
 
 
 def _compress_all(
     tensors: Sequence[TensorSpec], named: str | Codec | TransferPolicy, raw_dtypes: Sequence[str]
 ) -> list[TensorSpec]:
-    """Code the tensors that a codec can code. The others get their raw dtypes."""
+    """Encode the tensors that a codec can encode. The others get their raw dtypes."""
     codec = find_codec(named)
     encoded = [compress_tensor(spec, codec, dtype) for spec, dtype in zip(tensors, raw_dtypes, strict=True)]
     return [

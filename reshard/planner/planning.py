@@ -6,7 +6,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from reshard.codecs import Codec, TransferPolicy, codec_name, is_lossless
+from reshard.codecs import Codec, TransferPolicy, codec_name, has_variable_size
 from reshard.errors import ArgumentError, PlanError
 from reshard.formatting import brief, compare_names
 from reshard.plan import DEFAULT_STAGING_BYTES, Plan, RotationPlan, Transfers, mark_sound, ranks_of
@@ -57,7 +57,7 @@ def make_plan(
         staging_bytes: staging memory of each rank in bytes, beyond its shards; 64 MiB by default.
         compression: the name of a block codec, such as ``"int8x128"`` (see :mod:`reshard.codecs.block`), or a
             :class:`~reshard.Codec` that you implement. The plan then moves its elements, and a Mover encodes and
-            decodes them. Tensors that the codec cannot code, or would not make smaller, travel as they are;
+            decodes them. Tensors that the codec cannot encode, or would not make smaller, travel as they are;
             ``print(plan)`` says why. ``"auto"`` chooses among the codecs of ``topology.codec_rates`` the one with the
             lowest predicted time, or none; tensors with other layouts or dtypes than the rest may get another choice. A
             :class:`~reshard.compression.Policy` with nothing but ``pp`` stands for its codec.
@@ -71,7 +71,7 @@ def make_plan(
         LayoutError, ArgumentError, TopologyError: the arguments contradict each other, or the plan is too large.
         PlanError: ``staging_bytes`` is too small, or a strategy function returns a task or a rank that does not exist.
     """
-    if is_lossless(compression):
+    if has_variable_size(compression):
         raise ArgumentError(
             f"{compression} makes output whose size depends on the values, which a plan does not know: make the plan "
             f"without compression=, and pass compression={compression!r} to the Mover"

@@ -32,7 +32,7 @@ def compress_tensor(spec: TensorSpec, codec: ElementCodec, wire_dtype: str | Non
         wire_dtype: the dtype in which the tensor would travel without the codec; that of ``spec`` by default.
 
     Returns:
-        The encoded tensor; or ``spec`` with :attr:`TensorSpec.raw_because` set if the codec cannot code it, or would
+        The encoded tensor; or ``spec`` with :attr:`TensorSpec.raw_because` set if the codec cannot encode it, or would
         not make it smaller.
     """
     raw_bytes = math.prod(spec.shape) * ITEMSIZE[wire_dtype or spec.dtype]

@@ -23,7 +23,7 @@ from reshard.codecs.rates import measure_format_rates, slowest_rates
 from reshard.dtypes import dtype_name
 from reshard.errors import ArgumentError
 from reshard.formatting import brief
-from reshard.weights.coding import sample_region
+from reshard.weights.encoded_regions import sample_region
 
 #: Values of ``compression=``: differences to the last version, or formats that need no version before.
 COMPRESSIONS = ("delta", "lossless")

@@ -96,8 +96,8 @@ def _stage_reports(best: Evaluation) -> tuple[StageReport, ...]:
     return tuple(
         StageReport(
             cost.compute_seconds,
-            cost.sum_seconds,
-            cost.gather_seconds,
+            cost.tp_collective_seconds,
+            cost.all_gather_seconds,
             cost.sync_seconds,
             busy[number],
             exposed[pp_rank],

@@ -90,7 +90,8 @@ class Programs:
         planner: plans the stages.
         build: a schedule, or a function that builds one.
         options: keyword arguments for ``build``, each passed only if ``build`` has a parameter of this name.
-        policy: compression policy. Its codec between stages codes a transfer if this shortens the simulated iteration.
+        policy: compression policy. Its codec between stages encodes a transfer if this shortens the simulated
+            iteration.
 
     Attributes:
         choices: text that describes the last choice of codecs; the same on all ranks.

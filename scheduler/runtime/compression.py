@@ -103,18 +103,18 @@ class StageSums:
 
     Args:
         sums: by stage; None where the gradients of a stage are not encoded.
-        scatters: see :func:`find_scatters`.
+        reduce_scatters: see :func:`find_reduce_scatters`.
         ties: parameters that several stages share.
     """
 
     def __init__(
         self,
         sums: Mapping[int, CompressedSums | None],
-        scatters: Mapping[str, CompressedReduceScatter],
+        reduce_scatters: Mapping[str, CompressedReduceScatter],
         ties: TiedParameters,
     ) -> None:
         self._sums = {stage: item for stage, item in sums.items() if item is not None}
-        self._scatters, self._ties = dict(scatters), ties
+        self._reduce_scatters, self._ties = dict(reduce_scatters), ties
         self._steps = 0  # counted here, so that ranks without encoded sums have the same count
 
     def count_step(self) -> None:
@@ -134,8 +134,8 @@ class StageSums:
             if item.errors is not None
             for name, error in item.errors.state_dict().items()
         }
-        scatters = {key: scatter.state_dict().get("errors") for key, scatter in self._scatters.items()}
-        errors |= {key: scatter for key, scatter in scatters.items() if scatter is not None}
+        kept = {key: item.state_dict().get("errors") for key, item in self._reduce_scatters.items()}
+        errors |= {key: of_scatter for key, of_scatter in kept.items() if of_scatter is not None}
         return {"steps": self._steps, "errors": errors}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -145,8 +145,8 @@ class StageSums:
             prefix = f"{stage}."
             own = {key: error for key, error in state["errors"].items() if key.startswith(prefix)}
             item.load_errors({key.removeprefix(prefix): error for key, error in own.items()})
-        for key, scatter in self._scatters.items():
-            scatter.load_state_dict({"errors": state["errors"][key]} if key in state["errors"] else {})
+        for key, reduce_scatter in self._reduce_scatters.items():
+            reduce_scatter.load_state_dict({"errors": state["errors"][key]} if key in state["errors"] else {})
 
 
 class _ReplicaSubset:
@@ -162,7 +162,7 @@ class _ReplicaSubset:
         self._exchange(received, rows, self._rows)
         return lambda: received
 
-    def gather(self, rows: torch.Tensor) -> Wait:
+    def all_gather(self, rows: torch.Tensor) -> Wait:
         return self.exchange(rows.reshape(1, -1).repeat(self.size, 1))
 
 
@@ -278,12 +278,12 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
     """Replace the collectives of FSDP modules and grids of this rank by encoded ones, as the policy asks.
 
     Returns:
-        An error if FSDP shards parameters that the codec cannot code; otherwise None.
+        An error if FSDP shards parameters that the codec cannot encode; otherwise None.
     """
     if policy.tp is not None:
         for grid in (each.reshard_grid for module in modules.values() for each in module.modules() if _is_cut(each)):
             grid.set_codec(policy.tp)  # type: ignore[union-attr, operator]
-    gathers, scatters = policy.pair("zero")
+    all_gathers, reduce_scatters = policy.pair("zero")
     for stage, module in modules.items():
         if policy.zero is None or not is_fsdp(module):
             continue
@@ -294,20 +294,20 @@ def code_modules(modules: Mapping[int, torch.nn.Module], policy: Policy) -> Argu
                     f"code {', '.join(CODED_DTYPES)}"
                 )
         for submodule in module.modules():
-            if gathers is not None and hasattr(submodule, "set_custom_all_gather"):
-                submodule.set_custom_all_gather(CompressedAllGather(gathers))
-            if scatters is not None and hasattr(submodule, "set_custom_reduce_scatter"):
-                scatter = CompressedReduceScatter(scatters, feedback="zero" in policy.feedback)
-                submodule.set_custom_reduce_scatter(scatter)
-                submodule.reshard_scatter = scatter  # type: ignore[assignment]
+            if all_gathers is not None and hasattr(submodule, "set_custom_all_gather"):
+                submodule.set_custom_all_gather(CompressedAllGather(all_gathers))
+            if reduce_scatters is not None and hasattr(submodule, "set_custom_reduce_scatter"):
+                reduce_scatter = CompressedReduceScatter(reduce_scatters, feedback="zero" in policy.feedback)
+                submodule.set_custom_reduce_scatter(reduce_scatter)
+                submodule.reshard_reduce_scatter = reduce_scatter  # type: ignore[assignment]
     return None
 
 
-def find_scatters(modules: Mapping[int, torch.nn.Module]) -> dict[str, CompressedReduceScatter]:
+def find_reduce_scatters(modules: Mapping[int, torch.nn.Module]) -> dict[str, CompressedReduceScatter]:
     """The encoded reduce-scatters of FSDP modules, by stage and name of the module."""
     return {
-        f"{stage}.reduce-scatter of {name}": each.reshard_scatter  # type: ignore[misc]
+        f"{stage}.reduce-scatter of {name}": each.reshard_reduce_scatter  # type: ignore[misc]
         for stage, module in modules.items()
         for name, each in module.named_modules()
-        if hasattr(each, "reshard_scatter")
+        if hasattr(each, "reshard_reduce_scatter")
     }

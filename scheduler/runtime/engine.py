@@ -46,7 +46,7 @@ from .compression import (
     compress_pipelines,
     compress_sums,
     describe_modules,
-    find_scatters,
+    find_reduce_scatters,
     measure_codecs,
 )
 from .data_parallel import LossShards, check_frozen, fsdp_ranks, warn_if_replicas_diverge
@@ -167,7 +167,8 @@ class Engine:
         replicas = self._make_replicas(modules)
         tied = TiedParameters(ties, pipeline, modules, self._group.rank, self._open_mover, policy)
         tied.share_values()
-        self.sums = StageSums({replica.stage: replica.encoded for replica in replicas}, find_scatters(modules), tied)
+        encoded = {replica.stage: replica.encoded for replica in replicas}
+        self.sums = StageSums(encoded, find_reduce_scatters(modules), tied)
         self._state = EngineState(self.rank, self.pp_rank, self._stages, replicas, tied, num_loss_shards, self._device)
 
     def _code(self, modules: Mapping[int, torch.nn.Module], pipelines: tuple[Pipeline, ...]) -> tuple[Pipeline, ...]:

@@ -12,5 +12,5 @@ from .registry import KNOWN_SCHEDULES
 #: Functions from a pipeline with one stage on each pp rank and a number of microbatches to a schedule.
 BUILDERS: Mapping[str, Callable[[Pipeline, int], Schedule]] = {
     "auto": auto_schedule,
-    **{known.option: known.build for known in KNOWN_SCHEDULES if known.build is not None},
+    **{known.name: known.build for known in KNOWN_SCHEDULES if known.build is not None},
 }

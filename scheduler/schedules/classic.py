@@ -40,7 +40,7 @@ def eager_1f1b(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     of Model Parallelism" (Zhuang et al., 2023).
     """
     check_microbatches(pipeline, num_microbatches)
-    return from_warmups("eager-1f1b", pipeline, num_microbatches, eager_warmups(len(pipeline.stages)))
+    return from_warmups("eager_1f1b", pipeline, num_microbatches, eager_warmups(len(pipeline.stages)))
 
 
 def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -52,7 +52,7 @@ def zb_h1(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
     order = zb_h1_order(num, num_microbatches)
-    return add_transfers("zero-bubble", order, pipeline, range(num), num_microbatches)
+    return add_transfers("zb_h1", order, pipeline, range(num), num_microbatches)
 
 
 def zb_h2(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -65,7 +65,7 @@ def zb_h2(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     check_microbatches(pipeline, num_microbatches)
     num = len(pipeline.stages)
     order = zb_h2_order(num, num_microbatches)
-    return add_transfers("zb-h2", order, pipeline, range(num), num_microbatches)
+    return add_transfers("zb_h2", order, pipeline, range(num), num_microbatches)
 
 
 def zb_h1_order(num_stages: int, num_microbatches: int) -> list[list[Action]]:

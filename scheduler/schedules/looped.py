@@ -26,7 +26,7 @@ def interleaved_1f1b(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: in
     """
     stages_per_pp_rank = _check_placement(pipeline, num_microbatches, num_pp_ranks)
     order = interleaved_order(num_pp_ranks, stages_per_pp_rank, num_microbatches)
-    return _schedule("interleaved-1f1b", order, pipeline, num_microbatches, num_pp_ranks)
+    return _schedule("interleaved_1f1b", order, pipeline, num_microbatches, num_pp_ranks)
 
 
 def interleaved_zero_bubble(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
@@ -40,7 +40,7 @@ def interleaved_zero_bubble(pipeline: Pipeline, num_microbatches: int, num_pp_ra
     """
     stages_per_pp_rank = _check_placement(pipeline, num_microbatches, num_pp_ranks)
     order = interleaved_zero_bubble_order(num_pp_ranks, stages_per_pp_rank, num_microbatches)
-    return _schedule("interleaved-zero-bubble", order, pipeline, num_microbatches, num_pp_ranks)
+    return _schedule("interleaved_zero_bubble", order, pipeline, num_microbatches, num_pp_ranks)
 
 
 def looped_bfs(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> Schedule:
@@ -53,7 +53,7 @@ def looped_bfs(pipeline: Pipeline, num_microbatches: int, num_pp_ranks: int) -> 
     """
     stages_per_pp_rank = _check_placement(pipeline, num_microbatches, num_pp_ranks)
     order = looped_bfs_order(num_pp_ranks, stages_per_pp_rank, num_microbatches)
-    return _schedule("looped-bfs", order, pipeline, num_microbatches, num_pp_ranks)
+    return _schedule("looped_bfs", order, pipeline, num_microbatches, num_pp_ranks)
 
 
 def interleaved_order(num_pp_ranks: int, stages_per_pp_rank: int, num_microbatches: int) -> list[list[Action]]:

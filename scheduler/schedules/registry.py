@@ -28,20 +28,19 @@ class KnownSchedule:
     """A schedule whose order depends on no costs.
 
     Attributes:
-        name: name of the schedule.
+        name: name of the schedule, which is that of its function, except ``1f1b`` of ``one_f_one_b``.
         order: function from the numbers of pp ranks, of stages per pp rank and of microbatches to the computations of
             each pp rank.
         placement: function from the first two of these numbers to the pp rank of each stage; empty if there is none.
         splits: whether it splits backwards.
-        option: name in ``reshard train --schedule``, which has one stage on each pp rank; "" if it cannot be named.
-        build: function from a pipeline and a number of microbatches to the schedule; None without an option.
+        build: function from a pipeline and a number of microbatches to the schedule; None unless each pp rank has one
+            stage. ``reshard train --schedule`` takes the names of those with a function.
     """
 
     name: str
     order: Callable[[int, int, int], list[list[Action]]]
     placement: Callable[[int, int], Sequence[int]]
     splits: bool = False
-    option: str = ""
     build: Callable[[Pipeline, int], Schedule] | None = None
 
 
@@ -58,18 +57,16 @@ def _v_shaped(num_pp_ranks: int, stages_per_pp_rank: int) -> Sequence[int]:
 
 
 KNOWN_SCHEDULES = (
-    KnownSchedule("gpipe", lambda n, _, m: warmup_order([m] * n, m), _single, option="gpipe", build=gpipe),
-    KnownSchedule("1f1b", lambda n, _, m: warmup_order(range(n, 0, -1), m), _single, option="1f1b", build=one_f_one_b),
-    KnownSchedule(
-        "eager-1f1b", lambda n, _, m: warmup_order(eager_warmups(n), m), _single, option="eager", build=eager_1f1b
-    ),
-    KnownSchedule("zero-bubble", lambda n, _, m: zb_h1_order(n, m), _single, splits=True, option="zb_h1", build=zb_h1),
-    KnownSchedule("zb-h2", lambda n, _, m: zb_h2_order(n, m), _single, splits=True, option="zb_h2", build=zb_h2),
-    KnownSchedule("looped-bfs", looped_bfs_order, _looped),
-    KnownSchedule("interleaved-1f1b", interleaved_order, _looped),
-    KnownSchedule("interleaved-zero-bubble", interleaved_zero_bubble_order, _looped, splits=True),
-    KnownSchedule("zb-v", lambda n, _, m: zb_v_order(n, m), _v_shaped, splits=True),
-    KnownSchedule("dualpipe-v", lambda n, _, m: dualpipe_v_order(n, m), _v_shaped, splits=True),
+    KnownSchedule("gpipe", lambda n, _, m: warmup_order([m] * n, m), _single, build=gpipe),
+    KnownSchedule("1f1b", lambda n, _, m: warmup_order(range(n, 0, -1), m), _single, build=one_f_one_b),
+    KnownSchedule("eager_1f1b", lambda n, _, m: warmup_order(eager_warmups(n), m), _single, build=eager_1f1b),
+    KnownSchedule("zb_h1", lambda n, _, m: zb_h1_order(n, m), _single, splits=True, build=zb_h1),
+    KnownSchedule("zb_h2", lambda n, _, m: zb_h2_order(n, m), _single, splits=True, build=zb_h2),
+    KnownSchedule("looped_bfs", looped_bfs_order, _looped),
+    KnownSchedule("interleaved_1f1b", interleaved_order, _looped),
+    KnownSchedule("interleaved_zero_bubble", interleaved_zero_bubble_order, _looped, splits=True),
+    KnownSchedule("zb_v", lambda n, _, m: zb_v_order(n, m), _v_shaped, splits=True),
+    KnownSchedule("dualpipe_v", lambda n, _, m: dualpipe_v_order(n, m), _v_shaped, splits=True),
 )
 
 

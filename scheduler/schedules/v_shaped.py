@@ -21,7 +21,7 @@ def zb_v(pipeline: Pipeline, num_microbatches: int) -> Schedule:
     Raises:
         ArgumentError: the number of stages is odd.
     """
-    return _schedule("zb-v", zb_v_order(_num_pp_ranks(pipeline, num_microbatches), num_microbatches), pipeline)
+    return _schedule("zb_v", zb_v_order(_num_pp_ranks(pipeline, num_microbatches), num_microbatches), pipeline)
 
 
 def dualpipe_v(pipeline: Pipeline, num_microbatches: int) -> Schedule:
@@ -34,7 +34,7 @@ def dualpipe_v(pipeline: Pipeline, num_microbatches: int) -> Schedule:
         ArgumentError: the number of stages is odd.
     """
     order = dualpipe_v_order(_num_pp_ranks(pipeline, num_microbatches), num_microbatches)
-    return _schedule("dualpipe-v", order, pipeline)
+    return _schedule("dualpipe_v", order, pipeline)
 
 
 def zb_v_order(num_pp_ranks: int, num_microbatches: int) -> list[list[Action]]:

@@ -65,7 +65,7 @@ def _add_recipe(add: Callable[..., Any]) -> None:
     add(
         "--compression",
         metavar="POLICY",
-        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search codes where steps get shorter",
+        help="codecs on the wire, such as dp=int4x128-bf16,pp=int8x128; a search encodes where steps get shorter",
     )
     add("--autocast", choices=("float16", "bfloat16", "none"), help="dtype of computations (default: the preset's)")
     add("--seed", type=int, default=0, help="seed of the initial parameters and of the order of the data (default: 0)")

@@ -12,7 +12,7 @@ import reshard
 from reshard import Layout, Mesh, Topology
 from reshard.codecs import BlockCodec, parse_codec
 from reshard.errors import RemoteError
-from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.transport.connections import GlooTransport
 from reshard.runtime.transport.shared_memory import SharedMemory
 from reshard.testing.processes import run_processes

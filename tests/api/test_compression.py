@@ -273,7 +273,7 @@ def test_encoded_plans_print_and_parse_back():
     assert reshard.parse_plan(str(plan)) == plan == reshard.plan_from_json(reshard.plan_to_json(plan))
     assert "int4x128-bf16 [256, 4] of bfloat16 [256, 512] named" in str(plan)
     assert "# tensor 1 is not encoded: its 32 bytes are fewer than 16384" in str(plan)
-    assert f"# tensor 0: codes take up to {128 * 4 * 72} bytes of a rank beyond staging_bytes" in str(plan)
+    assert f"# tensor 0: encoded shards take up to {128 * 4 * 72} bytes of a rank beyond staging_bytes" in str(plan)
     text = str(plan).replace("of bfloat16 [256, 512]", "of bfloat16 [256, 700]")
     with pytest.raises(reshard.errors.PlanError, match="do not compress the rows"):
         reshard.parse_plan(text)

@@ -84,7 +84,7 @@ def make_run(seed: int, kills: bool) -> Run:
 
 
 def expected(run: Run) -> tuple[torch.Tensor, torch.Tensor, bool]:
-    """The source tensor, the values that must arrive, and whether the plan codes the tensor."""
+    """The source tensor, the values that must arrive, and whether the plan encodes the tensor."""
     generator = torch.Generator().manual_seed(run.seed)
     whole = torch.randn(run.shape, generator=generator) * 10 ** torch.randn(run.shape[0], 1, generator=generator)
     whole = whole.to(getattr(torch, run.src_dtype))

@@ -154,7 +154,7 @@ def _transfer(group, change):
 
 def _move(group, change):
     plan = reshard.make_plan(interrupts.ROWS, interrupts.COLUMNS, interrupts.SHAPE, "float32")
-    known = "plan timeout_seconds device verify both_ways fault_tolerant communicator compression"
+    known = "plan timeout_seconds device verify both_ways fault_tolerant communicator_index compression"
     mover = reshard.Mover(**change("mover", {"plan": plan, **_options(group)}, known))
     return mover(**change("move", {"tensor": torch.ones(2, 6)}, "tensor out base"))
 

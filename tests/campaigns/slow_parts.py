@@ -27,7 +27,7 @@ import reshard.api.prepare
 import reshard.api.recovery
 from reshard import Layout, Mesh
 from reshard.coordination import rendezvous
-from reshard.coordination.communicator import Channel
+from reshard.coordination.channel import Channel
 from reshard.coordination.control_channel import Hub, Spoke
 from reshard.runtime.transport.connections import Connections, GlooTransport
 from reshard.testing.processes import LaunchError, run_processes

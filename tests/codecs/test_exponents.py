@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from reshard.codecs.delta import HEADER_BYTES
-from reshard.codecs.exponents import decode_exponents, encode_exponents
+from reshard.codecs.exponents import encode_exponents
+from reshard.codecs.formats import decode_piece
 from reshard.errors import ArgumentError
 from tests.reference.codecs import exponents as reference
 
@@ -23,7 +24,7 @@ def _encode(words):
 
 def _decode(data, size):
     words = np.empty(size, np.uint16)
-    decode_exponents(data, words.view(np.uint8))
+    decode_piece(data, words.view(np.uint8), 2)
     return words
 
 
@@ -62,11 +63,11 @@ def test_damaged_codes_are_refused_and_write_nothing_outside():
         broken = broken[: rng.integers(len(broken) - 9, len(broken) + 1)]
         guarded[:] = 7
         try:
-            decode_exponents(broken, guarded[: len(words)].view(np.uint8))
+            decode_piece(broken, guarded[: len(words)].view(np.uint8), 2)
         except ArgumentError as error:
-            assert "not the code of an array of 2000 bytes of bf16" in str(error)
+            assert "of an array of 2000 bytes" in str(error)
             refused += 1
         assert (guarded[len(words) :] == 7).all()
     assert refused > 200
     with pytest.raises(ArgumentError):
-        decode_exponents(data, np.empty(1998, np.uint8))
+        decode_piece(data, np.empty(1998, np.uint8), 2)

@@ -125,7 +125,7 @@ def test_damaged_pieces_are_refused_and_touch_nothing_outside(name):
 @needs_zstd
 def test_a_small_frame_cannot_claim_much_memory():
     bomb = np.frombuffer(b"\x04" + xor_planes.zstd.compress(bytes(2**26)), np.uint8)
-    with pytest.raises(ArgumentError, match="are no xor-zstd code of an array of 1000 bytes"):
+    with pytest.raises(ArgumentError, match="are no xor-zstd encoding of an array of 1000 bytes"):
         decode_piece(bomb, np.zeros(1000, np.uint8), 2)
 
 

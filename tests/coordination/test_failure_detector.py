@@ -15,7 +15,7 @@ import reshard
 import reshard.api.call
 import reshard.runtime.transport.connections
 from reshard import Layout, Mesh
-from reshard.coordination.communicator import find_channel
+from reshard.coordination.channel import find_channel
 from reshard.coordination.groups.process_group import find_group
 from reshard.runtime.transport import BrokenConnectionError
 from reshard.testing.processes import LaunchError, run_processes

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 import reshard
-from reshard.coordination.communicator import find_channel
+from reshard.coordination.channel import find_channel
 from reshard.coordination.groups import store as stores
 from reshard.coordination.groups.store import Store, StoreSilentError
 

@@ -55,9 +55,9 @@ def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]
     yield "1f1b issued at consumer", defer_recvs(plain, pipeline)
     yield "1f1b blocking", block_transfers(plain, pipeline)
     yield "gpipe", gpipe(pipeline, num)
-    yield "eager", eager_1f1b(pipeline, num)
-    yield "zero bubble", zb_h1(pipeline, num)
-    yield "zb-h2", zb_h2(pipeline, num)
+    yield "eager_1f1b", eager_1f1b(pipeline, num)
+    yield "zb_h1", zb_h1(pipeline, num)
+    yield "zb_h2", zb_h2(pipeline, num)
     yield "auto_schedule", auto_schedule(pipeline, num)
     yield "auto_schedule whole", auto_schedule(pipeline, num, can_split=False)
     for factor in (1, 2):
@@ -66,11 +66,11 @@ def schedules_of(pipeline: Pipeline, num: int) -> Iterator[tuple[str, Schedule]]
     if stages % 2 == 0:
         pp_ranks = tuple(stage % (stages // 2) for stage in range(stages))
         yield "auto_schedule on half the pp ranks", auto_schedule(pipeline, num, pp_rank_of_stage=pp_ranks)
-        yield "interleaved", interleaved_1f1b(pipeline, num, stages // 2)
-        yield "interleaved zero bubble", interleaved_zero_bubble(pipeline, num, stages // 2)
-        yield "breadth-first", looped_bfs(pipeline, num, stages // 2)
-        yield "zb-v", zb_v(pipeline, num)
-        yield "dualpipe-v", dualpipe_v(pipeline, num)
+        yield "interleaved_1f1b", interleaved_1f1b(pipeline, num, stages // 2)
+        yield "interleaved_zero_bubble", interleaved_zero_bubble(pipeline, num, stages // 2)
+        yield "looped_bfs", looped_bfs(pipeline, num, stages // 2)
+        yield "zb_v", zb_v(pipeline, num)
+        yield "dualpipe_v", dualpipe_v(pipeline, num)
 
 
 def make_lines() -> Iterator[str]:

@@ -23,7 +23,7 @@ def check_axis(rank, hosts, ranks):
     for sizes in SIZES:
         whole = torch.arange(sum(sizes) * 3, dtype=torch.float64).view(-1, 3)
         own = whole.split(sizes)[rank]
-        assert torch.equal(axis.gather(own.contiguous(), sizes).wait(), whole)
+        assert torch.equal(axis.all_gather(own.contiguous(), sizes).wait(), whole)
         summed = axis.reduce_scatter(whole * 2.0**rank, sizes).wait()
         assert torch.equal(summed, own * (2.0**6 - 1))
         sent = torch.cat([torch.full((sizes[other],), 10.0 * rank + other) for other in range(6)])

@@ -33,9 +33,9 @@ def check_axis(rank, hosts):
     for sizes in ([5, 5, 5, 5], [3, 0, 7, 1]):
         for dtype in (torch.float32, torch.bfloat16, torch.int64):
             part = (100 * torch.randn(sizes[rank], 3, 70, generator=generator)).to(dtype)
-            exact, found = (item.gather(part, sizes).wait() for item in (axis, encoded))
+            exact, found = (item.all_gather(part, sizes).wait() for item in (axis, encoded))
             _check_close(found, exact, dtype)
-            assert torch.equal(axis.gather(found.reshape(1, -1), [1] * 4).wait(), found.reshape(1, -1).repeat(4, 1))
+            assert torch.equal(axis.all_gather(found.reshape(1, -1), [1] * 4).wait(), found.reshape(1, -1).repeat(4, 1))
             array = (100 * torch.randn(sum(sizes), 210, generator=generator)).to(dtype)
             exact, found = (item.reduce_scatter(array, sizes).wait() for item in (axis, encoded))
             _check_close(found, exact, dtype)

@@ -34,9 +34,9 @@ class CountingAxis:
     def __getattr__(self, name):
         return getattr(self.axis, name)
 
-    def gather(self, part, sizes):
+    def all_gather(self, part, sizes):
         self.counts.append((sum(sizes) - len(part)) * part[:1].numel() if part.numel() else sum(sizes) * part.shape[1])
-        return self.axis.gather(part, sizes)
+        return self.axis.all_gather(part, sizes)
 
     def reduce_scatter(self, array, sizes):
         self.counts.append((self.axis.size - 1) * sizes[self.axis.index] * array.shape[1])

@@ -55,7 +55,7 @@ def start_collectives(axis, seed, count):
             continue
         array = torch.randn(sum(sizes), 3, generator=own).mul(100).to(dtype)
         if kind == 0:
-            pending.append(axis.gather(array.split(sizes)[axis.index], sizes))
+            pending.append(axis.all_gather(array.split(sizes)[axis.index], sizes))
         else:
             pending.append(axis.reduce_scatter(array, sizes))
     return pending
@@ -94,9 +94,9 @@ def check_reuse(rank):
         gc.collect()
         ends.append(axis._memory._end)
     assert ends[-1] < 3 * ends[0], ends  # a rank may be one round behind
-    waiting = [axis.gather(torch.ones(1), [1, 1]) for _ in range(10)]
+    waiting = [axis.all_gather(torch.ones(1), [1, 1]) for _ in range(10)]
     with pytest.raises(ReshardError, match="started 1024 collectives before ranks 0-1 all waited"):
-        waiting += [axis.gather(torch.ones(1), [1, 1]) for _ in range(2000)]
+        waiting += [axis.all_gather(torch.ones(1), [1, 1]) for _ in range(2000)]
     return len(waiting)
 
 
@@ -109,10 +109,10 @@ def check_mismatch(rank):
     axis = make_axis(rank, [0, 0, 0])
     size = 2 if rank == 1 else 3
     with pytest.raises(DisagreementError, match=r"called gather with \d+ bytes for rank \d, which called gather and"):
-        axis.gather(torch.ones(size), [size] * 3).wait()
-        axis.gather(torch.ones(size), [size] * 3).wait()
+        axis.all_gather(torch.ones(size), [size] * 3).wait()
+        axis.all_gather(torch.ones(size), [size] * 3).wait()
     with pytest.raises(RemoteError, match="make a new grid"):
-        axis.gather(torch.ones(1), [1] * 3)
+        axis.all_gather(torch.ones(1), [1] * 3)
 
 
 @pytest.mark.integration
@@ -126,7 +126,7 @@ def check_spread(rank):
     begun = time.monotonic()
     with pytest.raises(DisagreementError, match=r"rank \d called gather with \d+ bytes for rank \d"):
         if rank < 2:
-            grid.along("col").gather(torch.ones(1 + rank), [1 + rank] * 2).wait()
+            grid.along("col").all_gather(torch.ones(1 + rank), [1 + rank] * 2).wait()
         else:
             grid.along("row").sum(torch.ones(1))
     assert time.monotonic() - begun < 30
@@ -231,9 +231,9 @@ def check_limits(rank, kind):
         resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000,) * 2)  # enough for the result alone
     expected = r"rank 1 cannot map \d+ bytes" if rank else "a collective of the grid failed on rank 1"
     with pytest.raises(ReshardError, match=expected):
-        axis.gather(part, [len(part)] * 2).wait()
+        axis.all_gather(part, [len(part)] * 2).wait()
     with pytest.raises(RemoteError, match="make a new grid"):
-        axis.gather(torch.ones(1), [1, 1])
+        axis.all_gather(torch.ones(1), [1, 1])
     time.sleep(4.0 * rank)  # rank 0 must not see that rank 1 has ended
 
 

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from reshard.coordination.communicator import Channel
+from reshard.coordination.channel import Channel
 from reshard.coordination.groups.process_group import GroupResources
 from reshard.errors import RemoteError
 from reshard.runtime.cuda import nccl

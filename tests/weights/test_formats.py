@@ -9,7 +9,7 @@ import torch
 from reshard.api.lossless.regions import bytes_of
 from reshard.codecs.formats import FORMATS, known_formats
 from reshard.errors import ArgumentError
-from reshard.weights import coding
+from reshard.weights import encoded_regions
 from reshard.weights.formats import FormatChoice, report_formats
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 300), (3, 4, 50), (2, 3000)]
@@ -33,26 +33,30 @@ def _strided(tensor):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", sorted(known_formats()))
 def test_codes_of_regions_are_exact_whatever_the_strides(monkeypatch, shape, name):
-    monkeypatch.setattr(coding, "PIECE_BYTES", 512)  # several pieces, also of one row
+    monkeypatch.setattr(encoded_regions, "PIECE_BYTES", 512)  # several pieces, also of one row
     for dtype in (torch.bfloat16, torch.float32, torch.float64, torch.int8):
         if FORMATS[name].dtype and dtype != torch.bfloat16:
             continue
         new, base = _pair(shape, dtype)
         for source, target in ((new, base), (_strided(new), base), (new, _strided(base)), (_strided(new), base)):
-            out, found = np.zeros(coding.largest_size(new), dtype=np.uint8), target.clone()
+            out, found = np.zeros(encoded_regions.largest_size(new), dtype=np.uint8), target.clone()
             found = _strided(found) if target is not base else found
-            size = coding.encode_region(source, target, name, out)
-            assert coding.decode_region(out, found) == size
+            size = encoded_regions.encode_region(source, target, name, out)
+            assert encoded_regions.decode_region(out, found) == size
             assert bytes_of(found).tobytes() == bytes_of(new).tobytes()
     if new.numel():
         with pytest.raises(ArgumentError):
-            coding.decode_region(out[: size - 1], base.clone())
+            encoded_regions.decode_region(out[: size - 1], base.clone())
 
 
 def test_samples_are_those_of_the_region_whatever_the_strides():
     new, base = _pair((700, 333), torch.bfloat16)
-    sample = coding.sample_region(new, base)
-    assert sample == coding.sample_region(_strided(new), base) == coding.sample_region(_strided(new), _strided(base))
+    sample = encoded_regions.sample_region(new, base)
+    assert (
+        sample
+        == encoded_regions.sample_region(_strided(new), base)
+        == encoded_regions.sample_region(_strided(new), _strided(base))
+    )
     assert sample.changed == pytest.approx(0.3, abs=0.02)
 
 

@@ -4,7 +4,7 @@ A cast never allocates a second shard. A narrowing cast happens on the sender, m
 widening cast, the receiver stores the narrow elements in the destination's memory and casts them in place.
 
 A codec allocates the encoded shard at both ends: it encodes from the source's dtype and decodes into the destination's
-dtype, while other messages are on the wire (:mod:`reshard.runtime.cpu.coding`).
+dtype, while other messages are on the wire (:mod:`reshard.runtime.cpu.encoded_shards`).
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from reshard.dtypes import ITEMSIZE, dtype_name
 from reshard.errors import ArgumentError
 from reshard.public_api import caller_level
 from reshard.runtime.autograd import mark_written
-from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
-from reshard.runtime.cuda.coding import DeviceDecodedTarget, encode_shard
+from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget, encode_shard
 from reshard.runtime.cuda.stream import STREAMS
 from reshard.sharding import TensorSpec
 

@@ -13,9 +13,9 @@ import torch
 from reshard.api.arrays.tensor_checks import DEVICE_TYPES, Place
 from reshard.errors import ArgumentError
 from reshard.forks import call_in_child
-from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.staging import CastSource
-from reshard.runtime.cuda.coding import DeviceDecodedTarget
+from reshard.runtime.cuda.encoded_shards import DeviceDecodedTarget
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +47,7 @@ def note_use(owner: object, is_over: Callable[[], bool], src: Sequence[Any], dst
     Args:
         owner: transfers of the same owner run in the order in which they are started.
         is_over: holds no array.
-        src, dst: arrays, or the objects that cast or code arrays on the way.
+        src, dst: arrays, or the objects that cast or encode arrays on the way.
     """
     _add(_Use(owner, is_over, _places(src), _places(dst)))
 
@@ -109,7 +109,7 @@ def _places(arrays: Sequence[Any]) -> list[Place]:
 
 
 def _memory_of(array: Any) -> Any:
-    """The caller's array, if this object casts or codes it on the way."""
+    """The caller's array, if this object casts or encodes it on the way."""
     if isinstance(array, EncodedSource | DecodedTarget | DeviceDecodedTarget):
         return array.plain
     return array.array if isinstance(array, CastSource) else array

@@ -39,7 +39,7 @@ class LocalArrays(NamedTuple):
 
 
 def check_lossless(spec: TensorSpec, codec: str, dst_dtype: str | None) -> None:
-    """Raise ArgumentError unless the codec codes the tensor, whose result has ``dst_dtype``; None: the same dtype."""
+    """Raise ArgumentError unless the codec encodes the tensor, whose result has ``dst_dtype``; None: the same dtype."""
     check_dtypes(codec, [spec])
     if dst_dtype not in (None, spec.dtype):
         raise ArgumentError(f"{codec} sends {spec.dtype} bit for bit, and cannot make {dst_dtype} of it")

@@ -394,7 +394,7 @@ def check_lossless_codec(codec: Any, plan: Plan) -> None:
         )
     for spec in plan.tensors:
         if spec.codec is not None:
-            raise ArgumentError(f"the plan has tensors of codec {spec.dtype}, which {codec} cannot code again")
+            raise ArgumentError(f"the plan has tensors of codec {spec.dtype}, which {codec} cannot encode again")
     check_dtypes(codec, plan.tensors)
 
 

@@ -16,7 +16,7 @@ from reshard.coordination.liveness.call_sequence import (
     has_left,
     is_behind,
 )
-from reshard.coordination.liveness.lost_ranks import rank_closed_with_store
+from reshard.coordination.liveness.lost_ranks import rank_closed_with_store_error
 from reshard.coordination.liveness.membership import MembersLostError, OutOfSyncError, check_published_membership
 from reshard.errors import DisagreementError, RemoteError, ReshardError
 from reshard.formatting import format_ranks
@@ -96,7 +96,7 @@ def explain_lost_store(group: Group, error: BaseException) -> ReshardError:
                 return rebuild_error(*reason)
             lost = channel.rendezvous.links.find_lost()
             if lost is not None:
-                return rank_closed_with_store(lost, error)
+                return rank_closed_with_store_error(lost, error)
         if time.monotonic() > deadline:
             return RemoteError(
                 f"rank {group.rank}: the store is lost: {error}. With init_method env://, rank 0 serves the store"

@@ -14,7 +14,7 @@ from reshard.coordination.groups.joining import read_claim_error
 from reshard.coordination.groups.process_group import Group
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.failure_detector import explain_lost_store
-from reshard.coordination.liveness.lost_ranks import rank_silent
+from reshard.coordination.liveness.lost_ranks import rank_silent_error
 from reshard.coordination.liveness.presence import Presence
 from reshard.coordination.liveness.status import (
     BEAT_SECONDS,
@@ -158,7 +158,7 @@ class Monitor:
             if self._heartbeats.read(rank)[1] > LOST_SECONDS:
                 for transfer in transfers:
                     if rank in transfer.members:
-                        transfer.stop(rank_silent(rank))
+                        transfer.stop(rank_silent_error(rank))
 
 
 class _ChannelWatch:

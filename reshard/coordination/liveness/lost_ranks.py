@@ -10,42 +10,44 @@ from reshard.formatting import describe_ranks, format_ranks
 from reshard.plan import Plan
 
 
-def rank_gone(rank: int, why: object) -> RemoteError:
+def rank_gone_error(rank: int, why: object) -> RemoteError:
     """A rank that will not answer any more, and the reason that it or its connection gave."""
     return RemoteError(f"rank {rank} is gone: {why}")
 
 
-def rank_closed(rank: int) -> RemoteError:
+def rank_closed_error(rank: int) -> RemoteError:
     """A rank whose connections ended during a transfer, without a goodbye."""
-    return rank_gone(rank, "it closed its connection during a transfer")
+    return rank_gone_error(rank, "it closed its connection during a transfer")
 
 
-def rank_closed_with_store(rank: int, error: object) -> RemoteError:
+def rank_closed_with_store_error(rank: int, error: object) -> RemoteError:
     """A rank whose connections ended, and with it the store.
 
     Args:
         rank: lost rank.
         error: error of the store.
     """
-    return rank_gone(rank, f"it closed its connection, and the store is lost: {error}")
+    return rank_gone_error(rank, f"it closed its connection, and the store is lost: {error}")
 
 
-def rank_stopped(rank: int, *, is_silent: bool) -> RemoteError:
+def rank_stopped_error(rank: int, *, is_silent: bool) -> RemoteError:
     """A rank that was awaited in a call, and sends no heartbeat or whose process has ended."""
-    return rank_gone(rank, f"it sent no heartbeat for {SILENCE_SECONDS:g} s" if is_silent else "its process has ended")
+    return rank_gone_error(
+        rank, f"it sent no heartbeat for {SILENCE_SECONDS:g} s" if is_silent else "its process has ended"
+    )
 
 
-def rank_silent(rank: int) -> RemoteError:
+def rank_silent_error(rank: int) -> RemoteError:
     """A rank that sends no heartbeat during a transfer."""
     return RemoteError(f"rank {rank} sent no heartbeat for {SILENCE_SECONDS:g} s during a transfer")
 
 
-def rank_unreachable(rank: int, how: object) -> RemoteError:
+def rank_unreachable_error(rank: int, how: object) -> RemoteError:
     """A rank to which a connection broke, but which may still run."""
     return RemoteError(f"rank {rank} is gone or unreachable: {how}")
 
 
-def hub_lost(hub: int, own_rank: int, error: object, *, is_gone: bool) -> RemoteError:
+def hub_lost_error(hub: int, own_rank: int, error: object, *, is_gone: bool) -> RemoteError:
     """The rank that decides a round, after this rank lost its connection to it.
 
     Args:
@@ -55,7 +57,7 @@ def hub_lost(hub: int, own_rank: int, error: object, *, is_gone: bool) -> Remote
         is_gone: whether no other connection reaches it either.
     """
     if is_gone:
-        return rank_gone(hub, f"its connection to rank {own_rank} ended ({error})")
+        return rank_gone_error(hub, f"its connection to rank {own_rank} ended ({error})")
     return RemoteError(f"rank {own_rank} lost its connection to rank {hub}: {error}")
 
 
@@ -67,14 +69,14 @@ def hub_left(hub: int, address: str, port: int, advice: str) -> RemoteError:
     )
 
 
-def ranks_late(ranks: Sequence[int], members: Sequence[int], timeout_seconds: float) -> TransferTimeoutError:
+def ranks_late_error(ranks: Sequence[int], members: Sequence[int], timeout_seconds: float) -> TransferTimeoutError:
     """Members that missed a round."""
     return TransferTimeoutError(
         f"{describe_ranks(ranks)} did not call within {timeout_seconds:g} s; ranks {format_ranks(members)} take part"
     )
 
 
-def ranks_missed(ranks: Collection[int], what: str = "call") -> RankLostError:
+def ranks_missed_error(ranks: Collection[int], what: str = "call") -> RankLostError:
     """Ranks without which a fault-tolerant transfer or a Mover goes on."""
     return RankLostError(f"{describe_ranks(sorted(ranks))} did not {what} in time", sorted(ranks))
 

@@ -1,9 +1,9 @@
 """Collectives along one axis of a grid that move exactly the bytes of their formulas, also for uneven parts.
 
-Sums, and gathers of uneven parts, are all-to-all exchanges. Gloo's ``reduce_scatter`` is an all-reduce, which moves
-twice as many bytes, and its ``all_gather`` needs equal parts. Where several ranks of an axis share a host, a sum first
-runs inside each host and then between hosts. A gather runs in the opposite order. A rank receives as many bytes as with
-one level, but every element passes each NIC only once.
+Reduce-scatters, and all-gathers of uneven parts, are all-to-all exchanges. Gloo's ``reduce_scatter`` is an all-reduce,
+which moves twice as many bytes, and its ``all_gather`` needs equal parts. Where several ranks of an axis share a host,
+a reduce-scatter first runs inside each host and then between hosts. An all-gather runs in the opposite order. A rank
+receives as many bytes as with one level, but every element passes each NIC only once.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from reshard.runtime.torch_compat import all_gather_single, is_in_backward
 
 from .failures import Failures
 from .pending import Explain, Parts, Pending, ordered_sum
-from .shared_memory import EXCHANGE, GATHER, NotStartedError, SharedMemory
+from .shared_memory import ALL_GATHER, EXCHANGE, NotStartedError, SharedMemory
 from .two_levels import TwoLevelAxis
 
 
@@ -161,7 +161,7 @@ class Axis:
         """Whether CPU tensors move through shared memory."""
         return self._memory is not None
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
         """Concatenate the parts of all ranks along dim 0.
 
         Args:
@@ -174,9 +174,9 @@ class Axis:
         if not result.numel():
             return Pending(None, lambda: result)
         if self.levels is not None:
-            return self.levels.gather(part, sizes, result)
+            return self.levels.all_gather(part, sizes, result)
         if self._memory_for(part) is not None:
-            return self.gather_into(part, [[rows] for rows in result.split(list(sizes))], result)
+            return self.all_gather_into(part, [[rows] for rows in result.split(list(sizes))], result)
         in_group = self._in_group(sizes)
         if len(set(sizes)) == 1:
             work = self._start(all_gather_single, result, part)
@@ -185,8 +185,8 @@ class Axis:
             work = self._start(dist.all_to_all_single, result, repeated, in_group, [len(part)] * self.size)
         return Pending(work, lambda: self._from_group(result, in_group), self._explain_failure)
 
-    def gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
-        """As :meth:`gather`, but the rows of rank ``i`` go to the tensors ``targets[i]``, one after the other.
+    def all_gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
+        """As :meth:`all_gather`, but the rows of rank ``i`` go to the tensors ``targets[i]``, one after the other.
 
         Args:
             part: contiguous.
@@ -194,10 +194,10 @@ class Axis:
         """
         memory = self._memory_for(part)
         if memory is not None:
-            message = memory.move(GATHER, [[part]], targets, result)
+            message = memory.move(ALL_GATHER, [[part]], targets, result)
             return Pending(message, message.finish, self._explain_failure)
         rows = [part_rows for targets_of_rank in targets for part_rows in targets_of_rank]
-        pending = self.gather(part, [sum(map(len, targets_of_rank)) for targets_of_rank in targets])
+        pending = self.all_gather(part, [sum(map(len, targets_of_rank)) for targets_of_rank in targets])
 
         def finish() -> torch.Tensor:
             for target, values in zip(rows, pending.wait().split(list(map(len, rows))), strict=True):
@@ -264,20 +264,20 @@ class Axis:
         """The sum over all ranks, with the same bits on each. For small arrays: every rank receives every array."""
         if self.size == 1:
             return array
-        return ordered_sum(self._gather_all(array))
+        return ordered_sum(self._gather_arrays(array))
 
     def max(self, array: torch.Tensor) -> torch.Tensor:
         """The elementwise maximum over all ranks. For small arrays, as :meth:`sum`."""
-        return array if self.size == 1 else self._gather_all(array).amax(0)
+        return array if self.size == 1 else self._gather_arrays(array).amax(0)
 
     def all_reduce(self, array: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, the same bits on each: a reduce-scatter, then a gather."""
+        """The sum over all ranks, the same bits on each: a reduce-scatter, then an all-gather."""
         if self.size == 1:
             return array
         flat = array.reshape(-1)
         ends = [flat.numel() * part // self.size for part in range(self.size + 1)]
         sizes = [ends[part + 1] - ends[part] for part in range(self.size)]
-        return self.gather(self.reduce_scatter(flat, sizes).wait(), sizes).wait().view(array.shape)
+        return self.all_gather(self.reduce_scatter(flat, sizes).wait(), sizes).wait().view(array.shape)
 
     def _memory_for(self, array: torch.Tensor) -> SharedMemory | None:
         """The shared memory for a collective that starts now; None for Gloo."""
@@ -305,8 +305,8 @@ class Axis:
         parts = array.split(list(in_group))
         return torch.cat([parts[self._order.index(position)] for position in range(self.size)])
 
-    def _gather_all(self, array: torch.Tensor) -> torch.Tensor:
-        gathered = self.gather(array.reshape(1, -1).contiguous(), [1] * self.size).wait()
+    def _gather_arrays(self, array: torch.Tensor) -> torch.Tensor:
+        gathered = self.all_gather(array.reshape(1, -1).contiguous(), [1] * self.size).wait()
         return gathered.view(self.size, *array.shape)
 
     def _start(self, collective: Any, *arguments: Any) -> Any:

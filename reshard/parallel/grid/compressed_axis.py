@@ -1,8 +1,8 @@
 """The collectives of matrix products, with messages encoded by a block codec.
 
-A message is encoded only if the code is shorter. Both ends compute its size from the number of values. In a gather, a
-rank encodes and decodes its own part too, so that all ranks hold the same bits. Sums and exchanges do not compress a
-rank's own part. If several ranks of an axis share a host, sums inside the host are not encoded.
+A message is encoded only if that makes it shorter. Both ends compute its size from the number of values. In an
+all-gather, a rank encodes and decodes its own part too, so that all ranks hold the same bits. Sums and exchanges do not
+compress a rank's own part. If several ranks of an axis share a host, sums inside the host are not encoded.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from .pending import Pending
 
 
 class CompressedAxis:
-    """The ``gather``, ``reduce_scatter`` and ``exchange`` of an :class:`Axis`, with encoded messages.
+    """The ``all_gather``, ``reduce_scatter`` and ``exchange`` of an :class:`Axis`, with encoded messages.
 
     Args:
         axis: the ranks.
-        codec: codes messages of fp32, bf16 and fp16 values; other dtypes are sent raw.
+        codec: encodes messages of fp32, bf16 and fp16 values; other dtypes are sent raw.
     """
 
     def __init__(self, axis: Axis, codec: BlockCodec) -> None:
         self._axis, self._codec = axis, codec
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """See :meth:`Axis.gather`."""
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.all_gather`."""
         axis, shape = self._axis, (sum(sizes), *part.shape[1:])
         if axis.size == 1 or dtype_name(part.dtype) not in CODED_DTYPES:
-            return axis.gather(part, sizes)
+            return axis.all_gather(part, sizes)
         row_numel = part[:1].numel() if len(part) else part.new_empty((1, *part.shape[1:])).numel()
         numels = [size * row_numel for size in sizes]
         nbytes = [self._message_bytes(numel, part.itemsize) for numel in numels]
         result = part.new_empty(sum(numels))
-        pending = axis.gather(self._encode([part]), nbytes)
+        pending = axis.all_gather(self._encode([part]), nbytes)
 
         def finish() -> torch.Tensor:
             for data, target in zip(pending.wait().split(nbytes), result.split(numels), strict=True):

@@ -216,7 +216,7 @@ class Grid:
             ArgumentError: there is no such codec, or the grid is not on the CPU.
         """
         if self.device_mesh.device_type != "cpu":
-            raise ArgumentError(f"codec {name} codes CPU tensors only; the grid is on {self.device_mesh.device_type}")
+            raise ArgumentError(f"codec {name} encodes CPU tensors only; the grid is on {self.device_mesh.device_type}")
         self.codec = parse_codec(name)
 
     @check_arguments(rows=(0, 2**56))
@@ -266,7 +266,7 @@ class Grid:
         if self.rows == 1:
             return (count,)
         own = torch.tensor([count], device=device)
-        return tuple(self._axes["row"].gather(own, [1] * self.rows).wait().tolist())
+        return tuple(self._axes["row"].all_gather(own, [1] * self.rows).wait().tolist())
 
     def first_row(self, count: int, device: torch.device) -> int:
         """The index in the whole batch of the first row of this rank, which has ``count`` rows."""
@@ -275,8 +275,8 @@ class Grid:
         if self.rows * self.depth == 1:
             return 0
         own = torch.tensor([count], device=device)
-        in_layer = self._axes["row"].gather(own, [1] * self.rows).wait()
-        before = self._axes["depth"].gather(in_layer.sum().view(1), [1] * self.depth).wait()
+        in_layer = self._axes["row"].all_gather(own, [1] * self.rows).wait()
+        before = self._axes["depth"].all_gather(in_layer.sum().view(1), [1] * self.depth).wait()
         return int(before[: self.index["depth"]].sum() + in_layer[: self.row].sum())
 
     def tokens_of(self, x: torch.Tensor) -> tuple[int, ...]:
@@ -303,10 +303,10 @@ class Grid:
         own = torch.tensor([digest], device=self.device_mesh.device_type)
         for name in AXES:
             axis = self._axes[name]
-            axis.split_by_host(axis.gather(own, [1] * axis.size).wait().tolist())
+            axis.split_by_host(axis.all_gather(own, [1] * axis.size).wait().tolist())
         layer = self._axes["layer"]
         if layer not in (self._axes["row"], self._axes["col"]):
-            hosts = layer.gather(own, [1] * layer.size).wait().tolist()
+            hosts = layer.all_gather(own, [1] * layer.size).wait().tolist()
             if len(set(hosts)) == 1:
                 layer.share_memory()
 

@@ -41,7 +41,7 @@ RING = 1024
 #: Seconds between two checks whether a rank that others wait for has ended.
 CHECK_SECONDS = 0.5
 #: What a message is a part of.
-KINDS = GATHER, REDUCE_SCATTER, EXCHANGE = "gather", "reduce_scatter", "exchange"
+KINDS = ALL_GATHER, REDUCE_SCATTER, EXCHANGE = "all_gather", "reduce_scatter", "exchange"
 
 _ENTRY_BYTES = 64
 _CONTROL_BYTES = -(-_ENTRY_BYTES * (RING + 1) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -76,8 +76,8 @@ class LocalRanks(Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """See :meth:`Axis.gather`."""
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.all_gather`."""
 
 
 class SharedMemory:
@@ -116,7 +116,7 @@ class SharedMemory:
         with contextlib.suppress(OSError):  # the others learn that this rank has none
             own = create_memory_file(token, _CONTROL_BYTES)
         try:
-            table = axis.gather(torch.tensor([[os.getpid(), own, token]], device="cpu"), [1] * axis.size).wait()
+            table = axis.all_gather(torch.tensor([[os.getpid(), own, token]], device="cpu"), [1] * axis.size).wait()
             opened: list[int] = []
             control: list[Any] = []
             with contextlib.suppress(OSError):  # another pid namespace, a process that hides, or a limit of memory
@@ -124,7 +124,7 @@ class SharedMemory:
                     opened.append(open_memory_file(*facts, writes=True))
                     control.append(_native.map_shared(opened[-1], 0, _CONTROL_BYTES))
             can_map = torch.tensor([len(control) == axis.size], device="cpu")
-            if bool(axis.gather(can_map, [1] * axis.size).wait().all()):
+            if bool(axis.all_gather(can_map, [1] * axis.size).wait().all()):
                 return cls(axis, table[:, 0].tolist(), opened, control)
             _close(opened)
             return None
@@ -135,7 +135,7 @@ class SharedMemory:
         """Copy what each rank ``i`` has for this one to the tensors ``targets[i]``, which are rows of ``result``.
 
         Args:
-            kind: ``GATHER`` or ``EXCHANGE``.
+            kind: ``ALL_GATHER`` or ``EXCHANGE``.
             parts: for each rank, or one for all of them.
         """
         _copy(parts[self._index if len(parts) > 1 else 0], targets[self._index])

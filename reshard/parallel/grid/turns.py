@@ -108,7 +108,7 @@ class Turns:
 
     def _start(self, turn: Turn, digest: int, value: int) -> Pending:
         own = torch.tensor([[_TURNS.index(turn), digest, value]], dtype=torch.int64, device=self._device)
-        return self._axis.gather(own, [1] * self._axis.size)
+        return self._axis.all_gather(own, [1] * self._axis.size)
 
 
 #: The exchange of each axis that has one.

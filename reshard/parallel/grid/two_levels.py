@@ -30,11 +30,11 @@ class Level(Summing, Protocol):
     def size(self) -> int:
         """Number of ranks."""
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
-        """See :meth:`Axis.gather`."""
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int]) -> Pending:
+        """See :meth:`Axis.all_gather`."""
 
-    def gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
-        """See :meth:`Axis.gather_into`."""
+    def all_gather_into(self, part: torch.Tensor, targets: Sequence[Parts], result: torch.Tensor) -> Pending:
+        """See :meth:`Axis.all_gather_into`."""
 
     def reduce_scatter_parts(self, parts: Sequence[Parts]) -> Pending:
         """See :meth:`Axis.reduce_scatter_parts`."""
@@ -55,19 +55,21 @@ class TwoLevelAxis(Generic[LevelT]):
     def __init__(self, table: tuple[tuple[int, ...], ...], inside: LevelT, between: LevelT) -> None:
         self.table, self.inside, self.between = table, inside, between
 
-    def gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> Pending:
-        """Gather between hosts, then inside each host. See :meth:`Axis.gather`."""
+    def all_gather(self, part: torch.Tensor, sizes: Sequence[int], result: torch.Tensor) -> Pending:
+        """Gather between hosts, then inside each host. See :meth:`Axis.all_gather`."""
         pieces = self._cut(sizes, result)
         own = self.table[self.between.index][self.inside.index]
         between = [
-            self.between.gather(part[piece[own][0] : piece[own][1]], [_length(piece[item]) for item in self._column])
+            self.between.all_gather(
+                part[piece[own][0] : piece[own][1]], [_length(piece[item]) for item in self._column]
+            )
             for piece in pieces
         ]
 
         def finish() -> torch.Tensor:
             parts, inside = result.split(list(sizes)), []
             for piece, first in zip(pieces, between, strict=True):
-                inside.append(self.inside.gather_into(first.wait(), self._per_local(piece, parts), result))
+                inside.append(self.inside.all_gather_into(first.wait(), self._per_local(piece, parts), result))
             for last in inside:
                 last.wait()
             return result

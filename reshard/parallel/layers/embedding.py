@@ -56,7 +56,7 @@ class Embedding(OnGrid):
         """
         check_integers(tokens, "an Embedding got tokens")
         counts = self.grid.tokens_of(tokens.unsqueeze(-1))
-        every = self.grid.along("row").gather(tokens.reshape(-1).contiguous(), counts).wait()
+        every = self.grid.along("row").all_gather(tokens.reshape(-1).contiguous(), counts).wait()
         bounds = torch.stack([-every.min(), every.max()]) if every.numel() else every.new_zeros(2)
         negative, last = self.grid.along("depth").max(bounds).tolist()  # so that all layers raise
         if negative > 0 or last >= self.num_embeddings:

@@ -9,8 +9,8 @@ features over col. A layer needs three products. Each moves two of its three mat
 
 Each product can instead keep W where it is (weight-stationary) and move both activations. This moves less if a depth
 layer of the grid has fewer tokens than W has rows. Products that read the same activation in the same dataflow share
-its gather, so the dataflows of the three products are chosen together. Source: SUMMA (van de Geijn, Watts, 1997) for
-the products, and MeshSlice (2025) for the choice.
+its all-gather, so the dataflows of the three products are chosen together. Source: SUMMA (van de Geijn, Watts, 1997)
+for the products, and MeshSlice (2025) for the choice.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class Dataflows(NamedTuple):
 class LayerProducts:
     """The three products of a layer, and what its ranks receive.
 
-    A gather that two of the products need is made once: both products of a backward need the gradient of the output,
-    and with ``keeps_input``, the weight gradient needs what the forward gathered of the input.
+    An all-gather that two of the products need is made once: both products of a backward need the gradient of the
+    output, and with ``keeps_input``, the weight gradient needs what the forward gathered of the input.
 
     Args:
         shape: sizes of the weight.
@@ -109,11 +109,11 @@ class LayerProducts:
         return (*((ahead, back) if self.cuts_in else (back, ahead)), ProductKind.CONTRACT_TOKENS)
 
     def shares_input(self, flows: Dataflows) -> bool:
-        """Whether the weight gradient uses the gather of the forward."""
+        """Whether the weight gradient uses the all-gather of the forward."""
         return self.keeps_input and flows.forward == flows.weight_gradient
 
     def shares_gradient(self, flows: Dataflows) -> bool:
-        """Whether the two products of a backward share a gather."""
+        """Whether the two products of a backward share an all-gather."""
         return flows.input_gradient == flows.weight_gradient
 
     def gathers_first(self, flows: Dataflows) -> tuple[bool, bool]:

@@ -27,12 +27,12 @@ class Activation:
 
     Args:
         local: ``[m, P_j]`` or ``[m, Q_j]``.
-        readers: number of products that read it in the same dataflow. A gather starts once, and its result is released
-            after its last reader.
-        gathered: results of gathers that one product has yet to read.
+        readers: number of products that read it in the same dataflow. An all-gather starts once, and its result is
+            released after its last reader.
+        gathered: results of all-gathers that one product has yet to read.
 
     Attributes:
-        gathered: results that have not been released: of panels by number, and of other gathers by name.
+        gathered: results that have not been released: of panels by number, and of other all-gathers by name.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Activation:
         self._reads = dict.fromkeys(self.gathered, readers - 1)
 
     def start(self, key: int | str, gather: Callable[[], Pending]) -> None:
-        """Start a gather unless it has started."""
+        """Start an all-gather unless it has started."""
         if key not in self._reads:
             self._pending[key], self._reads[key] = gather(), 0
 
     def read(self, key: int | str) -> torch.Tensor:
-        """The result of a gather that has started."""
+        """The result of an all-gather that has started."""
         if key in self._pending:
             self.gathered[key] = self._pending.pop(key).wait()
         self._reads[key] += 1
@@ -178,18 +178,18 @@ class Product:
         """Start to gather a panel of X of this grid row, transposed: ``[panel, m]``."""
         panels = self.shape.panels
         own = panels.by_col[self.grid.col][panel]
-        x.start(panel, lambda: self._col_axis.gather(_take(x.local.t(), own), panels.col_sizes(panel)))
+        x.start(panel, lambda: self._col_axis.all_gather(_take(x.local.t(), own), panels.col_sizes(panel)))
 
     def _gather_weight(self, panel: int, w: torch.Tensor) -> Pending:
         """A panel of W of this grid column: ``[panel, Q_j]``."""
         panels = self.shape.panels
-        return self._row_axis.gather(_take(w, panels.by_row[self.grid.row][panel]), panels.row_sizes(panel))
+        return self._row_axis.all_gather(_take(w, panels.by_row[self.grid.row][panel]), panels.row_sizes(panel))
 
     # Weight-stationary
 
     def _start_tokens(self, z: Activation, tokens: Sequence[int]) -> None:
         """Start to gather the tokens of all rows: ``[M, Q_j]``."""
-        z.start("tokens", lambda: self._row_axis.gather(z.local.contiguous(), tokens))
+        z.start("tokens", lambda: self._row_axis.all_gather(z.local.contiguous(), tokens))
 
     def _start_features(self, x: Activation, tokens: Sequence[int]) -> None:
         """Start to gather the features P_i of all tokens of this depth layer: ``[P_i, M]``."""

@@ -30,7 +30,7 @@ import torch
 from reshard.errors import PlanError
 from reshard.runtime.array_bytes import digest_of, flat_bytes
 from reshard.runtime.cpu.box_tables import tabulate_buffers
-from reshard.runtime.cpu.coding import DecodedTarget, EncodedSource
+from reshard.runtime.cpu.encoded_shards import DecodedTarget, EncodedSource
 from reshard.runtime.cpu.progress import Tally
 from reshard.runtime.cpu.queues import Notification, Queue
 from reshard.runtime.cpu.staging import CastSource, Staging, copy_into, view_of

@@ -17,8 +17,8 @@ from reshard.codecs.raw_bytes import DTYPE_NUMBERS, dtype_number, num_columns
 from reshard.errors import ArgumentError
 from reshard.runtime.array_bytes import flat_bytes
 
-#: Blocks of 32 values that a program of a kernel codes, and its warps: each thread codes 32 values, because fewer would
-#: spend more instructions on indices than on values.
+#: Blocks of 32 values that a program of a kernel encodes, and its warps: each thread encodes 32 values, because fewer
+#: would spend more instructions on indices than on values.
 BLOCKS_PER_PROGRAM, NUM_WARPS = 64, 2
 
 
@@ -276,5 +276,5 @@ def _prepare(
     words = flat_bytes(plain).view(torch.int32 if form == DTYPE_NUMBERS["float32"] else torch.int16)
     num_blocks = math.prod(plain.shape) // columns * per_row
     if num_blocks > 2**31 - BLOCKS_PER_PROGRAM:  # the kernels count them in 32 bits
-        raise ArgumentError(f"codec {codec.name} codes at most 2**36 values at once on a GPU, not {plain.numel()}")
+        raise ArgumentError(f"codec {codec.name} encodes at most 2**36 values at once on a GPU, not {plain.numel()}")
     return form, words, (num_blocks, columns, per_row)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 from reshard.arguments import check_fields
 from reshard.errors import ArgumentError
@@ -20,8 +20,21 @@ from reshard.weights.mapping.parts import Made, Part, join_tensors
 Shapes = Mapping[str, tuple[int, ...]]
 
 
+class _Rule:
+    """What others ask of every rule. A rule overrides the answers that differ."""
+
+    #: Whether elements of the destination may come from no element of the source.
+    adds_elements: ClassVar[bool] = False
+    #: Whether elements of the source may be left out.
+    drops_elements: ClassVar[bool] = False
+
+    def wanted_before(self, wanted: Shapes) -> Shapes:
+        """The shapes that rules before this one look up, if those after it look up ``wanted``."""
+        return wanted
+
+
 @dataclass(frozen=True)
-class Rename:
+class Rename(_Rule):
     """Another name: ``Rename("transformer.{p}", "model.{p}")``."""
 
     source: str
@@ -37,9 +50,17 @@ class Rename:
         for name, tensor in renamed:
             _put(made, name, tensor, self)
 
+    def wanted_before(self, wanted: Shapes) -> Shapes:
+        """The shapes of the destination by the names that tensors have before this rule."""
+        _fill(self.target, dict.fromkeys(_placeholders(self.source), ""))  # raises if it does not fit
+        names = dict(wanted)
+        for name, filled in match_names(self.target, names):
+            names[_fill(self.source, filled)] = names.pop(name)
+        return names
+
 
 @dataclass(frozen=True)
-class Concatenate:
+class Concatenate(_Rule):
     """Several tensors as one: ``Concatenate(("{p}.q_proj.{t}", "{p}.k_proj.{t}"), "{p}.qk_proj.{t}")``."""
 
     sources: tuple[str, ...]
@@ -62,7 +83,7 @@ class Concatenate:
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(_Rule):
     """One tensor as several, of the sizes that the destination has; see :class:`Concatenate`."""
 
     source: str
@@ -90,7 +111,7 @@ class Split:
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(_Rule):
     """Numbered tensors along a new dim: ``Stack("{p}.experts.{e:d}.w1.weight", "{p}.experts.w1")``."""
 
     source: str
@@ -115,7 +136,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Unstack:
+class Unstack(_Rule):
     """The slices of a tensor along a dim as numbered tensors; see :class:`Stack`."""
 
     source: str
@@ -138,7 +159,7 @@ class Unstack:
 
 
 @dataclass(frozen=True)
-class Transpose:
+class Transpose(_Rule):
     """A matrix with its dims exchanged, as GPT-2 stores them: ``Transpose("{p}.c_fc.weight")``."""
 
     name: str
@@ -156,9 +177,10 @@ class Transpose:
 
 
 @dataclass(frozen=True)
-class Pad:
+class Pad(_Rule):
     """A dim that is longer on the destination, such as a padded vocabulary. The elements that are added hold zeros."""
 
+    adds_elements: ClassVar[bool] = True
     name: str
     dim: int = 0
 
@@ -177,9 +199,10 @@ class Pad:
 
 
 @dataclass(frozen=True)
-class Trim:
+class Trim(_Rule):
     """A dim that is shorter on the destination; see :class:`Pad`. The last elements of the source are not used."""
 
+    drops_elements: ClassVar[bool] = True
     name: str
     dim: int = 0
 
@@ -197,9 +220,10 @@ class Trim:
 
 
 @dataclass(frozen=True)
-class Drop:
+class Drop(_Rule):
     """Tensors of the source that the destination does not have: ``Drop("{p}.rotary_emb.inv_freq")``."""
 
+    drops_elements: ClassVar[bool] = True
     name: str
 
     def inverse(self) -> Rule:
@@ -213,7 +237,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Rope:
+class Rope(_Rule):
     """Rows of rotary queries or keys in another order, for example ``Rope("{p}.q_proj.weight", head_dim=128)``.
 
     The original Llama, and torchtitan, rotate neighbouring rows of a head: the pairs (0, 1), (2, 3) and so on. Hugging
@@ -257,7 +281,7 @@ class Rope:
 
 
 @dataclass(frozen=True)
-class GroupHeads:
+class GroupHeads(_Rule):
     """Queries, keys and values as one tensor, group by group: the queries of a key's head, that key, that value.
 
     Megatron's ``linear_qkv`` is ``GroupHeads(("{p}.q_proj.{t}", "{p}.k_proj.{t}", "{p}.v_proj.{t}"), ..., groups=8)``
@@ -299,7 +323,7 @@ class GroupHeads:
 
 
 @dataclass(frozen=True)
-class UngroupHeads:
+class UngroupHeads(_Rule):
     """One tensor of groups of heads as several; see :class:`GroupHeads`. The destination has their sizes."""
 
     source: str
@@ -393,12 +417,7 @@ def apply_rules(rules: Sequence[Rule], shapes: Shapes, wanted: Shapes) -> dict[s
     for rule in reversed(rules):
         if not isinstance(rule, Rule):
             raise ArgumentError(f"{rule!r:.60} is not a rule of reshard.weights.mapping.rules")
-        names = dict(wanted_after[-1])
-        if isinstance(rule, Rename):
-            _fill(rule.target, dict.fromkeys(_placeholders(rule.source), ""))  # raises if it does not fit
-            for name, filled in match_names(rule.target, names):
-                names[_fill(rule.source, filled)] = names.pop(name)
-        wanted_after.append(names)
+        wanted_after.append(rule.wanted_before(wanted_after[-1]))
     for rule, after in zip(rules, reversed(wanted_after[:-1]), strict=True):
         rule.apply(made, after)
     return made

@@ -18,7 +18,7 @@ from reshard.formatting import count_of
 from reshard.sharding import Box, RegionLayout, Shards, TensorSpec, cut_shards
 from reshard.weights.mapping.families import find_rules
 from reshard.weights.mapping.parts import Part, Region, meet, pick, positions
-from reshard.weights.mapping.rules import Drop, Pad, Rule, Trim
+from reshard.weights.mapping.rules import Rule
 from reshard.weights.model.holdings import join_dim
 from reshard.weights.model.manifest import Entry, Manifest
 
@@ -212,14 +212,14 @@ def _cut_to_views(piece: Piece, source: Entry, target: Entry) -> list[Piece]:
 def check_pieces(pieces: Sequence[Piece], rules: Sequence[Rule], source: Manifest, target: Manifest, what: str) -> None:
     """Check that pieces use each element of the source tensors, and write each one of the destination once.
 
-    Rules that pad may leave elements of the destination out, and rules that trim or drop, elements of the source.
+    Rules that add elements may leave some of the destination out, and rules that drop elements, some of the source.
 
     Raises:
         ArgumentError: they do not; the text names the tensor.
     """
-    for verb, sides, model, exceptions in (
-        ("write", [piece.target for piece in pieces], target, (Pad,)),
-        ("use", [piece.source for piece in pieces], source, (Trim, Drop)),
+    for verb, sides, model, may_leave_out in (
+        ("write", [piece.target for piece in pieces], target, any(rule.adds_elements for rule in rules)),
+        ("use", [piece.source for piece in pieces], source, any(rule.drops_elements for rule in rules)),
     ):
         regions: dict[str, set[Region]] = {}
         counts: dict[str, int] = {}
@@ -230,7 +230,6 @@ def check_pieces(pieces: Sequence[Piece], rules: Sequence[Rule], source: Manifes
                 counts[side.name] = counts.get(side.name, 0) + math.prod(map(len, side.region))
             elif verb == "write":
                 raise ArgumentError(f"{what}: the rules write a region of {side.name!r} twice")
-        may_leave_out = any(isinstance(rule, exceptions) for rule in rules)
         for name, count in counts.items():
             size = math.prod(model.entries[name].shape)
             if count > size or (count < size and not may_leave_out):

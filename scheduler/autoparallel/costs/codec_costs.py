@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ArgumentError
 
-from ..inputs.cluster import Cluster, Place, ring_seconds
+from ..inputs.cluster import Cluster
 from ..inputs.layer_graph import LayerGraph, is_shared
 from ..inputs.stages import StagePlan
+from .collective_costs import Place, ring_seconds
 from .edge_prices import encoded_ratio
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class CodecCost:
         """Seconds in which a rank encodes and decodes some bytes of plain values."""
         return encoded / self.encode_bytes_per_second + decoded / self.decode_bytes_per_second
 
-    def sum_seconds(self, place: Place, nbytes: float) -> float:
+    def all_reduce_seconds(self, place: Place, nbytes: float) -> float:
         """Seconds of a sum over all ranks of a place: raw inside hosts and encoded between them, or encoded on one
         host.
 
@@ -56,19 +57,19 @@ class CodecCost:
         encoded = ring_seconds(nbytes * self.ratio, hosts, place.ring_bytes_per_second, place.latency_seconds)
         return coding + raw + encoded
 
-    def gather_seconds(self, place: Place, nbytes: float, tp: int) -> float:
-        """Seconds in which the replicas of a layer gather ``nbytes`` on each rank.
+    def all_gather_seconds(self, place: Place, nbytes: float, tp: int) -> float:
+        """Seconds of an all-gather among the replicas of a layer, after which each rank has ``nbytes``.
 
-        Each rank encodes its part and decodes all parts. Computation does not overlap with an encoded gather, because
-        the call returns only when it is done.
+        Each rank encodes its part and decodes all parts. Computation does not overlap with an encoded all-gather,
+        because the call returns only when it is done.
         """
         replicas = place.num_ranks // tp
         if replicas == 1 or nbytes == 0:
             return 0.0
         return self.coding_seconds(nbytes / replicas, nbytes) + place.replica_seconds(nbytes * self.ratio, tp, 1.0)
 
-    def scatter_seconds(self, place: Place, nbytes: float, tp: int) -> float:
-        """Seconds in which the replicas of a layer reduce and scatter ``nbytes`` of each rank.
+    def reduce_scatter_seconds(self, place: Place, nbytes: float, tp: int) -> float:
+        """Seconds of a reduce-scatter of ``nbytes`` of each rank among the replicas of a layer.
 
         Each rank sends every other one its part, so that all ranks of a host send to all other hosts.
         """
@@ -90,17 +91,17 @@ class CodecCosts:
     """The codec of each kind of traffic inside stages, with its costs; None: raw.
 
     Attributes:
-        sums: of gradients over replicas under DDP.
-        gathers, scatters: of parameters and gradients under ZeRO 3.
+        all_reduce: of gradients over replicas under DDP.
+        all_gather, reduce_scatter: of parameters and gradients under ZeRO 3.
         panels: of matrix products on grids.
         is_optional: whether each layer may leave its traffic raw where that is faster. This holds while the search
             looks for stages. It does not hold for the chosen training plan, because an engine has one policy for all
             stages.
     """
 
-    sums: CodecCost | None = None
-    gathers: CodecCost | None = None
-    scatters: CodecCost | None = None
+    all_reduce: CodecCost | None = None
+    all_gather: CodecCost | None = None
+    reduce_scatter: CodecCost | None = None
     panels: CodecCost | None = None
     is_optional: bool = False
 
@@ -127,11 +128,11 @@ class CodecCosts:
             """Codecs code a parameter or a gradient as fp32."""
             return make(codec, encoded_ratio(codec, "float32") * 4 / nbytes if codec and nbytes else 1.0)
 
-        gathers, scatters = policy.pair("zero")
+        all_gather, reduce_scatter = policy.pair("zero")
         return cls(
             of_values(policy.dp, gradient),
-            of_values(gathers, weight),
-            of_values(scatters, gradient),
+            of_values(all_gather, weight),
+            of_values(reduce_scatter, gradient),
             make(policy.tp, encoded_ratio(policy.tp, dtype) if policy.tp else 1.0),
             is_optional,
         )
@@ -173,16 +174,16 @@ def parts_of_policy(policy: Policy, stages: Sequence[StagePlan], graph: LayerGra
     has_zero = any(choice.zero == 3 for _, choice in choices)
     has_panels = any(choice.grid for _, choice in choices)
     has_torch_tp = any(choice.tp > 1 and not choice.grid for _, choice in choices)
-    gathers, scatters = policy.pair("zero")
+    all_gather, reduce_scatter = policy.pair("zero")
     kinds: list[tuple[Any, ...]] = [
         (policy.dp, None) if has_sums else (None,),
         (policy.pp, None) if len(stages) > 1 else (None,),
         (policy.tp, None) if has_panels and not has_torch_tp else (None,),
-        (gathers, None) if has_zero else (None,),
-        (scatters, None) if has_zero else (None,),
+        (all_gather, None) if has_zero else (None,),
+        (reduce_scatter, None) if has_zero else (None,),
     ]
-    for dp, pp, tp, gather, scatter in itertools.product(*map(dict.fromkeys, kinds)):
-        zero = (gather, scatter) if gather or scatter else None
+    for dp, pp, tp, gathered, scattered in itertools.product(*map(dict.fromkeys, kinds)):
+        zero = (gathered, scattered) if gathered or scattered else None
         yield with_codecs(policy, dp, pp, tp, zero)
 
 

@@ -11,15 +11,15 @@ from typing import NamedTuple
 import numpy as np
 
 from reshard.dtypes import ITEMSIZE, dtype_name
-from reshard.parallel.costs import AxisTraffic, find_traffic
+from reshard.parallel.costs import AxisCost, find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.parallel.layer_price import GridLoad, LayerPrice, LayerSizes, price_layer
 from reshard.topology import Host, Port, Topology
 
 from ..inputs.choices import Choice, ChoiceRules, GridShape
-from ..inputs.cluster import Place
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import LayerTimes
+from .collective_costs import Place
 from .layer_costs import LayerCost, Workload, device_seconds_of_zero_3, overlapped_seconds
 
 #: Limit on the grids that a search considers, for each number of ranks and each ZeRO stage.
@@ -67,11 +67,11 @@ def grid_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> Lay
     kept = min(saved, layer.input_bytes * own / is_cut) if choice.recompute else saved
     shared = _share_states(params, choice, place, work)
     sync = price.depth_seconds if choice.zero == 0 else shared.sync_seconds
-    if shared.gather_seconds:
+    if shared.all_gather_seconds:
         forward, backward = (
-            seconds + shared.gather_seconds
+            seconds + shared.all_gather_seconds
             if shared.is_encoded
-            else overlapped_seconds(seconds, shared.gather_seconds, work.profile.slowdown)
+            else overlapped_seconds(seconds, shared.all_gather_seconds, work.profile.slowdown)
             for seconds in (forward, backward)
         )
     gather, scatter = device_seconds_of_zero_3(times, choice, params / max(1, layer.num_params))
@@ -97,15 +97,15 @@ class _SharedStates(NamedTuple):
     """States of a layer on one rank, and what moves over the depth of a grid.
 
     Attributes:
-        gather_seconds: of parameters, in each forward and in each backward.
+        all_gather_seconds: of parameters, in each forward and in each backward.
         sync_seconds: of gradients, once in a step.
-        is_encoded: whether gathers are encoded, so that computation does not hide them.
+        is_encoded: whether all-gathers are encoded, so that computation does not hide them.
     """
 
     state_bytes: float
     gradient_bytes: float
     gathered_bytes: float = 0.0
-    gather_seconds: float = 0.0
+    all_gather_seconds: float = 0.0
     sync_seconds: float = 0.0
     is_encoded: bool = False
 
@@ -116,20 +116,20 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
     weights, gradients, optimizer = params * states.weight, params * states.gradient, params * states.optimizer
     if choice.zero == 0:  # the sum over the depth makes a copy of the gradients
         return _SharedStates(weights + gradients * (2 if depth > 1 else 1) + optimizer, gradients)
-    traffic = _traffic(place, choice.grid)["depth"]
-    gather, scatter = traffic.seconds(weights / depth), traffic.seconds(gradients / depth)
+    depth_cost = _axis_costs(place, choice.grid)["depth"]
+    gather, scatter = depth_cost.seconds(weights / depth), depth_cost.seconds(gradients / depth)
     if choice.zero < 3:
         kept = gradients if choice.zero == 1 or num_microbatches > 1 else gradients / depth
         return _SharedStates(weights + kept + optimizer / depth, kept, 0.0, 0.0, scatter + gather)
     is_encoded = False
-    if codec_costs.gathers is not None:
-        coding = codec_costs.gathers
-        encoded = coding.coding_seconds(weights / depth, weights) + traffic.seconds(weights * coding.ratio / depth)
+    if codec_costs.all_gather is not None:
+        coding = codec_costs.all_gather
+        encoded = coding.coding_seconds(weights / depth, weights) + depth_cost.seconds(weights * coding.ratio / depth)
         is_encoded = not codec_costs.is_optional or encoded < gather
         gather = encoded if is_encoded else gather
-    if codec_costs.scatters is not None:
-        coding = codec_costs.scatters
-        encoded = coding.coding_seconds(gradients, gradients) + traffic.seconds(gradients * coding.ratio / depth)
+    if codec_costs.reduce_scatter is not None:
+        coding = codec_costs.reduce_scatter
+        encoded = coding.coding_seconds(gradients, gradients) + depth_cost.seconds(gradients * coding.ratio / depth)
         scatter = codec_costs.faster(scatter, encoded)
     held = gradients / depth if num_microbatches == 1 else gradients
     return _SharedStates((weights + optimizer) / depth + held, held, weights, gather, scatter, is_encoded)
@@ -150,7 +150,7 @@ def compute_share(layer: Layer, grid: GridShape) -> float:
 def _share(sizes: LayerSizes, grid: GridShape) -> float:
     if not sizes.forward_flops:
         return 1.0 / grid[1]
-    alone = AxisTraffic(0.0, 0.0, 0.0, 0)
+    alone = AxisCost(0.0, 0.0, 0.0, 0)
     load = GridLoad(1, grid[1], 1, (sizes.sequence,), dict.fromkeys(AXES, alone), 1, 1)
     return price_layer(sizes, load, 1.0).forward.compute / sizes.forward_flops
 
@@ -163,11 +163,11 @@ def _best_price(
     flops, itemsize = sizes.forward_flops * own, _itemsize(work)
     rate = flops / layer_times.forward_seconds if flops and layer_times.forward_seconds else math.inf
     tokens = (max(1, math.ceil(own * sizes.sequence)),) * rows
-    load = GridLoad(rows, cols, depth, tokens, _traffic(place, grid), itemsize, work.states.gradient)
+    load = GridLoad(rows, cols, depth, tokens, _axis_costs(place, grid), itemsize, work.states.gradient)
     price, coding = price_layer(sizes, load, rate), work.codec_costs.panels
     if coding is None:
         return price
-    seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in a gather, a rank also decodes its own part
+    seconds = coding.coding_seconds(itemsize, 2 * itemsize)  # in an all-gather, a rank also decodes its own part
     encoded = price_layer(sizes, replace(load, encoded_ratio=coding.ratio, coding_seconds=seconds), rate)
     return encoded if not work.codec_costs.is_optional or _exposed(encoded) < _exposed(price) else price
 
@@ -177,11 +177,11 @@ def _itemsize(work: Workload) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _traffic(place: Place, grid: GridShape) -> Mapping[str, AxisTraffic]:
-    """The traffic along each axis of a grid on the ranks of a place, layer by layer and row by row.
+def _axis_costs(place: Place, grid: GridShape) -> Mapping[str, AxisCost]:
+    """The costs of collectives along each axis of a grid on the ranks of a place, layer by layer and row by row.
 
     All hosts of a place have the NIC of its slowest one. Without pods, layers that fill the same part of hosts are
-    alike, so that traffic inside layers is found for the first ones only.
+    alike, so that costs inside layers are found for the first ones only.
     """
     rows, cols, depth = grid
     num_hosts = place.num_hosts
@@ -200,7 +200,7 @@ def _traffic(place: Place, grid: GridShape) -> Mapping[str, AxisTraffic]:
     are_alike = not place.pods and place.num_ranks % num_hosts == 0 and depth % period == 0
     first = ranks[: period if are_alike else depth]
     return {
-        axis: find_traffic(topology, ranks if axis == "depth" else first, number) for number, axis in enumerate(AXES)
+        axis: find_axis_cost(topology, ranks if axis == "depth" else first, number) for number, axis in enumerate(AXES)
     }
 
 

@@ -312,9 +312,9 @@ def _single_trials(
     num, count = len(costs), model.num
     known: dict[str, tuple[Sequence[int], Sequence[int] | None]] = {"1f1b": (range(num, 0, -1), None)}
     if num > 1:
-        known["eager-1f1b"] = (eager_warmups(num), None)
+        known["eager_1f1b"] = (eager_warmups(num), None)
     if num > 1 and can_split:
-        known |= {"zero-bubble": (known["1f1b"][0], range(num)), "zb-h2": (eager_warmups(num), range(0, 2 * num, 2))}
+        known |= {"zb_h1": (known["1f1b"][0], range(num)), "zb_h2": (eager_warmups(num), range(0, 2 * num, 2))}
     if num == 1 or (only not in OVERLAPPING and only not in known):
         only = None
     seen = set()

@@ -15,10 +15,10 @@ from reshard.formatting import brief
 
 from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, shard_1d
-from ..inputs.cluster import Place, ring_seconds
 from ..inputs.layer_graph import Layer
 from ..inputs.layer_profile import ClassTimes, LayerProfile
 from .codec_costs import CodecCosts
+from .collective_costs import Place, ring_seconds
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class LayerCost:
     Attributes:
         forward_seconds, backward_seconds: with collectives; the backward is whole.
         weight_grad_seconds: the part of the backward that a split defers; 0 if it cannot be split.
-        compute_seconds, sum_seconds, gather_seconds: parts of the forward and backward together: computation,
-            tensor-parallel sums, and what gathers of parameters add.
+        compute_seconds, tp_collective_seconds, all_gather_seconds: parts of the forward and backward together:
+            computation, tensor-parallel collectives, and what all-gathers of parameters add.
         state_bytes: parameters, gradients and optimizer.
         gradient_bytes: the part of them that the first backward of a step allocates.
         activation_bytes: kept for each microbatch in flight.
@@ -80,8 +80,8 @@ class LayerCost:
     backward_seconds: float
     weight_grad_seconds: float
     compute_seconds: float
-    sum_seconds: float
-    gather_seconds: float
+    tp_collective_seconds: float
+    all_gather_seconds: float
     state_bytes: float
     gradient_bytes: float
     activation_bytes: float
@@ -105,8 +105,8 @@ class StageCost:
     backward_seconds: float
     weight_grad_seconds: float
     compute_seconds: float
-    sum_seconds: float
-    gather_seconds: float
+    tp_collective_seconds: float
+    all_gather_seconds: float
     sync_seconds: float
     state_bytes: float
     activation_bytes: float
@@ -198,7 +198,7 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
     """The cost of a layer for one microbatch, whose samples the replicas divide evenly.
 
     ZeRO 3 gathers the parameters for the forward and again for the backward of each microbatch, next to computation.
-    Nothing hides the copies and calls of a gather, because the device itself runs them.
+    Nothing hides the copies and calls of an all-gather, because the device itself runs them.
     The engine reduces gradients once, in the last backward, so with several microbatches they are whole until then.
     """
     profile, codec_costs = work.profile, work.codec_costs
@@ -213,16 +213,16 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
     )
     sums = sum(
         ring_seconds(nbytes * own, size, place.inside_bytes_per_second, place.inside_latency_seconds, passes)
-        for nbytes, passes, size in sharding.sums
+        for nbytes, passes, size in sharding.collectives
     )
     shared = _share_states(sharding.params, choice, place, work)
     computed_backward = backward + (forward if choice.recompute else 0.0)
     backward_sums = sums * (2 if choice.recompute else 1)
-    whole_forward = overlapped_seconds(forward + sums, shared.gather_seconds, profile.slowdown)
-    moved = shared.gather_seconds + shared.scatter_seconds
+    whole_forward = overlapped_seconds(forward + sums, shared.all_gather_seconds, profile.slowdown)
+    moved = shared.all_gather_seconds + shared.reduce_scatter_seconds
     whole_backward = overlapped_seconds(computed_backward + backward_sums, moved, profile.slowdown)
-    if codec_costs.gathers is not None and choice.zero == 3:  # encoded gathers do not overlap with computation
-        gather = codec_costs.gathers.gather_seconds(place, shared.gathered_bytes, choice.tp)
+    if codec_costs.all_gather is not None and choice.zero == 3:  # encoded all-gathers do not overlap with computation
+        gather = codec_costs.all_gather.all_gather_seconds(place, shared.gathered_bytes, choice.tp)
         whole_forward = codec_costs.faster(whole_forward, forward + sums + gather)
         whole_backward = codec_costs.faster(whole_backward, computed_backward + backward_sums + gather)
     gather, scatter = device_seconds_of_zero_3(times, choice, sharding.params / max(1, layer.num_params))
@@ -250,8 +250,8 @@ def layer_cost(layer: Layer, choice: Choice, place: Place, work: Workload) -> La
 
 
 def device_seconds_of_zero_3(times: ClassTimes, choice: Choice, share: float) -> tuple[float, float]:
-    """Seconds of a gather and of a scatter on a device that has ``share`` of a layer's parameters; 0 without ZeRO 3."""
-    return (times.gather_seconds * share, times.scatter_seconds * share) if choice.zero == 3 else (0.0, 0.0)
+    """Device seconds of an all-gather and a reduce-scatter of ``share`` of a layer's parameters; 0 without ZeRO 3."""
+    return (times.all_gather_seconds * share, times.reduce_scatter_seconds * share) if choice.zero == 3 else (0.0, 0.0)
 
 
 class _SharedStates(NamedTuple):
@@ -261,15 +261,15 @@ class _SharedStates(NamedTuple):
         state_bytes: weights, gradients and optimizer.
         gradient_bytes: gradients alone.
         gathered_bytes: weights while they are gathered.
-        gather_seconds, scatter_seconds: in each forward and backward, and in each backward.
+        all_gather_seconds, reduce_scatter_seconds: in each forward and backward, and in each backward.
         sync_seconds: once per step.
     """
 
     state_bytes: float
     gradient_bytes: float
     gathered_bytes: float
-    gather_seconds: float
-    scatter_seconds: float
+    all_gather_seconds: float
+    reduce_scatter_seconds: float
     sync_seconds: float
 
 
@@ -282,8 +282,8 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
     # DDP keeps buckets of the size of the gradients from step to step
     buckets = gradients if choice.zero == 0 and replicas > 1 else 0.0
     sync = place.replica_seconds(params * states.gradient, choice.tp, 2.0)
-    if choice.zero == 0 and choice.tp == 1 and codec_costs.sums is not None:
-        sync = codec_costs.faster(sync, codec_costs.sums.sum_seconds(place, params * states.gradient))
+    if choice.zero == 0 and choice.tp == 1 and codec_costs.all_reduce is not None:
+        sync = codec_costs.faster(sync, codec_costs.all_reduce.all_reduce_seconds(place, params * states.gradient))
     if choice.zero >= 1:
         optimizer /= replicas
     if choice.zero == 2:
@@ -295,8 +295,8 @@ def _share_states(params: float, choice: Choice, place: Place, work: Workload) -
         weights /= replicas
         gradients = gradients / replicas if work.num_microbatches == 1 else gradients
         sync = place.replica_seconds(params * states.gradient, choice.tp, 1.0)
-        if codec_costs.scatters is not None:
-            encoded = codec_costs.scatters.scatter_seconds(place, params * states.gradient, choice.tp)
+        if codec_costs.reduce_scatter is not None:
+            encoded = codec_costs.reduce_scatter.reduce_scatter_seconds(place, params * states.gradient, choice.tp)
             sync = codec_costs.faster(sync, encoded)
     return _SharedStates(weights + gradients + buckets + optimizer, gradients, gathered, gather, scatter, sync)
 

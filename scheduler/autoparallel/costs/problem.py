@@ -15,11 +15,12 @@ from reshard.formatting import brief, count_of, format_names
 from ...graph import Edge, Pipeline, Stage
 from ...ir.communication import RECVS_AHEAD
 from ..inputs.choices import Choice, ChoiceRules
-from ..inputs.cluster import Cluster, Place
+from ..inputs.cluster import Cluster
 from ..inputs.layer_graph import Layer, LayerGraph, Tensor
 from ..inputs.layer_profile import LayerProfile
 from ..inputs.stages import StagePlan, describe_stages, pp_ranks_of
 from .codec_costs import CodecCosts, check_policy
+from .collective_costs import Place
 from .edge_prices import EdgeCodecs, EdgePrices, End
 from .grid_costs import best_grids, grid_cost, why_no_grid
 from .layer_costs import (
@@ -131,7 +132,7 @@ class SearchProblem:
             codecs = compression.pair("pp")
         message_seconds = max(type_profile.message_seconds for type_profile in self.profiles.values())
         self.prices = EdgePrices(graph, cluster, message_seconds, codecs)
-        sums = self.codec_costs.sums
+        sums = self.codec_costs.all_reduce
         self.ties = TiePrices(
             graph,
             cluster,
@@ -320,8 +321,8 @@ class SearchProblem:
             sum(cost.backward_seconds for cost in costs) + moved,
             sum(cost.weight_grad_seconds for cost in costs),
             sum(cost.compute_seconds for cost in costs),
-            sum(cost.sum_seconds for cost in costs) + 2 * moved,
-            sum(cost.gather_seconds for cost in costs),
+            sum(cost.tp_collective_seconds for cost in costs) + 2 * moved,
+            sum(cost.all_gather_seconds for cost in costs),
             sum(cost.sync_seconds for cost in costs),
             sum(cost.state_bytes for cost in costs) - repeated_states,
             sum(cost.activation_bytes for cost in costs) + self.kept_bytes(stage, num_microbatches),
@@ -346,7 +347,7 @@ class SearchProblem:
     def relayout_between(self, layer: int, before: Choice, after: Choice, place: Place, num_microbatches: int) -> float:
         """Seconds for the inputs of ``layer`` to change from the layout of one choice to that of another.
 
-        Fewer replicas need a gather of samples; more replicas keep a part of what they have.
+        Fewer replicas need an all-gather of samples; more replicas keep a part of what they have.
         """
         if before.tp >= after.tp:
             return 0.0

@@ -18,12 +18,13 @@ from reshard.sharding import Layout, Mesh, TensorSpec
 from ...costs import price_edge
 from ...graph import Edge
 from ..inputs.choices import Choice
-from ..inputs.cluster import Cluster, Place, hosts_are_alike
+from ..inputs.cluster import Cluster, hosts_are_alike
 from ..inputs.layer_graph import LayerGraph, is_shared, own_layer
 from ..inputs.stages import StagePlan
+from .collective_costs import Place
 from .layer_costs import LayerCost
 
-#: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec codes.
+#: Dtype of gradients by the bytes of an element. Others travel as bytes, which no codec encodes.
 _DTYPES = {2.0: "bfloat16", 4.0: "float32", 8.0: "float64"}
 
 

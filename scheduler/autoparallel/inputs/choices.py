@@ -111,14 +111,14 @@ class Sharding:
         compute: share of the computation.
         params: parameters.
         saved_bytes: bytes saved for the backward of one sample.
-        sums: ``((bytes for one sample, passes of the data, ranks), ...)`` of the collectives in a forward; a backward
-            has the same. An all-reduce passes the data twice, a gather or a scatter once.
+        collectives: ``((bytes for one sample, passes of the data, ranks), ...)`` of each collective in a forward; a
+            backward has the same. An all-reduce passes the data twice, an all-gather or a reduce-scatter once.
     """
 
     compute: float
     params: float
     saved_bytes: float
-    sums: tuple[tuple[float, float, int], ...] = ()
+    collectives: tuple[tuple[float, float, int], ...] = ()
 
 
 def shard_1d(layer: Layer, degree: int) -> Sharding:
@@ -132,7 +132,7 @@ def shard_1d(layer: Layer, degree: int) -> Sharding:
         1.0 / degree,
         layer.num_params - layer.tp_params * (1 - 1 / degree),
         layer.saved_bytes - layer.tp_saved_bytes * (1 - 1 / degree),
-        ((layer.tp_sum_bytes, 2.0, degree),) * layer.tp_sums if degree > 1 else (),
+        ((layer.tp_all_reduce_bytes, 2.0, degree),) * layer.tp_all_reduces if degree > 1 else (),
     )
 
 

@@ -40,8 +40,8 @@ class Layer:
         tp_limit: most ranks that tensor parallelism may divide the layer over.
         tp_params: parameters that tensor parallelism divides. The others have a copy on each rank.
         tp_saved_bytes: the part of ``saved_bytes`` that tensor parallelism divides.
-        tp_sums: all-reduces over tensor-parallel ranks in a forward. A backward has as many.
-        tp_sum_bytes: bytes of one such all-reduce for one sample.
+        tp_all_reduces: all-reduces over tensor-parallel ranks in a forward. A backward has as many.
+        tp_all_reduce_bytes: bytes of one such all-reduce for one sample.
         grid_sizes: its products, heads and norms, if :mod:`reshard.parallel` can cut it over a grid.
         grid_refusal: why it cannot.
 
@@ -58,8 +58,8 @@ class Layer:
     tp_limit: int = 1
     tp_params: int = 0
     tp_saved_bytes: float = 0.0
-    tp_sums: int = 0
-    tp_sum_bytes: float = 0.0
+    tp_all_reduces: int = 0
+    tp_all_reduce_bytes: float = 0.0
     grid_sizes: LayerSizes | None = None
     grid_refusal: str = ""
 

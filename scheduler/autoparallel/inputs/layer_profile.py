@@ -60,9 +60,9 @@ class ClassTimes:
     Attributes:
         measured: times, each for a number of samples.
         failed: numbers of samples that did not fit the memory.
-        gather_seconds: seconds that a gather of the layer's parameters under ZeRO 3 adds to the computation of a
-            device, without the time of the bytes on links.
-        scatter_seconds: the same for a scatter of the gradients of these parameters.
+        all_gather_seconds: seconds that an all-gather of the layer's parameters under ZeRO 3 adds to the computation of
+            a device, without the time of the bytes on links.
+        reduce_scatter_seconds: the same for a reduce-scatter of the gradients of these parameters.
 
     Raises:
         ArgumentError: two measurements have the same samples, or a time is not a number of at least 0.
@@ -70,11 +70,11 @@ class ClassTimes:
 
     measured: tuple[LayerTimes, ...]
     failed: tuple[int, ...] = ()
-    gather_seconds: float = 0.0
-    scatter_seconds: float = 0.0
+    all_gather_seconds: float = 0.0
+    reduce_scatter_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("gather_seconds", "scatter_seconds"):
+        for name in ("all_gather_seconds", "reduce_scatter_seconds"):
             if not _is_number(getattr(self, name), 0, 1e15):
                 raise ArgumentError(
                     f"{name} of a layer class is {brief(getattr(self, name))}; it must be a number of at least 0"
@@ -138,8 +138,8 @@ class LayerProfile:
         classes: ``{layer class: {tensor-parallel degree: ClassTimes}}``. If a degree is missing, a rank takes its share
             of the time at degree 1.
         message_seconds: time of a message between stages in addition to that of its bytes.
-        sums: ``(latency seconds, bytes per second)`` of collectives inside a host, as measured; default: those of the
-            topology.
+        host_collectives: ``(latency seconds, bytes per second)`` of collectives inside a host, as measured; default:
+            those of the topology.
         slowdown: factor, at least 1, by which computation and a transfer slow each other while both run.
         is_guess: whether the times are estimates.
         software: versions of torch and Python, and the machine type, of the measurement.
@@ -153,7 +153,7 @@ class LayerProfile:
     dtype: str
     classes: Mapping[str, Mapping[int, ClassTimes]]
     message_seconds: float = 0.0
-    sums: tuple[float, float] | None = None
+    host_collectives: tuple[float, float] | None = None
     slowdown: float = 1.0
     is_guess: bool = False
     software: Mapping[str, str] = field(default_factory=dict)
@@ -182,11 +182,12 @@ class LayerProfile:
             raise ArgumentError(
                 f"message_seconds of a profile is {brief(self.message_seconds)}; it must be a number of at least 0"
             )
-        if self.sums is not None:
-            is_pair = isinstance(self.sums, (tuple, list)) and len(self.sums) == 2
-            if not is_pair or not _is_number(self.sums[0], 0.0, 1e6) or not _is_number(self.sums[1], 1.0, 1e18):
+        if self.host_collectives is not None:
+            pair = self.host_collectives
+            is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
+            if not is_pair or not _is_number(pair[0], 0.0, 1e6) or not _is_number(pair[1], 1.0, 1e18):
                 raise ArgumentError(
-                    f"sums of a profile is {brief(self.sums)}; it must be (latency seconds, bytes per second), "
+                    f"host_collectives of a profile is {brief(pair)}; it must be (latency seconds, bytes per second), "
                     "from 0 and from 1 on"
                 )
         check_fields(self)
@@ -299,14 +300,14 @@ class LayerProfile:
                     int(degree): ClassTimes(
                         tuple(LayerTimes(**layer_times) for layer_times in times["measured"]),
                         times["failed"],
-                        times.get("gather_seconds", 0.0),
-                        times.get("scatter_seconds", 0.0),
+                        times.get("all_gather_seconds", 0.0),
+                        times.get("reduce_scatter_seconds", 0.0),
                     )
                     for degree, times in degrees.items()
                 }
                 for key, degrees in data["classes"].items()
             }
-            data["sums"] = None if data["sums"] is None else tuple(data["sums"])
+            data["host_collectives"] = None if data["host_collectives"] is None else tuple(data["host_collectives"])
             return cls(**data)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             if isinstance(error, ArgumentError):

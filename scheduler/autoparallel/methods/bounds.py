@@ -25,10 +25,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..costs.collective_costs import Place
 from ..costs.layer_costs import LayerCost
 from ..costs.problem import SearchProblem
 from ..inputs.choices import Choice
-from ..inputs.cluster import Place
 from .range_bytes import bytes_of_cuts
 
 #: Values of the share s that are tried.

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..costs.collective_costs import Place
 from ..costs.layer_costs import LayerCost
 from ..costs.problem import SearchProblem
 from ..costs.tie_prices import tied_share
 from ..inputs.choices import Choice
-from ..inputs.cluster import Place
 from ..inputs.layer_graph import is_shared, own_layer
 from ..inputs.stages import StagePlan
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..costs.collective_costs import Place
 from ..costs.layer_costs import LayerCost
 from ..costs.problem import SearchProblem
 from ..costs.tie_prices import tied_share
 from ..inputs.choices import Choice
-from ..inputs.cluster import Place
 
 
 def num_recomputed(part: float, count: int) -> int:
@@ -110,7 +110,7 @@ class _ChoiceCosts:
         sums: prefix sums over the layers of each cost in :data:`SUMMED`: if all layers are recomputed, and if none is.
         kept: prefix sum of activation bytes if all layers are recomputed.
         peaks: ``[first, end]``: peak bytes of activations while the layers are recomputed one after another.
-        gathering_peaks: the same, with the parameters of the recomputed layer and the buffer of their gather.
+        gathering_peaks: the same, with the parameters of the recomputed layer and the buffer of their all-gather.
         gathered: ``[first, end]``: bytes of gathered parameters in a forward.
         max_gathered: ``[first, end]``: bytes of the gathered parameters of the largest layer.
         panels: ``[first, end]``: bytes of the panels of the largest matrix product.

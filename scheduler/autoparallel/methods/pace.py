@@ -26,9 +26,9 @@ import numpy as np
 from reshard import _native
 
 from ...ir.communication import RECVS_AHEAD
+from ..costs.collective_costs import Place
 from ..costs.problem import SearchProblem, Stages
 from ..inputs.choices import Choice, GridShape
-from ..inputs.cluster import Place
 from ..inputs.stages import StagePlan
 from .option_tables import OptionTables, num_recomputed
 from .range_bytes import RangeBytes, bytes_of_cuts

@@ -19,13 +19,13 @@ from reshard.formatting import brief
 from ...pipe.partition.blocks import BlockStage
 from ...pipe.profile import count_saved_bytes
 from ..inputs.layer_profile import ClassTimes, LayerProfile, LayerTimes
-from .gather_times import Shapes, measure_gathers
 from .tracing import TracedModel, layer_inputs, run_layer
+from .zero_times import Shapes, measure_zero_times
 
 #: Samples that are measured, unless others are given.
 SAMPLE_COUNTS = (1, 2, 4)
-#: Largest number of repetitions of a gather and a scatter, which copy all parameters of a layer.
-MAX_GATHER_REPEATS = 3
+#: Largest number of repetitions of an all-gather and a reduce-scatter, which copy all parameters of a layer.
+MAX_ZERO_REPEATS = 3
 #: If a number of samples took longer than this, larger numbers are not measured.
 MAX_SECONDS = 5.0
 
@@ -71,7 +71,7 @@ def profile_layers(
             module.outputs = tuple(value.name for value in traced.stage_graph.values if value.writer == number)
         parameters.append(tuple((tuple(value.shape), value.dtype) for value in module.parameters()))
         classes[layer.key] = _measure_class(traced, number, module, device, sorted(sample_counts), repeats)
-    zero = measure_gathers(parameters, device, min(repeats, MAX_GATHER_REPEATS))
+    zero = measure_zero_times(parameters, device, min(repeats, MAX_ZERO_REPEATS))
     software = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
     return LayerProfile(
         traced.graph.key,

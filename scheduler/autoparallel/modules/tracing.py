@@ -371,8 +371,8 @@ def _make_layer(
             tp_limit=max_tp,
             tp_params=min(divided, total),
             tp_saved_bytes=min(divided_saved, saved),
-            tp_sums=sums,
-            tp_sum_bytes=inputs,
+            tp_all_reduces=sums,
+            tp_all_reduce_bytes=inputs,
         )
     return layer
 

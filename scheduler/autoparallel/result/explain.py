@@ -85,8 +85,8 @@ def _layer_lines(number: int, stage: StagePlan, names: Sequence[str]) -> list[st
 
 def _microbatch_line(report: StageReport) -> str:
     return (
-        f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.sum_seconds:.3g} s tensor-parallel "
-        f"sums, {report.gather_seconds:.3g} s ZeRO gathers"
+        f"  one microbatch: {report.compute_seconds:.3g} s computation, {report.tp_collective_seconds:.3g} s "
+        f"tensor-parallel collectives, {report.all_gather_seconds:.3g} s ZeRO all-gathers"
     )
 
 

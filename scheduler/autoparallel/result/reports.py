@@ -28,8 +28,8 @@ class StageReport:
     """
 
     compute_seconds: float
-    sum_seconds: float
-    gather_seconds: float
+    tp_collective_seconds: float
+    all_gather_seconds: float
     gradient_sync_seconds: float
     busy_seconds: float
     exposed_seconds: float

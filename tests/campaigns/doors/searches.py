@@ -12,7 +12,7 @@ from reshard import Topology, scheduler
 from reshard.scheduler import autoparallel
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.modules import profiling
-from reshard.scheduler.autoparallel.modules.gather_times import GatherTimes
+from reshard.scheduler.autoparallel.modules.zero_times import ZeroTimes
 from reshard.scheduler.autoparallel.tuning import Measurement
 from tests.campaigns.doors.samples import Chain, fields_of
 
@@ -27,7 +27,7 @@ def _searched():
 
 def _profile_layers(**arguments):
     """Without the process that measures gathers, which takes seconds to start."""
-    with mock.patch.object(profiling, "measure_gathers", lambda layers, *_: [GatherTimes()] * len(layers)):
+    with mock.patch.object(profiling, "measure_zero_times", lambda layers, *_: [ZeroTimes()] * len(layers)):
         return autoparallel.profile_layers(**arguments)
 
 

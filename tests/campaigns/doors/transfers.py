@@ -146,7 +146,7 @@ def of_groups():
     moved |= {"max_error": None, "staging_bytes": 2**20, "timeout_seconds": 10.0, "verify": True, "on_loss": "raise"}
     moved |= {"on_error": "raw"}
     opened = {"plan": plan, "group": None, "timeout_seconds": 10.0, "device": "cpu", "verify": False}
-    opened |= {"both_ways": False, "fault_tolerant": False, "communicator": 0, "compression": None}
+    opened |= {"both_ways": False, "fault_tolerant": False, "communicator_index": 0, "compression": None}
     mover = reshard.Mover(plan)
     return {
         "reshard": (reshard.reshard, moved),

@@ -26,7 +26,7 @@ def make_graph(rng, num_layers, *, skips=True):
         params = rng.randrange(10**5, 5 * 10**6)
         name, key = f"layers.{index}", f"kind {index if rng.random() < 0.7 else 0}"
         half = {"tp_limit": 2, "tp_params": params // 2, "tp_saved_bytes": saved / 2}
-        sums = {"tp_sums": 2, "tp_sum_bytes": saved / 8}
+        sums = {"tp_all_reduces": 2, "tp_all_reduce_bytes": saved / 8}
         layers.append(Layer(name, key, rng.uniform(1e8, 2e9), params, saved, saved / 8, **half, **sums))
         if index:
             tensors.append(

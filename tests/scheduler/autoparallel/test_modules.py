@@ -22,8 +22,8 @@ from reshard.scheduler.autoparallel import (
 )
 from reshard.scheduler.autoparallel.costs.problem import SearchProblem
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
-from reshard.scheduler.autoparallel.modules import gather_times, profiling
-from reshard.scheduler.autoparallel.modules.gather_times import GatherTimes, measure_alone, measure_gathers
+from reshard.scheduler.autoparallel.modules import profiling, zero_times
+from reshard.scheduler.autoparallel.modules.zero_times import ZeroTimes, measure_alone, measure_zero_times
 from reshard.scheduler.training.models.making import make_model
 from reshard.scheduler.training.models.presets import GPTConfig
 from reshard.topology import Topology
@@ -51,7 +51,7 @@ def test_work_is_that_of_the_products(traced):
     # four projections and two of four times the width for 8 tokens; attention adds two products of 8 x 8 tokens
     assert block.forward_flops == 8 * 2 * 12 * 16 * 16 + 2 * (2 * 8 * 8 * 16)
     assert head.forward_flops == 8 * 2 * 16 * 32
-    assert (block.tp_limit, block.tp_sums, head.tp_limit) == (2, 2, 1)
+    assert (block.tp_limit, block.tp_all_reduces, head.tp_limit) == (2, 2, 1)
     assert block.input_bytes == 8 * 16 * 4
     assert block.input_bytes < block.saved_bytes
     # only the normalization is recomputed, which saves two numbers for each token: the loss is outside the module
@@ -219,9 +219,9 @@ def test_layers_that_fully_shard_refuses_have_no_gather_times():
         (((4, 4), single), ((0, 4), single)),
         (((4, 4), torch.complex64),),
     ]
-    *none, measured = measure_gathers([*refused, (((4, 4), single), ((4,), single))], "cpu", 1)
-    assert none == [GatherTimes()] * len(refused)
-    assert measured.gather_seconds > 0
+    *none, measured = measure_zero_times([*refused, (((4, 4), single), ((4,), single))], "cpu", 1)
+    assert none == [ZeroTimes()] * len(refused)
+    assert measured.all_gather_seconds > 0
 
 
 def test_another_process_measures_on_the_current_device_and_may_fail(monkeypatch):
@@ -230,13 +230,13 @@ def test_another_process_measures_on_the_current_device_and_may_fail(monkeypatch
         assert (layers, device, repeats) == ([()], "cuda:3", 1)
         raise failure
 
-    monkeypatch.setattr(gather_times.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(zero_times.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     monkeypatch.setattr(subprocess, "run", run)
     for failure in (OSError("no memory"), subprocess.SubprocessError("killed"), pickle.UnpicklingError("cut")):
         with pytest.warns(UserWarning, match=f"measuring them failed: {failure}"):
-            assert measure_gathers([()], "cuda", 1) == [GatherTimes()]
+            assert measure_zero_times([()], "cuda", 1) == [ZeroTimes()]
     used = []
     monkeypatch.setattr(torch.cuda, "set_device", used.append)
-    monkeypatch.setattr(gather_times, "_measure_in_group", lambda layers, device, repeats: [*used, device])
+    monkeypatch.setattr(zero_times, "_measure_in_group", lambda layers, device, repeats: [*used, device])
     assert measure_alone([()], "cuda:3", 1) == ["cuda:3", "cuda:3"]

@@ -15,7 +15,7 @@ import pytest
 
 from reshard.compression import Policy
 from reshard.errors import ArgumentError, TopologyError
-from reshard.parallel.costs import find_traffic
+from reshard.parallel.costs import find_axis_cost
 from reshard.parallel.grid.cuts import AXES
 from reshard.scheduler import check_schedule
 from reshard.scheduler.autoparallel import (
@@ -30,9 +30,9 @@ from reshard.scheduler.autoparallel import (
     TrainingPlan,
     search,
 )
-from reshard.scheduler.autoparallel.costs.grid_costs import _traffic
+from reshard.scheduler.autoparallel.costs.collective_costs import Place
+from reshard.scheduler.autoparallel.costs.grid_costs import _axis_costs
 from reshard.scheduler.autoparallel.costs.problem import Candidate
-from reshard.scheduler.autoparallel.inputs.cluster import Place
 from reshard.scheduler.autoparallel.inputs.layer_profile import ClassTimes, LayerTimes
 from reshard.scheduler.autoparallel.inputs.stages import StagePlan
 from reshard.topology import CodecRate, Host, Port, Topology
@@ -348,8 +348,8 @@ def test_the_uplinks_of_pods_are_priced():
     for grid in ((1, 2, 2), (2, 1, 2), (2, 2, 1)):
         rows, cols, depth = grid
         ranks = np.arange(4).reshape(depth, rows, cols)
-        assert dict(_traffic(two, grid)) == {
-            axis: find_traffic(topology, ranks, index) for index, axis in enumerate(AXES)
+        assert dict(_axis_costs(two, grid)) == {
+            axis: find_axis_cost(topology, ranks, index) for index, axis in enumerate(AXES)
         }
 
 

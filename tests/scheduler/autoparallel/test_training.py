@@ -104,7 +104,7 @@ def test_a_first_stage_on_a_grid_that_a_search_has_chosen_trains_as_one_process(
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("pp_ranks", "schedule"),
-    [((0, 1, 0, 1), "interleaved-zero-bubble"), ((0, 1, 1, 0), "dualpipe-v")],
+    [((0, 1, 0, 1), "interleaved_zero_bubble"), ((0, 1, 1, 0), "dualpipe_v")],
     ids=["looped", "V"],
 )
 def test_interleaved_stages_train_as_one_process(pp_ranks, schedule):

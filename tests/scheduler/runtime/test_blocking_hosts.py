@@ -94,15 +94,15 @@ def in_v(pipeline, num):
 #: Name of a case -> (ranks of each stage, edges, builder).
 CASES = {
     "1f1b": ([[0], [1], [2], [3]], CHAIN, one_f_one_b),
-    "eager": ([[0], [1], [2], [3]], CHAIN, eager_1f1b),
+    "eager_1f1b": ([[0], [1], [2], [3]], CHAIN, eager_1f1b),
     "gpipe": ([[0], [1], [2], [3]], CHAIN, gpipe),
-    "zero bubble": ([[0], [1], [2], [3]], CHAIN, zb_h1),
+    "zb_h1": ([[0], [1], [2], [3]], CHAIN, zb_h1),
     "auto": ([[0], [1], [2], [3]], SKIPS, auto_schedule),
     "skips": ([[0], [1], [2], [3]], SKIPS, one_f_one_b),
     "interleaved": ([[0, 1], [2, 3], [0, 1], [2, 3]], CHAIN, interleaved),
     "V": ([[0, 2], [1, 3], [1, 3], [0, 2]], SKIPS, in_v),
-    "zb-v": ([[0, 2], [1, 3], [1, 3], [0, 2]], SKIPS, zb_v),
-    "dualpipe-v": ([[0, 2], [1, 3], [1, 3], [0, 2]], CHAIN, dualpipe_v),
+    "zb_v": ([[0, 2], [1, 3], [1, 3], [0, 2]], SKIPS, zb_v),
+    "dualpipe_v": ([[0, 2], [1, 3], [1, 3], [0, 2]], CHAIN, dualpipe_v),
 }
 
 

@@ -116,7 +116,7 @@ def interleaved_pp_ranks(pipeline, num):
 BUILDERS = {
     "1f1b": one_f_one_b,
     "gpipe": gpipe,
-    "eager": eager_1f1b,
+    "eager_1f1b": eager_1f1b,
     "zb_h1": zb_h1,
     "auto_schedule": auto_schedule,
     "blocking": lambda p, m: block_transfers(one_f_one_b(p, m), p),

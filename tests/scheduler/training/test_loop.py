@@ -62,7 +62,7 @@ def train_staged(job):
         pytest.param(GPT, "1x1,1x1", "zb_h1", 50, marks=pytest.mark.slow),
         pytest.param(GPT, "2x2,2x2", "auto", 50, marks=pytest.mark.slow),
         pytest.param(GPT, "1x2,2x2,1x4", "auto", 50, marks=pytest.mark.slow),
-        pytest.param(U_TRANSFORMER, "1x1,2x1", "eager", 50, marks=pytest.mark.slow),
+        pytest.param(U_TRANSFORMER, "1x1,2x1", "eager_1f1b", 50, marks=pytest.mark.slow),
         pytest.param(U_TRANSFORMER, "2x1,4x1,4x1", "auto", 50, marks=pytest.mark.slow),
     ],
 )

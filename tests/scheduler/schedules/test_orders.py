@@ -77,6 +77,6 @@ def test_orders_of_warmups_are_those_of_the_known_schedules(num, count):
     model = OrderModel(Pipeline((Stage(1.0, 1.0, 1.0),) * num, ()), range(num), count)
     known = dict(known_orders(range(num), count))
     assert model.actions(order_of_warmups(range(num, 0, -1), count)) == known["1f1b"]
-    assert model.actions(order_of_warmups(range(num, 0, -1), count, range(num))) == known["zero-bubble"]
-    assert model.actions(order_of_warmups(eager_warmups(num), count)) == known["eager-1f1b"]
-    assert model.actions(order_of_warmups(eager_warmups(num), count, range(0, 2 * num, 2))) == known["zb-h2"]
+    assert model.actions(order_of_warmups(range(num, 0, -1), count, range(num))) == known["zb_h1"]
+    assert model.actions(order_of_warmups(eager_warmups(num), count)) == known["eager_1f1b"]
+    assert model.actions(order_of_warmups(eager_warmups(num), count, range(0, 2 * num, 2))) == known["zb_h2"]

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.sglang, pytest.mark.filterwarnings("ignore")]
 WAIT = datetime.timedelta(minutes=10)
 SIZE = 2
 LOADERS = ["reshard.sglang.load_weights"]
-FAULTS = "tests.serving.sglang_faults."
+FAULTS = "tests.sglang.sglang_faults."
 NUM_TOKENS = 16
 PROMPTS = [[1 + 7 * i, 3, 200 - 11 * i, 5 * i][: 2 + i % 3] for i in range(8)]
 SHAPE = {
@@ -63,7 +63,7 @@ def _train(rank, port, folder):
     from torch.distributed.tensor import distribute_tensor
 
     from reshard.sglang import Trainer
-    from tests.serving.trainer import make_model
+    from tests.support.serving_trainer import make_model
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=WAIT)
@@ -165,7 +165,7 @@ class _Run:
 
     def check(self, seed):
         """The engine has the weights of a seed: compare with the same model in transformers."""
-        from tests.serving.trainer import make_model
+        from tests.support.serving_trainer import make_model
 
         model = make_model(self._folder, seed)
         for prompt, (tokens, logprobs) in zip(PROMPTS, self.generate(), strict=True):

@@ -1,4 +1,4 @@
-"""State shared by the ranks of one call: agreement rounds, error reports, and transports.
+"""Channels: what the ranks of one call share, which is agreement rounds, error reports, and transports.
 
 Only the ranks of the call take part. They agree in rounds (see :mod:`reshard.coordination.rendezvous`). The first
 error of a transfer is published in the store, under ``u/<members>/error/<generation>``.
@@ -27,7 +27,7 @@ from reshard.coordination.groups.process_group import Group, check_inside
 from reshard.coordination.groups.store import ForeignValueError, StoreSilentError
 from reshard.coordination.liveness.call_sequence import in_round, record_skipped
 from reshard.coordination.liveness.heartbeat import Monitor
-from reshard.coordination.liveness.lost_ranks import rank_closed, rank_unreachable
+from reshard.coordination.liveness.lost_ranks import rank_closed_error, rank_unreachable_error
 from reshard.coordination.liveness.status import find_late
 from reshard.coordination.rendezvous import Rendezvous
 from reshard.errors import ArgumentError, RemoteError, ReshardError, ResourceError, TransferTimeoutError
@@ -212,11 +212,11 @@ class Channel:
                 losers.add(lost)
                 loser, lost = lost, self._store.read(f"broken/{generation}/{lost}", int)
         if self.rendezvous.links.find_lost() == lost:
-            return rank_closed(lost)
+            return rank_closed_error(lost)
         if lost in losers:
             return error
         how = str(error) if loser == self.group.rank else f"rank {loser} lost its connection to it"
-        return rank_unreachable(lost, how)
+        return rank_unreachable_error(lost, how)
 
     def reported_error(self, generation: int) -> ReshardError | None:
         """The error that a member reported, if any."""
@@ -225,7 +225,7 @@ class Channel:
             lost = self.rendezvous.links.find_lost()
             if lost is None:
                 return None
-            return self.fail(generation, rank_closed(lost))
+            return self.fail(generation, rank_closed_error(lost))
         return self.record_error(generation, self._parse_error(key, self._store.get(key)))
 
     def explain_timeout(self, number: int) -> str:

@@ -48,9 +48,9 @@ def dry_run(actions, pp_rank_of_stage):
 BUILDERS = {
     "1f1b": (4, lambda p: one_f_one_b(p, 8)),
     "gpipe": (3, lambda p: gpipe(p, 5)),
-    "eager": (4, lambda p: eager_1f1b(p, 8)),
+    "eager_1f1b": (4, lambda p: eager_1f1b(p, 8)),
     "interleaved": (8, lambda p: interleaved_1f1b(p, 8, 4)),
-    "zero-bubble": (4, lambda p: zb_h1(p, 8)),
+    "zb_h1": (4, lambda p: zb_h1(p, 8)),
     "auto_schedule": (4, lambda p: auto_schedule(p, 8)),
     "auto_schedule on pp ranks": (4, lambda p: auto_schedule(p, 8, pp_rank_of_stage=[0, 1, 0, 1])),
 }
@@ -76,7 +76,7 @@ def test_our_schedules_pass_torch_validator_and_dry_run(name):
 TORCH_SCHEDULES = {
     "interleaved": (pipelining.ScheduleInterleaved1F1B, 4, 2, 8),
     "looped": (pipelining.ScheduleLoopedBFS, 2, 3, 6),
-    "interleaved zero-bubble": (pipelining.ScheduleInterleavedZeroBubble, 4, 2, 8),
+    "interleaved zb_h1": (pipelining.ScheduleInterleavedZeroBubble, 4, 2, 8),
     "zbv": (pipelining.ScheduleZBVZeroBubble, 4, 2, 8),
     "dualpipev": (pipelining.ScheduleDualPipeV, 4, 2, 10),
 }

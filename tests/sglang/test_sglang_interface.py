@@ -14,7 +14,7 @@ from reshard.errors import RemoteError
 from reshard.sglang import Trainer
 from reshard.sglang.order import LOADER, Order
 from reshard.testing import run_processes
-from tests.serving.sglang_interface import Engine, Worker
+from tests.sglang.sglang_interface import Engine, Worker
 
 pytestmark = pytest.mark.integration
 

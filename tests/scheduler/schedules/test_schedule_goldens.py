@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from reshard.coordination.communicator import find_channel
+from reshard.coordination.channel import find_channel
 from reshard.coordination.decide import resolve
 from reshard.coordination.groups.messages import Request
 from reshard.coordination.groups.process_group import find_group
@@ -26,7 +26,7 @@ from reshard.scheduler.simulation.validate import check_schedule
 from reshard.scheduler.simulation.visualize import to_chrome_trace, to_svg
 from reshard.testing.processes import run_processes
 
-GOLDENS = Path(__file__).parents[1] / "goldens"
+GOLDENS = Path(__file__).parents[2] / "goldens"
 SMALL = Pipeline((Stage(1.0, 0.5, 1.5, 2), Stage(2.0, 1.0, 0.5, 3)), (Edge(0, 1, 0.75, 0.25),))
 
 

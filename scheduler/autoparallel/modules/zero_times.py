@@ -23,14 +23,14 @@ NUM_COPIES = 2
 NUM_RANKS = 2
 
 
-class GatherTimes(NamedTuple):
-    """Seconds that one gather of the parameters of a layer adds to its device, and one scatter of their gradients.
+class ZeroTimes(NamedTuple):
+    """Seconds of a device for one all-gather of a layer's parameters, and for one reduce-scatter of their gradients.
 
     They do not contain the time of the bytes on links.
     """
 
-    gather_seconds: float = 0.0
-    scatter_seconds: float = 0.0
+    all_gather_seconds: float = 0.0
+    reduce_scatter_seconds: float = 0.0
 
 
 #: Shape and dtype of each parameter of a layer.
@@ -39,20 +39,20 @@ Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 #: Program of another process, which reads the arguments of :func:`measure_alone` and writes the result.
 _PROGRAM = (
-    "import pickle, sys; from reshard.scheduler.autoparallel.modules.gather_times import measure_alone; "
+    "import pickle, sys; from reshard.scheduler.autoparallel.modules.zero_times import measure_alone; "
     "result = measure_alone(*pickle.load(sys.stdin.buffer)); sys.stdout.buffer.write(pickle.dumps(result))"
 )
 #: Time limit of that process.
 TIMEOUT_SECONDS = 300.0
 
 
-def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
+def measure_zero_times(layers: Sequence[Shapes], device: str, repeats: int) -> list[ZeroTimes]:
     """Times of layers with these parameters under ``fully_shard``, over a group whose collectives return at once.
 
-    Only the work of the device and its host for a gather and a scatter remains. If this process has a world group,
-    another process measures on the same device. Layers that ``fully_shard`` does not shard, or that have no gradients,
-    have times of 0: those with a parameter that has no dimension, no element or no floating-point dtype, or with
-    parameters of several dtypes.
+    Only the work of the device and its host for an all-gather and a reduce-scatter remains. If this process has a world
+    group, another process measures on the same device. Layers that ``fully_shard`` does not shard, or that have no
+    gradients, have times of 0: those with a parameter that has no dimension, no element or no floating-point dtype, or
+    with parameters of several dtypes.
 
     Warns:
         UserWarning: the other process failed; all times are then 0.
@@ -74,17 +74,17 @@ def measure_gathers(layers: Sequence[Shapes], device: str, repeats: int) -> list
         warnings.warn(
             f"the search counts no calls and copies of ZeRO 3, as measuring them failed: {error}", stacklevel=2
         )
-        return [GatherTimes()] * len(layers)
+        return [ZeroTimes()] * len(layers)
 
 
-def measure_alone(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
-    """:func:`measure_gathers` in a separate process, whose current device becomes the measured one."""
+def measure_alone(layers: Sequence[Shapes], device: str, repeats: int) -> list[ZeroTimes]:
+    """:func:`measure_zero_times` in a separate process, whose current device becomes the measured one."""
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
     return _measure_in_group(layers, device, repeats)
 
 
-def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> list[GatherTimes]:
+def _measure_in_group(layers: Sequence[Shapes], device: str, repeats: int) -> list[ZeroTimes]:
     with idle_group(NUM_RANKS):
         mesh = dist.init_device_mesh(torch.device(device).type, (NUM_RANKS,))
         return [_measure(shapes, device, mesh, repeats) for shapes in layers]
@@ -103,33 +103,33 @@ class _Parameters(nn.Module):
         return x
 
 
-def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> GatherTimes:
-    """Seconds of one layer: the difference between a step with and without sharding, and with and without scatters."""
+def _measure(shapes: Shapes, device: str, mesh: Any, repeats: int) -> ZeroTimes:
+    """Seconds of one layer: a step with sharding less one without, and one with reduce-scatters less one without."""
     from torch.distributed.fsdp import fully_shard
 
     dtypes = {dtype for _, dtype in shapes}
     is_sharded = len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes)
     if not is_sharded or any(not shape or 0 in shape for shape, _ in shapes):
-        return GatherTimes()
+        return ZeroTimes()
     try:
         plain, sharded = (nn.Sequential(*(_Parameters(shapes, device) for _ in range(NUM_COPIES))) for _ in range(2))
         for layer in sharded:
             fully_shard(layer, mesh=mesh, reshard_after_forward=True)
         fully_shard(sharded, mesh=mesh, reshard_after_forward=True)
-        times: dict[str, list[float]] = {"plain": [], "gathers": [], "scatters": []}
+        times: dict[str, list[float]] = {"plain": [], "all-gathers": [], "reduce-scatters": []}
         for turn in range(repeats + 1):
-            for name, module in (("plain", plain), ("gathers", sharded), ("scatters", sharded)):
+            for name, module in (("plain", plain), ("all-gathers", sharded), ("reduce-scatters", sharded)):
                 if module is sharded:
-                    sharded.set_requires_gradient_sync(name == "scatters")
+                    sharded.set_requires_gradient_sync(name == "reduce-scatters")
                 seconds = _time_of_step(module, device)
                 module.zero_grad(set_to_none=True)
                 if turn:  # the first turn warms up
                     times[name].append(seconds)
     except (MemoryError, torch.OutOfMemoryError):
-        return GatherTimes()
+        return ZeroTimes()
     medians = {name: statistics.median(values) for name, values in times.items()}
-    gather = (medians["gathers"] - medians["plain"]) / (2 * NUM_COPIES)  # one for the forward, one for the backward
-    return GatherTimes(max(0.0, gather), max(0.0, (medians["scatters"] - medians["gathers"]) / NUM_COPIES))
+    gather = (medians["all-gathers"] - medians["plain"]) / (2 * NUM_COPIES)  # one for the forward, one for the backward
+    return ZeroTimes(max(0.0, gather), max(0.0, (medians["reduce-scatters"] - medians["all-gathers"]) / NUM_COPIES))
 
 
 def _time_of_step(module: nn.Module, device: str) -> float:

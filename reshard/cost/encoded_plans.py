@@ -21,7 +21,7 @@ def encoded_makespan(
 ) -> float:
     """The time in seconds until all ranks have decoded the encoded tensors of a plan.
 
-    The model follows :mod:`reshard.runtime.cpu.coding`, which encodes whole rows of a shard:
+    The model follows :mod:`reshard.runtime.cpu.encoded_shards`, which encodes whole rows of a shard:
 
     * A rank encodes the rows of its messages one after another, in the plan's order, and each row once for all
       receivers. A message starts when its rows are encoded. The transfer is late by the longest time that any message

@@ -84,7 +84,7 @@ def decode_region(data: np.ndarray, region: torch.Tensor) -> int:
         The number of bytes read.
 
     Raises:
-        ArgumentError: ``data`` is not the code of a region of this shape. Some elements of ``region`` may have changed.
+        ArgumentError: ``data`` does not encode a region of this shape. Some elements of ``region`` may have changed.
     """
     width, num_read = word_width(region.itemsize), 0
     for piece in cut_pieces(region):

@@ -72,9 +72,9 @@ def test_adjacent_split_backwards_are_joined():
 
 @pytest.mark.parametrize(
     ("pp_ranks", "num", "can_split", "names"),
-    [((0, 1), 4, False, "gpipe 1f1b eager-1f1b looped-bfs interleaved-1f1b"),
-     ((1, 0), 3, True, "gpipe 1f1b eager-1f1b zero-bubble zb-h2 looped-bfs interleaved-1f1b interleaved-zero-bubble"),
-     ((0, 1, 0, 1), 3, True, "looped-bfs interleaved-1f1b interleaved-zero-bubble"), ((1, 0, 0, 1), 4, True, "zb-v dualpipe-v"),
+    [((0, 1), 4, False, "gpipe 1f1b eager_1f1b looped_bfs interleaved_1f1b"),
+     ((1, 0), 3, True, "gpipe 1f1b eager_1f1b zb_h1 zb_h2 looped_bfs interleaved_1f1b interleaved_zero_bubble"),
+     ((0, 1, 0, 1), 3, True, "looped_bfs interleaved_1f1b interleaved_zero_bubble"), ((1, 0, 0, 1), 4, True, "zb_v dualpipe_v"),
      ((0, 1, 1, 0), 2, False, ""), ((0, 1, 0), 4, True, ""), ((0, 0, 1, 1), 4, True, "")],
 )  # fmt: skip
 def test_known_schedules_that_fit_the_pp_ranks_are_candidates(pp_ranks, num, can_split, names):

@@ -48,7 +48,7 @@ class _Run:
         from vllm.config import WeightTransferConfig
 
         import reshard.vllm
-        from tests.serving.trainer import SIZE, train
+        from tests.support.serving_trainer import SIZE, train
 
         assert reshard.vllm.TrainerEngine  # imported, so that forked processes need not import it, and vLLM, again
         _make_config(family, folder)
@@ -124,7 +124,7 @@ class _Run:
 
     def check(self, seed):
         """The engine has the weights of a seed: compare with the same model in transformers."""
-        from tests.serving.trainer import make_model
+        from tests.support.serving_trainer import make_model
 
         model = make_model(self.folder, seed)
         for prompt, (tokens, logprobs) in zip(PROMPTS, self.generate(), strict=True):

@@ -1,6 +1,6 @@
 """Encoded shards of transfers on a stream: whole shards are encoded before, and decoded after, on the caller's stream.
 
-Kernels code tensors on a GPU. Tensors on the CPU, on which tests run this path, are encoded by the native codecs.
+Kernels encode tensors on a GPU. Tensors on the CPU, on which tests run this path, are encoded by the native codecs.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from reshard.errors import ArgumentError
 
 
 def check_device_codec(codec: Any, device_type: str) -> None:
-    """Raise ArgumentError unless this process can code tensors on this type of device."""
+    """Raise ArgumentError unless this process can encode tensors on this type of device."""
     if device_type == "cpu":
         return
     name = getattr(codec, "name", codec)
     if not isinstance(codec, BlockCodec):
-        raise ArgumentError(f"codec {name} codes CPU tensors only; these are on {device_type}")
+        raise ArgumentError(f"codec {name} encodes CPU tensors only; these are on {device_type}")
     if importlib.util.find_spec("triton") is None:
         raise ArgumentError(f"codec {name} needs Triton for tensors on {device_type}, and Triton is not installed")
 
