@@ -1,4 +1,4 @@
-.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-nightly test-cluster test-vllm test-sglang test-faults test-fuzz gpu-check compatibility check bench clean
+.PHONY: install install-all install-bench lowest demo docs wheel test test-integration test-nightly test-cluster test-vllm test-sglang test-faults test-fuzz gpu-check compatibility lint check bench clean
 
 PYTHON ?= python3
 VENV := .venv
@@ -76,9 +76,11 @@ compatibility: install
 gpu-check:
 	$(PYTHON) tests/first_card.py --out build/gpu-check
 
-check: install
+lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+check: lint
 	$(BIN)/mypy
 
 install-bench: $(VENV)/bench

@@ -44,11 +44,24 @@ def make_backbone(blocks: int, width: int, side: int = 56) -> LayerGraph:
         tokens, hidden = (side >> step) ** 2, width << step
         for _ in range(blocks * (3 if step == 2 else 1)):
             stream = 2.0 * tokens * hidden
-            sums = {"tp_limit": 8, "tp_params": 12 * hidden**2, "tp_saved_bytes": 12 * stream, "tp_all_reduces": 2}
             flops = 24.0 * tokens * hidden**2
             name, key = f"layers.{len(layers)}", f"step {step} {width} {side}"
             params = 12 * hidden**2 + 13 * hidden
-            layers.append(Layer(name, key, flops, params, 17 * stream, stream, tp_all_reduce_bytes=stream, **sums))
+            layers.append(
+                Layer(
+                    name,
+                    key,
+                    flops,
+                    params,
+                    saved_bytes=17 * stream,
+                    input_bytes=stream,
+                    tp_limit=8,
+                    tp_params=12 * hidden**2,
+                    tp_saved_bytes=12 * stream,
+                    tp_all_reduces=2,
+                    tp_all_reduce_bytes=stream,
+                )
+            )
             shapes.append((1, tokens, hidden))
     return LayerGraph.chain(layers, shapes[:-1], dtype="bfloat16", name=f"backbone{width}")
 

@@ -112,8 +112,8 @@ def make_pipeline(
     """
     meshes = setting.workload.meshes()
     stages = tuple(
-        Stage(*cost[:3], mesh=mesh, whole_backward_seconds=cost[3] if len(cost) > 3 else None)
-        for cost, mesh in zip(costs, meshes, strict=True)
+        Stage(forward, backward, weight, mesh=mesh, whole_backward_seconds=rest[0] if rest else None)
+        for (forward, backward, weight, *rest), mesh in zip(costs, meshes, strict=True)
     )
     edges = []
     for edge in setting.workload.edges():

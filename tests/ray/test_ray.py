@@ -67,6 +67,7 @@ def _ones(index):
     return torch.ones([cut.stop - cut.start for cut in index], dtype=torch.bfloat16)
 
 
+@pytest.mark.nightly
 def test_arrays_move_between_meshes_of_actors(drive):
     drive(_move_there_and_back)
 
